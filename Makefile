@@ -1,0 +1,38 @@
+# thinwire: `make demo` and `make test` need nothing installed but Python 3.11 or newer.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: help install demo test test-nightly lint format clean
+
+help:            ## list the verbs
+	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
+
+install: $(STAMP) ## make .venv and install thinwire with everything it can use
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade -c constraints.txt pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $(STAMP)
+
+demo: install    ## train a language model twice, stock DDP and thinwire, and compare
+	$(BIN)/thinwire demo
+
+lint: install    ## ruff and the type checker
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check
+
+test: lint       ## lint, types, and every test that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+test-nightly: install ## the slow tests: full demo, benchmark figures, long fuzzing
+	$(BIN)/python -m pytest -m "slow"
+
+format: install  ## rewrite the sources in the house style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:           ## remove everything that make created
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist build

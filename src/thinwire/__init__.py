@@ -1,0 +1,27 @@
+"""thinwire: PyTorch data-parallel training that is fast on the network you have.
+
+Sparse gradients are summed exactly, in a fraction of the bytes of an all-reduce. The method is ZEN's (Wang et
+al., "ZEN: Empowering Distributed Training with Sparsity-driven Data Synchronization", OSDI'25), on rows.
+"""
+
+from thinwire import schemes
+from thinwire.all_reduce import sparse_all_reduce
+from thinwire.attach import Synchronizer, attach
+from thinwire.errors import CorruptMessageError, MismatchError, PeerError, ThinwireError
+from thinwire.sparse import SparseRows
+from thinwire.sync.scheme import Scheme
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CorruptMessageError",
+    "MismatchError",
+    "PeerError",
+    "Scheme",
+    "SparseRows",
+    "Synchronizer",
+    "ThinwireError",
+    "attach",
+    "schemes",
+    "sparse_all_reduce",
+]

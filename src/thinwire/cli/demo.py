@@ -1,0 +1,155 @@
+"""``thinwire demo``: the same language model trained by stock DDP and by thinwire."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from thinwire.demo.compare import Comparison, Launch, OnStep
+    from thinwire.demo.corpus import Corpus
+    from thinwire.demo.train import TrainJob
+
+_LINE_EVERY_STEPS = 20
+_LINK_TIMEOUT_SECONDS = 3600.0
+_LABELS = {"ddp": "stock DDP", "thinwire": "thinwire"}
+
+
+def demo(
+    workers: Annotated[int, typer.Option(min=1, help="Ranks; every rank sees its own part of the text.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two runs.")] = 120,
+    link: Annotated[
+        str, typer.Option(help="'none' for loopback, or a rate such as 100mbit: emulated hosts (needs root).")
+    ] = "none",
+    json_file: Annotated[
+        str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; '-' prints them.")
+    ] = None,
+    report: Annotated[Path, typer.Option(help="Where to write the page with pictures.")] = Path(
+        "report.html"
+    ),
+    seed: Annotated[int, typer.Option(min=0, help="Seed of parameters and sampled words.")] = 0,
+) -> None:
+    """Train one language model twice, by stock DDP and by thinwire, and compare losses, bytes and times.
+
+    The text is the source of Python's standard library, the word tables have sparse gradients.
+
+    Example: thinwire demo --link 100mbit --json demo.json
+    """
+    # What is for people goes to stderr when stdout carries the JSON.
+    console = Console(stderr=json_file == "-")
+    comparison = _compare(console, workers, steps, link, seed)
+    _print(console, comparison)
+    from thinwire.demo.report import write_report
+
+    write_report(comparison, report)
+    console.print(f"Pictures and all figures: [bold]{report}[/bold]")
+    if json_file is not None:
+        _write_json(comparison, json_file)
+
+
+def _compare(console: Console, workers: int, steps: int, link: str, seed: int) -> "Comparison":
+    from thinwire.demo.compare import compare
+    from thinwire.demo.train import TrainConfig
+
+    launch = None if link == "none" else _emulated(link)
+    console.print("Reading the source of Python's standard library ...")
+    text = _load_corpus(console)
+    console.print(f"{len(text.tokens):,} words of text, {text.num_words:,} distinct.")
+    console.print(f"Training on {workers} workers, {steps} steps by stock DDP and by thinwire ...")
+    with _training_progress(console, steps) as on_step:
+        return compare(text, TrainConfig(steps=steps, seed=seed), workers, on_step, launch)
+
+
+def _emulated(link_text: str) -> "Launch":
+    """Start the workers on emulated hosts, one each; raises ValueError for an unknown link."""
+    from thinwire.demo.train import train_on_host
+    from thinwire.testbed.launch import run_ranks
+    from thinwire.testbed.network import EmulatedNetwork, Link, require_net_admin
+
+    link = Link.parse(link_text)
+    require_net_admin()
+
+    def launch(job: "TrainJob", workers: int) -> float:
+        with EmulatedNetwork(hosts=workers, link=link) as network:
+            link_mbit = network.measure()
+            run_ranks(
+                train_on_host, job, world_size=workers, network=network, timeout_seconds=_LINK_TIMEOUT_SECONDS
+            )
+        return link_mbit
+
+    return launch
+
+
+def _load_corpus(console: Console) -> "Corpus":
+    from thinwire.demo import corpus
+
+    if not console.is_terminal:
+        return corpus.load()
+    with _progress_bar(console) as bar:
+        task = bar.add_task("splitting into words", total=None, visible=False)
+        return corpus.load(
+            progress=lambda done, files: bar.update(task, completed=done, total=files, visible=True)
+        )
+
+
+@contextmanager
+def _training_progress(console: Console, steps: int) -> Iterator["OnStep"]:
+    """A live bar per run on a terminal, else a line every 20 steps."""
+    if not console.is_terminal:
+        yield _line_printer(console, steps)
+        return
+    with _progress_bar(console) as bar:
+        tasks = {mode: bar.add_task(label, total=steps) for mode, label in _LABELS.items()}
+
+        def on_step(mode: str, done: int, loss: float) -> None:
+            bar.update(tasks[mode], completed=done, description=f"{_LABELS[mode]}  loss {loss:.3f}")
+
+        yield on_step
+
+
+def _line_printer(console: Console, steps: int) -> "OnStep":
+    printed = dict.fromkeys(_LABELS, 0)
+
+    def on_step(mode: str, done: int, loss: float) -> None:
+        if done >= printed[mode] + _LINE_EVERY_STEPS or done == steps:
+            printed[mode] = done - done % _LINE_EVERY_STEPS
+            console.print(f"{_LABELS[mode]}: step {done} of {steps}, loss {loss:.3f}")
+
+    return on_step
+
+
+def _progress_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("{task.description:<26}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        console=console,
+    )
+
+
+def _print(console: Console, comparison: "Comparison") -> None:
+    from thinwire.demo.summary import conclusion, conditions, summary_rows
+
+    table = Table(title=conditions(comparison), title_justify="left")
+    table.add_column()
+    for label in _LABELS.values():
+        table.add_column(label, justify="right")
+    for row in summary_rows(comparison):
+        table.add_row(*row)
+    console.print(table)
+    console.print(conclusion(comparison), highlight=False)
+
+
+def _write_json(comparison: "Comparison", file: str) -> None:
+    text = json.dumps(comparison.to_json(), indent=2) + "\n"
+    if file == "-":
+        typer.echo(text, nl=False)
+    else:
+        Path(file).write_text(text)

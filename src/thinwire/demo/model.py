@@ -1,0 +1,119 @@
+"""A word-level LSTM language model whose two word tables have sparse gradients.
+
+The input table gets gradients for the words of the batch; the output table for the target words and a sample
+of other words, because the softmax is *sampled* (Jean et al. 2015, "On Using Very Large Target Vocabulary for
+Neural Machine Translation", section 3; in language models: Jozefowicz et al. 2016, "Exploring the Limits of
+Language Modeling", section 3.1). This is the LSTM workload of the ZEN paper (section 2.1), made small.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Sizes of the model. ``candidates`` counts draws per step, before repeated words are dropped."""
+
+    num_words: int
+    embedding_dim: int = 128
+    hidden_size: int = 128
+    candidates: int = 4096
+
+
+class LogUniform:
+    """The Zipfian distribution P(word) = log((word + 2) / (word + 1)) / log(num_words + 1) over words.
+
+    A draw takes the draws of one step and keeps each word once.
+
+    >>> words = LogUniform(num_words=1000, draws=64).sample(seed=0, step=3)      # int64, sorted, at most 64
+    """
+
+    def __init__(self, num_words: int, draws: int) -> None:
+        if num_words < 1 or draws < 1:
+            raise ValueError(f"num_words and draws must be at least 1, got {num_words} and {draws}")
+        self.num_words = num_words
+        self.draws = draws
+
+    def sample(self, seed: int, step: int) -> Tensor:
+        """Candidates of one step, int64, sorted, unique.
+
+        The generator depends on seed and step only, so all ranks share the candidates, as is usual for large
+        tables: the sampled part of the output table's gradient then overlaps completely between ranks.
+        """
+        generator = torch.Generator().manual_seed((seed << 32) + step)
+        uniform = torch.rand(self.draws, generator=generator, dtype=torch.float64)
+        words = torch.exp(uniform * math.log(self.num_words + 1)).long() - 1
+        return words.clamp_(max=self.num_words - 1).unique()
+
+    def log_inclusion(self, words: Tensor) -> Tensor:
+        """Log of the probability that a word is a candidate, log(1 - (1 - P(word))^draws), float32."""
+        rank = words.double()
+        probability = torch.log1p(1 / (rank + 1)) / math.log(self.num_words + 1)
+        return torch.log(-torch.expm1(self.draws * torch.log1p(-probability))).float()
+
+
+class LanguageModel(nn.Module):
+    """Predicts each next word: embedding, LSTM, projection, sampled softmax.
+
+    Both tables are ``nn.Embedding(num_words, embedding_dim, sparse=True)``.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.words_in = _word_table(config)
+        self.lstm = nn.LSTM(config.embedding_dim, config.hidden_size, batch_first=True)
+        self.projection = nn.Linear(config.hidden_size, config.embedding_dim)
+        self.words_out = _word_table(config)
+
+    def forward(self, words: Tensor, candidates: Tensor, sampler: LogUniform) -> Tensor:
+        """Mean loss over ``words``, int64 ``[batch, time + 1]``: each word predicts the one after it.
+
+        ``candidates`` are the sampled words of this step, int64 ``[num_candidates]``.
+        """
+        targets = words[:, 1:].flatten()
+        states, _ = self.lstm(self.words_in(words[:, :-1]))
+        context = self.projection(states).flatten(end_dim=1)
+        # One look-up for both, so that the table has one sparse gradient.
+        rows = self.words_out(torch.cat([targets, candidates]))
+        return sampled_softmax_loss(
+            context,
+            rows[: len(targets)],
+            rows[len(targets) :],
+            targets,
+            candidates,
+            sampler.log_inclusion(targets),
+            sampler.log_inclusion(candidates),
+        )
+
+
+def _word_table(config: ModelConfig) -> nn.Embedding:
+    weight = torch.empty(config.num_words, config.embedding_dim).uniform_(-0.1, 0.1)
+    return nn.Embedding.from_pretrained(weight, freeze=False, sparse=True)
+
+
+def sampled_softmax_loss(
+    context: Tensor,
+    target_rows: Tensor,
+    candidate_rows: Tensor,
+    targets: Tensor,
+    candidates: Tensor,
+    target_log_inclusion: Tensor,
+    candidate_log_inclusion: Tensor,
+) -> Tensor:
+    """Cross entropy of the target against the candidates, a scalar of ``context``'s dtype.
+
+    ``context`` and ``target_rows`` are ``[n, dim]``, ``candidate_rows`` ``[m, dim]``, ``targets`` ``[n]`` and
+    ``candidates`` ``[m]`` (distinct), the log inclusion probabilities ``[n]`` and ``[m]``. Each logit is
+    lowered by the log probability that its word was sampled, and a candidate that is the target itself is
+    struck out (an "accidental hit"). With every word a candidate and inclusion 1, this is the full softmax.
+    """
+    target_logits = (context * target_rows).sum(dim=1) - target_log_inclusion
+    candidate_logits = context @ candidate_rows.T - candidate_log_inclusion
+    hit = targets[:, None] == candidates[None, :]
+    logits = torch.cat([target_logits[:, None], candidate_logits.masked_fill(hit, -math.inf)], dim=1)
+    first = torch.zeros(len(targets), dtype=torch.long, device=logits.device)
+    return functional.cross_entropy(logits, first)

@@ -1,0 +1,104 @@
+"""Which rows of an embedding's dense gradient can be non-zero: known from the forward pass, and proven."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+MIN_TABLE_BYTES = 16 * 1024
+"""Smaller tables are all-reduced with the rest: their sizes and headers would cost more than their zeros."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Lookup:
+    """The gradient that one lookup produced. Holding the storage keeps its address from being used again."""
+
+    ids: Tensor
+    storage: torch.UntypedStorage
+    version: int
+
+    def produced(self, gradient: Tensor) -> bool:
+        """Whether ``gradient`` is that very tensor, and nobody has written to it since."""
+        same = gradient.untyped_storage().data_ptr() == self.storage.data_ptr()
+        return same and gradient._version == self.version
+
+
+class LookupRows:
+    """Watches the embeddings of a module and tells which rows their gradients touch, until the next forward.
+
+    The backward of a lookup writes only the rows that it looked up. So if the gradient that a parameter ends
+    up with *is* the tensor that a lookup produced (the same memory, never written to since), its rows are the
+    ids of that lookup, and the gradient need not be read to find them. Any other use of the weight (tied
+    output layer, two lookups, a hook that edits the gradient, accumulation over micro-batches) makes another
+    tensor or raises the version counter, and the answer is "not known", never a wrong one.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._pending: dict[int, _Lookup] = {}  # by id() of parameters that this object keeps alive
+        self._known: dict[int, Tensor] = {}
+        self._handles: list[RemovableHandle] = []
+        self.parameters: list[nn.Parameter] = []
+        self._handles.append(module.register_forward_pre_hook(self._before_forward))
+        for table in filter(_has_dense_gradient, module.modules()):
+            self._watch(table)
+
+    def take(self, parameter: nn.Parameter) -> Tensor | None:
+        """Ids (any order, with repetitions) of all rows that can be non-zero in the gradient just made, or None."""
+        return self._known.pop(id(parameter), None)
+
+    def remove(self) -> None:
+        """Take all hooks off the module."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        """What is known is about one backward; a gradient kept for longer may have been edited meanwhile."""
+        del module, args
+        self._known.clear()
+
+    def _watch(self, table: nn.Module) -> None:
+        weight = table.weight
+        assert isinstance(weight, nn.Parameter)
+        if all(weight is not known for known in self.parameters):
+            self.parameters.append(weight)
+            self._handles.append(weight.register_post_accumulate_grad_hook(self._after_accumulation))
+        if type(table) in (nn.Embedding, nn.EmbeddingBag) and "forward" not in vars(table):
+            self._handles.append(table.register_forward_hook(self._after_forward, with_kwargs=True))
+
+    def _after_forward(
+        self, table: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: Tensor
+    ) -> None:
+        node = output.grad_fn if isinstance(output, Tensor) else None
+        ids = args[0] if args else kwargs.get("input")
+        if node is None or not isinstance(ids, Tensor) or not type(node).__name__.startswith("Embedding"):
+            return
+        weight = table.weight
+        looked_up = ids.detach().flatten()
+
+        def after_backward(made: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> None:
+            gradient = made[0]
+            if gradient is not None and gradient.layout == torch.strided:
+                self._pending[id(weight)] = _Lookup(looked_up, gradient.untyped_storage(), gradient._version)
+
+        node.register_hook(after_backward)
+
+    def _after_accumulation(self, parameter: nn.Parameter) -> None:
+        lookup = self._pending.pop(id(parameter), None)
+        self._known.pop(id(parameter), None)
+        gradient = parameter.grad
+        others = len(getattr(parameter, "_post_accumulate_grad_hooks", ())) != 1  # could edit it after us
+        if lookup is not None and gradient is not None and not others and lookup.produced(gradient):
+            self._known[id(parameter)] = lookup.ids
+
+
+def _has_dense_gradient(module: nn.Module) -> bool:
+    """Whether it is a large enough embedding whose weight is trained and gets a dense gradient."""
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.sparse:
+        return False
+    weight = module.weight
+    large = weight.numel() * weight.element_size() >= MIN_TABLE_BYTES
+    return isinstance(weight, nn.Parameter) and weight.requires_grad and large

@@ -1,0 +1,23 @@
+"""The hot loops. `reference` is the definition of correct: plain torch and numpy, no compilation."""
+
+from thinwire.kernels.reference import (
+    checksum,
+    hierarchical_hash,
+    mix,
+    nonzero_rows,
+    owner_by_hash,
+    pack_bits,
+    sum_rows,
+    unpack_bits,
+)
+
+__all__ = [
+    "checksum",
+    "hierarchical_hash",
+    "mix",
+    "nonzero_rows",
+    "owner_by_hash",
+    "pack_bits",
+    "sum_rows",
+    "unpack_bits",
+]

@@ -1,0 +1,1 @@
+"""What a job's gradients and steps look like: sparsity statistics, traces and reports."""

@@ -1,0 +1,62 @@
+"""What was synchronized and what it cost: one line a parameter, and totals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class ParameterRecord:
+    """The account of one parameter, or of all that are all-reduced together.
+
+    ``step_*`` fields are of the last finished step, ``total_*`` fields sums over all steps; densities, scheme
+    and formats are those of the last synchronization.
+    """
+
+    name: str
+    kind: str = ""  # "sparse gradient", "dense gradient, rows known" or "... scanned", "all-reduce"
+    scheme: str = ""
+    formats: str = ""
+    density: float = 1.0
+    density_after: float = 1.0
+    step_bytes: int = 0
+    step_predicted_bytes: float = 0.0
+    step_dense_bytes: int = 0
+    total_bytes: int = 0
+    total_dense_bytes: int = 0
+    steps: int = 0
+    _sent: int = field(default=0, repr=False)
+    _predicted: float = field(default=0.0, repr=False)
+    _dense: int = field(default=0, repr=False)
+
+    def add(self, sent_bytes: int, predicted_bytes: float, dense_bytes: int) -> None:
+        """Add one piece of the running step: bytes sent, predicted, and what a dense all-reduce would send."""
+        self._sent += sent_bytes
+        self._predicted += predicted_bytes
+        self._dense += dense_bytes
+
+    def finish_step(self) -> None:
+        """The running step becomes the last one, if anything was synchronized in it."""
+        if self._dense == 0 and self._sent == 0:
+            return
+        self.step_bytes, self.step_predicted_bytes, self.step_dense_bytes = self._sent, self._predicted, self._dense
+        self.total_bytes += self._sent
+        self.total_dense_bytes += self._dense
+        self.steps += 1
+        self._sent, self._predicted, self._dense = 0, 0.0, 0
+
+    def row(self) -> dict[str, str | int | float]:
+        """One row of `Synchronizer.table`; bytes are those that this rank sent in the last step."""
+        return {
+            "name": self.name,
+            "kind": self.kind,
+            "density": self.density,
+            "density_after": self.density_after,
+            "scheme": self.scheme,
+            "formats": self.formats,
+            "bytes": self.step_bytes,
+            "predicted_bytes": round(self.step_predicted_bytes),
+            "dense_bytes": self.step_dense_bytes,
+            "total_bytes": self.total_bytes,
+            "steps": self.steps,
+        }

@@ -1,0 +1,133 @@
+"""Statistics of sparse gradients, as ZEN defines them (OSDI'25, sections 2.1 and 3.1).
+
+Every function is pure. `ids` is a 1-D int64 tensor of the row ids one rank touched, strictly increasing (no
+duplicates); an unstructured gradient is the case of one element per row. Results are plain floats; for the
+ratios 1.0 is ideal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def density(ids: Tensor, num_rows: int) -> float:
+    """Share of the rows that are touched, between 0.0 and 1.0 (ZEN section 2.1).
+
+    Raises ValueError unless `ids` is 1-D int64 within [0, num_rows).
+
+    >>> density(torch.tensor([0, 3]), num_rows=8)
+    0.25
+    """
+    _check_ids(ids, num_rows)
+    return ids.numel() / num_rows
+
+
+def overlap_ratio(a: Tensor, b: Tensor) -> float:
+    """|a ∩ b| / min(|a|, |b|), between 0.0 and 1.0 (ZEN Definition 3).
+
+    An empty set shares nothing with any set, itself included: the ratio is then 0.0.
+    Raises ValueError unless both are 1-D int64.
+
+    >>> overlap_ratio(torch.tensor([1, 2]), torch.tensor([2, 5, 7]))
+    0.5
+    """
+    _check_ids(a)
+    _check_ids(b)
+    smaller = min(a.numel(), b.numel())
+    if smaller == 0:
+        return 0.0
+    return int(torch.isin(a, b, assume_unique=True).sum()) / smaller
+
+
+def densification(ids_per_rank: Sequence[Tensor]) -> float:
+    """Rows of the union over the mean rows of a rank, between 1.0 and the world size (ZEN Definition 4).
+
+    1.0 means that all ranks touched the same rows, the world size that no two shared one. 1.0 if nobody
+    touched any. Raises ValueError for no ranks at all, or ids that are not 1-D int64.
+
+    >>> densification([torch.tensor([0, 1]), torch.tensor([1, 2])])
+    1.5
+    """
+    if not ids_per_rank:
+        raise ValueError("densification needs the ids of at least one rank; got an empty sequence")
+    for ids in ids_per_rank:
+        _check_ids(ids)
+    rows = sum(ids.numel() for ids in ids_per_rank)
+    if rows == 0:
+        return 1.0
+    return torch.cat(list(ids_per_rank)).unique().numel() * len(ids_per_rank) / rows
+
+
+def skewness(ids: Tensor, num_rows: int, partitions: int) -> float:
+    """Density of the densest of equal contiguous partitions, over the whole density (ZEN Definition 5).
+
+    Part j holds the rows [j * num_rows // partitions, (j + 1) * num_rows // partitions). 1.0 if no row is
+    touched. Raises ValueError unless `ids` is 1-D int64 within [0, num_rows) and 1 <= partitions <= num_rows.
+
+    >>> skewness(torch.tensor([0, 1, 2, 5]), num_rows=8, partitions=2)
+    1.5
+    """
+    _check_ids(ids, num_rows)
+    if not 1 <= partitions <= num_rows:
+        raise ValueError(f"partitions must be between 1 and num_rows = {num_rows}; got {partitions}")
+    if ids.numel() == 0:
+        return 1.0
+    bounds = torch.arange(partitions + 1, device=ids.device) * num_rows // partitions
+    counts = torch.searchsorted(ids, bounds).diff().double()
+    return float((counts / bounds.diff()).max()) / density(ids, num_rows)
+
+
+def imbalance_push(counts: Tensor) -> float:
+    """Fullest message over an even split: max over i, j of n * c_ij / sum_j c_ij (ZEN Definition 8).
+
+    `counts` is an integer tensor [ranks, owners]: rows that rank i sends to owner j; n is the number of
+    owners. Ranks that send nothing are skipped; 1.0 if all do. Raises ValueError for another shape or
+    negative counts.
+
+    >>> imbalance_push(torch.tensor([[3, 1], [2, 2]]))
+    1.5
+    """
+    _check_counts(counts, dimensions=2, shape="[ranks, owners]")
+    exact = counts.double()
+    totals = exact.sum(dim=1)
+    busy = totals > 0
+    if not bool(busy.any()):
+        return 1.0
+    return float((exact[busy].amax(dim=1) / totals[busy]).max()) * counts.shape[1]
+
+
+def imbalance_pull(union_counts: Tensor) -> float:
+    """Fullest owner over an even share of the union: max_j n * u_j / sum u (ZEN Definition 8).
+
+    `union_counts` is an integer tensor [owners]: rows of the union that owner j holds; n is the number of
+    owners. 1.0 if the union is empty. Raises ValueError for another shape or negative counts.
+
+    >>> imbalance_pull(torch.tensor([3, 1]))
+    1.5
+    """
+    _check_counts(union_counts, dimensions=1, shape="[owners]")
+    return imbalance_push(union_counts.unsqueeze(0))
+
+
+def _check_ids(ids: Tensor, num_rows: int | None = None) -> None:
+    """The ends are enough for the range: ids are strictly increasing by contract."""
+    if ids.dim() != 1 or ids.dtype != torch.int64:
+        raise ValueError(f"ids must be a 1-D int64 tensor; got shape {tuple(ids.shape)}, {ids.dtype}")
+    if num_rows is None:
+        return
+    if num_rows < 1:
+        raise ValueError(f"num_rows must be at least 1; got {num_rows}")
+    if ids.numel() and (int(ids[0]) < 0 or int(ids[-1]) >= num_rows):
+        raise ValueError(f"ids must lie in [0, {num_rows}); got {int(ids[0])} to {int(ids[-1])}")
+
+
+def _check_counts(counts: Tensor, dimensions: int, shape: str) -> None:
+    if counts.dim() != dimensions or counts.shape[-1] == 0:
+        raise ValueError(
+            f"counts must have the shape {shape} with at least one owner; got {tuple(counts.shape)}"
+        )
+    if counts.numel() and bool((counts < 0).any()):
+        raise ValueError("counts must not be negative")

@@ -1,0 +1,221 @@
+"""A conversation about one tensor: messages with identity and checksum, and failures that reach every rank."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import (
+    CorruptHeaderError,
+    CorruptMessageError,
+    LostPeerError,
+    MismatchError,
+    PeerError,
+    ThinwireError,
+)
+from thinwire.sync.exchange import Exchange
+from thinwire.wire import ALIGNMENT_BYTES, Format, Header, Kind, Message
+
+_MAX_DESCRIPTION_BYTES = 1 << 20
+_MAX_ERROR_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is synchronized. All ranks must mean the same.
+
+    Args:
+        name: for error messages: a parameter, or the number of a call.
+        description: everything that has to agree: shape, dtype, operation, scheme, seed.
+    """
+
+    name: str
+    description: str
+
+    def digest(self) -> int:
+        text = f"{self.name}\n{self.description}".encode()
+        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A message to be: rows already encoded, not yet addressed."""
+
+    format: Format
+    count: int
+    payload: Tensor
+
+
+class Channel:
+    """Swaps messages about one subject over an `Exchange`.
+
+    Each swap is two collectives: headers of a fixed size, then payloads of the announced sizes. Whatever fails
+    while a rank prepares a swap is sent in place of its messages, so that every rank raises, and none waits.
+    """
+
+    def __init__(self, exchange: Exchange, subject: Subject, sequence: int) -> None:
+        self.exchange = exchange
+        self.subject = subject
+        self.sequence = sequence & 0xFFFFFFFF
+        self.formats_sent: dict[Kind, set[Format]] = {}
+        self._digest = subject.digest()
+
+    @property
+    def rank(self) -> int:
+        return self.exchange.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.exchange.world_size
+
+    def open(self, prepare: Callable[[], int]) -> list[int]:
+        """Agree that all ranks mean the same subject; returns the number that ``prepare`` gave on each rank.
+
+        Raises:
+            MismatchError: a rank means something else; on every rank.
+            PeerError: ``prepare`` failed on another rank; this rank raises what its own ``prepare`` raised.
+        """
+
+        def drafts() -> list[Draft]:
+            draft = Draft(Format.COO, prepare(), torch.empty(0, dtype=torch.uint8))
+            return [draft] * self.world_size
+
+        return [message.header.count for message in self.swap(Kind.OPEN, drafts)]
+
+    def swap(self, kind: Kind, prepare: Callable[[], Sequence[Draft]], max_payload_bytes: int = 0) -> list[Message]:
+        """Send the draft for each rank and return the verified message of each rank, in rank order.
+
+        Args:
+            prepare: makes the drafts, one for each rank; the same object may stand for several.
+            max_payload_bytes: no peer has reason to send more; a longer announcement is not even received.
+
+        Raises:
+            MismatchError, PeerError: as for `open`.
+            CorruptMessageError: a message did not arrive as it was sent.
+        """
+        failure: Exception | None = None
+        try:
+            outgoing = self._seal(kind, prepare())
+        except Exception as error:
+            failure = error
+            outgoing = self._seal(Kind.ERROR, [_error_draft(error)] * self.world_size)
+        headers = self._swap_headers([message.header for message in outgoing])
+        self._check_identity(headers)
+        for header in headers:
+            self._check_announcement(header, kind, max_payload_bytes)
+        payloads = self._exchange(
+            [message.payload for message in outgoing], [header.payload_bytes for header in headers]
+        )
+        if failure is not None:
+            raise failure
+        incoming = [Message(header, payload) for header, payload in zip(headers, payloads, strict=True)]
+        self._verify(incoming)
+        return incoming
+
+    def _seal(self, kind: Kind, drafts: Sequence[Draft]) -> list[Message]:
+        sealed: dict[int, Message] = {}
+        for draft in drafts:
+            if id(draft) not in sealed:
+                header = Header(kind, self.rank, self.sequence, self._digest, draft.format, draft.count)
+                sealed[id(draft)] = Message.sealed(header, draft.payload)
+            if draft.count and kind in (Kind.PUSH, Kind.PULL, Kind.GATHER):
+                self.formats_sent.setdefault(kind, set()).add(draft.format)
+        return [sealed[id(draft)] for draft in drafts]
+
+    def _swap_headers(self, headers: Sequence[Header]) -> list[Header]:
+        outgoing = [_as_bytes(header.pack()) for header in headers]
+        incoming = self._exchange(outgoing, [Header.NUM_BYTES] * self.world_size)
+        try:
+            return [Header.unpack(data.numpy().tobytes()) for data in incoming]
+        except CorruptMessageError as error:
+            raise CorruptHeaderError(f"{self._where()}: {error}") from error
+
+    def _check_identity(self, headers: Sequence[Header]) -> None:
+        """Every rank sees every header, so when ranks differ every rank notices, and all explain themselves."""
+        if all(header.digest == self._digest and header.sequence == self.sequence for header in headers):
+            return
+        texts = self._swap_text(f"call {self.sequence} on this lane: {self.subject.name}\n{self.subject.description}")
+        rank, theirs = next((rank, text) for rank, text in enumerate(texts) if text != texts[self.rank])
+        mine_line, their_line = _first_difference(texts[self.rank], theirs)
+        raise MismatchError(
+            f"{self._where()}: ranks disagree about what is synchronized.\n  rank {self.rank}: {mine_line}\n"
+            f"  rank {rank}: {their_line}\nAll ranks must make the same calls in the same order, with the same"
+            " shapes, dtypes, scheme and seed."
+        )
+
+    def _check_announcement(self, header: Header, kind: Kind, max_payload_bytes: int) -> None:
+        if header.kind not in (kind, Kind.ERROR):
+            raise CorruptHeaderError(
+                f"{self._where()}: rank {header.source} sent {header.kind.name}, this rank waits for {kind.name}"
+            )
+        limit = _MAX_ERROR_BYTES if header.kind is Kind.ERROR else max_payload_bytes
+        if header.payload_bytes > limit:
+            raise CorruptHeaderError(
+                f"{self._where()}: rank {header.source} announces {header.payload_bytes} bytes, where"
+                f" {limit} are the most that make sense"
+            )
+
+    def _verify(self, incoming: Sequence[Message]) -> None:
+        for rank, message in enumerate(incoming):
+            if rank == self.rank:
+                continue
+            try:
+                message.verify()
+            except CorruptMessageError as error:
+                raise CorruptMessageError(f"{self._where()}: from rank {rank}: {error}") from error
+        for rank, message in enumerate(incoming):
+            if message.header.kind is Kind.ERROR:
+                reason = message.payload.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+                raise PeerError(f"{self._where()}: rank {rank} reports: {reason}")
+
+    def _swap_text(self, text: str) -> list[str]:
+        data = _as_bytes(text.encode()[:_MAX_DESCRIPTION_BYTES])
+        lengths = [_as_bytes(data.numel().to_bytes(8, "little"))] * self.world_size
+        announced = [
+            int.from_bytes(length.numpy().tobytes(), "little")
+            for length in self._exchange(lengths, [8] * self.world_size)
+        ]
+        if max(announced) > _MAX_DESCRIPTION_BYTES:
+            raise CorruptHeaderError(f"{self._where()}: a description of {max(announced)} bytes is announced")
+        incoming = self._exchange([data] * self.world_size, announced)
+        return [data.numpy().tobytes().decode(errors="replace") for data in incoming]
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a dense tensor over the ranks, in place. After `open`, so that all ranks mean the same."""
+        with self._naming():
+            self.exchange.all_reduce(tensor)
+
+    def _exchange(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
+        with self._naming():
+            return self.exchange.swap(outgoing, receive_bytes)
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        try:
+            yield
+        except LostPeerError as error:
+            raise LostPeerError(f"{self.subject.name}: {error}") from error
+
+    def _where(self) -> str:
+        return f"rank {self.rank}, {self.subject.name}"
+
+
+def _error_draft(error: Exception) -> Draft:
+    reason = str(error) if isinstance(error, (ThinwireError, ValueError)) else f"{type(error).__name__}: {error}"
+    data = reason.encode()[: _MAX_ERROR_BYTES - ALIGNMENT_BYTES]
+    return Draft(Format.COO, 0, _as_bytes(data.ljust(-(-len(data) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, b"\0")))
+
+
+def _as_bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _first_difference(mine: str, theirs: str) -> tuple[str, str]:
+    lines = zip_longest(mine.splitlines(), theirs.splitlines(), fillvalue="(nothing more)")
+    return next((a, b) for a, b in lines if a != b)

@@ -1,0 +1,1 @@
+"""Communication patterns: how the pieces of a tensor travel between ranks."""

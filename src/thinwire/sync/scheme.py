@@ -1,0 +1,214 @@
+"""A synchronization scheme is a point in the four-dimensional design space of ZEN, not a class per paper."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, fields
+from enum import StrEnum
+
+from thinwire.sync.partition import Contiguous, HierarchicalHash, Partition, Permutation
+from thinwire.wire import Format
+
+
+class Communication(StrEnum):
+    """Who talks to whom (ZEN, section 2.2)."""
+
+    POINT_TO_POINT = "point_to_point"
+    NATIVE = "native"  # the process group's own dense all-reduce
+
+
+class Aggregation(StrEnum):
+    """When pieces are added: at each stage, or once after the last. Point-to-point has one stage: no difference."""
+
+    INCREMENTAL = "incremental"
+    ONE_SHOT = "one_shot"
+
+
+class Partitioning(StrEnum):
+    """Whether the tensor travels as a whole, or each part of it to an owner of its own."""
+
+    CENTRALIZATION = "centralization"
+    PARALLELISM = "parallelism"
+
+
+class Balance(StrEnum):
+    """How parts are cut under parallelism: equal ranges of rows, or equal shares of the non-zero ones."""
+
+    IMBALANCED = "imbalanced"
+    BALANCED = "balanced"
+
+
+class Ownership(StrEnum):
+    """Which partition gives the balance; see `thinwire.sync.partition`."""
+
+    CONTIGUOUS = "contiguous"
+    PERMUTATION = "permutation"
+    HIERARCHICAL_HASH = "hierarchical_hash"
+
+
+_OWNERSHIP = {
+    Balance.IMBALANCED: (Ownership.CONTIGUOUS,),
+    Balance.BALANCED: (Ownership.PERMUTATION, Ownership.HIERARCHICAL_HASH),
+}
+_PARTITIONS = {Ownership.PERMUTATION: Permutation, Ownership.HIERARCHICAL_HASH: HierarchicalHash}
+_ANY_FORMAT = tuple(Format)
+_DIMENSIONS: dict[str, type[StrEnum]] = {
+    "communication": Communication,
+    "aggregation": Aggregation,
+    "partition": Partitioning,
+    "balance": Balance,
+    "ownership": Ownership,
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How a sparse tensor is summed over ranks: four dimensions, ownership, and the formats of two phases.
+
+    Each field takes a member of its enumeration or the member's text, a format also "auto" for all of them.
+
+    Args:
+        communication, aggregation, partition, balance: the dimensions of ZEN (OSDI'25, section 2.2); balance
+            is None where there is no partition.
+        ownership: which partition; None takes the first that fits ``balance``.
+        push_format: formats to choose from on the way to the owner (or to all, under centralization); for
+            each message the one of fewest bytes is taken.
+        pull_format: likewise on the way back.
+        seed: of the hash that deals rows to owners; the same on all ranks.
+
+    Raises:
+        ValueError: a combination that has no meaning, with the reason.
+
+    Example:
+        >>> import dataclasses
+        >>> published = dataclasses.replace(ZEN, ownership=Ownership.HIERARCHICAL_HASH)
+    """
+
+    communication: Communication
+    aggregation: Aggregation
+    partition: Partitioning
+    balance: Balance | None
+    ownership: Ownership | None = None
+    push_format: tuple[Format, ...] = _ANY_FORMAT
+    pull_format: tuple[Format, ...] = _ANY_FORMAT
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, legal in _DIMENSIONS.items():
+            object.__setattr__(self, name, _member(name, legal, getattr(self, name)))
+        for name in ("push_format", "pull_format"):
+            object.__setattr__(self, name, _formats(name, getattr(self, name)))
+        parallel = self.partition is Partitioning.PARALLELISM
+        if parallel != (self.balance is not None):
+            raise ValueError("balance belongs to parallelism: give one of Balance there, and None elsewhere")
+        if self.communication is Communication.NATIVE and parallel:
+            raise ValueError("the native all-reduce partitions by itself: use Partitioning.CENTRALIZATION")
+        if self.balance is None:
+            if self.ownership is not None:
+                raise ValueError("ownership belongs to parallelism: under centralization nobody owns a part")
+        elif self.ownership is None:
+            object.__setattr__(self, "ownership", _OWNERSHIP[self.balance][0])
+        elif self.ownership not in _OWNERSHIP[self.balance]:
+            legal = ", ".join(ownership.value for ownership in _OWNERSHIP[self.balance])
+            raise ValueError(
+                f"{self.ownership.value} ownership is not {self.balance.value}; {self.balance.value} is: {legal}"
+            )
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether every value travels, zeros included, by the process group's own all-reduce."""
+        return self.communication is Communication.NATIVE
+
+    def rows_partition(self, num_rows: int, world_size: int) -> Partition:
+        """Who owns which of ``num_rows`` rows. Only under parallelism."""
+        assert self.ownership is not None, "centralization has no owners"
+        if self.ownership is Ownership.CONTIGUOUS:
+            return Contiguous(num_rows, world_size)
+        return _PARTITIONS[self.ownership](num_rows, world_size, self.seed)
+
+    def describe(self) -> str:
+        """One line that tells two schemes apart, the same in every process."""
+        return ", ".join(f"{field.name}={_text(getattr(self, field.name))}" for field in fields(self))
+
+    def digest(self) -> int:
+        """64 bits of `describe`, to compare between ranks."""
+        return int.from_bytes(hashlib.blake2b(self.describe().encode(), digest_size=8).digest(), "little")
+
+
+def _text(value: object) -> str:
+    return "/".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _member(name: str, legal: type[StrEnum], value: str | None) -> StrEnum | None:
+    if value is None and name in ("balance", "ownership"):
+        return None
+    try:
+        return legal(value)
+    except ValueError:
+        raise ValueError(f"unknown {name} {value!r}; legal are {', '.join(legal)}") from None
+
+
+def _formats(name: str, value: str | tuple[str, ...]) -> tuple[StrEnum | None, ...]:
+    if value == "auto":
+        return _ANY_FORMAT
+    formats = (value,) if isinstance(value, str) else tuple(value)
+    if not formats:
+        raise ValueError(f"{name} is empty; give one or more of {', '.join(Format)}, or auto")
+    return tuple(_member(name, Format, format) for format in formats)
+
+
+DENSE = Scheme(
+    Communication.NATIVE, Aggregation.INCREMENTAL, Partitioning.CENTRALIZATION, None,
+    push_format=(Format.DENSE,), pull_format=(Format.DENSE,),
+)  # fmt: skip
+"""The process group's dense all-reduce: what DDP does."""
+
+AGSPARSE = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.CENTRALIZATION, None,
+    push_format=(Format.COO,), pull_format=(Format.COO,),
+)  # fmt: skip
+"""All ranks send their whole sparse tensor to all, and each adds them up (Horovod, PyTorch's Gloo)."""
+
+SPARSE_PS = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
+    push_format=(Format.COO,), pull_format=(Format.COO,),
+)  # fmt: skip
+"""A sparse parameter server on the ranks themselves: each owns a contiguous range (Parallax)."""
+
+BALANCED_PARALLELISM = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,
+    push_format=(Format.COO,), pull_format=(Format.COO,),
+)  # fmt: skip
+"""ZEN's optimal scheme under parallelism (Definition 6), with plain COO."""
+
+ZEN = Scheme(Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED)
+"""Balanced parallelism with the cheapest format for each message: COO, bitmap, hash bitmap, or dense."""
+
+NAMED = {
+    "dense": DENSE,
+    "agsparse": AGSPARSE,
+    "sparse_ps": SPARSE_PS,
+    "balanced_parallelism": BALANCED_PARALLELISM,
+    "zen": ZEN,
+}
+AUTO = "auto"
+
+
+def resolve(scheme: str | Scheme) -> Scheme | None:
+    """A scheme from its name; None for "auto".
+
+    Raises:
+        ValueError: an unknown name; the message lists the legal ones.
+    """
+    if isinstance(scheme, Scheme):
+        return scheme
+    if scheme == AUTO:
+        return None
+    if scheme not in NAMED:
+        raise ValueError(f"unknown scheme {scheme!r}; legal are {', '.join([AUTO, *NAMED])}, or a Scheme")
+    return NAMED[scheme]
+
+
+def name_of(scheme: Scheme) -> str:
+    """The name of a scheme, or its description where it has none."""
+    return next((name for name, point in NAMED.items() if point == scheme), scheme.describe())

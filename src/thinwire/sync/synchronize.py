@@ -1,0 +1,86 @@
+"""Run a scheme: the one entrance to exact synchronization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire.kernels import nonzero_rows
+from thinwire.sparse import SparseRows
+from thinwire.sync.channel import Channel
+from thinwire.sync.choose import choose
+from thinwire.sync.patterns import point_to_point
+from thinwire.sync.scheme import Partitioning, Scheme, resolve
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the ranks settled before rows travel.
+
+    Args:
+        rows: of this rank.
+        scheme: the same on all ranks.
+        counts: how many rows each rank holds.
+    """
+
+    rows: SparseRows
+    scheme: Scheme
+    counts: list[int]
+
+
+def agree(prepare: Callable[[], SparseRows], scheme: str | Scheme, channel: Channel) -> Agreement:
+    """Open the conversation: all ranks mean the same tensor, and run the same scheme.
+
+    Args:
+        prepare: makes this rank's rows. If it raises, every rank raises, none waits.
+        scheme: a Scheme, its name, or "auto" for the cheapest by the numbers of rows that the ranks hold.
+
+    Raises:
+        MismatchError, PeerError: see `Channel.open`; whatever ``prepare`` raises, on this rank.
+    """
+    ready: list[tuple[Scheme | None, SparseRows]] = []
+
+    def count() -> int:
+        ready.append((resolve(scheme), prepare()))
+        return ready[0][1].ids.numel()
+
+    counts = channel.open(count)
+    named, rows = ready[0]
+    chosen = named or choose(counts, rows.num_rows, rows.width, rows.values.element_size())
+    return Agreement(rows, chosen, counts)
+
+
+def synchronize(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float = 1.0) -> SparseRows:
+    """Sum rows over all ranks of a channel, times ``scale``; after `agree`. The same bits on every rank.
+
+    Raises:
+        PeerError, CorruptMessageError: see `Channel.swap`.
+    """
+    if channel.world_size == 1:
+        return SparseRows.trusted(rows.ids, rows.values * scale, rows.num_rows)
+    if scheme.is_dense:
+        return _through_dense(rows, channel, scale)
+    if scheme.partition is Partitioning.CENTRALIZATION:
+        return point_to_point.all_reduce(rows, scheme.push_format, channel, scale)
+    partition = scheme.rows_partition(rows.num_rows, channel.world_size)
+    total = point_to_point.reduce_scatter(rows, partition, scheme.push_format, channel, scale)
+    return point_to_point.all_gather(rows, total, partition, scheme.pull_format, channel)
+
+
+def dense_all_reduce(tensor: Tensor, channel: Channel, scale: float = 1.0) -> None:
+    """Sum a dense tensor over the ranks in place, by the group's own algorithm; after `Channel.open`.
+
+    It is scaled before it is summed, as DDP does, because the group adds sixteen-bit values in sixteen bits.
+    """
+    if scale != 1.0:
+        tensor.mul_(scale)
+    channel.all_reduce(tensor)
+
+
+def _through_dense(rows: SparseRows, channel: Channel, scale: float) -> SparseRows:
+    dense = rows.to_dense()
+    dense_all_reduce(dense, channel, scale)
+    ids = nonzero_rows(dense)
+    return SparseRows.trusted(ids, dense.index_select(0, ids), rows.num_rows)

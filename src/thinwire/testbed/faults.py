@@ -1,0 +1,70 @@
+"""Faults that strike a chosen rank at a chosen step, to test what the other ranks do about it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Literal
+
+
+class InjectedFault(RuntimeError):
+    """What `Faults.fail` makes a rank raise."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One planned fault; `seconds` is the length of a pause."""
+
+    kind: Literal["kill", "fail", "pause"]
+    rank: int
+    step: int
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "step", "seconds"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} of a fault must not be negative, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Faults:
+    """A plan of faults, made by chaining; every rank calls `strike` at the start of every step.
+
+    faults = Faults().kill(rank=2, step=3).pause(rank=0, step=2, seconds=1.0)
+    for step in range(10):
+        faults.strike(context.rank, step)
+    """
+
+    planned: tuple[Fault, ...] = ()
+
+    def kill(self, rank: int, step: int) -> Faults:
+        """`rank` sends itself SIGKILL: the machine is gone, nothing is cleaned up."""
+        return self._and(Fault("kill", rank, step))
+
+    def fail(self, rank: int, step: int) -> Faults:
+        """`rank` raises InjectedFault: an error in the program."""
+        return self._and(Fault("fail", rank, step))
+
+    def pause(self, rank: int, step: int, seconds: float) -> Faults:
+        """`rank` sleeps: a straggler."""
+        return self._and(Fault("pause", rank, step, seconds))
+
+    def strike(self, rank: int, step: int) -> None:
+        """Do to the calling process what is planned for `rank` at `step`, in the order of planning."""
+        for fault in self.planned:
+            if (fault.rank, fault.step) == (rank, step):
+                _strike(fault)
+
+    def _and(self, fault: Fault) -> Faults:
+        return Faults((*self.planned, fault))
+
+
+def _strike(fault: Fault) -> None:
+    if fault.kind == "pause":
+        time.sleep(fault.seconds)
+    elif fault.kind == "fail":
+        raise InjectedFault(f"injected fault on rank {fault.rank} at step {fault.step}")
+    else:
+        os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,250 @@
+"""Rows <-> bytes: the formats, their exact sizes, and the header that precedes a payload (docs/wire-format.md)."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import dataclass, replace
+from enum import IntEnum, StrEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.errors import CorruptMessageError
+
+ALIGNMENT_BYTES = 8
+_INDEX_DTYPES = (
+    (1 << 8, torch.uint8),
+    (1 << 16, torch.int16),
+    (1 << 31, torch.int32),
+    (1 << 63, torch.int64),
+)
+
+
+class Format(StrEnum):
+    """How the ids of a part travel. Values always travel as they are."""
+
+    COO = "coo"  # one index a row, of the smallest integer that holds every position of the part
+    BITMAP = "bitmap"  # one bit for each row of the whole tensor
+    HASH_BITMAP = "hash_bitmap"  # one bit for each position of the part (ZEN, section 3.3)
+    DENSE = "dense"  # no ids: every position of the part, zeros included
+
+
+FORMATS = tuple(Format)
+_CODE = {format: code for code, format in enumerate(FORMATS)}
+
+
+class Part(Protocol):
+    """The share of a tensor's rows that one owner has: a bijection of ids and positions, increasing in both."""
+
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+    def ids(self, positions: Tensor) -> Tensor: ...
+    def positions(self, ids: Tensor) -> Tensor: ...
+
+
+def index_dtype(size: int) -> torch.dtype:
+    """The integer type in which COO sends a position of a part of ``size`` rows."""
+    return next(dtype for limit, dtype in _INDEX_DTYPES if size <= limit)
+
+
+def payload_bytes(format: Format, count: int, row_bytes: int, size: int, num_rows: int) -> int:
+    """Exact bytes of a payload: ``count`` rows of ``row_bytes``, in a part of ``size`` of ``num_rows`` rows."""
+    if format is Format.DENSE:
+        total = size * row_bytes
+    elif count == 0:
+        total = 0
+    elif format is Format.COO:
+        total = count * (row_bytes + index_dtype(size).itemsize)
+    else:
+        total = count * row_bytes + ((size if format is Format.HASH_BITMAP else num_rows) + 7) // 8
+    return _aligned(total)
+
+
+def smallest(formats: tuple[Format, ...], count: int, row_bytes: int, size: int, num_rows: int) -> Format:
+    """The format of fewest bytes; the earlier one of equals."""
+    return min(formats, key=lambda format: payload_bytes(format, count, row_bytes, size, num_rows))
+
+
+def encode(format: Format, part: Part, positions: Tensor, values: Tensor, order: Tensor | None = None) -> Tensor:
+    """One payload, newly allocated: values first (so that they are aligned), then ids, then padding with zeros.
+
+    Args:
+        part: the part that the rows belong to.
+        positions: int64 [k], strictly increasing positions in the part.
+        values: [k, width]; or, with ``order``, a larger matrix whose rows ``order`` [k] are meant, which
+            saves one copy.
+
+    Returns:
+        uint8 [payload_bytes(...)].
+    """
+    count, width = positions.numel(), values.shape[1]
+    row_bytes = width * values.element_size()
+    total = payload_bytes(format, count, row_bytes, part.size, part.num_rows)
+    payload = torch.empty(total, dtype=torch.uint8)
+    end = _write_values(format, payload, part.size, positions, values, order)
+    if count and format is not Format.DENSE:
+        index = _encode_index(format, part, positions)
+        payload[end : end + index.numel()] = index
+        end += index.numel()
+    payload[end:] = 0
+    return payload
+
+
+def decode(
+    format: Format, part: Part, count: int, payload: Tensor, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Positions int64 [k] and values [k, width] of a payload; the values share its memory.
+
+    Raises:
+        CorruptMessageError: the length is not that of ``count`` rows, or the ids are not ``count`` strictly
+            increasing positions of the part.
+    """
+    row_bytes = width * dtype.itemsize
+    expected = payload_bytes(format, count, row_bytes, part.size, part.num_rows)
+    if payload.numel() != expected or count > part.size:
+        raise CorruptMessageError(f"a payload of {payload.numel()} bytes, where {count} rows need {expected}")
+    rows_sent = part.size if format is Format.DENSE else count
+    end = rows_sent * row_bytes
+    values = payload[:end].view(dtype).view(rows_sent, width)
+    if format is Format.DENSE:
+        return torch.arange(part.size), values
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64), values
+    positions = _decode_index(format, part, count, payload[end:])
+    if positions.numel() != count or not _is_increasing(positions, part.size):
+        raise CorruptMessageError(f"the ids of a {format.value} payload are not {count} rows of their part")
+    return positions, values
+
+
+def _write_values(
+    format: Format, payload: Tensor, size: int, positions: Tensor, values: Tensor, order: Tensor | None
+) -> int:
+    count, width = positions.numel(), values.shape[1]
+    rows_sent = size if format is Format.DENSE else count
+    end = rows_sent * width * values.element_size()
+    target = payload[:end].view(values.dtype).view(rows_sent, width)
+    if format is Format.DENSE:
+        source = values if order is None else values.index_select(0, order)
+        target.zero_().index_copy_(0, positions, source)
+    elif order is None:
+        target.copy_(values)
+    else:
+        torch.index_select(values, 0, order, out=target)
+    return end
+
+
+def _encode_index(format: Format, part: Part, positions: Tensor) -> Tensor:
+    if format is Format.COO:
+        return positions.to(index_dtype(part.size)).view(torch.uint8)
+    if format is Format.HASH_BITMAP:
+        return kernels.pack_bits(positions, part.size)
+    return kernels.pack_bits(part.ids(positions), part.num_rows)
+
+
+def _decode_index(format: Format, part: Part, count: int, tail: Tensor) -> Tensor:
+    if format is Format.COO:
+        dtype = index_dtype(part.size)
+        index = tail[: count * dtype.itemsize].view(dtype).to(torch.int64)
+        return index & 0xFFFF if dtype == torch.int16 else index
+    if format is Format.HASH_BITMAP:
+        return kernels.unpack_bits(tail[: (part.size + 7) // 8])
+    ids = kernels.unpack_bits(tail[: (part.num_rows + 7) // 8])
+    if ids.numel() and int(ids[-1]) >= part.num_rows:
+        raise CorruptMessageError(f"a bitmap of {part.num_rows} rows names row {int(ids[-1])}")
+    positions = part.positions(ids)
+    if not torch.equal(part.ids(positions.clamp(max=max(part.size - 1, 0))), ids):
+        raise CorruptMessageError("a bitmap names rows of another owner")
+    return positions
+
+
+def _is_increasing(positions: Tensor, size: int) -> bool:
+    inside = int(positions[0]) >= 0 and int(positions[-1]) < size
+    return inside and bool((positions[1:] > positions[:-1]).all())
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+class Kind(IntEnum):
+    """What a message is for. A receiver accepts only the kind it waits for, or ERROR."""
+
+    ERROR = 0  # the payload is a sentence in UTF-8
+    OPEN = 1  # no payload; the count is the number of rows that the sender holds
+    PUSH = 2  # rows on their way to their owner
+    PULL = 3  # summed rows on their way from their owner
+    GATHER = 4  # a rank's whole tensor on its way to all
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a rank announces before a payload. Fixed size, so that it can be received without knowing anything."""
+
+    kind: Kind
+    source: int  # rank in the lane's group
+    sequence: int  # number of the job on the lane, modulo 2^32
+    digest: int  # identity of what is synchronized: name, shape, dtype, operation, scheme, seed
+    format: Format = Format.COO
+    count: int = 0
+    payload_bytes: int = 0
+    checksum: int = 0
+
+    _STRUCT = struct.Struct("<2sBBBxHIIQQQQ")
+    NUM_BYTES = 48
+    _MAGIC = b"TW"
+    _VERSION = 1
+
+    def pack(self) -> bytes:
+        return self._pack(zlib.crc32(self._pack(0)))
+
+    def _pack(self, crc: int) -> bytes:
+        return self._STRUCT.pack(
+            self._MAGIC, self._VERSION, self.kind, _CODE[self.format], self.source, self.sequence, crc,
+            self.digest, self.count, self.payload_bytes, self.checksum,
+        )  # fmt: skip
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Header:
+        """Raises CorruptMessageError for anything that no thinwire of this version has sent."""
+        if len(data) != cls.NUM_BYTES:
+            raise CorruptMessageError(f"a header of {len(data)} bytes instead of {cls.NUM_BYTES}")
+        magic, version, kind, code, source, sequence, crc, digest, count, length, checksum = cls._STRUCT.unpack(data)
+        if magic != cls._MAGIC:
+            raise CorruptMessageError("bytes that are not a thinwire header: another program uses this group")
+        if version != cls._VERSION:
+            raise CorruptMessageError(
+                f"wire format version {version}, this rank speaks {cls._VERSION}: install the same thinwire everywhere"
+            )
+        if kind not in Kind.__members__.values() or code >= len(FORMATS):
+            raise CorruptMessageError(f"a header of unknown kind {kind} or format {code}")
+        header = cls(Kind(kind), source, sequence, digest, FORMATS[code], count, length, checksum)
+        if zlib.crc32(header._pack(0)) != crc:
+            raise CorruptMessageError("a header whose checksum does not match")
+        return header
+
+
+@dataclass(frozen=True, eq=False)
+class Message:
+    """A header and the payload that it announces (uint8, or None where nothing travels)."""
+
+    header: Header
+    payload: Tensor
+
+    @classmethod
+    def sealed(cls, header: Header, payload: Tensor) -> Message:
+        """With the length and checksum of the payload filled in."""
+        return cls(replace(header, payload_bytes=payload.numel(), checksum=kernels.checksum(payload)), payload)
+
+    def verify(self) -> None:
+        """Raises CorruptMessageError unless the payload is the one that the header announced."""
+        if self.payload.numel() != self.header.payload_bytes:
+            raise CorruptMessageError(
+                f"a truncated message: {self.payload.numel()} of {self.header.payload_bytes} bytes"
+            )
+        if kernels.checksum(self.payload) != self.header.checksum:
+            raise CorruptMessageError("a message whose checksum does not match: bits changed on the way")

@@ -87,8 +87,8 @@ def sparse_all_reduce(
                 raise ValueError(f"unknown op {op!r}; legal are sum and mean")
             return Layout.of(tensor).rows(tensor)
 
-        agreed = agree(prepare, scheme, channel)
-        total = synchronize(agreed.rows, agreed.scheme, channel, 1.0 if op == "sum" else 1.0 / channel.world_size)
+        rows, point = agree(prepare, scheme, channel)
+        total = synchronize(rows, point, channel, 1.0 if op == "sum" else 1.0 / channel.world_size)
         return Layout.of(tensor).tensor(total)
 
     future = lane.submit(job)

@@ -120,6 +120,7 @@ class Synchronizer:
             "version": _STATE_VERSION,
             "steps": self._steps,
             "parameters": sorted(self._names.values()),
+            "choices": dict(self._gradients.choices),
             "pauses": dict(self._gradients.pauses),
         }
 
@@ -137,6 +138,7 @@ class Synchronizer:
                 f"the state belongs to a model with other parameters; {min(unknown)!r} is only in one of them"
             )
         self._steps = int(state["steps"])
+        self._gradients.choices = {name: str(scheme) for name, scheme in state["choices"].items()}
         self._gradients.pauses = {name: int(steps) for name, steps in state["pauses"].items()}
 
     def detach(self) -> None:
@@ -156,7 +158,7 @@ class Synchronizer:
         lines = [f"scheme={scheme.describe() if isinstance(scheme, Scheme) else scheme}"]
         for name, parameter in self._model.module.named_parameters():
             lines.append(f"parameter {name!r}: {parameter.dtype} {list(parameter.shape)}")
-        lane.channel(Subject("attach", "\n".join(lines))).open(lambda: 0)
+        lane.channel(Subject("attach", "\n".join(lines))).open()
         return torch.empty(0)
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:

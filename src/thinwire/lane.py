@@ -159,7 +159,7 @@ class Lane:
     def _refuse(self, channel: Channel, reason: Exception) -> NoReturn:
         """Peers still in step are told at the start of this job; those we hung up on know already."""
 
-        def fail() -> int:
+        def fail() -> NoReturn:
             raise ThinwireError(
                 f"rank {self.rank}, {channel.subject.name}: not synchronized, because the lane stopped after"
                 f" an earlier failure: {reason}"
@@ -167,8 +167,7 @@ class Lane:
 
         if self._group is None:
             fail()
-        channel.open(fail)
-        raise AssertionError("open raises what prepare raises")
+        channel.attempt(fail)
 
     def _hang_up(self) -> None:
         """Close the connections, so that peers who wait for this rank fail at once instead of at the timeout."""

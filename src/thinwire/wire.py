@@ -175,7 +175,7 @@ class Kind(IntEnum):
     """What a message is for. A receiver accepts only the kind it waits for, or ERROR."""
 
     ERROR = 0  # the payload is a sentence in UTF-8
-    OPEN = 1  # no payload; the count is the number of rows that the sender holds
+    OPEN = 1  # no payload: the ranks agree that they mean the same, and how many rows each holds
     PUSH = 2  # rows on their way to their owner
     PULL = 3  # summed rows on their way from their owner
     GATHER = 4  # a rank's whole tensor on its way to all
@@ -190,12 +190,13 @@ class Header:
     sequence: int  # number of the job on the lane, modulo 2^32
     digest: int  # identity of what is synchronized: name, shape, dtype, operation, scheme, seed
     format: Format = Format.COO
-    count: int = 0
+    held: int = 0  # rows that the sender holds of the whole tensor
+    count: int = 0  # rows in the payload
     payload_bytes: int = 0
     checksum: int = 0
 
-    _STRUCT = struct.Struct("<2sBBBxHIIQQQQ")
-    NUM_BYTES = 48
+    _STRUCT = struct.Struct("<2sBBBxHIIQQQQQ")
+    NUM_BYTES = 56
     _MAGIC = b"TW"
     _VERSION = 1
 
@@ -205,7 +206,7 @@ class Header:
     def _pack(self, crc: int) -> bytes:
         return self._STRUCT.pack(
             self._MAGIC, self._VERSION, self.kind, _CODE[self.format], self.source, self.sequence, crc,
-            self.digest, self.count, self.payload_bytes, self.checksum,
+            self.digest, self.held, self.count, self.payload_bytes, self.checksum,
         )  # fmt: skip
 
     @classmethod
@@ -213,7 +214,9 @@ class Header:
         """Raises CorruptMessageError for anything that no thinwire of this version has sent."""
         if len(data) != cls.NUM_BYTES:
             raise CorruptMessageError(f"a header of {len(data)} bytes instead of {cls.NUM_BYTES}")
-        magic, version, kind, code, source, sequence, crc, digest, count, length, checksum = cls._STRUCT.unpack(data)
+        magic, version, kind, code, source, sequence, crc, digest, held, count, length, checksum = cls._STRUCT.unpack(
+            data
+        )
         if magic != cls._MAGIC:
             raise CorruptMessageError("bytes that are not a thinwire header: another program uses this group")
         if version != cls._VERSION:
@@ -222,7 +225,7 @@ class Header:
             )
         if kind not in Kind.__members__.values() or code >= len(FORMATS):
             raise CorruptMessageError(f"a header of unknown kind {kind} or format {code}")
-        header = cls(Kind(kind), source, sequence, digest, FORMATS[code], count, length, checksum)
+        header = cls(Kind(kind), source, sequence, digest, FORMATS[code], held, count, length, checksum)
         if zlib.crc32(header._pack(0)) != crc:
             raise CorruptMessageError("a header whose checksum does not match")
         return header

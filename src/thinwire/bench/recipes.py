@@ -101,9 +101,7 @@ class Recipe:
 _FIRST_OF_8 = Target(
     "skewness", 8, 4.8, "section 2.1 (C3): over 60 % of the non-zeros in the first of 8", at_least=True
 )
-_D_N_LLM = (
-    "speed-up over all-reduce on 16 machines (section 5.2), solved for a density of 44 % after aggregation"
-)
+_D_N_LLM = "speed-up over all-reduce on 16 machines (section 5.2), solved for a density of 44 % after aggregation"
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe
@@ -225,9 +223,7 @@ def row_values(num_ids: int, width: int, rank: int, seed: int, dtype: torch.dtyp
     return values.masked_fill_(values == 0, VALUE_SCALE)
 
 
-def gradient(
-    recipe: Recipe, rank: int, seed: int, dtype: torch.dtype = torch.float32
-) -> tuple[Tensor, Tensor]:
+def gradient(recipe: Recipe, rank: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """One rank's sparse gradient: `row_ids` [k] int64 and `row_values` [k, width] of `dtype`.
 
     >>> ids, values = gradient(get_recipe("bert"), rank=0, seed=0)

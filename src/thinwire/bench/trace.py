@@ -108,9 +108,7 @@ def _parse(arrays: Mapping[str, NDArray[np.generic]]) -> Trace:
     world_size = 1 + max(rank for _, rank in cells)
     if len(cells) != num_steps * world_size:
         needed = num_steps * world_size
-        raise ValueError(
-            f"{num_steps} steps x {world_size} ranks need {needed} ids arrays; found {len(cells)}"
-        )
+        raise ValueError(f"{num_steps} steps x {world_size} ranks need {needed} ids arrays; found {len(cells)}")
     steps = tuple(tuple(cells[step, rank] for rank in range(world_size)) for step in range(num_steps))
     return Trace(_scalar(arrays, "num_rows"), _scalar(arrays, "width"), steps)
 

@@ -30,9 +30,7 @@ def demo(
     json_file: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; '-' prints them.")
     ] = None,
-    report: Annotated[Path, typer.Option(help="Where to write the page with pictures.")] = Path(
-        "report.html"
-    ),
+    report: Annotated[Path, typer.Option(help="Where to write the page with pictures.")] = Path("report.html"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of parameters and sampled words.")] = 0,
 ) -> None:
     """Train one language model twice, by stock DDP and by thinwire, and compare losses, bytes and times.
@@ -41,6 +39,9 @@ def demo(
 
     Example: thinwire demo --link 100mbit --json demo.json
     """
+    for option, path in (("--report", report), ("--json", Path(json_file or "-"))):
+        if not path.parent.is_dir():
+            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
     # What is for people goes to stderr when stdout carries the JSON.
     console = Console(stderr=json_file == "-")
     comparison = _compare(console, workers, steps, link, seed)
@@ -67,20 +68,21 @@ def _compare(console: Console, workers: int, steps: int, link: str, seed: int) -
 
 
 def _emulated(link_text: str) -> "Launch":
-    """Start the workers on emulated hosts, one each; raises ValueError for an unknown link."""
+    """Start the workers on emulated hosts, one each."""
     from thinwire.demo.train import train_on_host
     from thinwire.testbed.launch import run_ranks
-    from thinwire.testbed.network import EmulatedNetwork, Link, require_net_admin
+    from thinwire.testbed.network import EmulatedNetwork, Link, NetAdminError, require_net_admin
 
-    link = Link.parse(link_text)
-    require_net_admin()
+    try:
+        link = Link.parse(link_text)
+        require_net_admin()
+    except (ValueError, NetAdminError) as error:
+        raise typer.BadParameter(str(error), param_hint="--link") from error
 
     def launch(job: "TrainJob", workers: int) -> float:
         with EmulatedNetwork(hosts=workers, link=link) as network:
             link_mbit = network.measure()
-            run_ranks(
-                train_on_host, job, world_size=workers, network=network, timeout_seconds=_LINK_TIMEOUT_SECONDS
-            )
+            run_ranks(train_on_host, job, world_size=workers, network=network, timeout_seconds=_LINK_TIMEOUT_SECONDS)
         return link_mbit
 
     return launch
@@ -93,9 +95,7 @@ def _load_corpus(console: Console) -> "Corpus":
         return corpus.load()
     with _progress_bar(console) as bar:
         task = bar.add_task("splitting into words", total=None, visible=False)
-        return corpus.load(
-            progress=lambda done, files: bar.update(task, completed=done, total=files, visible=True)
-        )
+        return corpus.load(progress=lambda done, files: bar.update(task, completed=done, total=files, visible=True))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from thinwire.demo.corpus import Corpus
@@ -158,7 +158,10 @@ def compare(
 def launch_on_loopback(job: TrainJob, workers: int) -> None:
     """Train in ``workers`` processes of this machine, started as ``torchrun --standalone`` does."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    elastic_launch(_torchrun(workers), train_worker)(job)
+    try:
+        elastic_launch(_torchrun(workers), train_worker)(job)
+    except SignalException as stopped:  # Ctrl-C: the launcher has ended the workers
+        raise KeyboardInterrupt from stopped
 
 
 def _torchrun(workers: int) -> LaunchConfig:
@@ -227,7 +230,7 @@ def _collect(job: TrainJob, mode: str, workers: int) -> ModeResult:
         optimizer_seconds=mean("optimizer_seconds"),
         comm_seconds=mean("comm_seconds"),
         bytes_sent=mean("bytes_sent"),
-        bytes_by_rank=np.array([np.mean(rank.bytes_sent) for rank in ranks]),
+        bytes_by_rank=np.array([rank.bytes_sent for rank in ranks], np.float64).mean(axis=1),
         parameters_bitwise_equal=len({rank.parameters_digest for rank in ranks}) == 1,
         table=_mean_table([rank.table for rank in ranks]),
     )

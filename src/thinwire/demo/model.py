@@ -44,7 +44,8 @@ class LogUniform:
         The generator depends on seed and step only, so all ranks share the candidates, as is usual for large
         tables: the sampled part of the output table's gradient then overlaps completely between ranks.
         """
-        generator = torch.Generator().manual_seed((seed << 32) + step)
+        # torch's CPU generator looks at the low 32 bits of a seed only.
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**32)
         uniform = torch.rand(self.draws, generator=generator, dtype=torch.float64)
         words = torch.exp(uniform * math.log(self.num_words + 1)).long() - 1
         return words.clamp_(max=self.num_words - 1).unique()

@@ -65,7 +65,7 @@ def _pictures(report: Report, comparison: Comparison) -> None:
     report.picture(
         "Where the bytes went",
         lambda axes: _draw_parameters(axes, comparison),
-        "Per parameter, step and rank.",
+        "Per step and rank: each table with sparse gradients, and the dense parameters together.",
     )
     report.picture(
         "Where the time went",
@@ -78,9 +78,7 @@ def _pictures(report: Report, comparison: Comparison) -> None:
 
 def _draw_losses(axes: "Axes", comparison: Comparison) -> None:
     steps = np.arange(1, comparison.config.steps + 1)
-    axes.plot(
-        steps, comparison.modes["ddp"].loss, color=_COLORS["ddp"], linewidth=5, alpha=0.55, label="stock DDP"
-    )
+    axes.plot(steps, comparison.modes["ddp"].loss, color=_COLORS["ddp"], linewidth=5, alpha=0.55, label="stock DDP")
     axes.plot(steps, comparison.modes["thinwire"].loss, color=_COLORS["thinwire"], label="thinwire")
     axes.set(xlabel="step", ylabel="loss (nats per word)", xlim=(1, max(2, steps[-1])))
     axes.legend()
@@ -120,9 +118,7 @@ def _draw_parameters(axes: "Axes", comparison: Comparison) -> None:
     largest = max(max(of.values()) for of in sent.values())
     for offset, mode in zip((-0.2, 0.2), MODES, strict=True):
         values = [sent[mode][name] / 1e6 for name in names]
-        drawn = axes.barh(
-            np.arange(len(names)) + offset, values, 0.38, color=_COLORS[mode], label=_LABELS[mode]
-        )
+        drawn = axes.barh(np.arange(len(names)) + offset, values, 0.38, color=_COLORS[mode], label=_LABELS[mode])
         axes.bar_label(drawn, [format_bytes(1e6 * value) for value in values], padding=4, fontsize=9)
     axes.set_yticks(np.arange(len(names)), names)
     axes.set(xlabel="MB per step and rank", xlim=(0, max(largest, 1.0) / 1e6 * 1.15))
@@ -143,12 +139,8 @@ def _draw_times(axes: "Axes", comparison: Comparison) -> None:
             left += width
         communication = 1e3 * float(np.median(mode.comm_seconds))
         label = "collective under way" if row == 0 else None
-        axes.barh(
-            row + 0.32, communication, 0.16, color="none", edgecolor=PALETTE[3], hatch="////", label=label
-        )
-        axes.annotate(
-            format_seconds(left / 1e3), (left, row), xytext=(4, 0), textcoords="offset points", va="center"
-        )
+        axes.barh(row + 0.32, communication, 0.16, color="none", edgecolor=PALETTE[3], hatch="////", label=label)
+        axes.annotate(format_seconds(left / 1e3), (left, row), xytext=(4, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(MODES)), [_LABELS[mode] for mode in MODES])
     axes.set(xlabel="milliseconds")
     axes.margins(x=0.12)

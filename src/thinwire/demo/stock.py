@@ -115,9 +115,7 @@ def stock_hook(meter: StockMeter, bucket: dist.GradBucket) -> torch.futures.Futu
 def _count_sparse(meter: StockMeter, bucket: dist.GradBucket) -> None:
     gradient = bucket.buffer()
     rows = distinct_rows(gradient)
-    total = meter.totals.setdefault(
-        meter.names[bucket.parameters()[0]], ParameterTotals("sparse rows", "agsparse")
-    )
+    total = meter.totals.setdefault(meter.names[bucket.parameters()[0]], ParameterTotals("sparse rows", "agsparse"))
     row_bytes = gradient[0].numel() * gradient.element_size()
     total.sent_bytes += gathered_bytes(rows, row_bytes, meter.world_size)
     total.density += rows / gradient.shape[0]

@@ -45,9 +45,7 @@ def conclusion(comparison: Comparison) -> str:
             f"{bytes_part}; on loopback bytes cost next to nothing, so expect little or no gain in step time "
             f"({faster:.2f}x here): see a slow link with `thinwire demo --link 100mbit`."
         )
-    return (
-        f"{bytes_part}, and a step was {faster:.2f}x as fast on a link of {comparison.link_mbit:.0f} Mbit/s."
-    )
+    return f"{bytes_part}, and a step was {faster:.2f}x as fast on a link of {comparison.link_mbit:.0f} Mbit/s."
 
 
 def summary_rows(comparison: Comparison) -> list[list[str]]:
@@ -62,9 +60,7 @@ def summary_rows(comparison: Comparison) -> list[list[str]]:
         row("loss, first step", [f"{mode.loss[0]:.6f}" for mode in results]),
         row("loss, last step", [f"{mode.loss[-1]:.6f}" for mode in results]),
         row("max relative loss difference", ["", difference]),
-        row(
-            "parameters bitwise equal", ["yes" if mode.parameters_bitwise_equal else "NO" for mode in results]
-        ),
+        row("parameters bitwise equal", ["yes" if mode.parameters_bitwise_equal else "NO" for mode in results]),
         row("bytes per step and rank", [format_bytes(mode.bytes_per_step) for mode in results]),
         row("communication time per step", [_median(mode.comm_seconds) for mode in results]),
         row("step time", [_median(mode.step_seconds) for mode in results]),
@@ -73,7 +69,7 @@ def summary_rows(comparison: Comparison) -> list[list[str]]:
         row(f"density of {name}, after sum", [_density(mode, name) for mode in results])
         for name in comparison.sparse_parameters
     ]
-    # What a rank sends in Gloo's gather depends on whose rows it forwards, so only thinwire's is known per rank.
+    # In Gloo's gather a rank also sends rows of others, so that the formula knows the mean over ranks only.
     rows.append(row("imbalance of bytes, max / mean rank", ["-", f"{results[1].imbalance:.3f}"]))
     return rows
 

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import signal
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -96,6 +97,7 @@ class RankResult:
 @record
 def train_worker(job: TrainJob) -> None:
     """Entry point of a worker that torchrun started: join the process group, then train."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker at once, without four tracebacks
     dist.init_process_group("gloo")
     try:
         train_rank(job)
@@ -203,9 +205,7 @@ def timed_step(
     }
 
 
-def batch(
-    tokens: npt.NDArray[np.int32], config: TrainConfig, step: int, rank: int, world_size: int
-) -> Tensor:
+def batch(tokens: npt.NDArray[np.int32], config: TrainConfig, step: int, rank: int, world_size: int) -> Tensor:
     """The words of one rank and step, int64 ``[batch_size, sequence_length + 1]``.
 
     The text is cut into ``world_size * batch_size`` streams of equal length; each step reads on in every
@@ -215,9 +215,7 @@ def batch(
     length = len(tokens) // streams
     windows = (length - 1) // config.sequence_length
     if windows < 1:
-        raise ValueError(
-            f"{len(tokens)} words are too few for {streams} streams of {config.sequence_length} words"
-        )
+        raise ValueError(f"{len(tokens)} words are too few for {streams} streams of {config.sequence_length} words")
     starts = (rank * config.batch_size + np.arange(config.batch_size)) * length
     within = step % windows * config.sequence_length + np.arange(config.sequence_length + 1)
     return torch.from_numpy(tokens[starts[:, None] + within].astype(np.int64))

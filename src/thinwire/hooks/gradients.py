@@ -9,10 +9,11 @@ from thinwire.lane import Lane
 from thinwire.observe.ledger import ParameterRecord
 from thinwire.sparse import Layout, SparseRows
 from thinwire.sync.channel import Channel, Subject
+from thinwire.sync.choose import choose
 from thinwire.sync.cost import expected_bytes
 from thinwire.sync.exchange import ring_all_reduce_bytes
 from thinwire.sync.scheme import AUTO, DENSE, Scheme, name_of
-from thinwire.sync.synchronize import Agreement, agree, dense_all_reduce, synchronize
+from thinwire.sync.synchronize import agree, dense_all_reduce, synchronize
 
 DENSE_PAUSE_STEPS = 50
 """For how many steps a table is all-reduced unread after a step in which most of its rows were non-zero."""
@@ -22,21 +23,26 @@ class GradientSync:
     """What to do with the gradient of each parameter: mean over ranks, exactly.
 
     Its methods are called by jobs of a lane, on all ranks in the same order.
+
+    With "auto", the first step of a parameter asks how many rows the ranks hold; each synchronization tells all ranks
+    that number and the size of the union, which decide the scheme of the next one. So all ranks decide the same.
     """
 
     def __init__(self, scheme: str | Scheme) -> None:
         self.scheme = scheme
         self.records: dict[str, ParameterRecord] = {}
+        self.choices: dict[str, str] = {}  # under "auto": the scheme of a parameter's next step
         self.pauses: dict[str, int] = {}  # steps for which a table is all-reduced without looking for zeros
 
     def sparse(self, lane: Lane, name: str, gradient: Tensor) -> Tensor:
         """The mean of a sparse COO gradient, as a new coalesced COO tensor."""
         layout = Layout.of(gradient)
-        channel = lane.channel(Subject(f"parameter {name!r}", _describe(gradient, self.scheme)))
+        plan = self._plan(name)
+        channel = lane.channel(Subject(f"parameter {name!r}", _describe(gradient, plan)))
         before = lane.exchange.traffic.sent_bytes
-        agreed = agree(lambda: layout.rows(gradient), self.scheme, channel)
-        total = synchronize(agreed.rows, agreed.scheme, channel, 1.0 / lane.world_size)
-        self._record(name, "sparse gradient", channel, agreed, total.density, before)
+        rows, scheme = agree(lambda: layout.rows(gradient), plan, channel)
+        total = synchronize(rows, scheme, channel, 1.0 / lane.world_size)
+        self._record(name, "sparse gradient", channel, scheme, rows, total, before)
         return layout.tensor(total)
 
     def table(self, lane: Lane, name: str, gradient: Tensor, touched: Tensor | None) -> None:
@@ -48,26 +54,29 @@ class GradientSync:
             self.pauses[name] -= 1
             return self.dense(lane, name, gradient)
         matrix = gradient.view(gradient.shape[0], -1)
-        channel = lane.channel(Subject(f"parameter {name!r}", _describe(gradient, self.scheme)))
+        plan = self._plan(name)
+        channel = lane.channel(Subject(f"parameter {name!r}", _describe(gradient, plan)))
         before = lane.exchange.traffic.sent_bytes
-        agreed = agree(lambda: _rows(matrix, touched), self.scheme, channel)
-        density_after = 1.0
-        if agreed.scheme.is_dense:
+        rows, scheme = agree(lambda: _rows(matrix, touched), plan, channel)
+        total = None
+        if scheme.is_dense:
             dense_all_reduce(gradient, channel, 1.0 / lane.world_size)
             self.pauses[name] = DENSE_PAUSE_STEPS
         else:
-            total = synchronize(agreed.rows, agreed.scheme, channel, 1.0 / lane.world_size)
+            total = synchronize(rows, scheme, channel, 1.0 / lane.world_size)
             matrix.index_copy_(0, total.ids, total.values)  # its other rows are zero on this rank already
-            density_after = total.density
         kind = "dense gradient, rows " + ("scanned" if touched is None else "known")
-        self._record(name, kind, channel, agreed, density_after, before)
+        self._record(name, kind, channel, scheme, rows, total, before)
         return None
+
+    def _plan(self, name: str) -> str | Scheme:
+        return self.choices.get(name, AUTO) if self.scheme == AUTO else self.scheme
 
     def dense(self, lane: Lane, name: str, gradient: Tensor, account: str | None = None) -> None:
         """The mean of a dense gradient, all-reduced in place; booked on ``account`` if it is not ``name``."""
         channel = lane.channel(Subject(name, _describe(gradient, DENSE)))
         before = lane.exchange.traffic.sent_bytes
-        channel.open(lambda: 0)
+        channel.open()
         dense_all_reduce(gradient, channel, 1.0 / lane.world_size)
         record = self._entry(account or name)
         record.kind, record.scheme, record.formats = "all-reduce", name_of(DENSE), "dense"
@@ -90,23 +99,28 @@ class GradientSync:
         name: str,
         kind: str,
         channel: Channel,
-        agreed: Agreement,
-        density_after: float,
+        scheme: Scheme,
+        rows: SparseRows,
+        total: SparseRows | None,
         sent_before: int,
     ) -> None:
-        rows, world_size = agreed.rows, channel.world_size
-        row_bytes = rows.width * rows.values.element_size()
+        """Book a synchronization, and under "auto" decide the next one. ``total`` is None if it was dense."""
+        world_size, itemsize = channel.world_size, rows.values.element_size()
+        union = rows.num_rows if total is None else total.ids.numel()
+        if self.scheme == AUTO:
+            following = choose(channel.held, rows.num_rows, rows.width, itemsize, union)
+            self.choices[name] = AUTO if following.is_dense else name_of(following)
         record = self._entry(name)
-        record.kind, record.scheme = kind, name_of(agreed.scheme)
+        record.kind, record.scheme = kind, name_of(scheme)
         record.formats = ", ".join(
             f"{phase.name.lower()} {'/'.join(sorted(formats))}" for phase, formats in channel.formats_sent.items()
         )
-        record.density, record.density_after = rows.density, density_after
-        mean = sum(agreed.counts) / world_size
-        union = density_after * rows.num_rows
+        record.density = rows.density
+        record.density_after = union / rows.num_rows if rows.num_rows else 0.0
+        row_bytes, mean = rows.width * itemsize, sum(channel.held) / world_size
         record.add(
             channel.exchange.traffic.sent_bytes - sent_before,
-            expected_bytes(agreed.scheme, world_size, rows.num_rows, row_bytes, mean, union),
+            expected_bytes(scheme, world_size, rows.num_rows, row_bytes, mean, union),
             ring_all_reduce_bytes(rows.num_rows * row_bytes, world_size),
         )
 

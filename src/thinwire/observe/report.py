@@ -50,9 +50,7 @@ _STYLE = {
     "ytick.color": _INK,
 }
 
-_NO_MATPLOTLIB = (
-    "Pictures need matplotlib: <code>pip install 'thinwire[plot]'</code>, then run the command again."
-)
+_NO_MATPLOTLIB = "Pictures need matplotlib: <code>pip install 'thinwire[plot]'</code>, then run the command again."
 
 
 class Report:
@@ -70,14 +68,10 @@ class Report:
 
     def figures(self, values: Sequence[tuple[str, str]]) -> None:
         """Figures of merit in large print: (what, value)."""
-        cards = "".join(
-            f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for what, value in values
-        )
+        cards = "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for what, value in values)
         self._parts.append(f'<section class="figures">{cards}</section>')
 
-    def table(
-        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = ""
-    ) -> None:
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
         """A table; the first column is a heading, the others are aligned right."""
         head = "".join(f"<th>{escape(column)}</th>" for column in columns)
         body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,9 @@ from thinwire.wire import ALIGNMENT_BYTES, Format, Header, Kind, Message
 
 _MAX_DESCRIPTION_BYTES = 1 << 20
 _MAX_ERROR_BYTES = 4096
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,11 +49,12 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A message to be: rows already encoded, not yet addressed."""
+    """A message to be: rows already encoded, not yet addressed; and how many rows the sender holds in all."""
 
     format: Format
     count: int
     payload: Tensor
+    held: int = 0
 
 
 class Channel:
@@ -63,6 +68,7 @@ class Channel:
         self.exchange = exchange
         self.subject = subject
         self.sequence = sequence & 0xFFFFFFFF
+        self.held: list[int] = []  # rows that each rank holds, known after the first swap
         self.formats_sent: dict[Kind, set[Format]] = {}
         self._digest = subject.digest()
 
@@ -74,19 +80,31 @@ class Channel:
     def world_size(self) -> int:
         return self.exchange.world_size
 
-    def open(self, prepare: Callable[[], int]) -> list[int]:
-        """Agree that all ranks mean the same subject; returns the number that ``prepare`` gave on each rank.
+    def attempt(self, prepare: Callable[[], T]) -> T:
+        """What ``prepare`` returns. If it raises, tell all ranks in place of the next swap, and raise here too."""
+        try:
+            return prepare()
+        except Exception as error:
+            failure = error
+
+        def fail() -> list[Draft]:
+            raise failure
+
+        self.swap(Kind.OPEN, fail)
+        raise AssertionError("a swap raises what prepare raises")
+
+    def open(self, held: int = 0) -> list[int]:
+        """Agree that all ranks mean the same subject; returns how many rows each rank holds.
+
+        Not needed before another swap, which settles the same.
 
         Raises:
             MismatchError: a rank means something else; on every rank.
-            PeerError: ``prepare`` failed on another rank; this rank raises what its own ``prepare`` raised.
+            PeerError: another rank failed in `attempt`.
         """
-
-        def drafts() -> list[Draft]:
-            draft = Draft(Format.COO, prepare(), torch.empty(0, dtype=torch.uint8))
-            return [draft] * self.world_size
-
-        return [message.header.count for message in self.swap(Kind.OPEN, drafts)]
+        draft = Draft(Format.COO, 0, torch.empty(0, dtype=torch.uint8), held)
+        self.swap(Kind.OPEN, lambda: [draft] * self.world_size)
+        return self.held
 
     def swap(self, kind: Kind, prepare: Callable[[], Sequence[Draft]], max_payload_bytes: int = 0) -> list[Message]:
         """Send the draft for each rank and return the verified message of each rank, in rank order.
@@ -108,7 +126,9 @@ class Channel:
         headers = self._swap_headers([message.header for message in outgoing])
         self._check_identity(headers)
         for header in headers:
-            self._check_announcement(header, kind, max_payload_bytes)
+            if failure is None:
+                self._check_announcement(header, kind, max_payload_bytes)
+        self.held = self.held or [header.held for header in headers]
         payloads = self._exchange(
             [message.payload for message in outgoing], [header.payload_bytes for header in headers]
         )
@@ -122,7 +142,7 @@ class Channel:
         sealed: dict[int, Message] = {}
         for draft in drafts:
             if id(draft) not in sealed:
-                header = Header(kind, self.rank, self.sequence, self._digest, draft.format, draft.count)
+                header = Header(kind, self.rank, self.sequence, self._digest, draft.format, draft.held, draft.count)
                 sealed[id(draft)] = Message.sealed(header, draft.payload)
             if draft.count and kind in (Kind.PUSH, Kind.PULL, Kind.GATHER):
                 self.formats_sent.setdefault(kind, set()).add(draft.format)
@@ -130,7 +150,7 @@ class Channel:
 
     def _swap_headers(self, headers: Sequence[Header]) -> list[Header]:
         outgoing = [_as_bytes(header.pack()) for header in headers]
-        incoming = self._exchange(outgoing, [Header.NUM_BYTES] * self.world_size)
+        incoming = self._swap_records(outgoing)
         try:
             return [Header.unpack(data.numpy().tobytes()) for data in incoming]
         except CorruptMessageError as error:
@@ -177,10 +197,7 @@ class Channel:
     def _swap_text(self, text: str) -> list[str]:
         data = _as_bytes(text.encode()[:_MAX_DESCRIPTION_BYTES])
         lengths = [_as_bytes(data.numel().to_bytes(8, "little"))] * self.world_size
-        announced = [
-            int.from_bytes(length.numpy().tobytes(), "little")
-            for length in self._exchange(lengths, [8] * self.world_size)
-        ]
+        announced = [int.from_bytes(length.numpy().tobytes(), "little") for length in self._swap_records(lengths)]
         if max(announced) > _MAX_DESCRIPTION_BYTES:
             raise CorruptHeaderError(f"{self._where()}: a description of {max(announced)} bytes is announced")
         incoming = self._exchange([data] * self.world_size, announced)
@@ -190,6 +207,10 @@ class Channel:
         """Sum a dense tensor over the ranks, in place. After `open`, so that all ranks mean the same."""
         with self._naming():
             self.exchange.all_reduce(tensor)
+
+    def _swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
+        with self._naming():
+            return self.exchange.swap_records(outgoing)
 
     def _exchange(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
         with self._naming():

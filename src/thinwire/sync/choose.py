@@ -13,11 +13,15 @@ DENSIFICATION_EXPONENT = 0.6
 8 ranks) and n^0.78 (an LLM's top 5 %, 16 ranks); ZEN, sections 2.1, 2.4, 3.3.1 and 5.3."""
 
 
-def choose(counts: Sequence[int], num_rows: int, width: int, itemsize: int) -> Scheme:
-    """The cheapest scheme for ranks that hold ``counts`` rows of a matrix [num_rows, width]."""
+def choose(counts: Sequence[int], num_rows: int, width: int, itemsize: int, union: int | None = None) -> Scheme:
+    """The cheapest scheme for ranks that hold ``counts`` rows of a matrix [num_rows, width].
+
+    ``union`` is how many rows they hold together; None estimates it.
+    """
     world_size = len(counts)
     mean = sum(counts) / world_size
-    union = min(num_rows, max(max(counts), mean * world_size**DENSIFICATION_EXPONENT))
+    if union is None:
+        union = min(num_rows, max(max(counts), round(mean * world_size**DENSIFICATION_EXPONENT)))
     row_bytes = width * itemsize
     return min(
         CANDIDATES,

@@ -14,12 +14,18 @@ from thinwire.sync.scheme import Partitioning, Scheme
 from thinwire.wire import Format, Header, Part
 
 
+def opening_bytes(world_size: int) -> int:
+    """Bytes that a rank sends to agree with the others before anything else: with "auto" and for dense."""
+    return (world_size - 1) * Header.NUM_BYTES
+
+
 def sent_bytes(
     scheme: Scheme, ids_per_rank: Sequence[Tensor], num_rows: int, width: int, dtype: torch.dtype
 ) -> list[int]:
     """Exact bytes that each rank sends in one synchronization of the given rows, headers included.
 
     Args:
+        scheme: a scheme; what "auto" chooses costs `opening_bytes` more, unless it chose before.
         ids_per_rank: for each rank its sorted unique row ids, int64.
 
     Returns:
@@ -30,14 +36,11 @@ def sent_bytes(
     if world_size == 1:
         return [0]
     peers = world_size - 1
-    opening = peers * Header.NUM_BYTES
     if scheme.is_dense:
-        return [opening + ring_all_reduce_bytes(num_rows * row_bytes, world_size)] * world_size
+        return [opening_bytes(world_size) + ring_all_reduce_bytes(num_rows * row_bytes, world_size)] * world_size
     if scheme.partition is Partitioning.CENTRALIZATION:
         whole = Whole(num_rows)
-        return [
-            opening + peers * _message_bytes(scheme.push_format, ids.numel(), row_bytes, whole) for ids in ids_per_rank
-        ]
+        return [peers * _message_bytes(scheme.push_format, ids.numel(), row_bytes, whole) for ids in ids_per_rank]
     partition = scheme.rows_partition(num_rows, world_size)
     parts = [partition.part(owner) for owner in range(world_size)]
     union = torch.cat(list(ids_per_rank)).unique()
@@ -51,7 +54,7 @@ def sent_bytes(
             if owner != rank
         )
         pull = peers * _message_bytes(scheme.pull_format, summed[rank], row_bytes, parts[rank])
-        totals.append(opening + push + pull)
+        totals.append(push + pull)
     return totals
 
 
@@ -62,15 +65,14 @@ def expected_bytes(scheme: Scheme, world_size: int, num_rows: int, row_bytes: in
     contiguous partition this is the best case, since skewness is not known here.
     """
     peers = world_size - 1
-    opening = peers * Header.NUM_BYTES
     if scheme.is_dense:
-        return opening + ring_all_reduce_bytes(num_rows * row_bytes, world_size)
+        return opening_bytes(world_size) + ring_all_reduce_bytes(num_rows * row_bytes, world_size)
     if scheme.partition is Partitioning.CENTRALIZATION:
-        return opening + peers * _message_bytes(scheme.push_format, round(count), row_bytes, Whole(num_rows))
+        return peers * _message_bytes(scheme.push_format, round(count), row_bytes, Whole(num_rows))
     part = scheme.rows_partition(num_rows, world_size).part(0)
     push = _message_bytes(scheme.push_format, round(count / world_size), row_bytes, part)
     pull = _message_bytes(scheme.pull_format, round(union / world_size), row_bytes, part)
-    return opening + peers * (push + pull)
+    return peers * (push + pull)
 
 
 def value_lower_bound_bytes(ids_per_rank: Sequence[Tensor], row_bytes: int) -> float:

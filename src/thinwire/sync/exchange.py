@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -28,14 +29,24 @@ class Exchange(Protocol):
     world_size: int
     traffic: Traffic
 
-    def swap(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
-        """Send ``outgoing[r]`` (uint8) to each rank r and return what each rank sent here.
+    def swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
+        """Send record ``outgoing[r]`` to each rank r; all records, on all ranks, have the same few bytes (uint8).
 
-        ``receive_bytes[r]`` must be the length that rank r sends. The entry of the own rank is returned as it
-        is, without a copy. The returned tensors are the caller's.
+        Returns what each rank sent here, in rank order.
 
         Raises:
             LostPeerError: a peer died, or did not take part within the timeout.
+        """
+        ...
+
+    def swap(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
+        """Send ``outgoing[r]`` (uint8, any length) to each rank r and return what each rank sent here.
+
+        ``receive_bytes[r]`` must be the length that rank r sends. The entry of the own rank is returned as it
+        is, without a copy. ``outgoing`` may be written to again when this returns; the result is the caller's.
+
+        Raises:
+            LostPeerError: as for `swap_records`.
         """
         ...
 
@@ -57,20 +68,51 @@ class ProcessGroupExchange:
         self.world_size = process_group.size()
         self.traffic = Traffic()
 
+    def swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
+        sent = torch.stack(list(outgoing))
+        received = torch.empty_like(sent)
+        if self.world_size == 1:
+            return [outgoing[0]]
+        with self._losing_peers():
+            dist.all_to_all_single(received, sent, group=self.process_group)
+        moved = (self.world_size - 1) * sent.shape[1]
+        self._count(moved, moved)
+        return list(received)
+
     def swap(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
-        own = outgoing[self.rank]
-        send_sizes = [0 if rank == self.rank else part.numel() for rank, part in enumerate(outgoing)]
-        receive_sizes = [0 if rank == self.rank else size for rank, size in enumerate(receive_bytes)]
-        sent = torch.cat([part for rank, part in enumerate(outgoing) if rank != self.rank] or [own[:0]])
-        received = torch.empty(sum(receive_sizes), dtype=torch.uint8)
-        self._run(lambda: dist.all_to_all_single(received, sent, receive_sizes, send_sizes, group=self.process_group))
-        self._count(sum(send_sizes), sum(receive_sizes))
-        incoming = list(received.split(receive_sizes))
-        incoming[self.rank] = own
+        """Every receive is posted before any send.
+
+        Gloo announces a posted receive on the connection that carries the data the other way, so a receive that
+        is posted late waits behind that data and the pair runs half-duplex. Measured on 8 hosts at 100 Mbit/s with
+        1 MB for each peer, over the wire time: all_to_all_single 1.4, batch_isend_irecv 1.5, this 1.03.
+        """
+        others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        incoming = [
+            own if rank == self.rank else torch.empty(receive_bytes[rank], dtype=torch.uint8)
+            for rank, own in enumerate(outgoing)
+        ]
+        with self._losing_peers():
+            works = [
+                dist.irecv(incoming[rank], group=self.process_group, group_src=rank)
+                for rank in reversed(others)
+                if incoming[rank].numel()
+            ]
+            works += [
+                dist.isend(outgoing[rank], group=self.process_group, group_dst=rank)
+                for rank in others
+                if outgoing[rank].numel()
+            ]
+            for work in works:
+                if work is not None:
+                    work.wait()
+        self._count(sum(outgoing[rank].numel() for rank in others), sum(receive_bytes[rank] for rank in others))
         return incoming
 
     def all_reduce(self, tensor: Tensor) -> None:
-        self._run(lambda: dist.all_reduce(tensor, group=self.process_group))
+        if self.world_size == 1:
+            return
+        with self._losing_peers():
+            dist.all_reduce(tensor, group=self.process_group)
         moved = ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size)
         self._count(moved, moved)
 
@@ -81,11 +123,10 @@ class ProcessGroupExchange:
         self.traffic.sent_bytes += sent_bytes
         self.traffic.received_bytes += received_bytes
 
-    def _run(self, collective: Callable[[], object]) -> None:
-        if self.world_size == 1:
-            return
+    @contextmanager
+    def _losing_peers(self) -> Iterator[None]:
         try:
-            collective()
+            yield
         except RuntimeError as error:
             cause = str(error).split("This is typically")[0].split("] ", 1)[-1].strip().rstrip(".")
             raise LostPeerError(

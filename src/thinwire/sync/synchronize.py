@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -15,23 +14,8 @@ from thinwire.sync.patterns import point_to_point
 from thinwire.sync.scheme import Partitioning, Scheme, resolve
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """What the ranks settled before rows travel.
-
-    Args:
-        rows: of this rank.
-        scheme: the same on all ranks.
-        counts: how many rows each rank holds.
-    """
-
-    rows: SparseRows
-    scheme: Scheme
-    counts: list[int]
-
-
-def agree(prepare: Callable[[], SparseRows], scheme: str | Scheme, channel: Channel) -> Agreement:
-    """Open the conversation: all ranks mean the same tensor, and run the same scheme.
+def agree(prepare: Callable[[], SparseRows], scheme: str | Scheme, channel: Channel) -> tuple[SparseRows, Scheme]:
+    """This rank's rows, and the scheme that all ranks will run on them.
 
     Args:
         prepare: makes this rank's rows. If it raises, every rank raises, none waits.
@@ -40,16 +24,11 @@ def agree(prepare: Callable[[], SparseRows], scheme: str | Scheme, channel: Chan
     Raises:
         MismatchError, PeerError: see `Channel.open`; whatever ``prepare`` raises, on this rank.
     """
-    ready: list[tuple[Scheme | None, SparseRows]] = []
-
-    def count() -> int:
-        ready.append((resolve(scheme), prepare()))
-        return ready[0][1].ids.numel()
-
-    counts = channel.open(count)
-    named, rows = ready[0]
-    chosen = named or choose(counts, rows.num_rows, rows.width, rows.values.element_size())
-    return Agreement(rows, chosen, counts)
+    rows, point = channel.attempt(lambda: (prepare(), resolve(scheme)))
+    if point is None or point.is_dense:
+        counts = channel.open(rows.ids.numel())
+        point = point or choose(counts, rows.num_rows, rows.width, rows.values.element_size())
+    return rows, point
 
 
 def synchronize(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float = 1.0) -> SparseRows:

@@ -1,8 +1,8 @@
 """Emulated hosts: one network namespace per host on a bridge, every link rate-limited both ways.
 
-The namespaces are anonymous: only open file descriptors of the launching process keep them alive, and the bridge
-has a namespace of its own. Nothing is ever created in the machine's own namespace or under /var/run/netns, so
-when the launching process ends in any way, SIGKILL included, the kernel frees everything.
+The namespaces are anonymous: only open file descriptors of the launching process keep them alive, and the
+bridge has a namespace of its own. Nothing is ever created in the machine's own namespace or under
+/var/run/netns, so when the launching process ends in any way, SIGKILL included, the kernel frees everything.
 
     with EmulatedNetwork(hosts=4, link=Link.parse("100mbit")) as network:
         print(network.measure())                      # about 95: Mbit/s of TCP payload
@@ -16,31 +16,32 @@ import ctypes
 import os
 import re
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Self, TypeVar
+
+from thinwire.testbed.goodput import hang_up, receive_rate_mbit, send_until_closed
 
 Result = TypeVar("Result")
 
 _CLONE_NEWNET = 0x40000000  # <linux/sched.h>; os.setns and os.unshare exist from Python 3.12 only
 _MAX_HOSTS = 250  # one /24
 
-# The bucket holds 4 ms of the link, at least 32 KiB: small beside a 100 KB message at 100 Mbit/s, yet longer than a
-# late timer on a busy machine, so that the rate is held.
+# The bucket holds 4 ms of the link, at least 32 KiB: small beside a 100 KB message at 100 Mbit/s, yet longer
+# than a late timer on a busy machine, so that the rate is held.
 _BURST_SECONDS = 4e-3
 _BURST_MIN_BYTES = 32 * 1024
-# TCP hands down segments of at most half a bucket. Larger ones are cut into packets in the queue, and their
-# crowds overrun the kernel's packet backlog (1000 a CPU): 60-90 % goodput instead of 95 % with 8 hosts at 100 Mbit/s.
+# TCP hands down segments of at most half a bucket. Larger ones are cut into packets in the queue, whose crowds
+# overrun the kernel's packet backlog (1000 a CPU): 60-90 % goodput instead of 95 % at 8 hosts, 100 Mbit/s.
 _SEGMENT_MAX_BYTES = 65536
 # Deep queues: a drop would measure TCP's recovery instead of the link.
 _QUEUE_BYTES = 256 * 1024 * 1024
 _QUEUE_PACKETS = 1_000_000
 _QUEUE_HANDLE = 0x10000  # 1:0
 _TBF_MAX_BYTES_PER_SECOND = 2**32 - 1  # the kernel's 32-bit rate field, as pyroute2 fills it
-_WARM_UP_SECONDS = 0.3
 _STALL_SECONDS = 10.0
 
 
@@ -84,21 +85,21 @@ def enter_namespace(path: str) -> None:
 
 
 def require_net_admin() -> None:
-    """Try to make a network namespace, as root can; raise NetAdminError with the way out if that is not allowed."""
+    """Try to make a network namespace; raise NetAdminError with the way out if that is not allowed."""
     try:
         os.close(_new_namespace())
     except OSError as error:
         raise NetAdminError(
-            f"emulated hosts need CAP_NET_ADMIN and CAP_SYS_ADMIN to make network namespaces ({error.strerror}); "
-            "run as root, or use `--link none`"
+            "emulated hosts need CAP_NET_ADMIN and CAP_SYS_ADMIN to make network namespaces "
+            f"({error.strerror}); run as root, or use `--link none`"
         ) from error
 
 
 class EmulatedNetwork:
-    """`hosts` network namespaces on one bridge. A context manager; raises NetAdminError where that is not allowed.
+    """`hosts` network namespaces on one bridge; a context manager, which raises NetAdminError if not allowed.
 
-    Each host has an interface `interface` (MTU 1500) with the address `address(host)` and a loopback. A token bucket
-    at both ends of its cable limits what it sends and what it receives to `link` each, headers included.
+    Each host has an interface `interface` (MTU 1500) with the address `address(host)` and a loopback. A token
+    bucket at both ends of its cable limits what it sends and what it receives to `link` each, headers included.
     """
 
     interface = "eth0"
@@ -129,7 +130,7 @@ class EmulatedNetwork:
         return f"10.77.0.{host + 1}"
 
     def namespace(self, host: int) -> str:
-        """A path that any process of the same user can give to `enter_namespace` while the network is open."""
+        """A path for `enter_namespace` in any process of the same user, valid while the network is open."""
         self._check(host)
         if not self._namespace_fds:
             raise RuntimeError("the emulated network is closed; use it inside its `with` block")
@@ -138,13 +139,13 @@ class EmulatedNetwork:
     def wire_bytes_sent(self, host: int) -> int:
         """Bytes that `host` has put on its link so far, with Ethernet, IP and TCP headers of every packet.
 
-        It is the counter of the queue, which knows the packets that a large segment is cut into; the counter of
-        the interface sees one header per up to 64 KB.
+        It is the counter of the queue, which knows the packets that a large segment is cut into; the counter
+        of the interface sees one header per segment of up to 64 KB.
         """
         return in_namespace(self.namespace(host), _queue_bytes_sent)
 
     def measure(self, seconds: float = 1.0) -> float:
-        """TCP goodput in Mbit/s of streams host i -> host (i + 1) % hosts, all at once; the minimum over hosts.
+        """TCP goodput in Mbit/s of streams host i -> (i + 1) % hosts, all at once; the minimum over hosts.
 
         A warm-up empties the token buckets first. With one host the stream stays on its loopback.
         """
@@ -152,8 +153,8 @@ class EmulatedNetwork:
             rates = []
             streams = [self._stream(host, (host + 1) % self.hosts, sockets) for host in range(self.hosts)]
             for sender, receiver in streams:
-                pool.submit(_send_until_closed, sender)
-                rates.append(pool.submit(_receive_rate_mbit, receiver, seconds))
+                pool.submit(send_until_closed, sender)
+                rates.append(pool.submit(receive_rate_mbit, receiver, seconds))
             return min(rate.result() for rate in rates)
 
     def _check(self, host: int) -> None:
@@ -175,9 +176,7 @@ class EmulatedNetwork:
             address = self.address(host)
             in_namespace(self.namespace(host), lambda address=address: _build_host(address, self.link))
 
-    def _stream(
-        self, source: int, target: int, sockets: contextlib.ExitStack
-    ) -> tuple[socket.socket, socket.socket]:
+    def _stream(self, source: int, target: int, sockets: contextlib.ExitStack) -> tuple[socket.socket, socket.socket]:
         """A connected TCP pair from `source` to `target`; `sockets` hangs up and closes both."""
         address = self.address(target)
         with in_namespace(self.namespace(target), lambda: socket.create_server((address, 0))) as listener:
@@ -187,7 +186,7 @@ class EmulatedNetwork:
             )
             receiver = sockets.enter_context(listener.accept()[0])
         receiver.settimeout(_STALL_SECONDS)
-        sockets.callback(_hang_up, sender)
+        sockets.callback(hang_up, sender)
         return sender, receiver
 
 
@@ -247,11 +246,10 @@ def _build_switch(host_namespace_fds: list[int], link: Link) -> None:
 
 def _build_host(address: str, link: Link) -> None:
     """In a host's namespace: loopback, the interface, its address and its queue."""
-    with contextlib.suppress(OSError):  # a read-only /proc keeps the machine's default, a little less steady
-        # Reno fills a queue that never drops, measured 95.2 % at 50-200 Mbit/s with a spread of 0.1 %. Cubic leaves slow
-        # start at the first delay (75-94 %), BBR pauses every 10 s to probe for one.
-        with open("/proc/sys/net/ipv4/tcp_congestion_control", "w") as setting:
-            setting.write("reno")
+    # Reno fills a queue that never drops (95.2 % at 50-200 Mbit/s, spread 0.1 %); cubic can leave slow start at the
+    # first delay, BBR pauses to probe for one (60 % seen). A read-only /proc keeps the default, less steady.
+    with contextlib.suppress(OSError):
+        Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text("reno")
     with _pyroute2().IPRoute() as route:
         route.link("set", index=route.link_lookup(ifname="lo")[0], state="up")
         index = route.link_lookup(ifname=EmulatedNetwork.interface)[0]
@@ -268,9 +266,7 @@ def _limit(route: Any, index: int, link: Link) -> None:
     rate = int(link.mbit * 1e6 / 8)  # bytes per second
     burst_bytes = max(_BURST_MIN_BYTES, int(rate * _BURST_SECONDS))
     route.link("set", index=index, gso_max_size=min(_SEGMENT_MAX_BYTES, burst_bytes // 2))
-    route.tc(
-        "add", "tbf", index=index, handle=_QUEUE_HANDLE, rate=rate, burst=burst_bytes, limit=_QUEUE_BYTES
-    )
+    route.tc("add", "tbf", index=index, handle=_QUEUE_HANDLE, rate=rate, burst=burst_bytes, limit=_QUEUE_BYTES)
 
 
 def _queue_bytes_sent() -> int:
@@ -280,29 +276,3 @@ def _queue_bytes_sent() -> int:
             if qdisc["handle"] == _QUEUE_HANDLE:
                 return qdisc.get_attr("TCA_STATS2").get_attr("TCA_STATS_BASIC")["bytes"]
     raise AssertionError("the interface of an emulated host has lost its queue")
-
-
-def _send_until_closed(sender: socket.socket) -> None:
-    payload = bytes(256 * 1024)
-    with contextlib.suppress(OSError):  # hung up: the measurement is over
-        while True:
-            sender.sendall(payload)
-
-
-def _hang_up(sender: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sender.shutdown(socket.SHUT_RDWR)
-
-
-def _receive_rate_mbit(receiver: socket.socket, seconds: float) -> float:
-    buffer = bytearray(1024 * 1024)
-    start = now = time.perf_counter()
-    warm = start + _WARM_UP_SECONDS
-    while now < warm:
-        receiver.recv_into(buffer)
-        now = time.perf_counter()
-    begin, received = now, 0
-    while now < begin + seconds:
-        received += receiver.recv_into(buffer)
-        now = time.perf_counter()
-    return received * 8 / 1e6 / (now - begin)

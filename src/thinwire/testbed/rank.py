@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 @dataclass(frozen=True)
 class RankContext:
-    """What the function of a rank is told. `send(message)` hands a picklable message to the parent's `on_message`."""
+    """What the function of a rank is told; `send(message)` hands a picklable message to the parent."""
 
     rank: int
     world_size: int
@@ -67,7 +67,7 @@ def rank_main(setup: RankSetup, connection: Connection, payload: bytes) -> None:
     lock = threading.Lock()
 
     def send(kind: str, content: Any) -> None:
-        # Pickled by value: a tensor through torch's own reductions is shared memory, which dies with this process.
+        # By value: torch's own pickling of tensors for pipes is shared memory, which ends with this process.
         message = pickle.dumps((kind, content))
         with lock:
             connection.send_bytes(message)
@@ -75,7 +75,7 @@ def rank_main(setup: RankSetup, connection: Connection, payload: bytes) -> None:
     with open(stacks_path(setup.directory, setup.rank), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         try:
-            send("value", _call(setup, payload, lambda message: send("message", message)))
+            _call(setup, payload, send, connection)
         except BaseException:
             send("error", traceback.format_exc())
             sys.exit(1)
@@ -83,14 +83,19 @@ def rank_main(setup: RankSetup, connection: Connection, payload: bytes) -> None:
             faulthandler.unregister(signal.SIGUSR1)
 
 
-def _call(setup: RankSetup, payload: bytes, send: Callable[[Any], None]) -> Any:
+def _call(setup: RankSetup, payload: bytes, send: Callable[[str, Any], None], connection: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
     function, args = pickle.loads(payload)
-    context = RankContext(setup.rank, setup.world_size, setup.local_rank, setup.host, send)
+    context = RankContext(
+        setup.rank, setup.world_size, setup.local_rank, setup.host, lambda message: send("message", message)
+    )
     with _process_group(setup) if setup.init_process_group else contextlib.nullcontext():
-        return function(context, *args)
+        send("value", function(context, *args))
+        # The launcher's word that all ranks have returned: one that leaves early resets connections which the
+        # others still set up or read from (1 of 20 runs of an empty function failed so).
+        connection.recv_bytes()
 
 
 @contextlib.contextmanager
@@ -98,12 +103,11 @@ def _process_group(setup: RankSetup) -> Iterator[None]:
     """The default Gloo group. It meets in a file, so that no port has to be guessed free."""
     from torch import distributed as dist
 
-    timeout = timedelta(seconds=setup.timeout_seconds)
+    # Later than the launcher's own timeout, which shows the stacks of the ranks.
+    timeout = timedelta(seconds=setup.timeout_seconds + 10)
     store = dist.FileStore(str(Path(setup.directory) / "store"), setup.world_size)
     store.set_timeout(timeout)
-    dist.init_process_group(
-        "gloo", store=store, rank=setup.rank, world_size=setup.world_size, timeout=timeout
-    )
+    dist.init_process_group("gloo", store=store, rank=setup.rank, world_size=setup.world_size, timeout=timeout)
     yield
     with contextlib.suppress(Exception):  # the function may have destroyed it already
         dist.destroy_process_group()
@@ -112,8 +116,8 @@ def _process_group(setup: RankSetup) -> Iterator[None]:
 def _die_with_launcher() -> None:
     """Have the kernel kill this process when the fork server or the launcher ends, in whatever way.
 
-    The fork server is the parent in the eyes of the kernel, and it lives as long as its children do; so the launcher
-    is watched through the pipe that it holds open, whose end raises a signal instead of SIGIO.
+    The fork server is the parent in the eyes of the kernel, and it lives as long as its children do; so the
+    launcher is watched through the pipe that it holds open, whose end raises SIGKILL instead of SIGIO.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     launcher = multiprocessing.parent_process()

@@ -31,7 +31,7 @@ def reduce_scatter(
 
     def drafts() -> list[Draft]:
         return [
-            _draft(formats, partition.part(owner), positions, rows.values, places)
+            _draft(formats, partition.part(owner), rows, positions, rows.values, places)
             for owner, (positions, places) in enumerate(partition.split(rows.ids))
         ]
 
@@ -46,7 +46,7 @@ def all_gather(
     mine = partition.part(channel.rank)
 
     def drafts() -> list[Draft]:
-        return [_draft(formats, mine, *total)] * channel.world_size
+        return [_draft(formats, mine, rows, *total)] * channel.world_size
 
     parts = [partition.part(owner) for owner in range(channel.world_size)]
     messages = channel.swap(Kind.PULL, drafts, max(_limit(part, rows) for part in parts))
@@ -62,18 +62,24 @@ def all_reduce(rows: SparseRows, formats: tuple[Format, ...], channel: Channel, 
     whole = Whole(rows.num_rows)
 
     def drafts() -> list[Draft]:
-        return [_draft(formats, whole, rows.ids, rows.values)] * channel.world_size
+        return [_draft(formats, whole, rows, rows.ids, rows.values)] * channel.world_size
 
     messages = channel.swap(Kind.GATHER, drafts, _limit(whole, rows))
     return SparseRows.trusted(*_sum(messages, whole, rows, scale), rows.num_rows)
 
 
 def _draft(
-    formats: tuple[Format, ...], part: Part, positions: Tensor, values: Tensor, order: Tensor | None = None
+    formats: tuple[Format, ...],
+    part: Part,
+    held: SparseRows,
+    positions: Tensor,
+    values: Tensor,
+    order: Tensor | None = None,
 ) -> Draft:
     row_bytes = values.shape[1] * values.element_size()
     format = wire.smallest(formats, positions.numel(), row_bytes, part.size, part.num_rows)
-    return Draft(format, positions.numel(), wire.encode(format, part, positions, values, order))
+    payload = wire.encode(format, part, positions, values, order)
+    return Draft(format, positions.numel(), payload, held.ids.numel())
 
 
 def _decode(message: Message, part: Part, like: SparseRows) -> Piece:

@@ -1,0 +1,210 @@
+"""`thinwire bench sync`: every scheme on one workload, in turn, on emulated hosts; rows of measured figures."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import thinwire
+from thinwire.bench.sync_rank import AGSPARSE_TORCH, Measurement, measure
+from thinwire.bench.workload import Workload
+from thinwire.observe import sparsity
+from thinwire.sync.choose import choose
+from thinwire.sync.cost import opening_bytes, sent_bytes, value_lower_bound_bytes
+from thinwire.sync.scheme import AUTO, NAMED, Scheme, resolve
+from thinwire.testbed.launch import run_ranks
+from thinwire.testbed.network import EmulatedNetwork, Link
+
+METHODS = (*NAMED, AUTO, AGSPARSE_TORCH)
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
+_TORCH_METADATA_BYTES = 9 * 8  # what ProcessGroupGloo gathers before a sparse tensor: sizes and nnz, int64
+
+
+@dataclass(frozen=True)
+class SyncBenchmark:
+    """What to measure.
+
+    Raises:
+        ValueError: an unknown method, dtype, recipe or trace, or numbers below one; the message lists what is legal.
+    """
+
+    workload: str
+    is_trace: bool = False
+    hosts: int = 8
+    ranks_per_host: int = 1
+    link: Link = Link(None)  # noqa: RUF009  # frozen
+    methods: tuple[str, ...] = ("zen", "agsparse", "agsparse_torch", "sparse_ps", "dense")
+    repeat: int = 5
+    seed: int = 0
+    dtype: str = "float32"
+    scale: float | None = None
+    timeout_seconds: float = 1800.0
+
+    def __post_init__(self) -> None:
+        for method in self.methods:
+            if method not in METHODS:
+                raise ValueError(f"unknown scheme {method!r}; legal are {', '.join(METHODS)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"unknown dtype {self.dtype!r}; legal are {', '.join(DTYPES)}")
+        if min(self.hosts, self.ranks_per_host, self.repeat) < 1 or not self.methods:
+            raise ValueError("hosts, ranks per host, repeats and schemes must be at least one")
+        if self.dtype == "float16" and AGSPARSE_TORCH in self.methods:
+            raise ValueError(f"{AGSPARSE_TORCH} cannot sum float16 (torch has no kernel for it): leave it out")
+        self.gradients().ids(0)
+
+    @property
+    def world_size(self) -> int:
+        return self.hosts * self.ranks_per_host
+
+    def gradients(self) -> Workload:
+        return Workload(self.workload, self.is_trace, self.scale, self.seed, self.world_size, DTYPES[self.dtype])
+
+
+def run(benchmark: SyncBenchmark, on_progress: Callable[[str, int], None]) -> dict[str, Any]:
+    """Measure, and return ``{"environment": {...}, "rows": [...]}``; the fields are in docs/benchmarks.md.
+
+    ``on_progress(method, round)`` is called when rank 0 finished a method, the warm-up being round 0.
+
+    Raises:
+        NetAdminError: a link is asked for, but the process may not make network namespaces.
+        RanksFailed: a rank failed, with its traceback.
+    """
+    limited = benchmark.link.mbit is not None
+    with EmulatedNetwork(benchmark.hosts, benchmark.link) if limited else nullcontext() as network:
+        link_mbit = network.measure() if network else None
+        outcomes = run_ranks(
+            measure,
+            benchmark.gradients(),
+            benchmark.methods,
+            benchmark.repeat,
+            world_size=benchmark.world_size,
+            ranks_per_host=benchmark.ranks_per_host if limited else None,
+            network=network,
+            timeout_seconds=benchmark.timeout_seconds,
+            on_message=lambda rank, message: on_progress(*message) if rank == 0 else None,
+        )
+    per_rank = [outcome.value for outcome in outcomes]
+    measured = {method: [values[method] for values in per_rank] for method in benchmark.methods}
+    return {"environment": _environment(benchmark), "rows": _rows(benchmark, link_mbit, measured)}
+
+
+def _environment(benchmark: SyncBenchmark) -> dict[str, Any]:
+    return {
+        "thinwire": thinwire.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hosts": benchmark.hosts,
+        "link_nominal_mbit": benchmark.link.mbit,
+        "repeat": benchmark.repeat,
+        "seed": benchmark.seed,
+        "threads_per_rank": 1,
+    }
+
+
+def _rows(
+    benchmark: SyncBenchmark, link_mbit: float | None, measured: dict[str, list[Measurement]]
+) -> list[dict[str, Any]]:
+    workload = benchmark.gradients()
+    num_rows, width = workload.shape()
+    ids = [workload.ids(rank) for rank in range(benchmark.world_size)]
+    seconds = {method: _seconds(measurements) for method, measurements in measured.items()}
+    dense = statistics.median(seconds["dense"]) if "dense" in seconds else None
+    common = _common(benchmark, link_mbit, ids, num_rows, width)
+    rows = []
+    for method, measurements in measured.items():
+        predicted = predicted_bytes(method, ids, num_rows, width, DTYPES[benchmark.dtype])
+        counted = [measurement.sent_bytes for measurement in measurements]
+        known = [sent for sent in counted if sent is not None]
+        sent = max(known) if known else max(predicted)
+        median = statistics.median(seconds[method])
+        rows.append(
+            common
+            | _imbalance(method, ids, num_rows, width, DTYPES[benchmark.dtype].itemsize)
+            | {
+                "scheme": method,
+                "chosen": measurements[0].chosen,
+                "bytes_sent_max": sent,
+                "bytes_predicted_max": max(predicted),
+                "bytes_source": "counted" if known else "formula",
+                "seconds_median": median,
+                "seconds_p10": _quantile(seconds[method], 0.1),
+                "seconds_p90": _quantile(seconds[method], 0.9),
+                "seconds_own_wire": sent * 8e-6 / link_mbit * benchmark.ranks_per_host if link_mbit else None,
+                "speedup_vs_dense": dense / median if dense is not None else None,
+                "max_abs_error": measurements[0].max_abs_error,
+                "bitwise_equal_across_ranks": len({measurement.digest for measurement in measurements}) == 1,
+            }
+        )
+    return rows
+
+
+def _common(
+    benchmark: SyncBenchmark, link_mbit: float | None, ids: list[Tensor], num_rows: int, width: int
+) -> dict[str, Any]:
+    bound = value_lower_bound_bytes(ids, width * DTYPES[benchmark.dtype].itemsize)
+    share = benchmark.ranks_per_host
+    return {
+        "workload": benchmark.workload,
+        "world_size": benchmark.world_size,
+        "ranks_per_host": benchmark.ranks_per_host,
+        "link_mbit": link_mbit,
+        "dtype": benchmark.dtype,
+        "num_rows": num_rows,
+        "width": width,
+        "density": sum(sparsity.density(part, num_rows) for part in ids) / len(ids),
+        "densification": sparsity.densification(ids),
+        "skewness": sparsity.skewness(ids[0], num_rows, min(len(ids), num_rows)),
+        "bytes_lower_bound": bound,
+        "seconds_wire_bound": bound * 8e-6 / link_mbit * share if link_mbit else None,
+    }
+
+
+def predicted_bytes(method: str, ids: Sequence[Tensor], num_rows: int, width: int, dtype: torch.dtype) -> list[int]:
+    """Bytes that each rank sends, before anything is sent. For torch's own method by the algorithm that it runs."""
+    if method != AGSPARSE_TORCH:
+        scheme = _scheme(method, ids, num_rows, width, dtype.itemsize)
+        extra = opening_bytes(len(ids)) if method == AUTO and not scheme.is_dense else 0
+        return [sent + extra for sent in sent_bytes(scheme, ids, num_rows, width, dtype)]
+    world_size = len(ids)
+    tensors = [_TORCH_METADATA_BYTES + part.numel() * (8 + width * dtype.itemsize) for part in ids]
+    return [sum(tensors) - tensors[(rank + 1) % world_size] for rank in range(world_size)]
+
+
+def _imbalance(method: str, ids: list[Tensor], num_rows: int, width: int, itemsize: int) -> dict[str, float | None]:
+    """Imbalance of push and pull (ZEN, Definition 8); null where nobody owns a part."""
+    scheme = None if method == AGSPARSE_TORCH else _scheme(method, ids, num_rows, width, itemsize)
+    if scheme is None or scheme.balance is None:
+        return {"imbalance_push": None, "imbalance_pull": None}
+    world_size = len(ids)
+    partition = scheme.rows_partition(num_rows, world_size)
+    counts = [torch.bincount(partition.owners(part), minlength=world_size) for part in ids]
+    union = torch.bincount(partition.owners(torch.cat(ids).unique()), minlength=world_size)
+    return {
+        "imbalance_push": sparsity.imbalance_push(torch.stack(counts)),
+        "imbalance_pull": sparsity.imbalance_pull(union),
+    }
+
+
+def _scheme(method: str, ids: Sequence[Tensor], num_rows: int, width: int, itemsize: int) -> Scheme:
+    return resolve(method) or choose([part.numel() for part in ids], num_rows, width, itemsize)
+
+
+def _seconds(measurements: list[Measurement]) -> list[float]:
+    """For each repetition, from the first rank that started to the last that ended."""
+    starts = zip(*(measurement.started for measurement in measurements), strict=True)
+    ends = zip(*(measurement.ended for measurement in measurements), strict=True)
+    return [max(end) - min(start) for start, end in zip(starts, ends, strict=True)]
+
+
+def _quantile(values: list[float], share: float) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).quantile(share))

@@ -1,0 +1,146 @@
+"""One rank of `thinwire bench sync`: run every method in turn, and report what each took and gave."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.bench.workload import Workload
+from thinwire.lane import Lane
+from thinwire.sparse import SparseRows
+from thinwire.sync.channel import Subject
+from thinwire.sync.scheme import DENSE, name_of, resolve
+from thinwire.sync.synchronize import agree, dense_all_reduce, synchronize
+from thinwire.testbed.rank import RankContext
+
+AGSPARSE_TORCH = "agsparse_torch"
+"""Not a scheme of thinwire: torch's own all_reduce of a sparse tensor over Gloo, as the baseline."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What one rank saw of one method. Times are of the machine's monotonic clock, comparable between ranks."""
+
+    started: tuple[float, ...]
+    ended: tuple[float, ...]
+    sent_bytes: int | None  # of one run; None where torch moves the bytes and nobody counts them
+    chosen: str
+    digest: str
+    max_abs_error: float | None  # on rank 0
+
+
+def measure(context: RankContext, workload: Workload, methods: tuple[str, ...], repeat: int) -> dict[str, Measurement]:
+    """Run each method ``repeat`` times, interleaved, after one warm-up each. Returns a measurement for each."""
+    rows = workload.rows(context.rank)
+    lane = Lane()
+    runners = {method: _runner(method, lane, rows) for method in methods}
+    times: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
+    sent: dict[str, int | None] = {}
+    chosen: dict[str, str] = {}
+    results: dict[str, SparseRows] = {}
+    for round_number in range(repeat + 1):
+        for method in methods:
+            run = runners[method]()
+            before = lane.exchange.traffic.sent_bytes
+            dist.barrier()
+            started = time.perf_counter()
+            result, chosen[method] = run()
+            ended = time.perf_counter()
+            moved = lane.exchange.traffic.sent_bytes - before
+            sent[method] = None if method == AGSPARSE_TORCH else moved
+            if round_number > 0:
+                times[method].append((started, ended))
+            results[method] = SparseRows.from_tensor(result) if isinstance(result, Tensor) else result
+            context.send((method, round_number))
+    errors = _errors(workload, results) if context.rank == 0 else {}
+    dist.barrier()
+    lane.close()
+    return {
+        method: Measurement(
+            tuple(started for started, _ in times[method]),
+            tuple(ended for _, ended in times[method]),
+            sent[method],
+            chosen[method],
+            _digest(results[method]),
+            errors.get(method),
+        )
+        for method in methods
+    }
+
+
+Run = Callable[[], tuple[SparseRows | Tensor, str]]
+
+
+def _runner(method: str, lane: Lane, rows: SparseRows) -> Callable[[], Run]:
+    """Makes, outside of the timing, what a method needs for one run: a fresh copy where it works in place."""
+    if method == AGSPARSE_TORCH:
+        return lambda: _torch_run(rows)
+    if resolve(method) == DENSE:
+        return lambda: _dense_run(lane, rows)
+    subject = Subject(f"bench {method}", f"{rows.num_rows} x {rows.width} {rows.values.dtype}")
+
+    def job(lane: Lane) -> tuple[SparseRows, str]:
+        channel = lane.channel(subject)
+        held, scheme = agree(lambda: rows, method, channel)
+        return synchronize(held, scheme, channel), name_of(scheme)
+
+    return lambda: lambda: lane.submit(job).wait()
+
+
+def _dense_run(lane: Lane, rows: SparseRows) -> Run:
+    dense = rows.to_dense()
+
+    def job(lane: Lane) -> tuple[Tensor, str]:
+        channel = lane.channel(Subject("bench dense", f"{list(dense.shape)} {dense.dtype}"))
+        channel.open()
+        dense_all_reduce(dense, channel)
+        return dense, "dense"
+
+    return lambda: lane.submit(job).wait()
+
+
+def _torch_run(rows: SparseRows) -> Run:
+    shape = (rows.num_rows, rows.width)
+    tensor = torch.sparse_coo_tensor(
+        rows.ids[None], rows.values.clone(), shape, is_coalesced=True, check_invariants=False
+    )
+
+    def run() -> tuple[SparseRows, str]:
+        dist.all_reduce(tensor)
+        total = tensor.coalesce()
+        return SparseRows(total.indices()[0], total.values(), rows.num_rows), AGSPARSE_TORCH
+
+    return run
+
+
+def _errors(workload: Workload, results: dict[str, SparseRows]) -> dict[str, float]:
+    """The largest deviation of each result from the sum in float64, rows that are missing or too many included."""
+    ranks = [workload.rows(rank) for rank in range(workload.world_size)]
+    union = torch.cat([rows.ids for rows in ranks]).unique()
+    exact = torch.zeros(union.numel(), ranks[0].width, dtype=torch.float64)
+    for rows in ranks:
+        exact.index_add_(0, torch.searchsorted(union, rows.ids), rows.values.double())
+    return {method: _deviation(result, union, exact) for method, result in results.items()}
+
+
+def _deviation(result: SparseRows, union: Tensor, exact: Tensor) -> float:
+    places = torch.searchsorted(union, result.ids).clamp(max=max(union.numel() - 1, 0))
+    inside = union[places] == result.ids if union.numel() else torch.zeros_like(result.ids, dtype=torch.bool)
+    extra = result.values[~inside].double().abs().sum()
+    difference = exact.clone()
+    difference.index_add_(0, places[inside], -result.values[inside].double())
+    largest = difference.abs().max() if difference.numel() else torch.zeros(())
+    return float(torch.maximum(largest.double(), extra))
+
+
+def _digest(rows: SparseRows) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(rows.ids.numpy().tobytes())
+    digest.update(rows.values.contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

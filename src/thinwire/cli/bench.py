@@ -1,0 +1,115 @@
+"""`thinwire bench`: measure on emulated hosts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from thinwire.bench.recipes import RECIPES
+from thinwire.bench.sync import DTYPES, METHODS, SyncBenchmark, run
+from thinwire.cli.output import clear_errors, console_for, write_json
+from thinwire.testbed.launch import RanksFailed
+from thinwire.testbed.network import Link, NetAdminError
+
+bench = typer.Typer(no_args_is_help=True, help="Measure thinwire and its rivals on emulated hosts.")
+
+
+@bench.callback()
+def _bench() -> None:
+    """Measure thinwire and its rivals on emulated hosts."""
+
+
+@bench.command(epilog="Example: thinwire bench sync --hosts 8 --link 100mbit --workload lstm --json out.json")
+def sync(
+    workload: str = typer.Option("lstm", help=f"A published workload: {', '.join(sorted(RECIPES))}."),
+    trace: Path = typer.Option(None, help="Use a recorded trace instead of a workload.", show_default=False),
+    hosts: int = typer.Option(8, help="Emulated hosts."),
+    ranks_per_host: int = typer.Option(1, help="Ranks that share the link of a host."),
+    link: str = typer.Option("100mbit", help="Speed of each host's link, such as 100mbit or 1gbit; none for loopback."),
+    schemes: str = typer.Option(
+        "zen,agsparse,agsparse_torch,sparse_ps,dense", help=f"Comma-separated, of: {', '.join(METHODS)}."
+    ),
+    repeat: int = typer.Option(5, help="Measured repetitions of each scheme, interleaved, after one warm-up."),
+    seed: int = typer.Option(0, help="Of the gradients."),
+    dtype: str = typer.Option("float32", help=f"One of {', '.join(DTYPES)}."),
+    scale: float = typer.Option(
+        None,
+        help="Shrink the workload's table to this share; by default a dense gradient is about 48 MB.",
+        show_default=False,
+    ),
+    json_path: Path = typer.Option(
+        None, "--json", help="Write the rows here; - for standard output.", show_default=False
+    ),
+) -> None:
+    """Sum one workload's sparse gradients by every scheme, and compare bytes, time and exactness."""  # fmt: skip
+    console = console_for(json_path)
+    with clear_errors(ValueError, FileNotFoundError, NetAdminError, RanksFailed):
+        benchmark = SyncBenchmark(
+            workload=str(trace) if trace else workload,
+            is_trace=trace is not None,
+            hosts=hosts,
+            ranks_per_host=ranks_per_host,
+            link=Link.parse(link),
+            methods=tuple(name.strip() for name in schemes.split(",") if name.strip()),
+            repeat=repeat,
+            seed=seed,
+            dtype=dtype,
+            scale=scale,
+        )
+        result = _run(benchmark, console)
+    _print(result, console)
+    write_json(result, json_path)
+
+
+def _run(benchmark: SyncBenchmark, console: Console) -> dict[str, Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("starting hosts", total=len(benchmark.methods) * (benchmark.repeat + 1))
+
+        def on_progress(method: str, round_number: int) -> None:
+            description = f"{method}, " + (f"repetition {round_number}" if round_number else "warm-up")
+            progress.update(task, advance=1, description=description)
+
+        return run(benchmark, on_progress)
+
+
+def _print(result: dict[str, Any], console: Console) -> None:
+    rows = sorted(result["rows"], key=lambda row: row["seconds_median"])
+    first = rows[0]
+    link = f"{first['link_mbit']:.1f} Mbit/s measured" if first["link_mbit"] else "loopback"
+    table = Table(
+        title=f"{first['workload']}: {first['num_rows']:,} x {first['width']} {first['dtype']}, density"
+        f" {first['density']:.2%}, {first['world_size']} ranks, {link}",
+        caption="own wire: the time that its own bytes need on the measured link. Bytes of agsparse_torch by formula.",
+    )
+    for name in ("scheme", "bytes sent", "predicted", "median s", "p10 .. p90", "/ own wire", "vs dense", "max error"):
+        table.add_column(name, justify="left" if name == "scheme" else "right")
+    for row in rows:
+        table.add_row(*_cells(row))
+    console.print(table)
+    bound = f", {first['seconds_wire_bound']:.3f} s" if first["seconds_wire_bound"] is not None else ""
+    console.print(f"No scheme can send less than {first['bytes_lower_bound']:,.0f} bytes of values a rank{bound}.")
+    unequal = [row["scheme"] for row in rows if not row["bitwise_equal_across_ranks"]]
+    console.print(
+        f"Not the same bits on all ranks: {', '.join(unequal)}" if unequal else "All ranks got the same bits."
+    )
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    own, speedup = row["seconds_own_wire"], row["speedup_vs_dense"]
+    chosen = f" ({row['chosen']})" if row["chosen"] != row["scheme"] else ""
+    return [
+        row["scheme"] + chosen,
+        f"{row['bytes_sent_max']:,}",
+        f"{row['bytes_predicted_max']:,}",
+        f"{row['seconds_median']:.3f}",
+        f"{row['seconds_p10']:.3f} .. {row['seconds_p90']:.3f}",
+        f"{row['seconds_median'] / own:.2f}x" if own else "-",
+        f"{speedup:.1f}x" if speedup is not None else "-",
+        f"{row['max_abs_error']:.1e}",
+    ]

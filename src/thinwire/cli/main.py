@@ -1,0 +1,33 @@
+"""The `thinwire` command."""
+
+from __future__ import annotations
+
+import typer
+
+from thinwire import __version__
+from thinwire.cli.bench import bench
+from thinwire.cli.demo import demo
+
+app = typer.Typer(
+    name="thinwire",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Make PyTorch data-parallel training fast on the network you have.",
+)
+app.command()(demo)
+app.add_typer(bench, name="bench")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"thinwire {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+) -> None:
+    """Make PyTorch data-parallel training fast on the network you have."""

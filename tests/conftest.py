@@ -1,0 +1,42 @@
+"""What every test starts from: the same seeds, one thread, hypothesis without deadlines or luck."""
+
+from __future__ import annotations
+
+import platform
+import random
+from importlib.metadata import version
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("thinwire", deadline=None, derandomize=True, database=None, print_blob=True)
+settings.load_profile("thinwire")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeds() -> None:
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+
+
+def pytest_report_header() -> str:
+    return _versions()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A report of a failure says with what it failed, also under ``-q``, which has no header."""
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(_versions())
+
+
+def _versions() -> str:
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "numpy", "hypothesis"))
+    return f"python {platform.python_version()}, {packages}, {platform.platform()}"

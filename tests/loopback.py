@@ -1,0 +1,182 @@
+"""An `Exchange` of ranks that are threads of one process: deterministic, without sockets, with faults on demand."""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import CorruptHeaderError, LostPeerError, ThinwireError
+from thinwire.sparse import SparseRows
+from thinwire.sync.channel import Channel, Subject
+from thinwire.sync.exchange import Traffic, ring_all_reduce_bytes
+from thinwire.sync.scheme import Scheme
+from thinwire.sync.synchronize import agree, synchronize
+
+T = TypeVar("T")
+Tamper = Callable[[int, int, int, Tensor], Tensor]  # (rank_from, rank_to, swap_number, tensor) -> what arrives
+
+
+def untouched(rank_from: int, rank_to: int, swap_number: int, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@dataclass
+class Hub:
+    """Where the threads meet: in each turn every rank posts one thing and takes what all have posted."""
+
+    world_size: int
+    timeout_seconds: float
+    tamper: Tamper = untouched
+    _turns: dict[int, dict[int, object]] = field(default_factory=lambda: defaultdict(dict))
+    _left: set[int] = field(default_factory=set)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+
+    def meet(self, rank: int, turn: int, item: T) -> list[T]:
+        """What all ranks posted in this turn, in rank order; LostPeerError if one left or does not come."""
+        with self._changed:
+            posted = self._turns[turn]
+            posted[rank] = item
+            if len(posted) == self.world_size:
+                self._changed.notify_all()
+            self._changed.wait_for(lambda: len(posted) == self.world_size or bool(self._left), self.timeout_seconds)
+            if len(posted) < self.world_size:
+                missing = sorted(set(range(self.world_size)) - set(posted))
+                how = f"ranks {sorted(self._left)} left" if self._left else "timeout"
+                raise LostPeerError(f"rank {rank}: ranks {missing} did not take part in exchange {turn}: {how}")
+            self._turns.pop(turn - 1, None)  # all are here, so all have taken the last one
+            return [posted[peer] for peer in range(self.world_size)]  # type: ignore[misc]
+
+    def leave(self, rank: int) -> None:
+        with self._changed:
+            self._left.add(rank)
+            self._changed.notify_all()
+
+
+class LoopbackExchange:
+    """One rank's end of a `Hub`. Counts traffic as `ProcessGroupExchange` does, and holds callers to its contract."""
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.rank = rank
+        self.world_size = hub.world_size
+        self.traffic = Traffic()
+        self._hub = hub
+        self._turn = 0
+        self._swaps = 0
+
+    def swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
+        assert len({part.numel() for part in outgoing}) == 1, "records have one length"
+        return self.swap(outgoing, [outgoing[0].numel()] * self.world_size)
+
+    def swap(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
+        assert len(outgoing) == len(receive_bytes) == self.world_size
+        assert all(part.dtype == torch.uint8 and part.dim() == 1 for part in outgoing)
+        posted = self._meet([part.clone() for part in outgoing])
+        incoming = list(outgoing)
+        for peer in self._others():
+            part = posted[peer][self.rank]
+            assert part.numel() == receive_bytes[peer], f"{peer} sends {part.numel()}, not {receive_bytes[peer]} bytes"
+            incoming[peer] = self._hub.tamper(peer, self.rank, self._swaps, part)
+            self.traffic.sent_bytes += outgoing[peer].numel()
+            self.traffic.received_bytes += receive_bytes[peer]
+        self._swaps += 1
+        return incoming
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Added one rank after the other, in the dtype of the tensor."""
+        assert tensor.is_contiguous()
+        posted = self._meet(tensor.clone())
+        total = posted[0].clone()
+        for piece in posted[1:]:
+            total += piece
+        tensor.copy_(total)
+        if self.world_size > 1:
+            moved = ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size)
+            self.traffic.sent_bytes += moved
+            self.traffic.received_bytes += moved
+
+    def close(self) -> None:
+        self._hub.leave(self.rank)
+
+    def _meet(self, item: T) -> list[T]:
+        turn = self._turn
+        self._turn += 1
+        posted = self._hub.meet(self.rank, turn, item)
+        assert all(type(other) is type(item) for other in posted), "ranks call different collectives"
+        return posted
+
+
+@dataclass
+class Outcome(Generic[T]):
+    """What a rank's function returned or raised, and the bytes that it moved."""
+
+    result: T | None = None
+    error: Exception | None = None
+    traffic: Traffic = field(default_factory=Traffic)
+
+
+def run_ranks(
+    world_size: int,
+    function: Callable[[LoopbackExchange], T],
+    *,
+    timeout_seconds: float = 10.0,
+    tamper: Tamper = untouched,
+) -> list[Outcome[T]]:
+    """Run ``function(exchange)`` on a thread for each rank; the outcomes in rank order.
+
+    As on a lane, a rank hangs up when it lost a peer or the thread of the conversation (and after anything that
+    is not about the synchronization); after other errors it stays connected and says no more.
+    """
+    hub = Hub(world_size, timeout_seconds, tamper)
+    outcomes: list[Outcome[T]] = [Outcome() for _ in range(world_size)]
+
+    def run(rank: int) -> None:
+        exchange = LoopbackExchange(hub, rank)
+        outcome = outcomes[rank]
+        outcome.traffic = exchange.traffic
+        try:
+            outcome.result = function(exchange)
+        except Exception as error:
+            outcome.error = error
+            expected = isinstance(error, (ThinwireError, ValueError))
+            if not expected or isinstance(error, (LostPeerError, CorruptHeaderError)):
+                exchange.close()
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(3 * timeout_seconds)
+    stuck = [thread.name for thread in threads if thread.is_alive()]
+    assert not stuck, f"still running: {stuck}"
+    return outcomes
+
+
+def synchronized(
+    exchange: LoopbackExchange, rows: SparseRows, scheme: str | Scheme, scale: float = 1.0, name: str = "table"
+) -> SparseRows:
+    """The sum of ``rows`` over the ranks of an exchange: what one job on a lane does."""
+    text = scheme.describe() if isinstance(scheme, Scheme) else scheme
+    channel = Channel(exchange, Subject(name, f"[{rows.num_rows}, {rows.width}], {text}"), sequence=0)
+    agreed = agree(lambda: rows, scheme, channel)
+    return synchronize(agreed.rows, agreed.scheme, channel, scale)
+
+
+def run_threads(
+    world_size: int,
+    function: Callable[[LoopbackExchange], T],
+    *,
+    timeout_seconds: float = 10.0,
+    tamper: Tamper = untouched,
+) -> list[T | Exception | None]:
+    """`run_ranks` without the traffic: for each rank its result, or the exception that it raised."""
+    outcomes = run_ranks(world_size, function, timeout_seconds=timeout_seconds, tamper=tamper)
+    return [outcome.error or outcome.result for outcome in outcomes]

@@ -1,0 +1,283 @@
+"""The laws of exact synchronization, for every scheme, format, dtype and world size. A new scheme is one row of SCHEMES."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loopback import Outcome, run_ranks, synchronized
+from torch import Tensor
+
+from thinwire import schemes
+from thinwire.schemes import Format, Ownership, Scheme
+from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
+from thinwire.sync.cost import sent_bytes
+
+SCHEMES: dict[str, Scheme] = {
+    **schemes.NAMED,
+    "zen_published": replace(schemes.ZEN, ownership=Ownership.HIERARCHICAL_HASH, push_format="coo", pull_format="hash_bitmap"),
+    "zen_hierarchical_hash": replace(schemes.ZEN, ownership=Ownership.HIERARCHICAL_HASH),
+    "zen_other_seed": replace(schemes.ZEN, seed=2**40 + 7),
+    "sparse_ps_any_format": replace(schemes.SPARSE_PS, push_format="auto", pull_format="auto"),
+    "agsparse_any_format": replace(schemes.AGSPARSE, push_format="auto"),
+}  # fmt: skip
+WORLD_SIZES = (1, 2, 3, 4, 5, 8)
+ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+@dataclass(frozen=True)
+class Case:
+    """The rows of every rank."""
+
+    rows: tuple[SparseRows, ...]
+
+    def __repr__(self) -> str:
+        like = self.rows[0]
+        return f"Case({like.values.dtype} [{like.num_rows}, {like.width}], ids={[ids.tolist() for ids in self.ids]})"
+
+    @property
+    def world_size(self) -> int:
+        return len(self.rows)
+
+    @property
+    def ids(self) -> list[Tensor]:
+        return [rows.ids for rows in self.rows]
+
+    @property
+    def union(self) -> Tensor:
+        return torch.cat(self.ids).unique()
+
+
+def make_case(ids_per_rank: list[Tensor], num_rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> Case:
+    generator = torch.Generator().manual_seed(seed)
+    values = [torch.randn(ids.numel(), width, generator=generator).to(dtype) for ids in ids_per_rank]
+    return Case(tuple(SparseRows(ids, value, num_rows) for ids, value in zip(ids_per_rank, values, strict=True)))
+
+
+def random_ids(num_rows: int, density: float, generator: torch.Generator) -> Tensor:
+    return (torch.rand(num_rows, generator=generator) < density).nonzero().flatten()
+
+
+@st.composite
+def cases(draw: st.DrawFn, world_size: int, dtype: torch.dtype) -> Case:
+    num_rows = draw(st.sampled_from([1, 2, 7, 40, 300]) | st.integers(0, 64))
+    width = draw(st.sampled_from([1, 2, 7]))
+    densities = draw(st.lists(st.sampled_from([0.0, 0.03, 0.3, 0.9, 1.0]), min_size=world_size, max_size=world_size))
+    seed = draw(st.integers(0, 2**31))
+    generator = torch.Generator().manual_seed(seed)
+    return make_case([random_ids(num_rows, d, generator) for d in densities], num_rows, width, dtype, seed)
+
+
+def run(case: Case, scheme: Scheme, scale: float = 1.0) -> list[Outcome[SparseRows]]:
+    outcomes = run_ranks(case.world_size, lambda peer: synchronized(peer, case.rows[peer.rank], scheme, scale))
+    for outcome in outcomes:
+        if outcome.error is not None:
+            raise outcome.error
+    return outcomes
+
+
+def tolerance(case: Case, scheme: Scheme, exact: Tensor) -> Tensor:
+    """Sums of n numbers err by n roundings of the accumulator's type, and one of the result's."""
+    dtype = case.rows[0].values.dtype
+    magnitude = sum(rows.to_dense().double().abs() for rows in case.rows)
+    in_16_bits = scheme.is_dense  # the group's own all-reduce adds in the dtype of the tensor
+    accumulator = ROUNDING[dtype] if in_16_bits else min(ROUNDING[dtype], ROUNDING[torch.float32])
+    denormal = torch.finfo(dtype).smallest_normal * ROUNDING[dtype]
+    return ROUNDING[dtype] * exact.abs() + (case.world_size + 2) * accumulator * magnitude + denormal
+
+
+def bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def check_laws(case: Case, scheme: Scheme, scale: float = 1.0) -> SparseRows:
+    outcomes = run(case, scheme, scale)
+    results = [outcome.result for outcome in outcomes]
+    first = results[0]
+    SparseRows(first.ids, first.values, first.num_rows)  # ids are strictly increasing and in range
+    for other in results[1:]:
+        assert torch.equal(other.ids, first.ids)
+        assert torch.equal(bits(other.values), bits(first.values)), "ranks hold different bits"
+
+    exact = sum(rows.to_dense().double() for rows in case.rows) * scale
+    error = (first.to_dense().double() - exact).abs()
+    assert bool((error <= tolerance(case, scheme, exact)).all()), f"off by {error.max()}"
+    if scheme.is_dense:  # which rows were present is not known after a dense sum: those not zero
+        assert set(first.ids.tolist()) <= set(case.union.tolist())
+    else:
+        assert torch.equal(first.ids, case.union)
+
+    like = case.rows[0]
+    predicted = sent_bytes(scheme, case.ids, like.num_rows, like.width, like.values.dtype)
+    assert [outcome.traffic.sent_bytes for outcome in outcomes] == predicted
+    received = [outcome.traffic.received_bytes for outcome in outcomes]
+    assert sum(received) == sum(predicted)
+    return first
+
+
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_laws(name: str, world_size: int, dtype: torch.dtype) -> None:
+    @settings(max_examples=3)
+    @given(cases(world_size, dtype), st.booleans())
+    def law(case: Case, mean: bool) -> None:
+        check_laws(case, SCHEMES[name], 1.0 / world_size if mean else 1.0)
+
+    law()
+
+
+SHAPES = [
+    pytest.param(schemes.AGSPARSE, None, id="whole"),
+    *(pytest.param(schemes.ZEN, ownership, id=ownership) for ownership in (Ownership.PERMUTATION, Ownership.HIERARCHICAL_HASH)),
+    pytest.param(schemes.SPARSE_PS, Ownership.CONTIGUOUS, id=Ownership.CONTIGUOUS),
+]  # fmt: skip
+SPARSE_FORMATS = (Format.COO, Format.BITMAP, Format.HASH_BITMAP)
+
+
+@pytest.mark.parametrize(("push", "pull"), list(product(SPARSE_FORMATS, SPARSE_FORMATS)))
+@pytest.mark.parametrize(("base", "ownership"), SHAPES)
+def test_laws_for_every_pair_of_formats(base: Scheme, ownership: Ownership | None, push: Format, pull: Format) -> None:
+    scheme = replace(base, ownership=ownership, push_format=push, pull_format=pull)
+
+    @settings(max_examples=3)
+    @given(st.data())
+    def law(data: st.DataObject) -> None:
+        dtype = data.draw(st.sampled_from(SUPPORTED_DTYPES))
+        check_laws(data.draw(cases(data.draw(st.sampled_from(WORLD_SIZES)), dtype)), scheme)
+
+    law()
+
+
+@pytest.mark.parametrize(("push", "pull"), [(push, pull) for push, pull in product(Format, Format) if "dense" in (push, pull)])
+@pytest.mark.parametrize(("base", "ownership"), SHAPES)
+def test_the_dense_format_predicts_its_bytes_and_adds_only_zero_rows(
+    base: Scheme, ownership: Ownership | None, push: Format, pull: Format
+) -> None:
+    """A part sent whole does not say which of its rows were there; asked for by name, that is what one gets."""
+    scheme = replace(base, ownership=ownership, push_format=push, pull_format=pull)
+    for num_rows, world_size in ((23, 4), (3, 5)):
+        generator = torch.Generator().manual_seed(world_size)
+        ids = [random_ids(num_rows, 0.4, generator) for _ in range(world_size)]
+        case = make_case(ids, num_rows, 3, torch.float32)
+        outcomes = run(case, scheme)
+        total = outcomes[0].result
+        assert set(case.union.tolist()) <= set(total.ids.tolist())
+        extra = torch.isin(total.ids, case.union, invert=True)
+        assert not bool(total.values[extra].any())
+        torch.testing.assert_close(total.to_dense(), sum(rows.to_dense() for rows in case.rows))
+        assert [o.traffic.sent_bytes for o in outcomes] == sent_bytes(scheme, ids, num_rows, 3, torch.float32)
+
+
+EMPTY = torch.empty(0, dtype=torch.int64)
+CORNERS = {
+    "no_rank_has_rows": (50, lambda rank, n: EMPTY),
+    "one_rank_has_rows": (50, lambda rank, n: torch.arange(0, 50, 3) if rank == n - 1 else EMPTY),
+    "one_rank_has_none": (50, lambda rank, n: EMPTY if rank == 0 else torch.arange(rank, 50, 2)),
+    "full_overlap": (50, lambda rank, n: torch.arange(0, 50, 4)),
+    "no_overlap": (50, lambda rank, n: torch.arange(rank, 50, n)),
+    "all_rows": (50, lambda rank, n: torch.arange(50)),
+    "all_rows_but_one": (50, lambda rank, n: torch.arange(1, 50)),
+    "one_row": (1, lambda rank, n: torch.zeros(1, dtype=torch.int64)),
+    "fewer_rows_than_ranks": (3, lambda rank, n: torch.tensor([rank % 3])),
+    "no_rows_at_all": (0, lambda rank, n: EMPTY),
+    "more_than_a_byte_of_positions": (3000, lambda rank, n: torch.arange(rank, 3000, 701)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [1, 7])
+@pytest.mark.parametrize("corner", CORNERS)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_corners(name: str, corner: str, width: int) -> None:
+    num_rows, ids_of = CORNERS[corner]
+    for world_size, dtype in ((4, torch.float32), (5, torch.bfloat16)):
+        case = make_case([ids_of(rank, world_size) for rank in range(world_size)], num_rows, width, dtype)
+        check_laws(case, SCHEMES[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_parts_of_more_than_two_bytes_of_positions(name: str, dtype: torch.dtype) -> None:
+    ids = [torch.arange(rank, 140_000, 9973) for rank in range(2)]
+    check_laws(make_case(ids, 140_000, 1, dtype), SCHEMES[name])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("world_size", [3, 8])
+def test_point_to_point_schemes_give_the_same_bits(world_size: int, dtype: torch.dtype) -> None:
+    """All add in rank order, so that a change of scheme does not change a run."""
+    generator = torch.Generator().manual_seed(1)
+    ids = [random_ids(200, 0.4, generator) for _ in range(world_size)]
+    case = make_case(ids, 200, 3, dtype)
+    in_rank_order = torch.zeros(200, 3, dtype=dtype)
+    for rows in case.rows:
+        in_rank_order += rows.to_dense()
+    for name, scheme in SCHEMES.items():
+        if not scheme.is_dense:
+            assert torch.equal(bits(run(case, scheme)[0].result.to_dense()), bits(in_rank_order)), name
+
+
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_nan_and_inf_pass_through(name: str, dtype: torch.dtype) -> None:
+    case = make_case([torch.arange(0, 20, 2), torch.arange(0, 20), EMPTY], 20, 3, dtype)
+    inf, nan = float("inf"), float("nan")
+    case.rows[0].values[0] = torch.tensor([inf, -inf, nan])
+    case.rows[1].values[2] = torch.tensor([-inf, 0.0, inf])
+    case.rows[0].values[1, 0] = inf  # row 2 again: inf - inf is nan
+    expected = sum(rows.to_dense().double() for rows in case.rows)
+    for outcome in run(case, SCHEMES[name]):
+        got = outcome.result.to_dense().double()
+        assert torch.equal(got.isnan(), expected.isnan())
+        assert torch.equal(got[got.isinf()], expected[expected.isinf()])
+        assert bool(got.isnan().any())
+        assert bool(got.isinf().any())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_sixteen_bit_sums_are_rounded_once(dtype: torch.dtype) -> None:
+    """1 + many small ones: added in 16 bits they vanish one by one, added in float32 they count."""
+    small = float(ROUNDING[dtype]) / 2
+    ids = torch.zeros(1, dtype=torch.int64)
+    values = [1.0] + [small] * 7
+    case = Case(tuple(SparseRows(ids, torch.full((1, 1), value, dtype=dtype), 1) for value in values))
+    expected = torch.tensor(sum(values), dtype=torch.float64).to(dtype).item()
+    assert expected > 1.0
+    for name, scheme in SCHEMES.items():
+        if not scheme.is_dense:
+            assert run(case, scheme)[0].result.values.item() == expected, name
+
+
+def test_the_cheapest_format_loses_no_row_and_adds_none() -> None:
+    """A sparse gradient of which nearly all rows are present keeps its rows: optimizers such as SparseAdam move
+    the momentum of every row that they are given, zero or not."""
+    present = torch.arange(1, 4000)
+    case = make_case([present, present[::2].contiguous()], 4000, 1, torch.float32)
+    assert torch.equal(run(case, schemes.ZEN)[0].result.ids, present)
+
+
+def test_rows_of_zeros_stay() -> None:
+    """A row that is present and zero, and rows that cancel each other, are rows of the sum."""
+    ids = torch.tensor([1, 5, 9])
+    rows = SparseRows(ids, torch.tensor([[0.0], [1.0], [2.0]]), 12)
+    minus = SparseRows(ids, torch.tensor([[0.0], [-1.0], [2.0]]), 12)
+    for name, scheme in SCHEMES.items():
+        total = run(Case((rows, minus)), scheme)[0].result
+        if not scheme.is_dense:
+            assert torch.equal(total.ids, ids), name
+        assert total.to_dense().flatten().tolist() == [0.0] * 9 + [4.0, 0.0, 0.0], name
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_inputs_are_not_changed(name: str) -> None:
+    case = make_case([torch.arange(0, 30, 2), torch.arange(30)], 30, 2, torch.float32)
+    before = [(rows.ids.clone(), rows.values.clone()) for rows in case.rows]
+    for scale in (1.0, 0.5):
+        run(case, SCHEMES[name], scale)
+    for rows, (ids, values) in zip(case.rows, before, strict=True):
+        assert torch.equal(rows.ids, ids)
+        assert torch.equal(rows.values, values)

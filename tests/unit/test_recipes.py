@@ -128,9 +128,9 @@ def test_an_unscaled_offset_would_change_the_shape() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_default_scale_gives_48_megabytes(name: str) -> None:
+def test_default_scale_gives_80_megabytes(name: str) -> None:
     recipe = RECIPES[name]
-    assert recipe.scaled(recipe.default_scale).dense_bytes == pytest.approx(48e6, rel=1e-3)
+    assert recipe.scaled(recipe.default_scale).dense_bytes == pytest.approx(80e6, rel=1e-3)
 
 
 def test_scale_edges() -> None:

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-DEFAULT_DENSE_BYTES = 48_000_000
+DEFAULT_DENSE_BYTES = 80_000_000
 MIN_ROWS = 64
 VALUE_SCALE = 1e-2
 CHUNK_ROWS = 1 << 16  # drawn at a time: 0.5 MB of uniforms stay in cache, 64M rows never need 512 MB
@@ -80,7 +80,7 @@ class Recipe:
 
     @property
     def default_scale(self) -> float:
-        """The scale at which the dense float32 gradient has 48 MB; 1.0 where it has less at full size."""
+        """The scale at which the dense float32 gradient has 80 MB; 1.0 where it has less at full size."""
         return min(1.0, DEFAULT_DENSE_BYTES / self.dense_bytes)
 
     def scaled(self, scale: float) -> Recipe:

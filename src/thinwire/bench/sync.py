@@ -68,10 +68,10 @@ class SyncBenchmark:
         return Workload(self.workload, self.is_trace, self.scale, self.seed, self.world_size, DTYPES[self.dtype])
 
 
-def run(benchmark: SyncBenchmark, on_progress: Callable[[str, int], None]) -> dict[str, Any]:
+def run(benchmark: SyncBenchmark, on_progress: Callable[[str], None]) -> dict[str, Any]:
     """Measure, and return ``{"environment": {...}, "rows": [...]}``; the fields are in docs/benchmarks.md.
 
-    ``on_progress(method, round)`` is called when rank 0 finished a method, the warm-up being round 0.
+    ``on_progress(method)`` is called whenever rank 0 finished a run of a method.
 
     Raises:
         NetAdminError: a link is asked for, but the process may not make network namespaces.
@@ -89,7 +89,7 @@ def run(benchmark: SyncBenchmark, on_progress: Callable[[str, int], None]) -> di
             ranks_per_host=benchmark.ranks_per_host if limited else None,
             network=network,
             timeout_seconds=benchmark.timeout_seconds,
-            on_message=lambda rank, message: on_progress(*message) if rank == 0 else None,
+            on_message=lambda rank, message: on_progress(message) if rank == 0 else None,
         )
     per_rank = [outcome.value for outcome in outcomes]
     measured = {method: [values[method] for values in per_rank] for method in benchmark.methods}

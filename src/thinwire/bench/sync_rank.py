@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,14 @@ AGSPARSE_TORCH = "agsparse_torch"
 """Not a scheme of thinwire: torch's own all_reduce of a sparse tensor over Gloo, as the baseline."""
 
 
+_HEAD_START_SECONDS = 0.05  # a broadcast of 8 bytes takes 5 to 15 ms
+
+
+_WARM_UP_ROWS = 64
+
+Run = Callable[[], tuple[SparseRows | Tensor, str]]
+
+
 @dataclass(frozen=True)
 class Measurement:
     """What one rank saw of one method. Times are of the machine's monotonic clock, comparable between ranks."""
@@ -36,53 +44,79 @@ class Measurement:
 
 
 def measure(context: RankContext, workload: Workload, methods: tuple[str, ...], repeat: int) -> dict[str, Measurement]:
-    """Run each method ``repeat`` times, interleaved, after one warm-up each. Returns a measurement for each."""
+    """Run each method ``repeat`` times, interleaved, after a warm-up on a few rows. Returns a measurement for each."""
     rows = workload.rows(context.rank)
     lane = Lane()
-    runners = {method: _runner(method, lane, rows) for method in methods}
-    times: dict[str, list[tuple[float, float]]] = {method: [] for method in methods}
-    sent: dict[str, int | None] = {}
-    chosen: dict[str, str] = {}
-    results: dict[str, SparseRows] = {}
-    for round_number in range(repeat + 1):
+    for method in methods:
+        _once(_runner(method, lane, _few(rows)), lane)
+    runs: dict[str, list[_Run]] = {method: [] for method in methods}
+    for _ in range(repeat):
         for method in methods:
-            run = runners[method]()
-            before = lane.exchange.traffic.sent_bytes
-            dist.barrier()
-            started = time.perf_counter()
-            result, chosen[method] = run()
-            ended = time.perf_counter()
-            moved = lane.exchange.traffic.sent_bytes - before
-            sent[method] = None if method == AGSPARSE_TORCH else moved
-            if round_number > 0:
-                times[method].append((started, ended))
-            results[method] = SparseRows.from_tensor(result) if isinstance(result, Tensor) else result
-            context.send((method, round_number))
-    errors = _errors(workload, results) if context.rank == 0 else {}
-    dist.barrier()
+            run = _once(_runner(method, lane, rows), lane)
+            runs[method] = [*(replace(earlier, result=None) for earlier in runs[method]), run]
+            context.send(method)
     lane.close()
+    results = {method: _as_rows(runs[method][-1].result) for method in methods}
+    errors = _errors(workload, results) if context.rank == 0 else {}
     return {
         method: Measurement(
-            tuple(started for started, _ in times[method]),
-            tuple(ended for _, ended in times[method]),
-            sent[method],
-            chosen[method],
-            _digest(results[method]),
-            errors.get(method),
+            started=tuple(run.started for run in runs[method]),
+            ended=tuple(run.ended for run in runs[method]),
+            sent_bytes=None if method == AGSPARSE_TORCH else runs[method][-1].sent_bytes,
+            chosen=runs[method][-1].chosen,
+            digest=_digest(results[method]),
+            max_abs_error=errors.get(method),
         )
         for method in methods
     }
 
 
-Run = Callable[[], tuple[SparseRows | Tensor, str]]
+@dataclass(frozen=True)
+class _Run:
+    """One timed run. Only the last one of a method keeps its result."""
+
+    started: float
+    ended: float
+    sent_bytes: int
+    chosen: str
+    result: SparseRows | Tensor | None
 
 
-def _runner(method: str, lane: Lane, rows: SparseRows) -> Callable[[], Run]:
+def _once(run: Run, lane: Lane) -> _Run:
+    before = lane.exchange.traffic.sent_bytes
+    _start_together()
+    started = time.perf_counter()
+    result, chosen = run()
+    ended = time.perf_counter()
+    return _Run(started, ended, lane.exchange.traffic.sent_bytes - before, chosen, result)
+
+
+def _few(rows: SparseRows) -> SparseRows:
+    """Those of the first rows: enough to open connections and load code."""
+    count = int((rows.ids < _WARM_UP_ROWS).sum())
+    return SparseRows(rows.ids[:count], rows.values[:count], min(rows.num_rows, _WARM_UP_ROWS))
+
+
+def _as_rows(result: SparseRows | Tensor | None) -> SparseRows:
+    assert result is not None, "the last run keeps its result"
+    return SparseRows.from_tensor(result) if isinstance(result, Tensor) else result
+
+
+def _start_together() -> None:
+    """Return at the same instant on all ranks. They leave a barrier 10 ms apart on two cores, which is not the
+    synchronization's time; the clock is the machine's, so rank 0 can name an instant for all."""
+    dist.barrier()
+    instant = torch.tensor([time.perf_counter() + _HEAD_START_SECONDS], dtype=torch.float64)
+    dist.broadcast(instant, 0)
+    time.sleep(max(0.0, instant.item() - time.perf_counter()))
+
+
+def _runner(method: str, lane: Lane, rows: SparseRows) -> Run:
     """Makes, outside of the timing, what a method needs for one run: a fresh copy where it works in place."""
     if method == AGSPARSE_TORCH:
-        return lambda: _torch_run(rows)
+        return _torch_run(rows)
     if resolve(method) == DENSE:
-        return lambda: _dense_run(lane, rows)
+        return _dense_run(lane, rows)
     subject = Subject(f"bench {method}", f"{rows.num_rows} x {rows.width} {rows.values.dtype}")
 
     def job(lane: Lane) -> tuple[SparseRows, str]:
@@ -90,7 +124,7 @@ def _runner(method: str, lane: Lane, rows: SparseRows) -> Callable[[], Run]:
         held, scheme = agree(lambda: rows, method, channel)
         return synchronize(held, scheme, channel), name_of(scheme)
 
-    return lambda: lambda: lane.submit(job).wait()
+    return lambda: lane.submit(job).wait()
 
 
 def _dense_run(lane: Lane, rows: SparseRows) -> Run:

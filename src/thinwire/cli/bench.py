@@ -34,12 +34,12 @@ def sync(
     schemes: str = typer.Option(
         "zen,agsparse,agsparse_torch,sparse_ps,dense", help=f"Comma-separated, of: {', '.join(METHODS)}."
     ),
-    repeat: int = typer.Option(5, help="Measured repetitions of each scheme, interleaved, after one warm-up."),
+    repeat: int = typer.Option(5, help="Measured repetitions of each scheme, interleaved, after a small warm-up."),
     seed: int = typer.Option(0, help="Of the gradients."),
     dtype: str = typer.Option("float32", help=f"One of {', '.join(DTYPES)}."),
     scale: float = typer.Option(
         None,
-        help="Shrink the workload's table to this share; by default a dense gradient is about 48 MB.",
+        help="Shrink the workload's table to this share; by default a dense gradient is about 80 MB.",
         show_default=False,
     ),
     json_path: Path = typer.Option(
@@ -69,11 +69,10 @@ def sync(
 def _run(benchmark: SyncBenchmark, console: Console) -> dict[str, Any]:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("starting hosts", total=len(benchmark.methods) * (benchmark.repeat + 1))
+        task = progress.add_task("starting hosts", total=len(benchmark.methods) * benchmark.repeat)
 
-        def on_progress(method: str, round_number: int) -> None:
-            description = f"{method}, " + (f"repetition {round_number}" if round_number else "warm-up")
-            progress.update(task, advance=1, description=description)
+        def on_progress(method: str) -> None:
+            progress.update(task, advance=1, description=method)
 
         return run(benchmark, on_progress)
 
@@ -85,15 +84,24 @@ def _print(result: dict[str, Any], console: Console) -> None:
     table = Table(
         title=f"{first['workload']}: {first['num_rows']:,} x {first['width']} {first['dtype']}, density"
         f" {first['density']:.2%}, {first['world_size']} ranks, {link}",
-        caption="own wire: the time that its own bytes need on the measured link. Bytes of agsparse_torch by formula.",
+        caption="own wire: the time that its own bytes need on the measured link; agsparse_torch: bytes by formula",
     )
-    for name in ("scheme", "bytes sent", "predicted", "median s", "p10 .. p90", "/ own wire", "vs dense", "max error"):
-        table.add_column(name, justify="left" if name == "scheme" else "right")
+    for name in ("scheme", "sent", "median", "p10 .. p90", "/ own wire", "vs dense", "error"):
+        table.add_column(name, justify="left" if name == "scheme" else "right", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(row))
     console.print(table)
+    _print_checks(rows, console)
+
+
+def _print_checks(rows: list[dict[str, Any]], console: Console) -> None:
+    first = rows[0]
     bound = f", {first['seconds_wire_bound']:.3f} s" if first["seconds_wire_bound"] is not None else ""
-    console.print(f"No scheme can send less than {first['bytes_lower_bound']:,.0f} bytes of values a rank{bound}.")
+    console.print(f"No scheme can send less than {first['bytes_lower_bound'] / 1e6:.2f} MB of values a rank{bound}.")
+    wrong = [row["scheme"] for row in rows if row["bytes_sent_max"] != row["bytes_predicted_max"]]
+    console.print(
+        f"Bytes sent are not the bytes predicted: {', '.join(wrong)}" if wrong else "All sent the predicted bytes."
+    )
     unequal = [row["scheme"] for row in rows if not row["bitwise_equal_across_ranks"]]
     console.print(
         f"Not the same bits on all ranks: {', '.join(unequal)}" if unequal else "All ranks got the same bits."
@@ -105,11 +113,10 @@ def _cells(row: dict[str, Any]) -> list[str]:
     chosen = f" ({row['chosen']})" if row["chosen"] != row["scheme"] else ""
     return [
         row["scheme"] + chosen,
-        f"{row['bytes_sent_max']:,}",
-        f"{row['bytes_predicted_max']:,}",
-        f"{row['seconds_median']:.3f}",
+        f"{row['bytes_sent_max'] / 1e6:.2f} MB",
+        f"{row['seconds_median']:.3f} s",
         f"{row['seconds_p10']:.3f} .. {row['seconds_p90']:.3f}",
         f"{row['seconds_median'] / own:.2f}x" if own else "-",
         f"{speedup:.1f}x" if speedup is not None else "-",
-        f"{row['max_abs_error']:.1e}",
+        f"{row['max_abs_error']:.0e}",
     ]

@@ -1,6 +1,5 @@
 """``thinwire demo``: the same language model trained by stock DDP and by thinwire."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +9,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from thinwire.cli.output import STDOUT, console_for, write_json
 
 if TYPE_CHECKING:
     from thinwire.demo.compare import Comparison, Launch, OnStep
@@ -27,8 +28,8 @@ def demo(
     link: Annotated[
         str, typer.Option(help="'none' for loopback, or a rate such as 100mbit: emulated hosts (needs root).")
     ] = "none",
-    json_file: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; '-' prints them.")
+    json_path: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; '-' prints them.")
     ] = None,
     report: Annotated[Path, typer.Option(help="Where to write the page with pictures.")] = Path("report.html"),
     seed: Annotated[int, typer.Option(min=0, help="Seed of parameters and sampled words.")] = 0,
@@ -39,19 +40,17 @@ def demo(
 
     Example: thinwire demo --link 100mbit --json demo.json
     """
-    for option, path in (("--report", report), ("--json", Path(json_file or "-"))):
+    for option, path in (("--report", report), ("--json", json_path or STDOUT)):
         if not path.parent.is_dir():
             raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
-    # What is for people goes to stderr when stdout carries the JSON.
-    console = Console(stderr=json_file == "-")
+    console = console_for(json_path)
     comparison = _compare(console, workers, steps, link, seed)
     _print(console, comparison)
     from thinwire.demo.report import write_report
 
     write_report(comparison, report)
     console.print(f"Pictures and all figures: [bold]{report}[/bold]")
-    if json_file is not None:
-        _write_json(comparison, json_file)
+    write_json(comparison.to_json(), json_path)
 
 
 def _compare(console: Console, workers: int, steps: int, link: str, seed: int) -> "Comparison":
@@ -145,11 +144,3 @@ def _print(console: Console, comparison: "Comparison") -> None:
         table.add_row(*row)
     console.print(table)
     console.print(conclusion(comparison), highlight=False)
-
-
-def _write_json(comparison: "Comparison", file: str) -> None:
-    text = json.dumps(comparison.to_json(), indent=2) + "\n"
-    if file == "-":
-        typer.echo(text, nl=False)
-    else:
-        Path(file).write_text(text)

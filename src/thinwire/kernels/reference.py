@@ -83,12 +83,12 @@ def checksum(buffer: Tensor) -> int:
     modulo 2^64. Every change confined to one word is detected, because an odd weight is invertible; chunks
     that change places are detected too. It reads memory at full speed: 0.3 ms for 8 MB, CRC-32 3.4 ms.
     """
-    words = buffer.view(torch.int64)
-    whole = words.numel() // _CHECKSUM_CHUNK_WORDS * _CHECKSUM_CHUNK_WORDS
-    chunks = words[:whole].view(-1, _CHECKSUM_CHUNK_WORDS).sum(1)
-    sums = torch.cat([chunks, words[whole:].sum().view(1)])
-    weights = torch.arange(1, 2 * sums.numel(), 2)
-    return int((sums * weights).sum()) & 0xFFFFFFFFFFFFFFFF
+    words = buffer.numpy().view(np.uint64)
+    whole = words.size // _CHECKSUM_CHUNK_WORDS * _CHECKSUM_CHUNK_WORDS
+    sums = words[:whole].reshape(-1, _CHECKSUM_CHUNK_WORDS).sum(axis=1)
+    weights = np.arange(1, 2 * sums.size + 1, 2, dtype=np.uint64)
+    tail = int(words[whole:].sum()) * (2 * sums.size + 1)
+    return (int((sums * weights).sum()) + tail) % 2**64
 
 
 def mix(ids: Tensor, seed: int) -> Tensor:

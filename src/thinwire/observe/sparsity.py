@@ -126,8 +126,6 @@ def _check_ids(ids: Tensor, num_rows: int | None = None) -> None:
 
 def _check_counts(counts: Tensor, dimensions: int, shape: str) -> None:
     if counts.dim() != dimensions or counts.shape[-1] == 0:
-        raise ValueError(
-            f"counts must have the shape {shape} with at least one owner; got {tuple(counts.shape)}"
-        )
+        raise ValueError(f"counts must have the shape {shape} with at least one owner; got {tuple(counts.shape)}")
     if counts.numel() and bool((counts < 0).any()):
         raise ValueError("counts must not be negative")

@@ -107,7 +107,7 @@ class Channel:
         return self.held
 
     def swap(self, kind: Kind, prepare: Callable[[], Sequence[Draft]], max_payload_bytes: int = 0) -> list[Message]:
-        """Send the draft for each rank and return the verified message of each rank, in rank order.
+        """Send the draft for each rank and return the message of each rank, in rank order, to be `verified`.
 
         Args:
             prepare: makes the drafts, one for each rank; the same object may stand for several.
@@ -115,7 +115,7 @@ class Channel:
 
         Raises:
             MismatchError, PeerError: as for `open`.
-            CorruptMessageError: a message did not arrive as it was sent.
+            CorruptHeaderError: an announcement that cannot be followed.
         """
         failure: Exception | None = None
         try:
@@ -135,8 +135,21 @@ class Channel:
         if failure is not None:
             raise failure
         incoming = [Message(header, payload) for header, payload in zip(headers, payloads, strict=True)]
-        self._verify(incoming)
+        self._raise_reported(incoming)
         return incoming
+
+    def verified(self, message: Message) -> Message:
+        """The message, if its payload is what its sender announced.
+
+        Raises:
+            CorruptMessageError: it is not. Call this where a next swap is prepared, if there is one, so that all
+                ranks learn of it there.
+        """
+        try:
+            message.verify()
+        except CorruptMessageError as error:
+            raise CorruptMessageError(f"{self._where()}: from rank {message.header.source}: {error}") from error
+        return message
 
     def _seal(self, kind: Kind, drafts: Sequence[Draft]) -> list[Message]:
         sealed: dict[int, Message] = {}
@@ -181,14 +194,7 @@ class Channel:
                 f" {limit} are the most that make sense"
             )
 
-    def _verify(self, incoming: Sequence[Message]) -> None:
-        for rank, message in enumerate(incoming):
-            if rank == self.rank:
-                continue
-            try:
-                message.verify()
-            except CorruptMessageError as error:
-                raise CorruptMessageError(f"{self._where()}: from rank {rank}: {error}") from error
+    def _raise_reported(self, incoming: Sequence[Message]) -> None:
         for rank, message in enumerate(incoming):
             if message.header.kind is Kind.ERROR:
                 reason = message.payload.numpy().tobytes().rstrip(b"\0").decode(errors="replace")

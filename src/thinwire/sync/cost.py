@@ -42,7 +42,7 @@ def sent_bytes(
         whole = Whole(num_rows)
         return [peers * _message_bytes(scheme.push_format, ids.numel(), row_bytes, whole) for ids in ids_per_rank]
     partition = scheme.rows_partition(num_rows, world_size)
-    parts = [partition.part(owner) for owner in range(world_size)]
+    parts = partition.parts
     union = torch.cat(list(ids_per_rank)).unique()
     summed = _counts(partition.owners(union), world_size)
     totals = []
@@ -69,7 +69,7 @@ def expected_bytes(scheme: Scheme, world_size: int, num_rows: int, row_bytes: in
         return opening_bytes(world_size) + ring_all_reduce_bytes(num_rows * row_bytes, world_size)
     if scheme.partition is Partitioning.CENTRALIZATION:
         return peers * _message_bytes(scheme.push_format, round(count), row_bytes, Whole(num_rows))
-    part = scheme.rows_partition(num_rows, world_size).part(0)
+    part = scheme.rows_partition(num_rows, world_size).parts[0]
     push = _message_bytes(scheme.push_format, round(count / world_size), row_bytes, part)
     pull = _message_bytes(scheme.pull_format, round(union / world_size), row_bytes, part)
     return peers * (push + pull)

@@ -6,8 +6,10 @@ bitmap is written or after one is read.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from itertools import pairwise
 from typing import Protocol
 
 import torch
@@ -30,12 +32,17 @@ class Partition(Protocol):
         """The owner in [0, world_size) of each id, int64."""
         ...
 
-    def part(self, owner: int) -> Part:
-        """The rows of one owner."""
+    @property
+    def parts(self) -> Sequence[Part]:
+        """The rows of each owner."""
         ...
 
     def split(self, ids: Tensor) -> list[Placed]:
         """For each owner, where its share of the sorted unique ``ids`` [k] goes and where it lies."""
+        ...
+
+    def join(self, positions: Sequence[Tensor]) -> Tensor:
+        """The ids at the given positions of each part, one part after the other."""
         ...
 
 
@@ -70,12 +77,16 @@ class Contiguous:
     def owners(self, ids: Tensor) -> Tensor:
         return torch.div(ids, max(1, self.range_rows), rounding_mode="floor")
 
-    def part(self, owner: int) -> Range:
-        start = min(owner * self.range_rows, self.num_rows)
-        return Range(self.num_rows, start, min(self.range_rows, self.num_rows - start))
+    @cached_property
+    def parts(self) -> tuple[Range, ...]:
+        starts = [min(owner * self.range_rows, self.num_rows) for owner in range(self.world_size + 1)]
+        return tuple(Range(self.num_rows, start, stop - start) for start, stop in pairwise(starts))
 
     def split(self, ids: Tensor) -> list[Placed]:
         return _split_by_owner(self, ids)
+
+    def join(self, positions: Sequence[Tensor]) -> Tensor:
+        return _join_parts(self, positions)
 
 
 @dataclass(frozen=True)
@@ -105,7 +116,7 @@ class Permutation:
 
     Example:
         >>> partition = Permutation(num_rows=10, world_size=4, seed=0)
-        >>> sorted(torch.cat([partition.part(j).ids(torch.arange(partition.part(j).size)) for j in range(4)]).tolist())
+        >>> sorted(torch.cat([part.ids(torch.arange(part.size)) for part in partition.parts]).tolist())
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
 
@@ -120,11 +131,25 @@ class Permutation:
         """By how much each group of ids is rotated: int64 in [0, world_size)."""
         return kernels.owner_by_hash(groups, self.world_size, self.seed)
 
-    def part(self, owner: int) -> Dealt:
-        return Dealt(self, owner)
+    def ids(self, owners: Tensor | int, positions: Tensor) -> Tensor:
+        """The inverse of (owner, position)."""
+        return positions * self.world_size + (owners - self.rotation(positions)) % self.world_size
+
+    @cached_property
+    def parts(self) -> tuple[Dealt, ...]:
+        groups, rest = divmod(self.num_rows, self.world_size)
+        last = int(self.rotation(torch.tensor([groups])))
+        return tuple(
+            Dealt(self, owner, groups + ((owner - last) % self.world_size < rest)) for owner in range(self.world_size)
+        )
 
     def split(self, ids: Tensor) -> list[Placed]:
         return _split_by_owner(self, ids)
+
+    def join(self, positions: Sequence[Tensor]) -> Tensor:
+        counts = torch.tensor([part.numel() for part in positions])
+        owners = torch.repeat_interleave(torch.arange(self.world_size), counts)
+        return self.ids(owners, torch.cat(list(positions)))
 
 
 @dataclass(frozen=True)
@@ -133,21 +158,14 @@ class Dealt:
 
     partition: Permutation
     owner: int
+    size: int
 
     @property
     def num_rows(self) -> int:
         return self.partition.num_rows
 
-    @cached_property
-    def size(self) -> int:
-        world_size = self.partition.world_size
-        groups, rest = divmod(self.num_rows, world_size)
-        last = int(self.partition.rotation(torch.tensor([groups])))
-        return groups + ((self.owner - last) % world_size < rest)
-
     def ids(self, positions: Tensor) -> Tensor:
-        world_size = self.partition.world_size
-        return positions * world_size + (self.owner - self.partition.rotation(positions)) % world_size
+        return self.partition.ids(self.owner, positions)
 
     def positions(self, ids: Tensor) -> Tensor:
         return torch.div(ids, self.partition.world_size, rounding_mode="floor")
@@ -169,8 +187,12 @@ class HierarchicalHash:
     def owners(self, ids: Tensor) -> Tensor:
         return kernels.owner_by_hash(ids, self.world_size, self.seed)
 
-    def part(self, owner: int) -> Listed:
-        return Listed(self.num_rows, _owned_ids(self)[owner])
+    @cached_property
+    def parts(self) -> tuple[Listed, ...]:
+        ids = torch.arange(self.num_rows)
+        owners = self.owners(ids)
+        narrow = torch.int32 if self.num_rows <= 2**31 else torch.int64
+        return tuple(Listed(self.num_rows, ids[owners == owner].to(narrow)) for owner in range(self.world_size))
 
     def split(self, ids: Tensor) -> list[Placed]:
         """By the published algorithm, with its settings k = 3, r1 = 2 |ids|, r2 = r1 / 10 (section 5.2)."""
@@ -180,9 +202,12 @@ class HierarchicalHash:
         )
         ordered = [members.sort().values for members in lists]
         return [
-            (self.part(owner).positions(members), torch.searchsorted(ids, members))
+            (self.parts[owner].positions(members), torch.searchsorted(ids, members))
             for owner, members in enumerate(ordered)
         ]
+
+    def join(self, positions: Sequence[Tensor]) -> Tensor:
+        return _join_parts(self, positions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -203,16 +228,14 @@ class Listed:
         return torch.searchsorted(self.members, ids.to(self.members.dtype))
 
 
-@lru_cache(maxsize=16)
-def _owned_ids(partition: HierarchicalHash) -> list[Tensor]:
-    ids = torch.arange(partition.num_rows)
-    owners = partition.owners(ids)
-    narrow = torch.int32 if partition.num_rows <= 2**31 else torch.int64
-    return [ids[owners == owner].to(narrow) for owner in range(partition.world_size)]
-
-
 def _split_by_owner(partition: Contiguous | Permutation, ids: Tensor) -> list[Placed]:
     owners = partition.owners(ids)
     counts = torch.bincount(owners, minlength=partition.world_size).tolist()
     places = torch.argsort(owners, stable=True).split(counts)
-    return [(partition.part(owner).positions(ids[place]), place) for owner, place in enumerate(places)]
+    return [(part.positions(ids[place]), place) for part, place in zip(partition.parts, places, strict=True)]
+
+
+def _join_parts(partition: Contiguous | HierarchicalHash, positions: Sequence[Tensor]) -> Tensor:
+    return torch.cat(
+        [part.ids(part_positions) for part, part_positions in zip(partition.parts, positions, strict=True)]
+    )

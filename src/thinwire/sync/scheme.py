@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from functools import lru_cache
 
 from thinwire.sync.partition import Contiguous, HierarchicalHash, Partition, Permutation
 from thinwire.wire import Format
@@ -122,9 +123,7 @@ class Scheme:
     def rows_partition(self, num_rows: int, world_size: int) -> Partition:
         """Who owns which of ``num_rows`` rows. Only under parallelism."""
         assert self.ownership is not None, "centralization has no owners"
-        if self.ownership is Ownership.CONTIGUOUS:
-            return Contiguous(num_rows, world_size)
-        return _PARTITIONS[self.ownership](num_rows, world_size, self.seed)
+        return _partition(self.ownership, num_rows, world_size, self.seed)
 
     def describe(self) -> str:
         """One line that tells two schemes apart, the same in every process."""
@@ -133,6 +132,14 @@ class Scheme:
     def digest(self) -> int:
         """64 bits of `describe`, to compare between ranks."""
         return int.from_bytes(hashlib.blake2b(self.describe().encode(), digest_size=8).digest(), "little")
+
+
+@lru_cache(maxsize=64)
+def _partition(ownership: Ownership, num_rows: int, world_size: int, seed: int) -> Partition:
+    """Kept, because a partition keeps what it has computed about its parts."""
+    if ownership is Ownership.CONTIGUOUS:
+        return Contiguous(num_rows, world_size)
+    return _PARTITIONS[ownership](num_rows, world_size, seed)
 
 
 def _text(value: object) -> str:

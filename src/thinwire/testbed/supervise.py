@@ -174,13 +174,16 @@ def _signal(rank: RankProcess, number: signal.Signals) -> None:
 
 
 def describe(ranks: list[RankProcess]) -> str:
-    """All failures, in full where they are a cause, in a line where they follow from another rank's."""
+    """All failures, in full where they are a cause, in a line where they repeat or follow from another rank's."""
     failed = sorted((rank for rank in ranks if rank.failed), key=lambda rank: (_is_consequence(rank), rank.failed_at))
     lines = [f"{len(failed)} of {len(ranks)} ranks failed; first rank {failed[0].number}"]
+    told: set[str] = set()
     for rank in failed:
         text = _reason(rank).strip()
-        if rank is not failed[0] and _is_consequence(rank):
-            text = text.splitlines()[-1]
+        last = text.splitlines()[-1]
+        if rank is not failed[0] and (last in told or _is_consequence(rank)):
+            text = last
+        told.add(last)
         lines.append(f"rank {rank.number}: {text}")
     return "\n".join(lines)
 

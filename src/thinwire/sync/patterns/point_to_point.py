@@ -6,7 +6,7 @@ AGsparse is `all_reduce`. Pieces are added in rank order, so all ranks get the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -22,39 +22,40 @@ Piece = tuple[Tensor, Tensor]  # (positions in a part, values)
 
 def reduce_scatter(
     rows: SparseRows, partition: Partition, formats: tuple[Format, ...], channel: Channel, scale: float
-) -> Piece:
-    """Send each owner its share and sum what arrives here: the total of this rank's own part.
+) -> Callable[[], Piece]:
+    """Send each owner its share; returns what sums the pieces that arrived here, the total of this rank's own part.
 
+    The sum is left for `all_gather` to take, so that a piece that arrived corrupt is reported to all ranks there.
     ``scale`` multiplies the sum before it is rounded to the dtype of the rows.
     """
-    mine = partition.part(channel.rank)
+    mine = partition.parts[channel.rank]
 
     def drafts() -> list[Draft]:
         return [
-            _draft(formats, partition.part(owner), rows, positions, rows.values, places)
-            for owner, (positions, places) in enumerate(partition.split(rows.ids))
+            _draft(formats, part, rows, positions, rows.values, places)
+            for part, (positions, places) in zip(partition.parts, partition.split(rows.ids), strict=True)
         ]
 
     messages = channel.swap(Kind.PUSH, drafts, _limit(mine, rows))
-    return _sum(messages, mine, rows, scale)
+    return lambda: _sum(messages, mine, rows, channel, scale)
 
 
 def all_gather(
-    rows: SparseRows, total: Piece, partition: Partition, formats: tuple[Format, ...], channel: Channel
+    rows: SparseRows, total: Callable[[], Piece], partition: Partition, formats: tuple[Format, ...], channel: Channel
 ) -> SparseRows:
     """Send the total of this rank's part to all, and put together what arrives: the whole sum, ids sorted."""
-    mine = partition.part(channel.rank)
 
     def drafts() -> list[Draft]:
-        return [_draft(formats, mine, rows, *total)] * channel.world_size
+        return [_draft(formats, partition.parts[channel.rank], rows, *total())] * channel.world_size
 
-    parts = [partition.part(owner) for owner in range(channel.world_size)]
-    messages = channel.swap(Kind.PULL, drafts, max(_limit(part, rows) for part in parts))
-    pieces = [_decode(message, part, rows) for message, part in zip(messages, parts, strict=True)]
-    ids = torch.cat([part.ids(positions) for part, (positions, _) in zip(parts, pieces, strict=True)])
-    order = torch.argsort(ids)
-    values = torch.cat([values for _, values in pieces])
-    return SparseRows.trusted(ids[order], values.index_select(0, order), rows.num_rows)
+    messages = channel.swap(Kind.PULL, drafts, max(_limit(part, rows) for part in partition.parts))
+    pieces = [_decode(message, part, rows, channel) for message, part in zip(messages, partition.parts, strict=True)]
+    ids, order = partition.join([positions for positions, _ in pieces]).sort()
+    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
+    values = rows.values.new_empty(ids.numel(), rows.width)
+    for (_, piece), part_place in zip(pieces, place.split([len(positions) for positions, _ in pieces]), strict=True):
+        values.index_copy_(0, part_place, piece)
+    return SparseRows.trusted(ids, values, rows.num_rows)
 
 
 def all_reduce(rows: SparseRows, formats: tuple[Format, ...], channel: Channel, scale: float) -> SparseRows:
@@ -65,7 +66,7 @@ def all_reduce(rows: SparseRows, formats: tuple[Format, ...], channel: Channel, 
         return [_draft(formats, whole, rows, rows.ids, rows.values)] * channel.world_size
 
     messages = channel.swap(Kind.GATHER, drafts, _limit(whole, rows))
-    return SparseRows.trusted(*_sum(messages, whole, rows, scale), rows.num_rows)
+    return SparseRows.trusted(*_sum(messages, whole, rows, channel, scale), rows.num_rows)
 
 
 def _draft(
@@ -82,13 +83,13 @@ def _draft(
     return Draft(format, positions.numel(), payload, held.ids.numel())
 
 
-def _decode(message: Message, part: Part, like: SparseRows) -> Piece:
-    header = message.header
+def _decode(message: Message, part: Part, like: SparseRows, channel: Channel) -> Piece:
+    header = channel.verified(message).header
     return wire.decode(header.format, part, header.count, message.payload, like.width, like.values.dtype)
 
 
-def _sum(messages: Sequence[Message], part: Part, like: SparseRows, scale: float) -> Piece:
-    return kernels.sum_rows([_decode(message, part, like) for message in messages], scale)
+def _sum(messages: Sequence[Message], part: Part, like: SparseRows, channel: Channel, scale: float) -> Piece:
+    return kernels.sum_rows([_decode(message, part, like, channel) for message in messages], scale)
 
 
 def _limit(part: Part, rows: SparseRows) -> int:

@@ -1,0 +1,173 @@
+"""Who may import whom: the rules of the house, as data, checked on every module."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "src" / "thinwire"
+
+# These rooms import of thinwire only what is listed (and themselves).
+FOUNDATION = {
+    "errors": set(),
+    "kernels": set(),
+    "sparse": {"kernels"},
+    "wire": {"kernels", "errors"},
+    "sync": {"kernels", "errors", "sparse", "wire"},
+    "schemes": {"sync", "wire"},
+    "lane": {"errors", "sync"},
+    "all_reduce": {"sparse", "sync", "lane"},
+    "hooks": {"errors", "kernels", "sparse", "sync", "lane", "observe"},
+    "attach": {"errors", "sparse", "sync", "lane", "hooks", "observe"},
+    "observe": {"sparse", "sync", "wire", "errors"},
+    "testbed": {"errors"},
+}  # fmt: skip
+
+# Whoever exists, only these rooms import the named one.
+IMPORTED_ONLY_BY = {
+    "testbed": {"testbed", "cli", "demo", "bench"},
+    "bench": {"bench", "cli"},
+    "demo": {"demo", "cli"},
+    "cli": {"cli"},
+}  # fmt: skip
+
+# Packages that only some rooms import at all; and those that even they import inside functions, on first use.
+OWNERS = {
+    "numba": {"kernels"},
+    "triton": {"kernels"},
+    "matplotlib": {"observe", "demo"},
+    "pyroute2": {"testbed"},
+    "typer": {"cli", "demo"},
+    "rich": {"cli", "demo"},
+    "pickle": {"testbed"},  # between a parent and its own child; never on what crosses a network
+}  # fmt: skip
+LAZY = {"numba", "triton", "matplotlib", "pyroute2"}
+
+# Rooms that see types and costs, never process groups.
+WITHOUT_PROCESS_GROUPS = {"errors", "kernels", "sparse", "wire", "observe", "schemes"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """``lazy``: inside a function. ``typing``: under TYPE_CHECKING, so never at run time."""
+
+    module: str
+    line: int
+    lazy: bool
+    typing: bool
+
+
+def imports(tree: ast.AST, lazy: bool = False, typing: bool = False) -> Iterator[Import]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            yield from (Import(alias.name, node.lineno, lazy, typing) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: a relative import; write it out"
+            for alias in node.names:
+                yield Import(f"{node.module}.{alias.name}", node.lineno, lazy, typing)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from imports(ast.Module(node.body, []), lazy, typing=True)
+            yield from imports(ast.Module(node.orelse, []), lazy, typing)
+        else:
+            inside = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+            yield from imports(node, lazy or inside, typing)
+
+
+def room_of(module: str) -> str | None:
+    """``thinwire.sync.cost`` is in the room sync; None for what is not thinwire's, or its top."""
+    parts = module.split(".")
+    return parts[1] if parts[0] == "thinwire" and len(parts) > 1 else None
+
+
+def violations(source: str, room: str) -> list[str]:
+    found = []
+    for item in imports(ast.parse(source)):
+        target, package = room_of(item.module), item.module.split(".")[0]
+        if package == "thinwire" and room in FOUNDATION and target != room and target not in FOUNDATION[room]:
+            found.append(f"line {item.line}: {room} does not import {item.module}")
+        if target in IMPORTED_ONLY_BY and room not in IMPORTED_ONLY_BY[target]:
+            found.append(f"line {item.line}: only {sorted(IMPORTED_ONLY_BY[target])} import {target}")
+        if item.typing:
+            continue
+        if package in OWNERS and room not in OWNERS[package]:
+            found.append(f"line {item.line}: only {sorted(OWNERS[package])} import {package}")
+        if package in LAZY and not item.lazy:
+            found.append(f"line {item.line}: {package} is imported inside functions, on first use")
+        if room in WITHOUT_PROCESS_GROUPS and item.module.startswith("torch.distributed"):
+            found.append(f"line {item.line}: {room} knows no process groups")
+    return found
+
+
+def modules() -> list[Path]:
+    return sorted(path for path in SOURCE.rglob("*.py") if path != SOURCE / "__init__.py")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_module_keeps_to_its_room(path: Path) -> None:
+    room = path.relative_to(SOURCE).with_suffix("").parts[0]
+    assert violations(path.read_text(), room) == []
+
+
+def test_every_rule_is_about_a_room_that_is_there() -> None:
+    """A room that was renamed must not lose its rules."""
+    rooms = {path.relative_to(SOURCE).with_suffix("").parts[0] for path in modules()}
+    assert set(FOUNDATION) | set(IMPORTED_ONLY_BY) | WITHOUT_PROCESS_GROUPS <= rooms
+    assert set().union(*FOUNDATION.values()) <= rooms
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("kernels", "from thinwire.sparse import SparseRows"),
+        ("wire", "from thinwire import sparse"),
+        ("sync", "def f():\n    import thinwire.attach"),
+        ("sync", "import thinwire"),
+        ("observe", "from torch import distributed"),
+        ("observe", "import torch.distributed as dist"),
+        ("observe", "import matplotlib.pyplot"),
+        ("attach", "try:\n    from thinwire.testbed.launch import run_ranks\nexcept ImportError:\n    pass"),
+        ("plan", "from thinwire.testbed import network"),
+        ("kernels", "import numba"),
+        ("sync", "def f():\n    import numba"),
+        ("testbed", "from pyroute2 import IPRoute"),
+        ("attach", "import rich.table"),
+        ("wire", "import pickle"),
+    ],
+)  # fmt: skip
+def test_a_breach_is_seen(room: str, source: str) -> None:
+    assert violations(source, room)
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("kernels", "def f():\n    import numba"),
+        ("observe", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from matplotlib.axes import Axes"),
+        ("wire", "from thinwire import kernels"),
+        ("cli", "import typer\nfrom thinwire.testbed.launch import run_ranks"),
+        ("sync", "from thinwire.sync.cost import sent_bytes"),
+    ],
+)  # fmt: skip
+def test_what_is_allowed_is_allowed(room: str, source: str) -> None:
+    assert violations(source, room) == []
+
+
+def test_importing_thinwire_loads_no_optional_package() -> None:
+    code = (
+        f"import sys, thinwire; print([name for name in {sorted(OWNERS)} if name in sys.modules and name != 'pickle'])"
+    )
+    before = "import sys, torch, torch.distributed; print(sorted(sys.modules))"
+    loaded = {
+        text: subprocess.run(
+            [sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+        for text in (code, before)
+    }
+    own = set(ast.literal_eval(loaded[code])) - set(ast.literal_eval(loaded[before]))
+    assert own == set(), "torch alone does not load these"

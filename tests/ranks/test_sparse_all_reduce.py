@@ -35,9 +35,7 @@ def _all_layouts(context: RankContext) -> None:
                 _check_one(context, scheme, shape, sparse_dim, counts)
 
 
-def _check_one(
-    context: RankContext, scheme: str, shape: tuple[int, ...], sparse_dim: int, counts: list[int]
-) -> None:
+def _check_one(context: RankContext, scheme: str, shape: tuple[int, ...], sparse_dim: int, counts: list[int]) -> None:
     parts = [coo(rank, count, shape, sparse_dim) for rank, count in enumerate(counts)]
     exact = sum(part.to_dense().double() for part in parts)
     mine = parts[context.rank]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -57,7 +58,7 @@ def flip(place: int, bit: int = 0) -> Callable[[Tensor], Tensor]:
     return change
 
 
-def reheader(**fields: object) -> Callable[[Tensor], Tensor]:
+def reheader(**fields: Any) -> Callable[[Tensor], Tensor]:
     """A header that is well formed, and says something else."""
 
     def change(tensor: Tensor) -> Tensor:
@@ -82,7 +83,7 @@ def run(scheme: schemes.Scheme, tamper: Fault, world_size: int = 3) -> list[Spar
     return outcomes
 
 
-def disagree(subjects: Sequence[Subject], sequences: Sequence[int]) -> list[Exception]:
+def disagree(subjects: Sequence[Subject], sequences: Sequence[int]) -> list[Exception | None]:
     def rank(exchange: LoopbackExchange) -> None:
         Channel(exchange, subjects[exchange.rank], sequences[exchange.rank]).open(1)
 
@@ -272,9 +273,7 @@ def test_a_truncated_header_is_noticed() -> None:
     ],
     ids=["oversized", "oversized_error", "another_kind", "no_multiple_of_8"],
 )
-def test_a_senseless_announcement_is_refused_before_anything_is_received(
-    fields: dict[str, object], reason: str
-) -> None:
+def test_a_senseless_announcement_is_refused_before_anything_is_received(fields: dict[str, Any], reason: str) -> None:
     outcomes = run(schemes.ZEN, Fault(Kind.PUSH, "header", reheader(**fields)))
     assert isinstance(outcomes[0], CorruptHeaderError)
     assert reason in str(outcomes[0])
@@ -284,7 +283,7 @@ def test_a_senseless_announcement_is_refused_before_anything_is_received(
 @pytest.mark.parametrize(
     "change", [{"count": 1}, {"count": 1 << 40}, {"format": Format.BITMAP}, {"format": Format.DENSE}]
 )
-def test_a_header_that_belies_its_payload_is_refused(change: dict[str, object]) -> None:
+def test_a_header_that_belies_its_payload_is_refused(change: dict[str, Any]) -> None:
     """Well formed and well summed, so this is no accident: still an error that says where, and no wrong sum."""
     outcomes = run(schemes.AGSPARSE, Fault(Kind.GATHER, "header", reheader(**change)))
     assert isinstance(outcomes[0], CorruptMessageError)

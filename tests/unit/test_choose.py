@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loopback import run_threads, synchronized
+from loopback import run_ranks, synchronized
 from thinwire import schemes
 from thinwire.sparse import SparseRows
 from thinwire.sync.choose import CANDIDATES, choose
@@ -60,6 +60,6 @@ def test_auto_is_exact_whatever_it_chooses(shares: tuple[float, ...]) -> None:
     for share in shares:
         ids = (torch.rand(300) < share).nonzero().flatten()
         rows.append(SparseRows(ids, torch.randint(-9, 9, (ids.numel(), 2)).float(), 300))
-    expected = sum(part.to_dense() for part in rows)
-    for total in run_threads(3, lambda exchange: synchronized(exchange, rows[exchange.rank], "auto")):
-        assert torch.equal(total.to_dense(), expected)
+    expected = torch.stack([part.to_dense() for part in rows]).sum(0)
+    for outcome in run_ranks(3, lambda exchange: synchronized(exchange, rows[exchange.rank], "auto")):
+        assert torch.equal(outcome.get().to_dense(), expected)

@@ -206,9 +206,8 @@ def serial_share(num_ids: int, load: float, hashes: int, seed: int) -> float:
     In the parallel memory ids lie by slot, so a list starts with ids for which increasing slots can be found
     among their own; the first one for which that fails is serial (but for a chance id at the border).
     """
-    ids = torch.randperm(2**30, generator=torch.Generator().manual_seed(seed))[:num_ids] if num_ids > 2**20 else (
-        torch.randint(0, 2**40, (2 * num_ids,), generator=torch.Generator().manual_seed(seed)).unique()[:num_ids]
-    )  # fmt: skip
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 2**40, (num_ids,), generator=generator).unique()
     world_size, slots = 4, int(load * num_ids)
     lists = kernels.hierarchical_hash(
         ids, world_size, seed, hashes=hashes, parallel_slots=slots, serial_slots=slots // 10

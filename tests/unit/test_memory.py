@@ -1,4 +1,4 @@
-"""Memory of a synchronization: a few times the values received, and a bit for each row and rank; never a dense matrix."""
+"""Memory of a synchronization: a few times the values received, and a bit for each row and rank."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch.profiler import ProfilerActivity, profile
 
 from loopback import LoopbackExchange, run_threads, synchronized
 from thinwire import schemes
-from thinwire.schemes import Scheme
+from thinwire.schemes import Format, Scheme
 from thinwire.sparse import SparseRows
 from thinwire.sync.exchange import Traffic
 
-# Times the bytes received, which at 2 ranks are only half of what is summed. Measured for ZEN with float32: 4.3 at
-# 2 ranks, 3.2 at 4, 3.0 at 8; AGsparse 3.7, 2.2, 1.9. Sixteen-bit values are summed in float32: ZEN 4.5 and 3.2, AGsparse 7.2 and 3.2 at 2 and 8.
-FACTOR = {torch.float32: 4.5, torch.bfloat16: 7.5}
+# Times the bytes received. Measured with float32: ZEN 3.4 at 2 ranks, 2.4 at 4, 2.2 at 8; AGsparse 3.7, 2.3, 1.9.
+# At 2 ranks only half of what is summed is received. Sixteen-bit values are summed in float32: at 2 and 8 ranks
+# ZEN 3.5 and 2.3, AGsparse 7.2 and 3.2.
+FACTOR = {torch.float32: 4.0, torch.bfloat16: 7.5}
 CONSTANT_BYTES = 64 * 1024
 
 
@@ -106,17 +107,18 @@ def make_rows(world_size: int, num_rows: int, count: int, width: int, dtype: tor
     return rows
 
 
+HASH_BITMAP = (Format.HASH_BITMAP,)
 SCHEMES = {
     "zen": schemes.ZEN,
     "agsparse": schemes.AGSPARSE,
-    "zen_bitmaps": replace(schemes.ZEN, push_format="hash_bitmap", pull_format="hash_bitmap"),
-    "agsparse_bitmaps": replace(schemes.AGSPARSE, push_format="bitmap"),
+    "zen_bitmaps": replace(schemes.ZEN, push_format=HASH_BITMAP, pull_format=HASH_BITMAP),
+    "agsparse_bitmaps": replace(schemes.AGSPARSE, push_format=(Format.BITMAP,)),
 }  # fmt: skip
 
 
 def measure(rows: list[SparseRows], scheme: Scheme) -> tuple[int, int]:
     """Peak extra bytes of rank 0, result included; and the bytes of values that it received."""
-    world_size, like = len(rows), rows[0]
+    world_size = len(rows)
     recording = record(rows, scheme)
     peak = peak_bytes(lambda: synchronized(Replay(world_size, recording), rows[0], scheme))
     received = sum(part.numel() for arrived in recording for part in arrived)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from thinwire.sync.partition import Contiguous, HierarchicalHash, Partition, Permutation
 
+Maker = Callable[[int, int], Partition]
 WORLD_SIZES = (1, 2, 3, 4, 5, 8, 64)
 NUM_ROWS = (0, 1, 3, 8, 63, 64, 65, 1000)
 MAKERS = {
@@ -24,12 +27,13 @@ every_partition = pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS.ke
 @every_partition
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 @pytest.mark.parametrize("num_rows", NUM_ROWS)
-def test_every_row_has_one_owner_and_one_place(make: object, num_rows: int, world_size: int) -> None:
+def test_every_row_has_one_owner_and_one_place(make: Maker, num_rows: int, world_size: int) -> None:
     partition: Partition = make(num_rows, world_size)
     everything = torch.arange(num_rows)
     owners = partition.owners(everything)
     assert owners.dtype == torch.int64
-    parts = [partition.part(owner) for owner in range(world_size)]
+    parts = partition.parts
+    assert len(parts) == world_size
     assert sum(part.size for part in parts) == num_rows
     listed = []
     for owner, part in enumerate(parts):
@@ -45,20 +49,24 @@ def test_every_row_has_one_owner_and_one_place(make: object, num_rows: int, worl
 @every_partition
 @settings(max_examples=25)
 @given(st.integers(0, 200), st.integers(1, 9), st.integers(0, 10_000), st.sampled_from([0.0, 0.1, 0.7, 1.0]))
-def test_split_returns_all_ids_once(make: object, num_rows: int, world_size: int, seed: int, share: float) -> None:
+def test_split_returns_all_ids_once_and_join_puts_them_together(
+    make: Maker, num_rows: int, world_size: int, seed: int, share: float
+) -> None:
     partition: Partition = make(num_rows, world_size)
     ids = (torch.rand(num_rows, generator=torch.Generator().manual_seed(seed)) < share).nonzero().flatten()
     shares = partition.split(ids)
     assert len(shares) == world_size
     for owner, (positions, places) in enumerate(shares):
         assert bool((positions[1:] > positions[:-1]).all())
-        assert torch.equal(partition.part(owner).ids(positions), ids[places])
+        assert torch.equal(partition.parts[owner].ids(positions), ids[places])
         assert torch.equal(partition.owners(ids[places]), torch.full((places.numel(),), owner))
     assert torch.equal(torch.cat([places for _, places in shares]).sort().values, torch.arange(ids.numel()))
+    in_owner_order = torch.cat([ids[places] for _, places in shares])
+    assert torch.equal(partition.join([positions for positions, _ in shares]), in_owner_order)
 
 
 @every_partition
-def test_two_ranks_see_the_same(make: object) -> None:
+def test_two_ranks_see_the_same(make: Maker) -> None:
     ids = torch.arange(0, 1000, 3)
     first, second = make(1000, 7), make(1000, 7)
     assert torch.equal(first.owners(ids), second.owners(ids))
@@ -79,7 +87,7 @@ def test_the_seed_matters(make: type[Permutation] | type[HierarchicalHash]) -> N
 @pytest.mark.parametrize("num_rows", [*NUM_ROWS, 12_345])
 def test_permutation_parts_are_of_equal_size(num_rows: int, world_size: int) -> None:
     partition = Permutation(num_rows, world_size, seed=5)
-    sizes = [partition.part(owner).size for owner in range(world_size)]
+    sizes = [part.size for part in partition.parts]
     assert max(sizes) - min(sizes) <= 1
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields, replace
+from typing import Any
 
 import pytest
 
@@ -34,7 +35,7 @@ from thinwire.sync.scheme import name_of, resolve
         (schemes.ZEN, {"partition": None}, "unknown partition None"),
     ],
 )  # fmt: skip
-def test_points_without_meaning_are_refused(base: Scheme, change: dict[str, object], reason: str) -> None:
+def test_points_without_meaning_are_refused(base: Scheme, change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         replace(base, **change)
 
@@ -87,7 +88,7 @@ def test_unknown_names_list_the_legal_ones() -> None:
         assert name in str(error.value)
 
 
-VARIANTS = {
+VARIANTS: dict[str, tuple[Scheme, Any]] = {
     "communication": (schemes.AGSPARSE, Communication.NATIVE),
     "aggregation": (schemes.ZEN, Aggregation.ONE_SHOT),
     "partition": (replace(schemes.SPARSE_PS), None),  # changes with balance and ownership: below

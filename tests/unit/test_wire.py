@@ -28,9 +28,9 @@ def parts(draw: st.DrawFn) -> Part:
     if kind == "whole":
         return Whole(num_rows)
     if kind == "range":
-        return Contiguous(num_rows, world_size).part(owner)
+        return Contiguous(num_rows, world_size).parts[owner]
     make = Permutation if kind == "dealt" else HierarchicalHash
-    return make(num_rows, world_size, draw(st.integers(0, 3))).part(owner)
+    return make(num_rows, world_size, draw(st.integers(0, 3))).parts[owner]
 
 
 def subset(size: int, seed: int, share: float) -> Tensor:
@@ -235,13 +235,13 @@ def coo(positions: list[int]) -> Tensor:
 def test_coo_ids_that_are_no_rows_of_the_part_are_refused(positions: list[int]) -> None:
     for partition in FOUR_OWNERS[:2]:  # parts of 16 rows
         with pytest.raises(CorruptMessageError):
-            wire.decode(Format.COO, partition.part(1), len(positions), coo(positions), 1, torch.float32)
+            wire.decode(Format.COO, partition.parts[1], len(positions), coo(positions), 1, torch.float32)
 
 
 @pytest.mark.parametrize("partition", FOUR_OWNERS)
 @pytest.mark.parametrize("owner", range(4))
 def test_a_bitmap_that_names_foreign_rows_is_refused(partition: Permutation, owner: int) -> None:
-    part = partition.part(owner)
+    part = partition.parts[owner]
     for foreign in set(range(64)) - set(part.ids(torch.arange(part.size)).tolist()):
         payload = wire.encode(Format.BITMAP, Whole(64), torch.tensor([foreign]), torch.ones(1, 1))
         with pytest.raises(CorruptMessageError):

@@ -90,7 +90,7 @@ class LookupRows:
         lookup = self._pending.pop(id(parameter), None)
         self._known.pop(id(parameter), None)
         gradient = parameter.grad
-        others = len(getattr(parameter, "_post_accumulate_grad_hooks", ())) != 1  # could edit it after us
+        others = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) != 1  # could edit it after us
         if lookup is not None and gradient is not None and not others and lookup.produced(gradient):
             self._known[id(parameter)] = lookup.ids
 

@@ -24,7 +24,8 @@ def nonzero_rows(dense: Tensor) -> Tensor:
     if dense.numel() == 0:
         return torch.empty(0, dtype=torch.int64)
     row_bytes = dense.shape[1] * dense.element_size()
-    word = next(dtype for size, dtype in _ROW_WORDS if row_bytes % size == 0)
+    start_bytes = dense.storage_offset() * dense.element_size()
+    word = next(dtype for size, dtype in _ROW_WORDS if row_bytes % size == 0 and start_bytes % size == 0)
     words = dense.view(word)
     if words.shape[1] == 1:
         return words.flatten().nonzero().flatten()

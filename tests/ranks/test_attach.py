@@ -1,0 +1,367 @@
+"""`attach` against stock DDP on real ranks: the same training, in every mode of DDP; and what it refuses."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire.hooks.embedding import LookupRows
+from thinwire.testbed.faults import Faults
+from thinwire.testbed.launch import RankContext, run_ranks
+
+NUM_WORDS, NUM_TAGS, WIDTH, STEPS = 1500, 600, 16, 4
+
+
+class Tagger(nn.Module):
+    """Two tables of which a batch touches few rows, and dense layers."""
+
+    def __init__(self, sparse: bool = False, tied: bool = False, twice: bool = False) -> None:
+        super().__init__()
+        self.words = nn.Embedding(NUM_WORDS, WIDTH, sparse=sparse)
+        self.tags = nn.EmbeddingBag(NUM_TAGS, WIDTH, sparse=sparse, mode="sum")
+        self.hidden = nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, NUM_WORDS if tied else 7)
+        self.twice = twice
+        if tied:
+            self.out.weight = self.words.weight
+
+    def forward(self, words: Tensor, use_tags: bool = True) -> Tensor:
+        found = self.words(words)
+        if self.twice:
+            found = found + self.words(words.flip(0))
+        if use_tags:
+            found = found + self.tags(words % NUM_TAGS, torch.arange(len(words)))
+        return self.out(torch.tanh(self.hidden(found)))
+
+
+def train(
+    context: RankContext,
+    model_options: dict[str, Any],
+    ddp_options: dict[str, Any],
+    attached: bool,
+    accumulate: int = 1,
+    scale: float = 1.0,
+    tags_on: tuple[int, ...] | None = None,
+) -> tuple[list[Tensor], thinwire.Synchronizer | None, DistributedDataParallel]:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Tagger(**model_options), **ddp_options)
+    sync = thinwire.attach(model) if attached else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    data = torch.Generator().manual_seed(100 + context.rank)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        for micro in range(accumulate):
+            words = (torch.rand(24, generator=data) ** 3 * NUM_WORDS).long()
+            use_tags = tags_on is None or context.rank in tags_on
+            with model.no_sync() if micro + 1 < accumulate else contextlib.nullcontext():
+                (model(words, use_tags).square().mean() * scale).backward()
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad / scale
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()], sync, model
+
+
+def _same_as_stock(context: RankContext, options: dict[str, Any], kinds: list[str]) -> None:
+    stock, _, _ = train(context, attached=False, **options)
+    mine, sync, _ = train(context, attached=True, **options)
+    for ours, theirs in zip(mine, stock, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    flat = torch.cat([parameter.flatten() for parameter in mine])
+    everyone = [torch.empty_like(flat) for _ in range(context.world_size)]
+    dist.all_gather(everyone, flat)
+    assert all(torch.equal(other, flat) for other in everyone)
+    assert sync is not None
+    found = {row["name"]: row["kind"] for row in sync.table()}
+    assert [found["words.weight"], found["tags.weight"]] == kinds
+    stats = sync.stats()
+    assert stats["comm/steps"] == STEPS
+    assert stats["comm/bytes_sent"] == sum(int(row["total_bytes"]) for row in sync.table()) + opening(context)
+    sync.detach()
+
+
+def opening(context: RankContext) -> int:
+    """What attach itself sends to compare configurations."""
+    from thinwire.wire import Header
+
+    return (context.world_size - 1) * Header.NUM_BYTES
+
+
+KNOWN, SCANNED = "dense gradient, rows known", "dense gradient, rows scanned"
+SPARSE = "sparse gradient"
+MODES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "sparse": ({"model_options": {"sparse": True}, "ddp_options": {}}, [SPARSE, SPARSE]),
+    "dense": ({"model_options": {}, "ddp_options": {}}, [KNOWN, KNOWN]),
+    "tied": ({"model_options": {"tied": True}, "ddp_options": {}}, ["all-reduce", KNOWN]),
+    "looked up twice": ({"model_options": {"twice": True}, "ddp_options": {}}, [SCANNED, KNOWN]),
+    "static graph": ({"model_options": {}, "ddp_options": {"static_graph": True}}, [KNOWN, KNOWN]),
+    "static graph, sparse": (
+        {"model_options": {"sparse": True}, "ddp_options": {"static_graph": True}},
+        [SPARSE, SPARSE],
+    ),
+    "bucket view": ({"model_options": {}, "ddp_options": {"gradient_as_bucket_view": True}}, [KNOWN, KNOWN]),
+    "many buckets": ({"model_options": {}, "ddp_options": {"bucket_cap_mb": 0.01}}, [KNOWN, KNOWN]),
+    "accumulation": ({"model_options": {}, "ddp_options": {}, "accumulate": 3}, [SCANNED, SCANNED]),
+    "accumulation, sparse": (
+        {"model_options": {"sparse": True}, "ddp_options": {}, "accumulate": 2},
+        [SPARSE, SPARSE],
+    ),
+    "loss scale": ({"model_options": {}, "ddp_options": {}, "scale": 65536.0}, [KNOWN, KNOWN]),
+    "table unused on some ranks": (
+        {"model_options": {}, "ddp_options": {"find_unused_parameters": True}, "tags_on": (0,)},
+        [KNOWN, ""],
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "table unused on some ranks"])
+def test_trains_as_stock_ddp(mode: str) -> None:
+    run_ranks(_same_as_stock, *MODES[mode], world_size=3, timeout_seconds=60)
+
+
+def _unused(context: RankContext) -> None:
+    options = MODES["table unused on some ranks"][0]
+    stock, _, _ = train(context, attached=False, **options)
+    mine, sync, _ = train(context, attached=True, **options)
+    for ours, theirs in zip(mine, stock, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    assert sync is not None
+    kinds = {row["name"]: row["kind"] for row in sync.table()}
+    assert kinds["tags.weight"] == (KNOWN if context.rank == 0 else SCANNED)
+    sync.detach()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_table_that_some_ranks_do_not_use() -> None:
+    run_ranks(_unused, world_size=3, timeout_seconds=60)
+
+
+def _infinite(context: RankContext) -> None:
+    """A scaled loss that overflows on one rank must reach the scaler of every rank."""
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Tagger(sparse=sparse))
+        sync = thinwire.attach(model)
+        loss = model(torch.arange(10)).sum()
+        factor = float("inf") if context.rank == 1 else 1.0
+        (loss * factor).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            gradient = parameter.grad.to_dense() if parameter.grad.is_sparse else parameter.grad
+            assert not bool(torch.isfinite(gradient).all())
+        sync.detach()
+
+
+def test_infinities_arrive_unharmed() -> None:
+    run_ranks(_infinite, world_size=2, timeout_seconds=60)
+
+
+def _grad_scaler(context: RankContext) -> None:
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(Tagger(sparse=sparse))
+        sync = thinwire.attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        for step in range(2):
+            optimizer.zero_grad()
+            loss = model(torch.arange(10) + context.rank).square().mean()
+            poison = float("inf") if step == 0 and context.rank == 0 else 1.0
+            scaler.scale(loss * poison).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            unchanged = all(map(torch.equal, before, model.parameters()))
+            assert unchanged == (step == 0), "the step with the infinity is skipped on every rank"
+        assert scaler.get_scale() == 512.0
+        sync.detach()
+
+
+def test_grad_scaler_skips_the_same_step_on_all_ranks() -> None:
+    run_ranks(_grad_scaler, world_size=2, timeout_seconds=60)
+
+
+def _life_cycle(context: RankContext) -> None:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logging.getLogger("thinwire").addHandler(handler)
+    logging.getLogger("thinwire").setLevel(logging.INFO)
+    model = DistributedDataParallel(Tagger())
+    sync = thinwire.attach(model)
+    with pytest.raises(ValueError, match="attached to this model already"):
+        thinwire.attach(model)
+    words = torch.arange(8) + context.rank
+    model(words).sum().backward()
+    lines = [record.getMessage() for record in records]
+    assert len(lines) == (context.rank == 0)
+    assert all("words.weight" in line and "all-reduced" in line for line in lines)
+    state = sync.state_dict()
+    sync.detach()
+    sync.detach()
+    model.zero_grad()
+    model(words).sum().backward()
+    stock = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    again = thinwire.attach(model)
+    again.load_state_dict(state)
+    assert again.state_dict() == state
+    with pytest.raises(ValueError, match="other parameters"):
+        again.load_state_dict(state | {"parameters": ["elsewhere"]})
+    with pytest.raises(ValueError, match="version"):
+        again.load_state_dict(state | {"version": 99})
+    model.zero_grad()
+    model(words).sum().backward()
+    mine = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    for ours, theirs in zip(mine, stock, strict=True):
+        torch.testing.assert_close(ours, theirs)
+    again.detach()
+
+
+def test_life_cycle_and_state() -> None:
+    run_ranks(_life_cycle, world_size=3, timeout_seconds=60)
+
+
+def _never_called(context: RankContext) -> None:
+    model = DistributedDataParallel(Tagger())
+    sync = thinwire.attach(model)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            model.module(torch.arange(4)).sum().backward()  # around DDP
+        assert not caught
+        with torch.no_grad():
+            model(torch.arange(4))
+        assert not caught
+        for _ in range(3):
+            model(torch.arange(4))
+    assert [str(warning.message)[:24] for warning in caught] == ["thinwire is attached, but"[:24]]
+    sync.detach()
+
+
+def test_a_hook_that_is_never_called_is_warned_of_once() -> None:
+    run_ranks(_never_called, world_size=1, timeout_seconds=60)
+
+
+def _refusals(context: RankContext) -> None:
+    with pytest.raises(ValueError, match="DistributedDataParallel"):
+        thinwire.attach(Tagger())
+    hooked = DistributedDataParallel(Tagger())
+    hooked.register_comm_hook(None, allreduce_hook)
+    with pytest.raises(ValueError, match="communication hook already"):
+        thinwire.attach(hooked)
+    model = DistributedDataParallel(Tagger())
+    with pytest.raises(ValueError, match="legal are auto"):
+        thinwire.attach(model, scheme="zenith")
+    with pytest.raises(thinwire.MismatchError, match="scheme="):
+        thinwire.attach(model, scheme="zen" if context.rank else "agsparse")
+    other = DistributedDataParallel(
+        Tagger(), process_group=dist.new_group([context.rank], use_local_synchronization=True)
+    )
+    sync = thinwire.attach(other)
+    other(torch.arange(4)).sum().backward()
+    assert sync.stats()["comm/bytes_sent"] == 0
+    sync.detach()
+
+
+def test_refusals() -> None:
+    run_ranks(_refusals, world_size=2, timeout_seconds=60)
+
+
+def _dies_in_training(context: RankContext, faults: Faults) -> str:
+    model = DistributedDataParallel(Tagger(sparse=True))
+    thinwire.attach(model)
+    for step in range(4):
+        faults.strike(context.rank, step)
+        try:
+            model(torch.arange(8)).sum().backward()
+        except thinwire.PeerError as error:
+            return str(error)
+    return "no error"
+
+
+def test_a_rank_that_dies_in_training_is_a_clear_error_out_of_backward() -> None:
+    outcomes = run_ranks(_dies_in_training, Faults().kill(rank=2, step=2), world_size=4, check=False)
+    for outcome in outcomes:
+        if outcome.rank == 2:
+            assert outcome.exit_code == -9
+        else:
+            assert "a peer died" in outcome.value
+            assert f"rank {outcome.rank}" in outcome.value
+
+
+# --- which rows a gradient can have: known only when it is certain
+
+
+def rows_after(model: nn.Module, table: nn.Embedding, loss) -> Tensor | None:  # noqa: ANN001
+    lookups = LookupRows(model)
+    loss().backward()
+    found = lookups.take(table.weight)
+    lookups.remove()
+    return None if found is None else found.unique()
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(500, 16)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(ids).sum()
+
+
+def test_rows_are_known_after_one_lookup_and_only_then() -> None:
+    ids = torch.tensor([[3, 3], [1, 499]])
+    model = Table()
+    weight = model.table.weight
+    assert rows_after(model, model.table, lambda: model(ids)).tolist() == [1, 3, 499]
+    assert rows_after(model, model.table, lambda: model(ids)) is None, "accumulated on an earlier gradient"
+    weight.grad = None
+    assert rows_after(model, model.table, lambda: model(ids) + weight[7].sum()) is None
+    weight.grad = None
+    assert rows_after(model, model.table, lambda: weight[7].sum() + model(ids)) is None
+    weight.grad = None
+    assert rows_after(model, model.table, lambda: model(ids) * 2).tolist() == [1, 3, 499]
+    weight.grad = None
+    assert rows_after(model, model.table, lambda: model(ids) + model.table(ids // 2).sum()) is None
+    weight.grad = None
+    assert rows_after(model, model.table, lambda: model.table(input=ids).sum()).tolist() == [1, 3, 499]
+
+
+def edit_afterwards(parameter: Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.add_(1.0)
+
+
+def test_rows_are_unknown_when_a_hook_edits_the_gradient() -> None:
+    ids = torch.tensor([3, 1])
+    for edit in (lambda gradient: gradient + 1.0, lambda gradient: gradient.add_(1.0)):
+        model = Table()
+        model.table.weight.register_hook(edit)
+        assert rows_after(model, model.table, lambda model=model: model(ids)) is None
+    model = Table()
+    model.table.weight.register_post_accumulate_grad_hook(edit_afterwards)
+    assert rows_after(model, model.table, lambda: model(ids)) is None
+
+
+def test_rows_of_a_subclass_are_unknown() -> None:
+    class Shifted(nn.Embedding):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input + 1)
+
+    model = Table()
+    model.table = Shifted(500, 16)
+    assert rows_after(model, model.table, lambda: model(torch.tensor([3]))) is None
+
+
+def test_small_tables_are_left_alone() -> None:
+    assert not LookupRows(nn.Sequential(nn.Embedding(10, 4))).parameters

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+from thinwire.testbed import launch
+
 settings.register_profile("thinwire", deadline=None, derandomize=True, database=None, print_blob=True)
 settings.load_profile("thinwire")
 
@@ -18,6 +20,11 @@ settings.load_profile("thinwire")
 @pytest.fixture(autouse=True, scope="session")
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def ranks_start_with_dynamo() -> None:
+    launch.preload("torch._dynamo")
 
 
 @pytest.fixture(autouse=True)

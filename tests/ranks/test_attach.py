@@ -302,7 +302,7 @@ def test_a_rank_that_dies_in_training_is_a_clear_error_out_of_backward() -> None
 # --- which rows a gradient can have: known only when it is certain
 
 
-def rows_after(model: nn.Module, table: nn.Embedding, loss) -> Tensor | None:  # noqa: ANN001
+def rows_after(model: nn.Module, table: nn.Embedding, loss) -> Tensor | None:
     lookups = LookupRows(model)
     loss().backward()
     found = lookups.take(table.weight)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -120,7 +121,7 @@ def _one_rank_is_wrong(context: RankContext, case: str) -> str:
             "dtype": (good.double(), {}),
             "layout": (good.to_sparse(), {}),
             "scheme": (good, {"scheme": "zen"}),
-            "seed": (good, {"scheme": thinwire.Scheme("point_to_point", "incremental", "parallelism", "balanced", seed=7)}),
+            "seed": (good, {"scheme": replace(thinwire.schemes.ZEN, seed=7)}),
             "op": (good, {"op": "mean"}),
             "unknown scheme": (good, {"scheme": "zenn"}),
             "unknown op": (good, {"op": "max"}),
@@ -224,7 +225,7 @@ class _Tampered(ProcessGroupExchange):
         super().__init__(group)
         self.countdown = at
 
-    def swap(self, outgoing, receive_bytes):  # noqa: ANN001, ANN202
+    def swap(self, outgoing, receive_bytes):
         incoming = super().swap(outgoing, receive_bytes)
         self.countdown -= 1
         if self.countdown == 0 and self.rank == 1 and incoming[0].numel():

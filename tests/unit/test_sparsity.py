@@ -77,9 +77,7 @@ def test_skewness_by_hand() -> None:
 @given(id_sets, st.integers(1, NUM_ROWS))
 def test_skewness_matches_a_loop_over_uneven_partitions(ids: set[int], partitions: int) -> None:
     bounds = [j * NUM_ROWS // partitions for j in range(partitions + 1)]
-    densities = [
-        len([i for i in ids if low <= i < high]) / (high - low) for low, high in itertools.pairwise(bounds)
-    ]
+    densities = [len([i for i in ids if low <= i < high]) / (high - low) for low, high in itertools.pairwise(bounds)]
     expected = max(densities) * NUM_ROWS / len(ids) if ids else 1.0
     result = skewness(tensor_of(ids), NUM_ROWS, partitions)
     assert result == pytest.approx(expected)

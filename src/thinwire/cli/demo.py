@@ -69,7 +69,7 @@ def _compare(console: Console, workers: int, steps: int, link: str, seed: int) -
 def _emulated(link_text: str) -> "Launch":
     """Start the workers on emulated hosts, one each."""
     from thinwire.demo.train import train_on_host
-    from thinwire.testbed.launch import run_ranks
+    from thinwire.testbed.launch import preload, run_ranks
     from thinwire.testbed.network import EmulatedNetwork, Link, NetAdminError, require_net_admin
 
     try:
@@ -77,6 +77,8 @@ def _emulated(link_text: str) -> "Launch":
         require_net_admin()
     except (ValueError, NetAdminError) as error:
         raise typer.BadParameter(str(error), param_hint="--link") from error
+
+    preload("torch._dynamo")
 
     def launch(job: "TrainJob", workers: int) -> float:
         with EmulatedNetwork(hosts=workers, link=link) as network:

@@ -68,7 +68,8 @@ def sparse_all_reduce(
         PeerError: a peer failed, died, or did not call within the group's timeout.
         CorruptMessageError: a message arrived changed.
 
-    Memory: about three times the values received, plus one bit a row for bitmaps.
+    Memory: up to four times the values received (sixteen-bit values: seven and a half, because they are summed in
+    float32), plus one bit for each row and rank; tested in tests/unit/test_memory.py.
 
     Example:
         >>> gradient = torch.sparse_coo_tensor([[0, 7]], torch.ones(2, 16), (1000, 16))  # doctest: +SKIP

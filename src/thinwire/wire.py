@@ -66,8 +66,12 @@ def payload_bytes(format: Format, count: int, row_bytes: int, size: int, num_row
 
 
 def smallest(formats: tuple[Format, ...], count: int, row_bytes: int, size: int, num_rows: int) -> Format:
-    """The format of fewest bytes; the earlier one of equals."""
-    return min(formats, key=lambda format: payload_bytes(format, count, row_bytes, size, num_rows))
+    """The format of fewest bytes; the earlier one of equals.
+
+    DENSE does not say which rows were present, so it is taken only where all are, or where it is the only one.
+    """
+    exact = [format for format in formats if format is not Format.DENSE or count == size] or formats
+    return min(exact, key=lambda format: payload_bytes(format, count, row_bytes, size, num_rows))
 
 
 def encode(format: Format, part: Part, positions: Tensor, values: Tensor, order: Tensor | None = None) -> Tensor:
@@ -149,7 +153,7 @@ def _encode_index(format: Format, part: Part, positions: Tensor) -> Tensor:
 def _decode_index(format: Format, part: Part, count: int, tail: Tensor) -> Tensor:
     if format is Format.COO:
         dtype = index_dtype(part.size)
-        index = tail[: count * dtype.itemsize].view(dtype).to(torch.int64)
+        index = tail[: count * dtype.itemsize].clone().view(dtype).to(torch.int64)  # a copy is aligned
         return index & 0xFFFF if dtype == torch.int16 else index
     if format is Format.HASH_BITMAP:
         return kernels.unpack_bits(tail[: (part.size + 7) // 8])
@@ -214,7 +218,7 @@ class Header:
         """Raises CorruptMessageError for anything that no thinwire of this version has sent."""
         if len(data) != cls.NUM_BYTES:
             raise CorruptMessageError(f"a header of {len(data)} bytes instead of {cls.NUM_BYTES}")
-        magic, version, kind, code, source, sequence, crc, digest, held, count, length, checksum = cls._STRUCT.unpack(
+        magic, version, kind, code, source, sequence, _, digest, held, count, length, checksum = cls._STRUCT.unpack(
             data
         )
         if magic != cls._MAGIC:
@@ -226,7 +230,7 @@ class Header:
         if kind not in Kind.__members__.values() or code >= len(FORMATS):
             raise CorruptMessageError(f"a header of unknown kind {kind} or format {code}")
         header = cls(Kind(kind), source, sequence, digest, FORMATS[code], held, count, length, checksum)
-        if zlib.crc32(header._pack(0)) != crc:
+        if header.pack() != data:  # every byte counts, the padding too
             raise CorruptMessageError("a header whose checksum does not match")
         return header
 

@@ -21,6 +21,7 @@ from thinwire.sync.scheme import name_of, resolve
         (schemes.ZEN, {"balance": None}, "balance belongs to parallelism"),
         (schemes.AGSPARSE, {"balance": "balanced"}, "balance belongs to parallelism"),
         (schemes.ZEN, {"communication": "native"}, "native all-reduce partitions by itself"),
+        (schemes.AGSPARSE, {"communication": "native"}, "moves dense values only"),
         (schemes.AGSPARSE, {"ownership": "permutation"}, "ownership belongs to parallelism"),
         (schemes.ZEN, {"ownership": "contiguous"}, "balanced is: permutation, hierarchical_hash"),
         (schemes.SPARSE_PS, {"ownership": "permutation"}, "permutation ownership is not imbalanced"),
@@ -89,7 +90,7 @@ def test_unknown_names_list_the_legal_ones() -> None:
 
 
 VARIANTS: dict[str, tuple[Scheme, Any]] = {
-    "communication": (schemes.AGSPARSE, Communication.NATIVE),
+    "communication": (schemes.DENSE, Communication.POINT_TO_POINT),
     "aggregation": (schemes.ZEN, Aggregation.ONE_SHOT),
     "partition": (replace(schemes.SPARSE_PS), None),  # changes with balance and ownership: below
     "balance": (schemes.ZEN, Balance.IMBALANCED),

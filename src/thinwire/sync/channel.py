@@ -107,7 +107,7 @@ class Channel:
         return self.held
 
     def swap(self, kind: Kind, prepare: Callable[[], Sequence[Draft]], max_payload_bytes: int = 0) -> list[Message]:
-        """Send the draft for each rank and return the message of each rank, in rank order, to be `verified`.
+        """Send the draft for each rank and return the message of each rank, in rank order; see `reading`.
 
         Args:
             prepare: makes the drafts, one for each rank; the same object may stand for several.
@@ -138,18 +138,19 @@ class Channel:
         self._raise_reported(incoming)
         return incoming
 
-    def verified(self, message: Message) -> Message:
-        """The message, if its payload is what its sender announced.
+    @contextmanager
+    def reading(self, message: Message) -> Iterator[None]:
+        """Verifies a message; what is found wrong with it here or inside names its sender.
 
         Raises:
-            CorruptMessageError: it is not. Call this where a next swap is prepared, if there is one, so that all
-                ranks learn of it there.
+            CorruptMessageError: read where a next swap is prepared, if there is one, so that all ranks learn
+                of it there.
         """
         try:
             message.verify()
+            yield
         except CorruptMessageError as error:
             raise CorruptMessageError(f"{self._where()}: from rank {message.header.source}: {error}") from error
-        return message
 
     def _seal(self, kind: Kind, drafts: Sequence[Draft]) -> list[Message]:
         sealed: dict[int, Message] = {}
@@ -188,10 +189,10 @@ class Channel:
                 f"{self._where()}: rank {header.source} sent {header.kind.name}, this rank waits for {kind.name}"
             )
         limit = _MAX_ERROR_BYTES if header.kind is Kind.ERROR else max_payload_bytes
-        if header.payload_bytes > limit:
+        if header.payload_bytes > limit or header.payload_bytes % ALIGNMENT_BYTES:
             raise CorruptHeaderError(
                 f"{self._where()}: rank {header.source} announces {header.payload_bytes} bytes, where"
-                f" {limit} are the most that make sense"
+                f" a multiple of {ALIGNMENT_BYTES} up to {limit} makes sense"
             )
 
     def _raise_reported(self, incoming: Sequence[Message]) -> None:
@@ -245,4 +246,4 @@ def _as_bytes(data: bytes) -> Tensor:
 
 def _first_difference(mine: str, theirs: str) -> tuple[str, str]:
     lines = zip_longest(mine.splitlines(), theirs.splitlines(), fillvalue="(nothing more)")
-    return next((a, b) for a, b in lines if a != b)
+    return next(((a, b) for a, b in lines if a != b), ("(a long description)", "(another one, equal at first)"))

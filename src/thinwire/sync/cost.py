@@ -45,6 +45,8 @@ def sent_bytes(
     parts = partition.parts
     union = torch.cat(list(ids_per_rank)).unique()
     summed = _counts(partition.owners(union), world_size)
+    if scheme.push_format == (Format.DENSE,):
+        summed = [part.size for part in parts]
     totals = []
     for rank, ids in enumerate(ids_per_rank):
         counts = _counts(partition.owners(ids), world_size)
@@ -94,7 +96,5 @@ def _counts(owners: Tensor, world_size: int) -> list[int]:
 
 
 def _message_bytes(formats: tuple[Format, ...], count: int, row_bytes: int, part: Part) -> int:
-    def payload(format: Format) -> int:
-        return wire.payload_bytes(format, count, row_bytes, part.size, part.num_rows)
-
-    return Header.NUM_BYTES + min(payload(format) for format in formats)
+    format = wire.smallest(formats, count, row_bytes, part.size, part.num_rows)
+    return Header.NUM_BYTES + wire.payload_bytes(format, count, row_bytes, part.size, part.num_rows)

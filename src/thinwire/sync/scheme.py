@@ -104,6 +104,8 @@ class Scheme:
             raise ValueError("balance belongs to parallelism: give one of Balance there, and None elsewhere")
         if self.communication is Communication.NATIVE and parallel:
             raise ValueError("the native all-reduce partitions by itself: use Partitioning.CENTRALIZATION")
+        if self.communication is Communication.NATIVE and {*self.push_format, *self.pull_format} != {Format.DENSE}:
+            raise ValueError("the native all-reduce moves dense values only: use Format.DENSE in push and pull")
         if self.balance is None:
             if self.ownership is not None:
                 raise ValueError("ownership belongs to parallelism: under centralization nobody owns a part")
@@ -134,7 +136,7 @@ class Scheme:
         return int.from_bytes(hashlib.blake2b(self.describe().encode(), digest_size=8).digest(), "little")
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=16)
 def _partition(ownership: Ownership, num_rows: int, world_size: int, seed: int) -> Partition:
     """Kept, because a partition keeps what it has computed about its parts."""
     if ownership is Ownership.CONTIGUOUS:

@@ -84,8 +84,9 @@ def _draft(
 
 
 def _decode(message: Message, part: Part, like: SparseRows, channel: Channel) -> Piece:
-    header = channel.verified(message).header
-    return wire.decode(header.format, part, header.count, message.payload, like.width, like.values.dtype)
+    header = message.header
+    with channel.reading(message):
+        return wire.decode(header.format, part, header.count, message.payload, like.width, like.values.dtype)
 
 
 def _sum(messages: Sequence[Message], part: Part, like: SparseRows, channel: Channel, scale: float) -> Piece:

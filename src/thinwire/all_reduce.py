@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Literal, overload
 from weakref import WeakKeyDictionary
 
@@ -104,5 +105,6 @@ def _kind(tensor: Tensor) -> str:
 def _lane_of(group: dist.ProcessGroup) -> Lane:
     """The lane of a group, made by the first call: all its ranks make that call, so all make the lane."""
     if group not in _lanes:
-        _lanes[group] = Lane(group)
+        lane = _lanes[group] = Lane(group)
+        weakref.finalize(group, lane.abandon)
     return _lanes[group]

@@ -43,7 +43,7 @@ def attach(model: nn.Module, scheme: str | Scheme = AUTO, timeout: timedelta | N
     Args:
         model: a ``DistributedDataParallel`` whose parameters are on the CPU.
         scheme: a name of `thinwire.schemes` or a `Scheme`; "auto" takes the one of fewest bytes at each step.
-        timeout: how long to wait for a peer; None takes the default of torch.distributed.
+        timeout: how long to wait for a peer; None takes that of the model's process group.
 
     Returns:
         A `Synchronizer`: statistics, state, and `Synchronizer.detach`.
@@ -177,12 +177,22 @@ class Synchronizer:
 
     def _on_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Called by DDP in backward for each bucket, in the same order on all ranks."""
-        if not self._in_flight:
-            Variable._execution_engine.queue_callback(self._finish_backward)
         job = self._sparse_job(bucket) if bucket.buffer().is_sparse else self._dense_job(bucket)
         future = self._lane.submit(job)
-        self._in_flight.append(future)
+        if self._in_flight or self._in_backward():
+            self._in_flight.append(future)
         return future
+
+    def _in_backward(self) -> bool:
+        """Have `_finish_backward` called at the end of the running backward, if there is one.
+
+        Under ``model.join()`` DDP also calls its hook outside of backward, for ranks that ran out of data.
+        """
+        try:
+            Variable._execution_engine.queue_callback(self._finish_backward)
+        except RuntimeError:
+            return False
+        return True
 
     def _sparse_job(self, bucket: dist.GradBucket) -> Callable[[Lane], Tensor]:
         gradient, name = bucket.buffer(), self._names[id(bucket.parameters()[0])]

@@ -6,11 +6,13 @@ import contextlib
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
@@ -71,6 +73,14 @@ def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> dist.Pr
     return group
 
 
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout that the group was made with; None, for torch's default, where this torch does not tell."""
+    try:
+        return group._get_backend(torch.device("cpu")).options._timeout
+    except (AttributeError, RuntimeError):
+        return None
+
+
 class Lane:
     """Runs jobs one after the other on a thread and a process group of their own.
 
@@ -79,13 +89,14 @@ class Lane:
 
     Args:
         process_group: the ranks that take part. Making a lane is a collective call of all of them.
-        timeout: how long an exchange may wait for a peer; None takes the default of torch.distributed.
+        timeout: how long an exchange may wait for a peer; None takes that of ``process_group``.
     """
 
     def __init__(self, process_group: Group = None, timeout: timedelta | None = None) -> None:
-        self._parent = resolve_group(process_group)
-        self._timeout = timeout
-        self._group: dist.ProcessGroup | None = _take_group(self._parent, timeout)
+        parent = resolve_group(process_group)
+        self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
+        self._timeout = timeout or _timeout_of(parent)
+        self._group: dist.ProcessGroup | None = _take_group(parent, self._timeout)
         self.exchange: Exchange = ProcessGroupExchange(self._group)
         self.busy_seconds = 0.0
         self._sequence = 0
@@ -128,10 +139,15 @@ class Lane:
         """Finish the queued jobs and release the thread and the group. Nothing can be submitted afterwards."""
         self._jobs.put(None)
         self._thread.join()
-        if self._group is not None and self._broken is None:
-            _idle_groups.setdefault(self._parent, []).append((self._timeout, self._group))
+        parent = self._parent()
+        if parent is not None and self._group is not None and self._broken is None:
+            _idle_groups.setdefault(parent, []).append((self._timeout, self._group))
             self._group = None
         self._hang_up()
+
+    def abandon(self) -> None:
+        """Have the thread end after the queued jobs, without waiting for it."""
+        self._jobs.put(None)
 
     def channel(self, subject: Subject) -> Channel:
         """The next conversation. Only for a running job.

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 DEFAULT_DENSE_BYTES = 80_000_000
+DEFAULT_ELEMENT_BYTES = 20_000_000  # of unstructured tensors, whose every value has an id and its own CPU work
 MIN_ROWS = 64
 VALUE_SCALE = 1e-2
 CHUNK_ROWS = 1 << 16  # drawn at a time: 0.5 MB of uniforms stay in cache, 64M rows never need 512 MB
@@ -80,8 +81,9 @@ class Recipe:
 
     @property
     def default_scale(self) -> float:
-        """The scale at which the dense float32 gradient has 80 MB; 1.0 where it has less at full size."""
-        return min(1.0, DEFAULT_DENSE_BYTES / self.dense_bytes)
+        """The scale at which the dense float32 gradient has 80 MB, 20 MB at width 1; at most 1.0."""
+        wanted = DEFAULT_DENSE_BYTES if self.width > 1 else DEFAULT_ELEMENT_BYTES
+        return min(1.0, wanted / self.dense_bytes)
 
     def scaled(self, scale: float) -> Recipe:
         """The same law on scale * num_rows rows, but at least 64; width and density stay.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -84,9 +85,14 @@ def _print(result: dict[str, Any], console: Console) -> None:
     table = Table(
         title=f"{first['workload']}: {first['num_rows']:,} x {first['width']} {first['dtype']}, density"
         f" {first['density']:.2%}, {first['world_size']} ranks, {link}",
-        caption="own wire: the time that its own bytes need on the measured link; agsparse_torch: bytes by formula",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        caption="own wire: seconds over what its own bytes need on the link; dense: speed-up over dense.\n"
+        "agsparse_torch is torch's own sparse all-reduce, its bytes by formula.",
+        caption_justify="left",
     )
-    for name in ("scheme", "sent", "median", "p10 .. p90", "/ own wire", "vs dense", "error"):
+    for name in ("scheme", "MB sent", "seconds", "p10 .. p90", "own wire", "dense", "error"):
         table.add_column(name, justify="left" if name == "scheme" else "right", no_wrap=True)
     for row in rows:
         table.add_row(*_cells(row))
@@ -113,8 +119,8 @@ def _cells(row: dict[str, Any]) -> list[str]:
     chosen = f" ({row['chosen']})" if row["chosen"] != row["scheme"] else ""
     return [
         row["scheme"] + chosen,
-        f"{row['bytes_sent_max'] / 1e6:.2f} MB",
-        f"{row['seconds_median']:.3f} s",
+        f"{row['bytes_sent_max'] / 1e6:.2f}",
+        f"{row['seconds_median']:.3f}",
         f"{row['seconds_p10']:.3f} .. {row['seconds_p90']:.3f}",
         f"{row['seconds_median'] / own:.2f}x" if own else "-",
         f"{speedup:.1f}x" if speedup is not None else "-",

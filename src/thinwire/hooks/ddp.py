@@ -11,6 +11,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.errors import ThinwireError
+
 OnBucket = Callable[[dist.GradBucket], Future[Tensor]]
 
 
@@ -23,6 +25,11 @@ class _Dispatcher:
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         del state
+        if not isinstance(bucket, dist.GradBucket):
+            raise ThinwireError(
+                "DDP called the hook without a bucket, as it does under torch._dynamo.config.optimize_ddp ="
+                ' "python_reducer": set it to "ddp_optimizer" or False'
+            )
         if self.target is not None:
             return self.target(bucket)
         if bucket.buffer().is_sparse:

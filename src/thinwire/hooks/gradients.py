@@ -50,11 +50,10 @@ class GradientSync:
 
         ``touched`` are ids of all rows that can be non-zero, or None to look for them.
         """
-        if self.scheme == AUTO and self.pauses.get(name, 0) > 0:
-            self.pauses[name] -= 1
+        plan = self._plan(name)
+        if plan in (DENSE, name_of(DENSE)):
             return self.dense(lane, name, gradient)
         matrix = gradient.view(gradient.shape[0], -1)
-        plan = self._plan(name)
         channel = lane.channel(Subject(f"parameter {name!r}", _describe(gradient, plan)))
         before = lane.exchange.traffic.sent_bytes
         rows, scheme = agree(lambda: _rows(matrix, touched), plan, channel)
@@ -70,7 +69,13 @@ class GradientSync:
         return None
 
     def _plan(self, name: str) -> str | Scheme:
-        return self.choices.get(name, AUTO) if self.scheme == AUTO else self.scheme
+        """The scheme of this step; "auto" to agree on one first."""
+        if self.scheme != AUTO:
+            return self.scheme
+        if self.pauses.get(name, 0) > 0:
+            self.pauses[name] -= 1
+            return name_of(DENSE)
+        return self.choices.get(name, AUTO)
 
     def dense(self, lane: Lane, name: str, gradient: Tensor, account: str | None = None) -> None:
         """The mean of a dense gradient, all-reduced in place; booked on ``account`` if it is not ``name``."""

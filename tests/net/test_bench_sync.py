@@ -1,0 +1,151 @@
+"""`thinwire bench sync`: the JSON contract, bytes to the byte, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from typer.testing import CliRunner
+
+from thinwire.bench.sync import SyncBenchmark, run
+from thinwire.bench.trace import Trace, save_trace
+from thinwire.cli.main import app
+from thinwire.sync.exchange import ring_all_reduce_bytes
+from thinwire.testbed.launch import RankContext, run_ranks
+from thinwire.testbed.network import EmulatedNetwork, Link, NetAdminError, require_net_admin
+
+CONTRACT = {
+    "workload", "scheme", "world_size", "ranks_per_host", "link_mbit", "dtype", "bytes_sent_max",
+    "bytes_predicted_max", "bytes_lower_bound", "imbalance_push", "imbalance_pull", "seconds_median",
+    "seconds_p10", "seconds_p90", "seconds_wire_bound", "speedup_vs_dense", "max_abs_error",
+    "bitwise_equal_across_ranks",
+}  # fmt: skip
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "sync", *arguments])
+
+
+def check_rows(rows: list[dict[str, Any]], tolerance: float) -> None:
+    for row in rows:
+        assert row.keys() >= CONTRACT
+        assert row["bytes_sent_max"] == row["bytes_predicted_max"]
+        assert row["bytes_sent_max"] > 0.8 * row["bytes_lower_bound"], "one rank's share of a mean over ranks"
+        assert row["max_abs_error"] <= tolerance
+        assert row["bitwise_equal_across_ranks"]
+        assert row["seconds_p10"] <= row["seconds_median"] <= row["seconds_p90"]
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-7), ("bfloat16", 1e-3), ("float64", 1e-15)])
+def test_without_a_link(tmp_path: Path, dtype: str, tolerance: float) -> None:
+    file = tmp_path / "out.json"
+    schemes = "zen,agsparse,sparse_ps,balanced_parallelism,dense,auto,agsparse_torch"
+    result = invoke(
+        "--hosts", "3", "--link", "none", "--workload", "bert", "--scale", "0.05", "--repeat", "2",
+        "--schemes", schemes, "--dtype", dtype, "--json", str(file),
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    written = json.loads(file.read_text())
+    assert written.keys() == {"environment", "rows"}
+    assert [row["scheme"] for row in written["rows"]] == schemes.split(",")
+    assert all(row["link_mbit"] is None and row["seconds_wire_bound"] is None for row in written["rows"])
+    # the group's own all-reduce adds sixteen-bit values in sixteen bits
+    check_rows([row for row in written["rows"] if row["scheme"] != "dense"], tolerance)
+    assert next(row for row in written["rows"] if row["scheme"] == "dense")["speedup_vs_dense"] == 1.0
+
+
+def test_json_to_standard_output_and_a_trace(tmp_path: Path) -> None:
+    ids = (torch.tensor([0, 5, 9]), torch.tensor([5]), torch.tensor([], dtype=torch.int64))
+    save_trace(tmp_path / "trace.npz", Trace(num_rows=20, width=4, steps=(ids,)))
+    result = invoke(
+        "--trace", str(tmp_path / "trace.npz"), "--hosts", "3", "--link", "none", "--repeat", "1",
+        "--schemes", "zen", "--json", "-",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    (row,) = json.loads(result.stdout)["rows"]
+    assert (row["num_rows"], row["width"]) == (20, 4)
+    # rows 0 and 9 are on one rank, row 5 on two, of three: (3 + 1 - 2) * 2 + (3 + 2 - 2) rows of 16 bytes, over 3
+    assert row["bytes_lower_bound"] == pytest.approx((2 * 2 + 3) * 16 / 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--workload", "gpt9"], "lstm"),
+        (["--schemes", "zenn"], "legal are"),
+        (["--dtype", "int8"], "legal are"),
+        (["--hosts", "0"], "at least one"),
+        (["--link", "fast"], "100mbit"),
+        (["--trace", "missing.npz"], "missing.npz"),
+        (["--schemes", "agsparse_torch", "--dtype", "float16"], "leave it out"),
+        (["--scale", "-1"], "scale"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments: list[str], says: str) -> None:
+    result = invoke("--link", "none", *arguments)
+    assert result.exit_code == 2
+    assert says in result.output
+    assert "Traceback" not in result.output
+
+
+def test_without_the_right_to_make_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise NetAdminError("emulated hosts need CAP_NET_ADMIN; run as root, or use `--link none`")
+
+    monkeypatch.setattr(EmulatedNetwork, "__enter__", refuse)
+    result = invoke("--link", "100mbit")
+    assert result.exit_code == 2
+    assert "CAP_NET_ADMIN" in result.output
+    assert "--link none" in result.output
+
+
+@pytest.fixture
+def net() -> None:
+    try:
+        require_net_admin()
+    except NetAdminError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.net
+@pytest.mark.usefixtures("net")
+def test_on_a_link_the_wire_time_dominates() -> None:
+    benchmark = SyncBenchmark(
+        "lstm", hosts=4, link=Link.parse("50mbit"), methods=("zen", "agsparse", "dense"), repeat=3, scale=0.02
+    )
+    seen: list[str] = []
+    rows = run(benchmark, seen.append)["rows"]
+    assert len(seen) == 9
+    check_rows(rows, 1e-7)
+    for row in rows:
+        assert 40 < row["link_mbit"] <= 50
+        assert row["seconds_median"] > 0.9 * row["seconds_own_wire"], "nothing is faster than its own bytes"
+    assert rows[0]["speedup_vs_dense"] > 5
+
+
+def _send_both_ways(context: RankContext, size: int) -> None:
+    import thinwire
+
+    dist.all_reduce(torch.zeros(size // 4))
+    indices = torch.arange(0, 4000, 2)[None]
+    gradient = torch.sparse_coo_tensor(indices, torch.ones(2000, 64), (4000, 64), check_invariants=False)
+    thinwire.sparse_all_reduce(gradient, scheme="zen")
+
+
+@pytest.mark.net
+@pytest.mark.usefixtures("net")
+def test_accounts_agree_with_the_packets_on_the_link() -> None:
+    """Counted bytes and the ring formula against the counter of the emulated network card: headers are about 5 %."""
+    size, hosts = 4_000_000, 4
+    with EmulatedNetwork(hosts, Link.parse("400mbit")) as network:
+        before = [network.wire_bytes_sent(host) for host in range(hosts)]
+        run_ranks(_send_both_ways, size, world_size=hosts, network=network)
+        on_the_wire = [network.wire_bytes_sent(host) - before[host] for host in range(hosts)]
+    rows_each_way = (hosts - 1) / hosts * 2000 * (64 * 4 + 2)
+    accounted = ring_all_reduce_bytes(size, hosts) + 2 * rows_each_way
+    for sent in on_the_wire:
+        assert 1.0 < sent / accounted < 1.12

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.hooks import ddp as ddp_hook
+from thinwire.hooks.buckets import Buckets
 from thinwire.hooks.embedding import LookupRows
 from thinwire.hooks.gradients import GradientSync
 from thinwire.lane import Lane
@@ -27,8 +27,6 @@ from thinwire.sync.channel import Subject
 from thinwire.sync.scheme import AUTO, Scheme, resolve
 
 logger = logging.getLogger("thinwire")
-OTHERS = "all other parameters"
-"""The row of `Synchronizer.table` for what is all-reduced in buckets."""
 _STATE_VERSION = 1
 
 
@@ -87,7 +85,7 @@ class Synchronizer:
             self._lane.close()
             raise
         self._lookups = LookupRows(model.module)
-        self._tables = {id(parameter) for parameter in self._lookups.parameters}
+        self._buckets = Buckets(self._gradients, self._lookups, self._names)
         self._forward_hook: RemovableHandle | None = model.register_forward_pre_hook(self._before_forward)
 
     def stats(self) -> dict[str, float]:
@@ -177,8 +175,7 @@ class Synchronizer:
 
     def _on_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Called by DDP in backward for each bucket, in the same order on all ranks."""
-        job = self._sparse_job(bucket) if bucket.buffer().is_sparse else self._dense_job(bucket)
-        future = self._lane.submit(job)
+        future = self._lane.submit(self._buckets.job(bucket))
         if self._in_flight or self._in_backward():
             self._in_flight.append(future)
         return future
@@ -193,42 +190,6 @@ class Synchronizer:
         except RuntimeError:
             return False
         return True
-
-    def _sparse_job(self, bucket: dist.GradBucket) -> Callable[[Lane], Tensor]:
-        gradient, name = bucket.buffer(), self._names[id(bucket.parameters()[0])]
-        return lambda lane: self._gradients.sparse(lane, name, gradient)
-
-    def _dense_job(self, bucket: dist.GradBucket) -> Callable[[Lane], Tensor]:
-        """Tables one by one, and what lies between them in the bucket as one piece each."""
-        buffer = bucket.buffer()
-        pieces: list[Callable[[Lane], None]] = []
-        start = end = 0
-
-        def all_reduce(begin: int, stop: int) -> None:
-            name = f"elements {begin} to {stop} of gradient bucket {bucket.index()}"
-            if stop > begin:
-                pieces.append(lambda lane: self._gradients.dense(lane, name, buffer[begin:stop], OTHERS))
-
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            begin = int(gradient.storage_offset() - buffer.storage_offset())
-            if id(parameter) in self._tables:
-                all_reduce(start, begin)
-                pieces.append(self._table_piece(parameter, gradient))
-                start = begin + gradient.numel()
-            end = begin + gradient.numel()
-        all_reduce(start, max(end, buffer.numel()))
-
-        def job(lane: Lane) -> Tensor:
-            for piece in pieces:
-                piece(lane)
-            return buffer
-
-        return job
-
-    def _table_piece(self, parameter: Tensor, gradient: Tensor) -> Callable[[Lane], None]:
-        assert isinstance(parameter, nn.Parameter)
-        name, touched = self._names[id(parameter)], self._lookups.take(parameter)
-        return lambda lane: self._gradients.table(lane, name, gradient, touched)
 
     def _finish_backward(self) -> None:
         """Runs when backward has nothing left to compute: what is waited for here is exposed communication."""

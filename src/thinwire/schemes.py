@@ -3,6 +3,7 @@
 from thinwire.sync.scheme import (
     AGSPARSE,
     BALANCED_PARALLELISM,
+    COLUMN_SPLIT,
     DENSE,
     NAMED,
     SPARSE_PS,
@@ -19,6 +20,7 @@ from thinwire.wire import Format
 __all__ = [
     "AGSPARSE",
     "BALANCED_PARALLELISM",
+    "COLUMN_SPLIT",
     "DENSE",
     "NAMED",
     "SPARSE_PS",

@@ -56,8 +56,8 @@ def test_expected_is_sent_where_rows_are_dealt_evenly(scheme: Scheme, world_size
     groups = torch.arange(0, 4096, 8)
     ids = (groups[:, None] * world_size + torch.arange(world_size)).flatten()
     num_rows = 4096 * world_size
-    sent = cost.sent_bytes(scheme, [ids] * world_size, num_rows, 4, torch.float32)
-    expected = cost.expected_bytes(scheme, world_size, num_rows, 16, ids.numel(), ids.numel())
+    sent = cost.sent_bytes(scheme, [ids] * world_size, num_rows, 8, torch.float32)
+    expected = cost.expected_bytes(scheme, world_size, num_rows, 32, ids.numel(), ids.numel())
     assert sent == [expected] * world_size
 
 

@@ -19,7 +19,7 @@ from thinwire.bench.workload import Workload
 from thinwire.observe import sparsity
 from thinwire.sync.choose import choose
 from thinwire.sync.cost import opening_bytes, sent_bytes, value_lower_bound_bytes
-from thinwire.sync.scheme import AUTO, NAMED, Scheme, resolve
+from thinwire.sync.scheme import AUTO, NAMED, Ownership, Scheme, resolve
 from thinwire.testbed.launch import run_ranks
 from thinwire.testbed.network import EmulatedNetwork, Link
 
@@ -185,6 +185,8 @@ def _imbalance(method: str, ids: list[Tensor], num_rows: int, width: int, itemsi
     scheme = None if method == AGSPARSE_TORCH else _scheme(method, ids, num_rows, width, itemsize)
     if scheme is None or scheme.balance is None:
         return {"imbalance_push": None, "imbalance_pull": None}
+    if scheme.ownership is Ownership.COLUMNS:
+        return {"imbalance_push": 1.0, "imbalance_pull": 1.0}
     world_size = len(ids)
     partition = scheme.rows_partition(num_rows, world_size)
     counts = [torch.bincount(partition.owners(part), minlength=world_size) for part in ids]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thinwire.sync.cost import expected_bytes
-from thinwire.sync.scheme import AGSPARSE, DENSE, ZEN, Scheme
+from thinwire.sync.scheme import AGSPARSE, COLUMN_SPLIT, DENSE, ZEN, Scheme
 
-CANDIDATES = (ZEN, AGSPARSE, DENSE)
+CANDIDATES = (ZEN, COLUMN_SPLIT, AGSPARSE, DENSE)
 DENSIFICATION_EXPONENT = 0.6
 """Aggregating n ranks multiplies the density by about n^0.6: the published models lie between n^0.3 (DeepFM,
 8 ranks) and n^0.78 (an LLM's top 5 %, 16 ranks); ZEN, sections 2.1, 2.4, 3.3.1 and 5.3."""

@@ -10,7 +10,8 @@ from torch import Tensor
 from thinwire import wire
 from thinwire.sync.exchange import ring_all_reduce_bytes
 from thinwire.sync.partition import Whole
-from thinwire.sync.scheme import Partitioning, Scheme
+from thinwire.sync.patterns.columns import shares
+from thinwire.sync.scheme import Ownership, Partitioning, Scheme
 from thinwire.wire import Format, Header, Part
 
 
@@ -41,6 +42,8 @@ def sent_bytes(
     if scheme.partition is Partitioning.CENTRALIZATION:
         whole = Whole(num_rows)
         return [peers * _message_bytes(scheme.push_format, ids.numel(), row_bytes, whole) for ids in ids_per_rank]
+    if scheme.ownership is Ownership.COLUMNS:
+        return _column_bytes(scheme, ids_per_rank, num_rows, width, dtype)
     partition = scheme.rows_partition(num_rows, world_size)
     parts = partition.parts
     union = torch.cat(list(ids_per_rank)).unique()
@@ -71,6 +74,10 @@ def expected_bytes(scheme: Scheme, world_size: int, num_rows: int, row_bytes: in
         return opening_bytes(world_size) + ring_all_reduce_bytes(num_rows * row_bytes, world_size)
     if scheme.partition is Partitioning.CENTRALIZATION:
         return peers * _message_bytes(scheme.push_format, round(count), row_bytes, Whole(num_rows))
+    if scheme.ownership is Ownership.COLUMNS:
+        share = -(-row_bytes // world_size)
+        push = _message_bytes(scheme.push_format, round(count), share, Whole(num_rows))
+        return peers * (push + _message_bytes((Format.DENSE,), round(union), share, Whole(round(union))))
     part = scheme.rows_partition(num_rows, world_size).parts[0]
     push = _message_bytes(scheme.push_format, round(count / world_size), row_bytes, part)
     pull = _message_bytes(scheme.pull_format, round(union / world_size), row_bytes, part)
@@ -89,6 +96,24 @@ def value_lower_bound_bytes(ids_per_rank: Sequence[Tensor], row_bytes: int) -> f
         return 0.0
     _, holders = torch.cat(list(ids_per_rank)).unique(return_counts=True)
     return float((holders + world_size - 2).sum()) * row_bytes / world_size
+
+
+def _column_bytes(
+    scheme: Scheme, ids_per_rank: Sequence[Tensor], num_rows: int, width: int, dtype: torch.dtype
+) -> list[int]:
+    world_size = len(ids_per_rank)
+    widths = [columns.stop - columns.start for columns in shares(width, world_size)]
+    union = torch.cat(list(ids_per_rank)).unique().numel()
+    totals = []
+    for rank, ids in enumerate(ids_per_rank):
+        push = sum(
+            _message_bytes(scheme.push_format, ids.numel(), share * dtype.itemsize, Whole(num_rows))
+            for owner, share in enumerate(widths)
+            if owner != rank
+        )
+        pull = _message_bytes((Format.DENSE,), union, widths[rank] * dtype.itemsize, Whole(union))
+        totals.append(push + (world_size - 1) * pull)
+    return totals
 
 
 def _counts(owners: Tensor, world_size: int) -> list[int]:

@@ -45,11 +45,12 @@ class Ownership(StrEnum):
     CONTIGUOUS = "contiguous"
     PERMUTATION = "permutation"
     HIERARCHICAL_HASH = "hierarchical_hash"
+    COLUMNS = "columns"  # each owner has some columns of every row: not a partition of the rows
 
 
 _OWNERSHIP = {
     Balance.IMBALANCED: (Ownership.CONTIGUOUS,),
-    Balance.BALANCED: (Ownership.PERMUTATION, Ownership.HIERARCHICAL_HASH),
+    Balance.BALANCED: (Ownership.PERMUTATION, Ownership.HIERARCHICAL_HASH, Ownership.COLUMNS),
 }
 _PARTITIONS = {Ownership.PERMUTATION: Permutation, Ownership.HIERARCHICAL_HASH: HierarchicalHash}
 _ANY_FORMAT = tuple(Format)
@@ -117,14 +118,20 @@ class Scheme:
                 f"{self.ownership.value} ownership is not {self.balance.value}; {self.balance.value} is: {legal}"
             )
 
+        if self.ownership is Ownership.COLUMNS and self.pull_format != (Format.DENSE,):
+            raise ValueError(
+                "all owners of columns know the union, so the pull needs no ids: pull_format must be dense"
+            )
+
     @property
     def is_dense(self) -> bool:
         """Whether every value travels, zeros included, by the process group's own all-reduce."""
         return self.communication is Communication.NATIVE
 
     def rows_partition(self, num_rows: int, world_size: int) -> Partition:
-        """Who owns which of ``num_rows`` rows. Only under parallelism."""
+        """Who owns which of ``num_rows`` rows. Only under parallelism, and not for columns."""
         assert self.ownership is not None, "centralization has no owners"
+        assert self.ownership is not Ownership.COLUMNS, "owners of columns own a share of every row"
         return _partition(self.ownership, num_rows, world_size, self.seed)
 
     def describe(self) -> str:
@@ -193,12 +200,19 @@ BALANCED_PARALLELISM = Scheme(
 ZEN = Scheme(Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED)
 """Balanced parallelism with the cheapest format for each message: COO, bitmap, hash bitmap, or dense."""
 
+COLUMN_SPLIT = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,
+    ownership=Ownership.COLUMNS, pull_format=(Format.DENSE,),
+)  # fmt: skip
+"""Parallelism over columns: imbalance exactly 1, no ids in the pull; for rows much wider than there are ranks."""
+
 NAMED = {
     "dense": DENSE,
     "agsparse": AGSPARSE,
     "sparse_ps": SPARSE_PS,
     "balanced_parallelism": BALANCED_PARALLELISM,
     "zen": ZEN,
+    "column_split": COLUMN_SPLIT,
 }
 AUTO = "auto"
 

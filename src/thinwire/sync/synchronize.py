@@ -10,8 +10,8 @@ from thinwire.kernels import nonzero_rows
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel
 from thinwire.sync.choose import choose
-from thinwire.sync.patterns import point_to_point
-from thinwire.sync.scheme import Partitioning, Scheme, resolve
+from thinwire.sync.patterns import columns, point_to_point
+from thinwire.sync.scheme import Ownership, Partitioning, Scheme, resolve
 
 
 def agree(prepare: Callable[[], SparseRows], scheme: str | Scheme, channel: Channel) -> tuple[SparseRows, Scheme]:
@@ -43,6 +43,8 @@ def synchronize(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float
         return _through_dense(rows, channel, scale)
     if scheme.partition is Partitioning.CENTRALIZATION:
         return point_to_point.all_reduce(rows, scheme.push_format, channel, scale)
+    if scheme.ownership is Ownership.COLUMNS:
+        return columns.all_reduce(rows, scheme.push_format, channel, scale)
     partition = scheme.rows_partition(rows.num_rows, channel.world_size)
     total = point_to_point.reduce_scatter(rows, partition, scheme.push_format, channel, scale)
     return point_to_point.all_gather(rows, total, partition, scheme.pull_format, channel)

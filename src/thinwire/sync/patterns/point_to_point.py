@@ -6,18 +6,16 @@ AGsparse is `all_reduce`. Pieces are added in rank order, so all ranks get the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
-from thinwire import kernels, wire
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel, Draft
 from thinwire.sync.partition import Partition, Whole
-from thinwire.wire import Format, Kind, Message, Part
-
-Piece = tuple[Tensor, Tensor]  # (positions in a part, values)
+from thinwire.sync.patterns import pieces
+from thinwire.sync.patterns.pieces import Piece
+from thinwire.wire import Format, Kind
 
 
 def reduce_scatter(
@@ -32,12 +30,12 @@ def reduce_scatter(
 
     def drafts() -> list[Draft]:
         return [
-            _draft(formats, part, rows, positions, rows.values, places)
+            pieces.draft(formats, part, rows, positions, rows.values, places)
             for part, (positions, places) in zip(partition.parts, partition.split(rows.ids), strict=True)
         ]
 
-    messages = channel.swap(Kind.PUSH, drafts, _limit(mine, rows))
-    return lambda: _sum(messages, mine, rows, channel, scale)
+    messages = channel.swap(Kind.PUSH, drafts, pieces.limit(mine, rows.width, rows))
+    return lambda: pieces.total(messages, mine, rows.width, rows, channel, scale)
 
 
 def all_gather(
@@ -46,14 +44,17 @@ def all_gather(
     """Send the total of this rank's part to all, and put together what arrives: the whole sum, ids sorted."""
 
     def drafts() -> list[Draft]:
-        return [_draft(formats, partition.parts[channel.rank], rows, *total())] * channel.world_size
+        return [pieces.draft(formats, partition.parts[channel.rank], rows, *total())] * channel.world_size
 
-    messages = channel.swap(Kind.PULL, drafts, max(_limit(part, rows) for part in partition.parts))
-    pieces = [_decode(message, part, rows, channel) for message, part in zip(messages, partition.parts, strict=True)]
-    ids, order = partition.join([positions for positions, _ in pieces]).sort()
+    messages = channel.swap(Kind.PULL, drafts, max(pieces.limit(part, rows.width, rows) for part in partition.parts))
+    parts = [
+        pieces.decode(message, part, rows.width, rows, channel)
+        for message, part in zip(messages, partition.parts, strict=True)
+    ]
+    ids, order = partition.join([positions for positions, _ in parts]).sort()
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
     values = rows.values.new_empty(ids.numel(), rows.width)
-    for (_, piece), part_place in zip(pieces, place.split([len(positions) for positions, _ in pieces]), strict=True):
+    for (_, piece), part_place in zip(parts, place.split([len(positions) for positions, _ in parts]), strict=True):
         values.index_copy_(0, part_place, piece)
     return SparseRows.trusted(ids, values, rows.num_rows)
 
@@ -63,37 +64,7 @@ def all_reduce(rows: SparseRows, formats: tuple[Format, ...], channel: Channel, 
     whole = Whole(rows.num_rows)
 
     def drafts() -> list[Draft]:
-        return [_draft(formats, whole, rows, rows.ids, rows.values)] * channel.world_size
+        return [pieces.draft(formats, whole, rows, rows.ids, rows.values)] * channel.world_size
 
-    messages = channel.swap(Kind.GATHER, drafts, _limit(whole, rows))
-    return SparseRows.trusted(*_sum(messages, whole, rows, channel, scale), rows.num_rows)
-
-
-def _draft(
-    formats: tuple[Format, ...],
-    part: Part,
-    held: SparseRows,
-    positions: Tensor,
-    values: Tensor,
-    order: Tensor | None = None,
-) -> Draft:
-    row_bytes = values.shape[1] * values.element_size()
-    format = wire.smallest(formats, positions.numel(), row_bytes, part.size, part.num_rows)
-    payload = wire.encode(format, part, positions, values, order)
-    return Draft(format, positions.numel(), payload, held.ids.numel())
-
-
-def _decode(message: Message, part: Part, like: SparseRows, channel: Channel) -> Piece:
-    header = message.header
-    with channel.reading(message):
-        return wire.decode(header.format, part, header.count, message.payload, like.width, like.values.dtype)
-
-
-def _sum(messages: Sequence[Message], part: Part, like: SparseRows, channel: Channel, scale: float) -> Piece:
-    return kernels.sum_rows([_decode(message, part, like, channel) for message in messages], scale)
-
-
-def _limit(part: Part, rows: SparseRows) -> int:
-    """The most bytes that a payload for this part can have: all its rows, in the most wasteful format."""
-    row_bytes = rows.width * rows.values.element_size()
-    return max(wire.payload_bytes(format, part.size, row_bytes, part.size, part.num_rows) for format in Format)
+    messages = channel.swap(Kind.GATHER, drafts, pieces.limit(whole, rows.width, rows))
+    return SparseRows.trusted(*pieces.total(messages, whole, rows.width, rows, channel, scale), rows.num_rows)

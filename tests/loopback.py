@@ -90,6 +90,22 @@ class LoopbackExchange:
         self._swaps += 1
         return incoming
 
+    def swap_with(self, target: int | None, outgoing: Tensor, source: int | None, receive_bytes: int) -> Tensor:
+        assert self.rank not in (target, source), "nobody talks to itself"
+        assert target is not None or outgoing.numel() == 0
+        posted = self._meet((target, outgoing.clone()))
+        self.traffic.sent_bytes += outgoing.numel()
+        self.traffic.received_bytes += receive_bytes
+        senders = [rank for rank, (to, _) in enumerate(posted) if to == self.rank]
+        assert senders == ([] if source is None else [source]), f"ranks {senders} send here, not {source}"
+        swap, self._swaps = self._swaps, self._swaps + 1
+        if source is None:
+            assert receive_bytes == 0
+            return torch.empty(0, dtype=torch.uint8)
+        part = posted[source][1]
+        assert part.numel() == receive_bytes, f"{source} sends {part.numel()}, not {receive_bytes} bytes"
+        return self._hub.tamper(source, self.rank, swap, part) if receive_bytes else part
+
     def _others(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.rank]
 

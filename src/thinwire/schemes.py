@@ -2,12 +2,21 @@
 
 from thinwire.sync.scheme import (
     AGSPARSE,
+    AGSPARSE_HIERARCHY,
+    AGSPARSE_RING,
     BALANCED_PARALLELISM,
     COLUMN_SPLIT,
     DENSE,
+    DENSE_PS,
+    DENSE_RING,
+    HIERARCHICAL_CENTRALIZATION,
     NAMED,
+    OMNIREDUCE,
+    OMNIREDUCE_CONTIGUOUS,
+    SPARCML,
     SPARSE_PS,
     ZEN,
+    ZEN_ELEMENTS,
     Aggregation,
     Balance,
     Communication,
@@ -15,16 +24,26 @@ from thinwire.sync.scheme import (
     Partitioning,
     Scheme,
 )
+from thinwire.sync.units import Unit
 from thinwire.wire import Format
 
 __all__ = [
     "AGSPARSE",
+    "AGSPARSE_HIERARCHY",
+    "AGSPARSE_RING",
     "BALANCED_PARALLELISM",
     "COLUMN_SPLIT",
     "DENSE",
+    "DENSE_PS",
+    "DENSE_RING",
+    "HIERARCHICAL_CENTRALIZATION",
     "NAMED",
+    "OMNIREDUCE",
+    "OMNIREDUCE_CONTIGUOUS",
+    "SPARCML",
     "SPARSE_PS",
     "ZEN",
+    "ZEN_ELEMENTS",
     "Aggregation",
     "Balance",
     "Communication",
@@ -32,4 +51,5 @@ __all__ = [
     "Ownership",
     "Partitioning",
     "Scheme",
+    "Unit",
 ]

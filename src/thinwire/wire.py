@@ -30,6 +30,7 @@ class Format(StrEnum):
     BITMAP = "bitmap"  # one bit for each row of the whole tensor
     HASH_BITMAP = "hash_bitmap"  # one bit for each position of the part (ZEN, section 3.3)
     DENSE = "dense"  # no ids: every position of the part, zeros included
+    ELIAS_FANO = "elias_fano"  # the positions of the part, each in about 2 bits and log2 of the mean gap
 
 
 FORMATS = tuple(Format)
@@ -60,6 +61,8 @@ def payload_bytes(format: Format, count: int, row_bytes: int, size: int, num_row
         total = 0
     elif format is Format.COO:
         total = count * (row_bytes + index_dtype(size).itemsize)
+    elif format is Format.ELIAS_FANO:
+        total = count * row_bytes + kernels.elias_fano_bytes(count, size)
     else:
         total = count * row_bytes + ((size if format is Format.HASH_BITMAP else num_rows) + 7) // 8
     return _aligned(total)
@@ -147,6 +150,8 @@ def _encode_index(format: Format, part: Part, positions: Tensor) -> Tensor:
         return positions.to(index_dtype(part.size)).view(torch.uint8)
     if format is Format.HASH_BITMAP:
         return kernels.pack_bits(positions, part.size)
+    if format is Format.ELIAS_FANO:
+        return kernels.elias_fano_encode(positions, part.size)
     return kernels.pack_bits(part.ids(positions), part.num_rows)
 
 
@@ -157,6 +162,8 @@ def _decode_index(format: Format, part: Part, count: int, tail: Tensor) -> Tenso
         return index & 0xFFFF if dtype == torch.int16 else index
     if format is Format.HASH_BITMAP:
         return kernels.unpack_bits(tail[: (part.size + 7) // 8])
+    if format is Format.ELIAS_FANO:
+        return kernels.elias_fano_decode(tail[: kernels.elias_fano_bytes(count, part.size)], count, part.size)
     ids = kernels.unpack_bits(tail[: (part.num_rows + 7) // 8])
     if ids.numel() and int(ids[-1]) >= part.num_rows:
         raise CorruptMessageError(f"a bitmap of {part.num_rows} rows names row {int(ids[-1])}")

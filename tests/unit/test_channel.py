@@ -15,9 +15,12 @@ from thinwire import schemes
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerError, MismatchError, PeerError
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel, Draft, Subject
+from thinwire.sync.patterns.ring import gather_schedule
+from thinwire.sync.stages import Stages, all_gather
 from thinwire.sync.synchronize import agree, synchronize
 from thinwire.wire import Format, Header, Kind
 
+EMPTY_DRAFT = Draft(Format.COO, 0, torch.empty(0, dtype=torch.uint8))
 SUBJECT = Subject("embedding.weight", "float32 [20, 3]")
 TIMEOUT_SECONDS = 2.0
 
@@ -137,7 +140,7 @@ def test_long_and_odd_descriptions(description: str) -> None:
         (ValueError(""), "rank 1 reports:"),
     ],
 )
-@pytest.mark.parametrize("scheme", ["zen", "agsparse", "dense", "auto"])
+@pytest.mark.parametrize("scheme", ["zen", "agsparse", "dense", "auto", "sparcml", "dense_ring", "zen_elements"])
 def test_a_failure_before_sending_reaches_every_rank(scheme: str, error: Exception, reason: str) -> None:
     def rank(exchange: LoopbackExchange) -> SparseRows:
         def prepare() -> SparseRows:
@@ -299,6 +302,94 @@ def test_a_peer_that_does_not_come_is_lost_within_the_timeout() -> None:
     for error in (first, second):
         assert isinstance(error, LostPeerError)
         assert SUBJECT.name in str(error)
+
+
+def test_a_bit_flip_in_a_stage_of_a_hierarchy_goes_no_further() -> None:
+    """Ranks 0 and 1 talk first, then 0 with 2 and 1 with 3: rank 2 is told, 1 and 3 have right sums, none waits."""
+    first, second, third, fourth = run(schemes.SPARCML, Fault(Kind.GATHER, "payload", flip(3)), world_size=4)
+    assert isinstance(first, CorruptMessageError)
+    assert "rank 0, table: from rank 1" in str(first)
+    assert isinstance(third, PeerError)
+    assert not isinstance(third, LostPeerError)
+    assert "rank 2, table: rank 0 reports: rank 0, table: from rank 1" in str(third)
+    expected = torch.stack([rows_of(rank).to_dense() for rank in range(4)]).sum(0)
+    for good in (second, fourth):
+        assert isinstance(good, SparseRows)
+        assert torch.equal(good.to_dense(), expected)
+
+
+@pytest.mark.parametrize("world_size", [3, 5])
+@pytest.mark.parametrize("scheme", [schemes.DENSE_RING, replace(schemes.ZEN, communication="ring")])
+def test_a_bit_flip_in_a_ring_is_passed_on_to_all(scheme: schemes.Scheme, world_size: int) -> None:
+    outcomes = run(scheme, Fault(Kind.PUSH, "payload", flip(3), to=(2,)), world_size)
+    for rank, outcome in enumerate(outcomes):
+        if rank == 2:
+            assert isinstance(outcome, CorruptMessageError)
+        else:
+            assert isinstance(outcome, PeerError)
+            assert not isinstance(outcome, LostPeerError)
+            assert f"rank {rank}, table: rank 2 reports: rank 2, table: from rank 1: a message whose" in str(outcome)
+
+
+@pytest.mark.parametrize("scheme", [schemes.AGSPARSE_RING, schemes.AGSPARSE_HIERARCHY, schemes.SPARCML])
+def test_a_bit_flip_where_pieces_are_passed_on_strands_nobody(scheme: schemes.Scheme) -> None:
+    """Whoever has an answer has the right one: what arrived corrupt is never passed on as good."""
+    expected = torch.stack([rows_of(rank).to_dense() for rank in range(5)]).sum(0)
+    receiver = 2 if scheme is schemes.AGSPARSE_RING else 0
+    outcomes = run(scheme, Fault(Kind.GATHER, "payload", flip(3), to=(receiver,)), world_size=5)
+    assert isinstance(outcomes[receiver], CorruptMessageError)
+    for outcome in outcomes:
+        assert not isinstance(outcome, LostPeerError)
+        if isinstance(outcome, SparseRows):
+            assert torch.equal(outcome.to_dense(), expected)
+        else:
+            assert isinstance(outcome, (CorruptMessageError, PeerError))
+
+
+@pytest.mark.parametrize("place", [0, 3, 9, 17, 33])
+@pytest.mark.parametrize("scheme", [schemes.SPARCML, schemes.AGSPARSE_HIERARCHY])
+def test_a_bit_flip_in_a_header_of_a_stage_ends_the_conversation(scheme: schemes.Scheme, place: int) -> None:
+    outcomes = run(scheme, Fault(Kind.GATHER, "header", flip(place)), world_size=4)
+    assert isinstance(outcomes[0], CorruptHeaderError)
+    assert all(isinstance(other, (LostPeerError, SparseRows)) for other in outcomes[1:])
+    assert isinstance(outcomes[2], LostPeerError)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"payload_bytes": 1 << 50}, f"rank 1 announces {1 << 50} bytes"),
+        ({"kind": Kind.PULL}, "rank 1 sent PULL, this rank waits for GATHER"),
+        ({"sequence": 5}, "rank 1 is in another conversation"),
+        ({"digest": 5}, "rank 1 is in another conversation"),
+    ],
+)
+def test_a_senseless_announcement_in_a_stage_is_refused(fields: dict[str, Any], reason: str) -> None:
+    outcomes = run(schemes.SPARCML, Fault(Kind.GATHER, "header", reheader(**fields)))
+    assert isinstance(outcomes[0], CorruptHeaderError)
+    assert reason in str(outcomes[0])
+
+
+def test_a_failure_inside_a_stage_is_told_and_the_conversation_goes_on() -> None:
+    def rank(exchange: LoopbackExchange) -> tuple[Exception | None, list[int]]:
+        channel = Channel(exchange, SUBJECT, 0)
+        channel.open()
+        stages, error = Stages(channel), None
+        if exchange.rank == 1:
+            stages.attempt(lambda: [][0])
+        try:
+            all_gather(stages, gather_schedule(exchange.rank, 3), Kind.GATHER, lambda: EMPTY_DRAFT, 8)
+        except Exception as caught:
+            error = caught
+        return error, Channel(exchange, SUBJECT, 1).open(exchange.rank)
+
+    outcomes = run_threads(3, rank)
+    assert all(isinstance(outcome, tuple) and outcome[1] == [0, 1, 2] for outcome in outcomes), outcomes
+    errors = [outcome[0] for outcome in outcomes if isinstance(outcome, tuple)]
+    assert isinstance(errors[1], IndexError)
+    for error in (errors[0], errors[2]):
+        assert isinstance(error, PeerError)
+        assert "rank 1 reports: IndexError" in str(error)
 
 
 def test_equal_drafts_are_sealed_once() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from loopback import run_ranks, synchronized
 from thinwire import schemes
 from thinwire.sparse import SparseRows
-from thinwire.sync.choose import CANDIDATES, choose
+from thinwire.sync.choose import CANDIDATES, busiest_rank_bytes, choose
 from thinwire.sync.cost import expected_bytes, sent_bytes
 
 counts = st.lists(st.integers(0, 500), min_size=1, max_size=9)
@@ -28,8 +28,18 @@ def test_equal_input_equal_choice_of_a_candidate(counts: list[int], width: int, 
 def test_with_a_known_union_it_is_the_cheapest(world_size: int, count: int, more: int, width: int) -> None:
     union = min(500, count + more)
     chosen = choose([count] * world_size, 500, width, 4, union=union)
-    prices = {scheme: expected_bytes(scheme, world_size, 500, 4 * width, count, union) for scheme in CANDIDATES}
+    prices = {scheme: busiest_rank_bytes(scheme, world_size, 500, width, 4, count, union) for scheme in CANDIDATES}
     assert prices[chosen] == min(prices.values())
+
+
+@given(st.integers(2, 9), st.floats(0.001, 1.0), st.floats(1.0, 4.0))
+def test_chance_matters_little_where_rows_are_many(world_size: int, density: float, more: float) -> None:
+    num_rows = 10_000_000
+    count = round(density * num_rows)
+    union = min(num_rows, round(count * more))
+    for scheme in CANDIDATES:
+        even = expected_bytes(scheme, world_size, num_rows, 4 * 512, count, union)
+        assert even <= busiest_rank_bytes(scheme, world_size, num_rows, 512, 4, count, union) <= 1.03 * even
 
 
 def test_few_rows_go_sparse_and_all_rows_go_dense() -> None:

@@ -16,9 +16,11 @@ from torch import Tensor
 
 from loopback import Outcome, run_ranks, synchronized
 from thinwire import schemes
-from thinwire.schemes import Format, Ownership, Scheme
+from thinwire.kernels import nonzero_rows
+from thinwire.schemes import Aggregation, Communication, Format, Ownership, Scheme, Unit
 from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
 from thinwire.sync.cost import sent_bytes
+from thinwire.sync.units import from_units, to_units, unit_ids, unit_shape
 
 ANY = tuple(Format)
 SCHEMES: dict[str, Scheme] = {
@@ -32,6 +34,16 @@ SCHEMES: dict[str, Scheme] = {
     ),
     "sparse_ps_any_format": replace(schemes.SPARSE_PS, push_format=ANY, pull_format=ANY),
     "agsparse_any_format": replace(schemes.AGSPARSE, push_format=ANY),
+    "ring_zen": replace(schemes.ZEN, communication="ring"),
+    "ring_block_cyclic": replace(schemes.DENSE_RING, ownership="block_cyclic", push_format="auto", pull_format="auto"),
+    "ring_dense_pull": replace(schemes.ZEN, communication="ring", pull_format="dense"),
+    "agsparse_ring_any_format": replace(schemes.AGSPARSE_RING, push_format=ANY),
+    "sparcml_any_format": replace(schemes.SPARCML, push_format=ANY),
+    "sparcml_dense": replace(schemes.SPARCML, push_format="dense"),
+    "sparcml_elements": replace(schemes.SPARCML, unit="elements"),
+    "agsparse_elements": replace(schemes.AGSPARSE, unit="elements"),
+    "zen_blocks": replace(schemes.ZEN, unit="blocks"),
+    "column_split_blocks": replace(schemes.COLUMN_SPLIT, unit="blocks"),
 }
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
 ROUNDING = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
@@ -54,6 +66,10 @@ class Case:
     @property
     def ids(self) -> list[Tensor]:
         return [rows.ids for rows in self.rows]
+
+    @property
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        return [(rows.ids, rows.values) for rows in self.rows]
 
     @property
     def union(self) -> Tensor:
@@ -89,17 +105,47 @@ def dense_sum(case: Case) -> Tensor:
 
 
 def tolerance(case: Case, scheme: Scheme, exact: Tensor) -> Tensor:
-    """Sums of n numbers err by n roundings of the accumulator's type, and one of the result's."""
+    """Sums of n numbers err by n roundings of the accumulator's type, and one of the result's.
+
+    What is merged on the way travels, and so is rounded, at each stage: at most n - 1 of them around a ring.
+    """
     dtype = case.rows[0].values.dtype
     magnitude = torch.stack([rows.to_dense().double().abs() for rows in case.rows]).sum(0)
-    in_16_bits = scheme.is_dense  # the group's own all-reduce adds in the dtype of the tensor
+    # the group's own all-reduce adds in the dtype of the tensor
+    in_16_bits = scheme.is_dense or merges_on_the_way(scheme)
     accumulator = ROUNDING[dtype] if in_16_bits else min(ROUNDING[dtype], ROUNDING[torch.float32])
     denormal = torch.finfo(dtype).smallest_normal * ROUNDING[dtype]
     return ROUNDING[dtype] * exact.abs() + (case.world_size + 2) * accumulator * magnitude + denormal
 
 
+def merges_on_the_way(scheme: Scheme) -> bool:
+    staged = scheme.communication in (Communication.RING, Communication.HIERARCHY)
+    return staged and scheme.aggregation is Aggregation.INCREMENTAL
+
+
 def bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.uint8)
+
+
+def check_rows(case: Case, scheme: Scheme, total: SparseRows) -> None:
+    """Which rows are in the sum: those of the union. What does not know rows has another law, and says so."""
+    nonzero_sum = nonzero_rows(total.to_dense())
+    if case.world_size == 1 or exact_rows(scheme):
+        assert torch.equal(total.ids, case.union)
+    elif scheme.unit is Unit.ELEMENTS:  # rows that have an element that is not zero on some rank
+        assert torch.equal(total.ids, torch.cat([ids[nonzero_rows(v)] for ids, v in case.pairs]).unique())
+    elif scheme.is_dense or scheme.unit is Unit.BLOCKS:  # rows whose sum is not zero
+        assert torch.equal(total.ids, nonzero_sum)
+    else:  # a part that travels dense brings all its rows
+        assert set(case.union.tolist()) <= set(total.ids.tolist())
+    assert set(nonzero_sum.tolist()) <= set(case.union.tolist())
+
+
+def exact_rows(scheme: Scheme) -> bool:
+    """Whether the rows of the sum are those of the union, zeros or not."""
+    by_name = (Format.DENSE,)
+    dense = scheme.is_dense or (scheme.push_format == by_name) or (scheme.pull_format == by_name)
+    return scheme.unit is Unit.ROWS and (scheme.ownership is Ownership.COLUMNS or not dense)
 
 
 def check_laws(case: Case, scheme: Scheme, scale: float = 1.0) -> SparseRows:
@@ -114,10 +160,7 @@ def check_laws(case: Case, scheme: Scheme, scale: float = 1.0) -> SparseRows:
     exact = dense_sum(case) * scale
     error = (first.to_dense().double() - exact).abs()
     assert bool((error <= tolerance(case, scheme, exact)).all()), f"off by {error.max()}"
-    if scheme.is_dense:  # which rows were present is not known after a dense sum: those not zero
-        assert set(first.ids.tolist()) <= set(case.union.tolist())
-    else:
-        assert torch.equal(first.ids, case.union)
+    check_rows(case, scheme, first)
 
     like = case.rows[0]
     predicted = sent_bytes(scheme, case.ids, like.num_rows, like.width, like.values.dtype)
@@ -219,7 +262,7 @@ def test_parts_of_more_than_two_bytes_of_positions(name: str, dtype: torch.dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("world_size", [3, 8])
-def test_point_to_point_schemes_give_the_same_bits(world_size: int, dtype: torch.dtype) -> None:
+def test_schemes_that_add_at_once_give_the_same_bits(world_size: int, dtype: torch.dtype) -> None:
     """All add in rank order, so that a change of scheme does not change a run."""
     generator = torch.Generator().manual_seed(1)
     ids = [random_ids(200, 0.4, generator) for _ in range(world_size)]
@@ -228,7 +271,7 @@ def test_point_to_point_schemes_give_the_same_bits(world_size: int, dtype: torch
     for rows in case.rows:
         in_rank_order += rows.to_dense()
     for name, scheme in SCHEMES.items():
-        if not scheme.is_dense:
+        if not scheme.is_dense and not merges_on_the_way(scheme):
             assert torch.equal(bits(run(case, scheme)[0].get().to_dense()), bits(in_rank_order)), name
 
 
@@ -259,8 +302,39 @@ def test_sixteen_bit_sums_are_rounded_once(dtype: torch.dtype) -> None:
     expected = torch.tensor(sum(values), dtype=torch.float64).to(dtype).item()
     assert expected > 1.0
     for name, scheme in SCHEMES.items():
-        if not scheme.is_dense:
+        if not scheme.is_dense and not merges_on_the_way(scheme):
             assert run(case, scheme)[0].get().values.item() == expected, name
+
+
+@pytest.mark.parametrize("unit", Unit)
+@given(st.data())
+def test_units_are_another_view_of_the_same_rows(unit: Unit, data: st.DataObject) -> None:
+    """There and back is the identity, but that rows of zeros vanish; ids are as by arithmetic."""
+    (rows,) = data.draw(cases(1, data.draw(st.sampled_from(SUPPORTED_DTYPES)))).rows
+    units = to_units(rows, unit)
+    num_units, unit_width = unit_shape(rows.num_rows, rows.width, unit)
+    assert (units.num_rows, units.width) == (num_units, unit_width)
+    SparseRows(units.ids, units.values, units.num_rows)
+    assert torch.equal(units.ids, unit_ids(rows.ids, rows.width, unit))
+    flat = rows.to_dense().flatten()
+    seen = units.to_dense().flatten()
+    assert torch.equal(bits(seen[: flat.numel()]), bits(flat))
+    assert not bool(seen[flat.numel() :].any())
+    back = from_units(units, rows, unit)
+    assert torch.equal(back.ids, rows.ids)
+    assert torch.equal(bits(back.values), bits(rows.values))
+
+
+def test_units_of_rows_with_zeros() -> None:
+    """[[1, 0], [0, 0], [0, 2]] has two elements that are not zero, in one block; the row of zeros does not return."""
+    rows = SparseRows(torch.tensor([3, 5, 200]), torch.tensor([[1.0, 0.0], [0.0, 0.0], [0.0, 2.0]]), 300)
+    elements = to_units(rows, Unit.ELEMENTS)
+    assert elements.ids.tolist() == [6, 401]
+    blocks = to_units(rows, Unit.BLOCKS)
+    assert blocks.ids.tolist() == [0, 1]
+    assert blocks.values[0].nonzero().flatten().tolist() == [6]
+    for unit, units in ((Unit.ELEMENTS, elements), (Unit.BLOCKS, blocks)):
+        assert from_units(units, rows, unit).ids.tolist() == [3, 200]
 
 
 def test_the_cheapest_format_loses_no_row_and_adds_none() -> None:
@@ -278,7 +352,8 @@ def test_rows_of_zeros_stay() -> None:
     minus = SparseRows(ids, torch.tensor([[0.0], [-1.0], [2.0]]), 12)
     for name, scheme in SCHEMES.items():
         total = run(Case((rows, minus)), scheme)[0].get()
-        if not scheme.is_dense:
+        check_rows(Case((rows, minus)), scheme, total)
+        if exact_rows(scheme):
             assert torch.equal(total.ids, ids), name
         assert total.to_dense().flatten().tolist() == [0.0] * 9 + [4.0, 0.0, 0.0], name
 

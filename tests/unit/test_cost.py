@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import schemes
-from thinwire.schemes import Scheme
+from thinwire.schemes import Scheme, Unit
 from thinwire.sync import cost
 from thinwire.sync.exchange import ring_all_reduce_bytes
 from thinwire.wire import Header
 
 HEADER = Header.NUM_BYTES
+ON_ROWS = {name: scheme for name, scheme in schemes.NAMED.items() if scheme.unit is Unit.ROWS}
 named = pytest.mark.parametrize("scheme", schemes.NAMED.values(), ids=schemes.NAMED.keys())
 
 
@@ -50,7 +53,7 @@ def test_sparse_ps_by_hand() -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-@named
+@pytest.mark.parametrize("scheme", ON_ROWS.values(), ids=ON_ROWS.keys())
 def test_expected_is_sent_where_rows_are_dealt_evenly(scheme: Scheme, world_size: int) -> None:
     """Every id of every 8th group of ``world_size``: each owner has one of each group, in push and in pull."""
     groups = torch.arange(0, 4096, 8)
@@ -59,6 +62,57 @@ def test_expected_is_sent_where_rows_are_dealt_evenly(scheme: Scheme, world_size
     sent = cost.sent_bytes(scheme, [ids] * world_size, num_rows, 8, torch.float32)
     expected = cost.expected_bytes(scheme, world_size, num_rows, 32, ids.numel(), ids.numel())
     assert sent == [expected] * world_size
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_expected_is_sent_in_units_other_than_rows(world_size: int) -> None:
+    """Blocks to the byte where rows are consecutive; elements within 3 %, since owners are hashed."""
+    num_rows, ids = 4096 * world_size, torch.arange(512 * world_size)
+    sent = cost.sent_bytes(schemes.OMNIREDUCE, [ids] * world_size, num_rows, 8, torch.float32)
+    count = ids.numel()
+    assert sent == [cost.expected_bytes(schemes.OMNIREDUCE, world_size, num_rows, 32, count, count, 4)] * world_size
+    sent = cost.sent_bytes(schemes.ZEN_ELEMENTS, [ids] * world_size, num_rows, 8, torch.bfloat16)
+    expected = cost.expected_bytes(schemes.ZEN_ELEMENTS, world_size, num_rows, 16, count, count, 2)
+    assert max(sent) == pytest.approx(expected, rel=0.03)
+
+
+def test_expected_is_sent_by_stages_where_no_row_is_on_two_ranks() -> None:
+    """Partial sums grow with the ranks in them; of 8 ranks each has every 8th row."""
+    ids = [torch.arange(rank, 8192, 8) for rank in range(8)]
+    for scheme in (schemes.SPARCML, replace(schemes.BALANCED_PARALLELISM, communication="ring")):
+        sent = cost.sent_bytes(scheme, ids, 8192, 8, torch.float32)
+        expected = cost.expected_bytes(scheme, 8, 8192, 32, 1024, 8192)
+        assert max(sent) == pytest.approx(expected, rel=0.02)
+
+
+def test_sparcml_by_hand() -> None:
+    """Three ranks: 2 hands its row to 0, 0 and 1 exchange what they have, 0 returns the sum to 2."""
+    ids = [torch.tensor([1]), torch.tensor([7]), torch.tensor([1])]
+    sent = cost.sent_bytes(schemes.SPARCML, ids, 200, 3, torch.float32)
+    opening = 2 * HEADER
+    one, two = HEADER + 16, HEADER + 32  # rows of 12 + 1 bytes, padded to 8
+    assert sent == [opening + one + two, opening + one, opening + one]
+
+
+def test_agsparse_sends_as_many_bytes_by_ring_and_hierarchy() -> None:
+    """But for the opening. In a hierarchy of 8, a rank passes on 1, 2 and 4 pieces; around a ring all but its own."""
+    ids = [torch.arange(0, 100, 2)] * 8
+    direct = cost.sent_bytes(schemes.AGSPARSE, ids, 100, 3, torch.float32)
+    for scheme in (schemes.AGSPARSE_RING, schemes.AGSPARSE_HIERARCHY):
+        staged = cost.sent_bytes(scheme, ids, 100, 3, torch.float32)
+        assert staged == [sent + cost.opening_bytes(8) for sent in direct]
+
+
+def test_units_by_hand() -> None:
+    """Rows of 100 elements: rows 0 and 5 touch blocks 0, 1 and 2 (elements 0 to 99 and 500 to 599)."""
+    ids = [torch.tensor([0, 5]), torch.empty(0, dtype=torch.int64)]
+    sent = cost.sent_bytes(schemes.OMNIREDUCE, ids, 8, 100, torch.float32)
+    one, two = HEADER + 1032, HEADER + 2056  # blocks of 1024 + 1 bytes, padded to 8; owner 0 has blocks 0 and 2
+    assert sent == [one + two, HEADER + one]
+    sent = cost.sent_bytes(schemes.OMNIREDUCE_CONTIGUOUS, ids, 8, 100, torch.float32)
+    assert sent == [one + two, HEADER + one]  # owner 0 has blocks 0 and 1
+    elements = cost.sent_bytes(replace(schemes.AGSPARSE, unit="elements"), ids, 8, 100, torch.float32)
+    assert elements == [HEADER + 200 * (4 + 2), HEADER]
 
 
 @named

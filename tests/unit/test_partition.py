@@ -10,13 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.sync.partition import Contiguous, HierarchicalHash, Partition, Permutation
+from thinwire.sync.partition import BlockCyclic, Contiguous, HierarchicalHash, Partition, Permutation
 
 Maker = Callable[[int, int], Partition]
 WORLD_SIZES = (1, 2, 3, 4, 5, 8, 64)
 NUM_ROWS = (0, 1, 3, 8, 63, 64, 65, 1000)
 MAKERS = {
     "contiguous": lambda rows, n: Contiguous(rows, n),
+    "block_cyclic": lambda rows, n: BlockCyclic(rows, n),
     "permutation": lambda rows, n: Permutation(rows, n, seed=0),
     "permutation_other_seed": lambda rows, n: Permutation(rows, n, seed=2**50 + 3),
     "hierarchical_hash": lambda rows, n: HierarchicalHash(rows, n, seed=0),

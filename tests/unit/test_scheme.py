@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from thinwire import schemes
-from thinwire.schemes import Aggregation, Balance, Communication, Format, Ownership, Partitioning, Scheme
-from thinwire.sync.partition import Contiguous, HierarchicalHash, Permutation
+from thinwire.schemes import Aggregation, Balance, Communication, Format, Ownership, Partitioning, Scheme, Unit
+from thinwire.sync.partition import BlockCyclic, Contiguous, HierarchicalHash, Permutation
 from thinwire.sync.scheme import name_of, resolve
 
 
@@ -30,10 +30,17 @@ from thinwire.sync.scheme import name_of, resolve
         (schemes.ZEN, {"aggregation": "later"}, "legal are incremental, one_shot"),
         (schemes.ZEN, {"partition": "some"}, "legal are centralization, parallelism"),
         (schemes.ZEN, {"balance": "hm"}, "legal are imbalanced, balanced"),
-        (schemes.ZEN, {"ownership": "mine"}, "legal are contiguous, permutation, hierarchical_hash"),
+        (schemes.ZEN, {"ownership": "mine"}, "legal are contiguous, block_cyclic, permutation"),
         (schemes.ZEN, {"push_format": "zip"}, "unknown push_format 'zip'; legal are coo, bitmap, hash_bitmap, dense"),
         (schemes.ZEN, {"pull_format": ("coo", "zip")}, "unknown pull_format 'zip'"),
         (schemes.ZEN, {"partition": None}, "unknown partition None"),
+        (schemes.ZEN, {"communication": "hierarchy"}, "hierarchy is for centralization"),
+        (schemes.SPARSE_PS, {"communication": "ring"}, "brings every piece past every rank"),
+        (schemes.SPARCML, {"communication": "ring"}, "hold other bits"),
+        (schemes.COLUMN_SPLIT, {"communication": "ring"}, "learn the union from all ranks at once"),
+        (schemes.ZEN, {"unit": "bits"}, "legal are rows, elements, blocks"),
+        (schemes.DENSE, {"unit": "blocks"}, "nothing for a unit to name"),
+        (schemes.COLUMN_SPLIT, {"unit": "elements"}, "an element has one column"),
     ],
 )  # fmt: skip
 def test_points_without_meaning_are_refused(base: Scheme, change: dict[str, Any], reason: str) -> None:
@@ -61,6 +68,7 @@ def test_ownership_follows_balance() -> None:
     assert schemes.AGSPARSE.ownership is None
     assert isinstance(schemes.ZEN.rows_partition(10, 2), Permutation)
     assert isinstance(schemes.SPARSE_PS.rows_partition(10, 2), Contiguous)
+    assert isinstance(schemes.OMNIREDUCE.rows_partition(10, 2), BlockCyclic)
     assert isinstance(replace(schemes.ZEN, ownership="hierarchical_hash").rows_partition(10, 2), HierarchicalHash)
 
 
@@ -71,11 +79,12 @@ def test_the_seed_reaches_the_partition() -> None:
 
 
 def test_named_points_are_distinct_and_know_their_names() -> None:
-    assert len(set(schemes.NAMED.values())) == len(schemes.NAMED)
+    aliases = {"hierarchical_centralization": "sparcml"}
+    assert len(set(schemes.NAMED.values())) == len(schemes.NAMED) - len(aliases)
     for name, scheme in schemes.NAMED.items():
         assert resolve(name) is scheme
         assert resolve(scheme) is scheme
-        assert name_of(scheme) == name
+        assert name_of(scheme) == aliases.get(name, name)
         assert getattr(schemes, name.upper()) is scheme
     unnamed = replace(schemes.ZEN, seed=1)
     assert name_of(unnamed) == unnamed.describe()
@@ -98,6 +107,7 @@ VARIANTS: dict[str, tuple[Scheme, Any]] = {
     "push_format": (schemes.ZEN, (Format.COO,)),
     "pull_format": (schemes.ZEN, (Format.COO,)),
     "seed": (schemes.ZEN, 1),
+    "unit": (schemes.ZEN, Unit.BLOCKS),
 }  # fmt: skip
 
 

@@ -101,9 +101,12 @@ def test_index_widths() -> None:
         (Format.BITMAP, 3, 3 * 12 + 4000 // 8),
         (Format.HASH_BITMAP, 3, 3 * 12 + 1000 // 8),
         (Format.DENSE, 3, 1000 * 12),
+        (Format.ELIAS_FANO, 3, 3 * 12 + 3 + 1),  # l = 7 (l = 8: 3 + 1 as well)
+        (Format.ELIAS_FANO, 400, 400 * 12 + 1000 // 8),  # l = 0
         (Format.COO, 0, 0),
         (Format.BITMAP, 0, 0),
         (Format.HASH_BITMAP, 0, 0),
+        (Format.ELIAS_FANO, 0, 0),
         (Format.DENSE, 0, 1000 * 12),
     ],
 )
@@ -128,6 +131,33 @@ def test_smallest_is_the_smallest(size: int, rest: int, share: float, row_bytes:
     sizes = [wire.payload_bytes(format, count, row_bytes, size, size + rest) for format in keeping]
     assert wire.payload_bytes(best, count, row_bytes, size, size + rest) == min(sizes)
     assert best is keeping[sizes.index(min(sizes))], "the earlier one of equals"
+
+
+def test_format_codes_stay() -> None:
+    """They are on the wire, and their order decides ties."""
+    codes = {format: Header(Kind.PUSH, 0, 0, 0, format).pack()[4] for format in Format}
+    assert codes == {"coo": 0, "bitmap": 1, "hash_bitmap": 2, "dense": 3, "elias_fano": 4}
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 64, 256, 257, 2000, 65_536, 65_537, 1_000_000])
+@pytest.mark.parametrize("row_bytes", [2, 4, 12, 1024])
+def test_of_all_formats_the_choice_never_has_more_bytes_than_coo_a_bitmap_or_dense(size: int, row_bytes: int) -> None:
+    for count in sorted({*range(min(size, 20) + 1), *(size * share // 100 for share in range(101))}):
+        best = wire.smallest(FORMATS, count, row_bytes, size, size)
+        sizes = {format: wire.payload_bytes(format, count, row_bytes, size, size) for format in FORMATS}
+        assert sizes[best] <= min(sizes[Format.COO], sizes[Format.BITMAP], sizes[Format.HASH_BITMAP])
+        assert sizes[Format.ELIAS_FANO] <= sizes[Format.HASH_BITMAP]
+        assert sizes[best] <= sizes[Format.DENSE] or count < size
+
+
+@pytest.mark.parametrize("size", [2000, 100_000])
+def test_elias_fano_is_taken_below_a_third_and_a_bitmap_above(size: int) -> None:
+    for percent in range(1, 100):
+        best = wire.smallest(FORMATS, size * percent // 100, 4, size, 4 * size)
+        if percent < 32:
+            assert best is Format.ELIAS_FANO
+        if percent > 34:
+            assert best is Format.HASH_BITMAP
 
 
 headers = st.builds(
@@ -258,6 +288,45 @@ def test_bitmaps_with_other_counts_or_bits_behind_the_end_are_refused(format: Fo
         changed[place] ^= 1 << bit
         with pytest.raises(CorruptMessageError):
             wire.decode(format, whole, 2, changed, 1, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        (size, count)
+        for size in (1, 2, 3, 7, 61, 255, 256, 257, 1000)
+        for count in (1, 2, 3, 10, 61, 300)
+        if count <= size
+    ],
+)
+def test_every_flipped_bit_of_elias_fano_ids_is_refused_or_names_other_rows(size: int, count: int) -> None:
+    whole, positions = Whole(size), torch.randperm(size)[:count].sort().values
+    payload = wire.encode(Format.ELIAS_FANO, whole, positions, torch.ones(count, 1))
+    refused = 0
+    for bit in range(8 * 4 * count, 8 * (4 * count + kernels.elias_fano_bytes(count, size))):
+        flipped = payload.clone()
+        flipped[bit // 8] ^= 1 << bit % 8
+        try:
+            got, _ = wire.decode(Format.ELIAS_FANO, whole, count, flipped, 1, torch.float32)
+        except CorruptMessageError:
+            refused += 1
+            continue
+        assert got.numel() == count
+        assert not torch.equal(got, positions)
+        assert 0 <= int(got[0]) <= int(got[-1]) < size
+        assert bool((got.diff() > 0).all())
+    assert refused >= count, "at least each one of the bit vector that goes missing"
+
+
+@pytest.mark.parametrize("owner", range(4))
+@pytest.mark.parametrize("partition", FOUR_OWNERS)
+def test_elias_fano_is_over_the_positions_of_the_part(partition: Permutation, owner: int) -> None:
+    part = partition.parts[owner]
+    positions = torch.arange(0, part.size, 3)
+    payload = wire.encode(Format.ELIAS_FANO, part, positions, torch.empty(positions.numel(), 0))
+    index = kernels.elias_fano_encode(positions, part.size)
+    assert torch.equal(payload[: index.numel()], index)
+    assert not payload[index.numel() :].any()
 
 
 @pytest.mark.parametrize("format", FORMATS)

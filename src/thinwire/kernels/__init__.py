@@ -2,6 +2,9 @@
 
 from thinwire.kernels.reference import (
     checksum,
+    elias_fano_bytes,
+    elias_fano_decode,
+    elias_fano_encode,
     hierarchical_hash,
     mix,
     nonzero_rows,
@@ -13,6 +16,9 @@ from thinwire.kernels.reference import (
 
 __all__ = [
     "checksum",
+    "elias_fano_bytes",
+    "elias_fano_decode",
+    "elias_fano_encode",
     "hierarchical_hash",
     "mix",
     "nonzero_rows",

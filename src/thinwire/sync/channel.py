@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from typing import TypeVar
 
 import torch
@@ -119,10 +119,10 @@ class Channel:
         """
         failure: Exception | None = None
         try:
-            outgoing = self._seal(kind, prepare())
+            outgoing = self.seal(kind, prepare())
         except Exception as error:
             failure = error
-            outgoing = self._seal(Kind.ERROR, [_error_draft(error)] * self.world_size)
+            outgoing = [self.seal_error(error)] * self.world_size
         headers = self._swap_headers([message.header for message in outgoing])
         self._check_identity(headers)
         for header in headers:
@@ -135,8 +135,74 @@ class Channel:
         if failure is not None:
             raise failure
         incoming = [Message(header, payload) for header, payload in zip(headers, payloads, strict=True)]
-        self._raise_reported(incoming)
+        self.raise_reported(incoming)
         return incoming
+
+    def swap_known(self, kind: Kind, prepare: Callable[[], Draft], payload_bytes: Sequence[int]) -> list[Message]:
+        """A swap in which all ranks know beforehand what each of them sends to all: one collective instead of two.
+
+        The header follows the payload, so that nothing has to be waited for before the payload can be received.
+
+        Args:
+            prepare: makes this rank's draft, of ``payload_bytes[rank]`` bytes.
+            payload_bytes: of each rank; the same on all ranks.
+
+        Raises:
+            PeerError: ``prepare`` failed on another rank; this rank raises what its own ``prepare`` raised.
+            CorruptMessageError: a header that is not the expected one.
+        """
+        failure: Exception | None = None
+        try:
+            message = self.seal(kind, [prepare()])[0]
+        except Exception as error:
+            failure = error
+            text = _error_draft(error).payload[: payload_bytes[self.rank]]
+            filled = torch.cat([text, text.new_zeros(payload_bytes[self.rank] - text.numel())])
+            message = self.seal(Kind.ERROR, [Draft(Format.COO, 0, filled)])[0]
+        outgoing = torch.cat([message.payload, _as_bytes(message.header.pack())])
+        incoming = self._exchange([outgoing] * self.world_size, [size + Header.NUM_BYTES for size in payload_bytes])
+        if failure is not None:
+            raise failure
+        messages = [self._with_header_behind(rank, data, kind) for rank, data in enumerate(incoming)]
+        self.raise_reported(messages)
+        return messages
+
+    def _with_header_behind(self, rank: int, data: Tensor, kind: Kind) -> Message:
+        payload, header_bytes = data[: -Header.NUM_BYTES], data[-Header.NUM_BYTES :]
+        try:
+            header = Header.unpack(header_bytes.numpy().tobytes())
+        except CorruptMessageError as error:
+            raise CorruptMessageError(f"{self._where()}: from rank {rank}: {error}") from error
+        same = (header.digest, header.sequence, header.source) == (self._digest, self.sequence, rank)
+        if not same or header.kind not in (kind, Kind.ERROR):
+            raise CorruptMessageError(f"{self._where()}: from rank {rank}: a message of another conversation")
+        return Message(header, payload)
+
+    def swap_with(
+        self,
+        kind: Kind,
+        target: int | None,
+        outgoing: Sequence[Message],
+        source: int | None,
+        num_messages: int,
+        max_payload_bytes: int,
+    ) -> list[Message]:
+        """Send messages to one rank and return the ``num_messages`` that another one sends here; after `open`.
+
+        Errors of peers are returned as messages: see `thinwire.sync.stages`, which makes a pattern of this.
+
+        Raises:
+            CorruptHeaderError: an announcement that cannot be followed.
+        """
+        headers = self._headers_from(target, [message.header for message in outgoing], source, num_messages)
+        for header in headers:
+            if (header.digest, header.sequence) != (self._digest, self.sequence):
+                raise CorruptHeaderError(f"{self._where()}: rank {source} is in another conversation")
+            self._check_announcement(header, kind, max_payload_bytes)
+        ends = list(accumulate((header.payload_bytes for header in headers), initial=0))
+        with self._naming():
+            data = self.exchange.swap_with(target, _joined([message.payload for message in outgoing]), source, ends[-1])
+        return [Message(header, data[start:end]) for header, (start, end) in zip(headers, pairwise(ends), strict=True)]
 
     @contextmanager
     def reading(self, message: Message) -> Iterator[None]:
@@ -152,7 +218,12 @@ class Channel:
         except CorruptMessageError as error:
             raise CorruptMessageError(f"{self._where()}: from rank {message.header.source}: {error}") from error
 
-    def _seal(self, kind: Kind, drafts: Sequence[Draft]) -> list[Message]:
+    def seal_error(self, error: Exception) -> Message:
+        """The message that tells of a failure of this rank."""
+        return self.seal(Kind.ERROR, [_error_draft(error)])[0]
+
+    def seal(self, kind: Kind, drafts: Sequence[Draft]) -> list[Message]:
+        """Drafts made into messages of this rank; the same draft is sealed once."""
         sealed: dict[int, Message] = {}
         for draft in drafts:
             if id(draft) not in sealed:
@@ -164,9 +235,19 @@ class Channel:
 
     def _swap_headers(self, headers: Sequence[Header]) -> list[Header]:
         outgoing = [_as_bytes(header.pack()) for header in headers]
-        incoming = self._swap_records(outgoing)
+        return self._unpack(self._swap_records(outgoing))
+
+    def _headers_from(
+        self, target: int | None, headers: Sequence[Header], source: int | None, num_headers: int
+    ) -> list[Header]:
+        outgoing = _joined([_as_bytes(header.pack()) for header in headers])
+        with self._naming():
+            data = self.exchange.swap_with(target, outgoing, source, num_headers * Header.NUM_BYTES)
+        return self._unpack([data[place * Header.NUM_BYTES :][: Header.NUM_BYTES] for place in range(num_headers)])
+
+    def _unpack(self, headers: Sequence[Tensor]) -> list[Header]:
         try:
-            return [Header.unpack(data.numpy().tobytes()) for data in incoming]
+            return [Header.unpack(data.numpy().tobytes()) for data in headers]
         except CorruptMessageError as error:
             raise CorruptHeaderError(f"{self._where()}: {error}") from error
 
@@ -195,11 +276,12 @@ class Channel:
                 f" a multiple of {ALIGNMENT_BYTES} up to {limit} makes sense"
             )
 
-    def _raise_reported(self, incoming: Sequence[Message]) -> None:
-        for rank, message in enumerate(incoming):
+    def raise_reported(self, incoming: Sequence[Message]) -> None:
+        """Raises PeerError if there is an ERROR among the messages."""
+        for message in incoming:
             if message.header.kind is Kind.ERROR:
                 reason = message.payload.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
-                raise PeerError(f"{self._where()}: rank {rank} reports: {reason}")
+                raise PeerError(f"{self._where()}: rank {message.header.source} reports: {reason}")
 
     def _swap_text(self, text: str) -> list[str]:
         data = _as_bytes(text.encode()[:_MAX_DESCRIPTION_BYTES])
@@ -238,6 +320,12 @@ def _error_draft(error: Exception) -> Draft:
     reason = str(error) if isinstance(error, (ThinwireError, ValueError)) else f"{type(error).__name__}: {error}"
     data = reason.encode()[: _MAX_ERROR_BYTES - ALIGNMENT_BYTES]
     return Draft(Format.COO, 0, _as_bytes(data.ljust(-(-len(data) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, b"\0")))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.uint8)
 
 
 def _as_bytes(data: bytes) -> Tensor:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -10,8 +12,11 @@ from torch import Tensor
 from thinwire import wire
 from thinwire.sync.exchange import ring_all_reduce_bytes
 from thinwire.sync.partition import Whole
+from thinwire.sync.patterns import hierarchy, ring
 from thinwire.sync.patterns.columns import shares
-from thinwire.sync.scheme import Ownership, Partitioning, Scheme
+from thinwire.sync.scheme import Aggregation, Communication, Ownership, Partitioning, Scheme
+from thinwire.sync.stages import Stage
+from thinwire.sync.units import Unit, unit_ids, unit_shape
 from thinwire.wire import Format, Header, Part
 
 
@@ -27,18 +32,25 @@ def sent_bytes(
 
     Args:
         scheme: a scheme; what "auto" chooses costs `opening_bytes` more, unless it chose before.
-        ids_per_rank: for each rank its sorted unique row ids, int64.
+        ids_per_rank: for each rank its sorted unique row ids, int64. For units other than rows every element
+            of these rows is taken to be not zero.
 
     Returns:
         One number for each rank. It equals what `Traffic.sent_bytes` grows by, to the byte.
     """
     world_size = len(ids_per_rank)
-    row_bytes = width * dtype.itemsize
     if world_size == 1:
         return [0]
+    if scheme.unit is not Unit.ROWS:
+        ids_per_rank = [unit_ids(ids, width, scheme.unit) for ids in ids_per_rank]
+        num_rows, width = unit_shape(num_rows, width, scheme.unit)
+    row_bytes = width * dtype.itemsize
     peers = world_size - 1
     if scheme.is_dense:
         return [opening_bytes(world_size) + ring_all_reduce_bytes(num_rows * row_bytes, world_size)] * world_size
+    if scheme.communication is not Communication.POINT_TO_POINT:
+        opening = opening_bytes(world_size)
+        return [opening + sent for sent in _staged_bytes(scheme, ids_per_rank, num_rows, row_bytes)]
     if scheme.partition is Partitioning.CENTRALIZATION:
         whole = Whole(num_rows)
         return [peers * _message_bytes(scheme.push_format, ids.numel(), row_bytes, whole) for ids in ids_per_rank]
@@ -63,8 +75,13 @@ def sent_bytes(
     return totals
 
 
-def expected_bytes(scheme: Scheme, world_size: int, num_rows: int, row_bytes: int, count: float, union: float) -> float:
-    """Bytes that a rank sends when every rank holds ``count`` rows, ``union`` in all, dealt evenly.
+def expected_bytes(
+    scheme: Scheme, world_size: int, num_rows: int, row_bytes: int, count: float, union: float, itemsize: int = 4
+) -> float:
+    """Bytes that the busiest rank sends when every rank holds ``count`` rows, ``union`` in all, dealt evenly.
+
+    ``itemsize`` is that of an element, for units other than rows. Rows fill blocks as if they were consecutive,
+    which is the best case. The rows of m ranks together are taken to grow as a power of m.
 
     The closed forms of ZEN (sections 2.3, 3.3 and appendix B.1) with the real headers and formats; for a
     contiguous partition this is the best case, since skewness is not known here.
@@ -72,6 +89,10 @@ def expected_bytes(scheme: Scheme, world_size: int, num_rows: int, row_bytes: in
     peers = world_size - 1
     if scheme.is_dense:
         return opening_bytes(world_size) + ring_all_reduce_bytes(num_rows * row_bytes, world_size)
+    if scheme.unit is not Unit.ROWS:
+        return _expected_unit_bytes(scheme, world_size, num_rows, row_bytes, count, union, itemsize)
+    if scheme.communication is not Communication.POINT_TO_POINT:
+        return opening_bytes(world_size) + _expected_staged_bytes(scheme, world_size, num_rows, row_bytes, count, union)
     if scheme.partition is Partitioning.CENTRALIZATION:
         return peers * _message_bytes(scheme.push_format, round(count), row_bytes, Whole(num_rows))
     if scheme.ownership is Ownership.COLUMNS:
@@ -82,6 +103,40 @@ def expected_bytes(scheme: Scheme, world_size: int, num_rows: int, row_bytes: in
     push = _message_bytes(scheme.push_format, round(count / world_size), row_bytes, part)
     pull = _message_bytes(scheme.pull_format, round(union / world_size), row_bytes, part)
     return peers * (push + pull)
+
+
+def _expected_unit_bytes(
+    scheme: Scheme, world_size: int, num_rows: int, row_bytes: int, count: float, union: float, itemsize: int
+) -> float:
+    num_units, unit_width = unit_shape(num_rows, row_bytes // itemsize, scheme.unit)
+    ratio = row_bytes / (unit_width * itemsize)
+    held, total = (min(float(num_units), rows * ratio) for rows in (count, union))
+    return expected_bytes(
+        replace(scheme, unit=Unit.ROWS), world_size, num_units, unit_width * itemsize, held, total, itemsize
+    )
+
+
+def _expected_staged_bytes(
+    scheme: Scheme, world_size: int, num_rows: int, row_bytes: int, count: float, union: float
+) -> float:
+    def rows(ranks: int) -> float:
+        return count * (union / count) ** (math.log(ranks) / math.log(world_size)) if count else 0.0
+
+    if scheme.partition is Partitioning.PARALLELISM:
+        part = scheme.rows_partition(num_rows, world_size).parts[0]
+        pull = _message_bytes(scheme.pull_format, round(union / world_size), row_bytes, part)
+        return (world_size - 1) * pull + sum(
+            _message_bytes(scheme.push_format, round(rows(ranks) / world_size), row_bytes, part)
+            for ranks in range(1, world_size)
+        )
+    whole, one_shot = Whole(num_rows), scheme.aggregation is Aggregation.ONE_SHOT
+    single = _message_bytes(scheme.push_format, round(count), row_bytes, whole)
+    if scheme.communication is Communication.RING:
+        return (world_size - 1) * single
+    sends = [stage for stage in hierarchy.schedule(0, world_size) if stage.target is not None]  # rank 0 is busiest
+    if one_shot:
+        return single * sum(len([origin for origin in stage.sends if origin != stage.target]) for stage in sends)
+    return sum(_message_bytes(scheme.push_format, round(rows(len(stage.sends))), row_bytes, whole) for stage in sends)
 
 
 def value_lower_bound_bytes(ids_per_rank: Sequence[Tensor], row_bytes: int) -> float:
@@ -114,6 +169,52 @@ def _column_bytes(
         pull = _message_bytes((Format.DENSE,), union, widths[rank] * dtype.itemsize, Whole(union))
         totals.append(push + (world_size - 1) * pull)
     return totals
+
+
+def _staged_bytes(scheme: Scheme, ids_per_rank: Sequence[Tensor], num_rows: int, row_bytes: int) -> list[int]:
+    """Bytes of all stages, for each rank; what is merged before a stage follows from the schedule."""
+    world_size = len(ids_per_rank)
+    whole = Whole(num_rows)
+    if scheme.partition is Partitioning.PARALLELISM:
+        return _ring_bytes(scheme, ids_per_rank, num_rows, row_bytes)
+    schedule = ring.gather_schedule if scheme.communication is Communication.RING else hierarchy.schedule
+
+    def stage_bytes(stage: Stage) -> int:
+        if stage.target is None:
+            return 0
+        if scheme.aggregation is Aggregation.INCREMENTAL:
+            return _message_bytes(scheme.push_format, _union(ids_per_rank, stage.sends).numel(), row_bytes, whole)
+        counts = [ids_per_rank[origin].numel() for origin in stage.sends if origin != stage.target]
+        return sum(_message_bytes(scheme.push_format, count, row_bytes, whole) for count in counts)
+
+    return [sum(map(stage_bytes, schedule(rank, world_size))) for rank in range(world_size)]
+
+
+def _ring_bytes(scheme: Scheme, ids_per_rank: Sequence[Tensor], num_rows: int, row_bytes: int) -> list[int]:
+    world_size = len(ids_per_rank)
+    partition = scheme.rows_partition(num_rows, world_size)
+    parts = partition.parts
+    held = [[ids[partition.owners(ids) == owner] for ids in ids_per_rank] for owner in range(world_size)]
+    summed = [_union(pieces, range(world_size)).numel() for pieces in held]
+    if scheme.push_format == (Format.DENSE,):
+        summed = [part.size for part in parts]
+    totals = []
+    for rank in range(world_size):
+        push = sum(
+            _message_bytes(scheme.push_format, _union(held[part], merged).numel(), row_bytes, parts[part])
+            for part, merged in ring.summed_on_the_way(rank, world_size)
+        )
+        pull = sum(
+            _message_bytes(scheme.pull_format, summed[owner], row_bytes, parts[owner])
+            for stage in ring.gather_schedule(rank, world_size)
+            for owner in stage.sends
+        )
+        totals.append(push + pull)
+    return totals
+
+
+def _union(ids_per_rank: Sequence[Tensor], ranks: Sequence[int]) -> Tensor:
+    return torch.cat([ids_per_rank[rank] for rank in ranks]).unique()
 
 
 def _counts(owners: Tensor, world_size: int) -> list[int]:

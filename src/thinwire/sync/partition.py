@@ -105,6 +105,53 @@ class Range:
 
 
 @dataclass(frozen=True)
+class BlockCyclic:
+    """Row i belongs to owner i mod ``world_size``: OmniReduce deals its blocks to aggregators so.
+
+    A hot range spreads over all owners, but ids with a stride of ``world_size`` all go to one.
+
+    Example:
+        >>> BlockCyclic(num_rows=5, world_size=2).parts[0].ids(torch.arange(3))
+        tensor([0, 2, 4])
+    """
+
+    num_rows: int
+    world_size: int
+
+    def owners(self, ids: Tensor) -> Tensor:
+        return ids % self.world_size
+
+    @cached_property
+    def parts(self) -> tuple[Strided, ...]:
+        return tuple(Strided(self.num_rows, owner, self.world_size) for owner in range(self.world_size))
+
+    def split(self, ids: Tensor) -> list[Placed]:
+        return _split_by_owner(self, ids)
+
+    def join(self, positions: Sequence[Tensor]) -> Tensor:
+        return _join_parts(self, positions)
+
+
+@dataclass(frozen=True)
+class Strided:
+    """Every ``stride``-th row from ``start`` on."""
+
+    num_rows: int
+    start: int
+    stride: int
+
+    @property
+    def size(self) -> int:
+        return max(0, -(-(self.num_rows - self.start) // self.stride))
+
+    def ids(self, positions: Tensor) -> Tensor:
+        return positions * self.stride + self.start
+
+    def positions(self, ids: Tensor) -> Tensor:
+        return torch.div(ids - self.start, self.stride, rounding_mode="floor")
+
+
+@dataclass(frozen=True)
 class Permutation:
     """Each group of ``world_size`` consecutive ids is dealt one to each owner, in an order hashed from the group.
 
@@ -228,14 +275,14 @@ class Listed:
         return torch.searchsorted(self.members, ids.to(self.members.dtype))
 
 
-def _split_by_owner(partition: Contiguous | Permutation, ids: Tensor) -> list[Placed]:
+def _split_by_owner(partition: Contiguous | BlockCyclic | Permutation, ids: Tensor) -> list[Placed]:
     owners = partition.owners(ids)
     counts = torch.bincount(owners, minlength=partition.world_size).tolist()
     places = torch.argsort(owners, stable=True).split(counts)
     return [(part.positions(ids[place]), place) for part, place in zip(partition.parts, places, strict=True)]
 
 
-def _join_parts(partition: Contiguous | HierarchicalHash, positions: Sequence[Tensor]) -> Tensor:
+def _join_parts(partition: Contiguous | BlockCyclic | HierarchicalHash, positions: Sequence[Tensor]) -> Tensor:
     return torch.cat(
         [part.ids(part_positions) for part, part_positions in zip(partition.parts, positions, strict=True)]
     )

@@ -7,7 +7,8 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import lru_cache
 
-from thinwire.sync.partition import Contiguous, HierarchicalHash, Partition, Permutation
+from thinwire.sync.partition import BlockCyclic, Contiguous, HierarchicalHash, Partition, Permutation
+from thinwire.sync.units import Unit
 from thinwire.wire import Format
 
 
@@ -16,6 +17,8 @@ class Communication(StrEnum):
 
     POINT_TO_POINT = "point_to_point"
     NATIVE = "native"  # the process group's own dense all-reduce
+    RING = "ring"  # with the next rank and the one before it
+    HIERARCHY = "hierarchy"  # recursive doubling: in stage i with the rank whose number differs in bit i
 
 
 class Aggregation(StrEnum):
@@ -43,13 +46,14 @@ class Ownership(StrEnum):
     """Which partition gives the balance; see `thinwire.sync.partition`."""
 
     CONTIGUOUS = "contiguous"
+    BLOCK_CYCLIC = "block_cyclic"
     PERMUTATION = "permutation"
     HIERARCHICAL_HASH = "hierarchical_hash"
     COLUMNS = "columns"  # each owner has some columns of every row: not a partition of the rows
 
 
 _OWNERSHIP = {
-    Balance.IMBALANCED: (Ownership.CONTIGUOUS,),
+    Balance.IMBALANCED: (Ownership.CONTIGUOUS, Ownership.BLOCK_CYCLIC),
     Balance.BALANCED: (Ownership.PERMUTATION, Ownership.HIERARCHICAL_HASH, Ownership.COLUMNS),
 }
 _PARTITIONS = {Ownership.PERMUTATION: Permutation, Ownership.HIERARCHICAL_HASH: HierarchicalHash}
@@ -60,6 +64,7 @@ _DIMENSIONS: dict[str, type[StrEnum]] = {
     "partition": Partitioning,
     "balance": Balance,
     "ownership": Ownership,
+    "unit": Unit,
 }
 
 
@@ -77,6 +82,7 @@ class Scheme:
             each message the one of fewest bytes is taken.
         pull_format: likewise on the way back.
         seed: of the hash that deals rows to owners; the same on all ranks.
+        unit: what an index names; see `thinwire.sync.units`. Elements and blocks lose rows of zeros.
 
     Raises:
         ValueError: a combination that has no meaning, with the reason.
@@ -94,6 +100,7 @@ class Scheme:
     push_format: tuple[Format, ...] = _ANY_FORMAT
     pull_format: tuple[Format, ...] = _ANY_FORMAT
     seed: int = 0
+    unit: Unit = Unit.ROWS
 
     def __post_init__(self) -> None:
         for name, legal in _DIMENSIONS.items():
@@ -107,6 +114,7 @@ class Scheme:
             raise ValueError("the native all-reduce partitions by itself: use Partitioning.CENTRALIZATION")
         if self.communication is Communication.NATIVE and {*self.push_format, *self.pull_format} != {Format.DENSE}:
             raise ValueError("the native all-reduce moves dense values only: use Format.DENSE in push and pull")
+        self._check_stages()
         if self.balance is None:
             if self.ownership is not None:
                 raise ValueError("ownership belongs to parallelism: under centralization nobody owns a part")
@@ -118,10 +126,34 @@ class Scheme:
                 f"{self.ownership.value} ownership is not {self.balance.value}; {self.balance.value} is: {legal}"
             )
 
+        if self.communication is Communication.NATIVE and self.unit is not Unit.ROWS:
+            raise ValueError("the native all-reduce has no ids, so nothing for a unit to name: use Unit.ROWS")
+        if self.ownership is Ownership.COLUMNS and self.unit is Unit.ELEMENTS:
+            raise ValueError("an element has one column, which cannot be shared out: use rows or blocks")
         if self.ownership is Ownership.COLUMNS and self.pull_format != (Format.DENSE,):
             raise ValueError(
                 "all owners of columns know the union, so the pull needs no ids: pull_format must be dense"
             )
+
+    def _check_stages(self) -> None:
+        parallel, one_shot = self.partition is Partitioning.PARALLELISM, self.aggregation is Aggregation.ONE_SHOT
+        if self.communication is Communication.HIERARCHY and parallel:
+            raise ValueError(
+                "the hierarchy is for centralization: with an owner for each part, point-to-point sends no more"
+                " (ZEN, Lemma 1)"
+            )
+        if self.communication is Communication.RING and parallel and one_shot:
+            raise ValueError(
+                "a ring that does not add on the way brings every piece past every rank: use centralization,"
+                " where all want it, or Aggregation.INCREMENTAL"
+            )
+        if self.communication is Communication.RING and not parallel and not one_shot:
+            raise ValueError(
+                "each rank of a ring would add in an order of its own and hold other bits: use parallelism, where"
+                " a part has one owner, or Aggregation.ONE_SHOT"
+            )
+        if self.communication is Communication.RING and self.ownership is Ownership.COLUMNS:
+            raise ValueError("owners of columns learn the union from all ranks at once: use point_to_point")
 
     @property
     def is_dense(self) -> bool:
@@ -129,7 +161,7 @@ class Scheme:
         return self.communication is Communication.NATIVE
 
     def rows_partition(self, num_rows: int, world_size: int) -> Partition:
-        """Who owns which of ``num_rows`` rows. Only under parallelism, and not for columns."""
+        """Who owns which of ``num_rows`` rows (or units). Only under parallelism, and not for columns."""
         assert self.ownership is not None, "centralization has no owners"
         assert self.ownership is not Ownership.COLUMNS, "owners of columns own a share of every row"
         return _partition(self.ownership, num_rows, world_size, self.seed)
@@ -148,6 +180,8 @@ def _partition(ownership: Ownership, num_rows: int, world_size: int, seed: int) 
     """Kept, because a partition keeps what it has computed about its parts."""
     if ownership is Ownership.CONTIGUOUS:
         return Contiguous(num_rows, world_size)
+    if ownership is Ownership.BLOCK_CYCLIC:
+        return BlockCyclic(num_rows, world_size)
     return _PARTITIONS[ownership](num_rows, world_size, seed)
 
 
@@ -206,6 +240,61 @@ COLUMN_SPLIT = Scheme(
 )  # fmt: skip
 """Parallelism over columns: imbalance exactly 1, no ids in the pull; for rows much wider than there are ranks."""
 
+ZEN_ELEMENTS = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,
+    ownership=Ownership.HIERARCHICAL_HASH, push_format=(Format.COO,), pull_format=(Format.HASH_BITMAP,),
+    unit=Unit.ELEMENTS,
+)  # fmt: skip
+"""ZEN as published: single elements, owners by hierarchical hashing, COO in the push, hash bitmaps in the pull."""
+
+OMNIREDUCE = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
+    ownership=Ownership.BLOCK_CYCLIC, push_format=(Format.COO,), pull_format=(Format.COO,), unit=Unit.BLOCKS,
+)  # fmt: skip
+"""OmniReduce (SIGCOMM'21) as its code deals blocks: blocks that are not zero, round-robin over aggregators.
+
+Its workers name the next block that is not zero in 4 bytes; here an index has the fewest bytes that hold it.
+"""
+
+OMNIREDUCE_CONTIGUOUS = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
+    push_format=(Format.COO,), pull_format=(Format.COO,), unit=Unit.BLOCKS,
+)  # fmt: skip
+"""OmniReduce as ZEN describes it: each aggregator has a contiguous range of blocks."""
+
+DENSE_PS = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
+    push_format=(Format.DENSE,), pull_format=(Format.DENSE,),
+)  # fmt: skip
+"""A dense parameter server on the ranks themselves. Every row is in the sum, zeros included."""
+
+DENSE_RING = Scheme(
+    Communication.RING, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.IMBALANCED,
+    push_format=(Format.DENSE,), pull_format=(Format.DENSE,),
+)  # fmt: skip
+"""The classical ring all-reduce, in thinwire's own messages. Every row is in the sum, zeros included."""
+
+AGSPARSE_RING = Scheme(
+    Communication.RING, Aggregation.ONE_SHOT, Partitioning.CENTRALIZATION, None,
+    push_format=(Format.COO,), pull_format=(Format.COO,),
+)  # fmt: skip
+"""AGsparse by the ring all-gather that Gloo and NCCL run."""
+
+AGSPARSE_HIERARCHY = Scheme(
+    Communication.HIERARCHY, Aggregation.ONE_SHOT, Partitioning.CENTRALIZATION, None,
+    push_format=(Format.COO,), pull_format=(Format.COO,),
+)  # fmt: skip
+"""AGsparse by recursive doubling: as many bytes, in log2 of n stages."""
+
+SPARCML = Scheme(
+    Communication.HIERARCHY, Aggregation.INCREMENTAL, Partitioning.CENTRALIZATION, None,
+    push_format=(Format.COO,), pull_format=(Format.COO,),
+)  # fmt: skip
+"""SparCML's SSAR_Recursive_double (SC'19): partners exchange and merge all that they have."""
+
+HIERARCHICAL_CENTRALIZATION = SPARCML
+"""ZEN's optimal scheme under centralization (Lemma 2): the same point."""
+
 NAMED = {
     "dense": DENSE,
     "agsparse": AGSPARSE,
@@ -213,6 +302,15 @@ NAMED = {
     "balanced_parallelism": BALANCED_PARALLELISM,
     "zen": ZEN,
     "column_split": COLUMN_SPLIT,
+    "zen_elements": ZEN_ELEMENTS,
+    "omnireduce": OMNIREDUCE,
+    "omnireduce_contiguous": OMNIREDUCE_CONTIGUOUS,
+    "dense_ps": DENSE_PS,
+    "dense_ring": DENSE_RING,
+    "agsparse_ring": AGSPARSE_RING,
+    "agsparse_hierarchy": AGSPARSE_HIERARCHY,
+    "sparcml": SPARCML,
+    "hierarchical_centralization": HIERARCHICAL_CENTRALIZATION,
 }
 AUTO = "auto"
 
@@ -233,5 +331,5 @@ def resolve(scheme: str | Scheme) -> Scheme | None:
 
 
 def name_of(scheme: Scheme) -> str:
-    """The name of a scheme, or its description where it has none."""
+    """The (first) name of a scheme, or its description where it has none."""
     return next((name for name, point in NAMED.items() if point == scheme), scheme.describe())

@@ -10,8 +10,9 @@ from thinwire.kernels import nonzero_rows
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel
 from thinwire.sync.choose import choose
-from thinwire.sync.patterns import columns, point_to_point
-from thinwire.sync.scheme import Ownership, Partitioning, Scheme, resolve
+from thinwire.sync.patterns import columns, hierarchy, point_to_point, ring
+from thinwire.sync.scheme import Aggregation, Communication, Ownership, Partitioning, Scheme, resolve
+from thinwire.sync.units import from_units, to_units
 
 
 def agree(prepare: Callable[[], SparseRows], scheme: str | Scheme, channel: Channel) -> tuple[SparseRows, Scheme]:
@@ -41,6 +42,27 @@ def synchronize(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float
         return SparseRows.trusted(rows.ids, rows.values * scale, rows.num_rows)
     if scheme.is_dense:
         return _through_dense(rows, channel, scale)
+    units = channel.attempt(lambda: to_units(rows, scheme.unit))
+    if scheme.communication is Communication.POINT_TO_POINT:
+        total = _directly(units, scheme, channel, scale)
+    else:
+        channel.open(units.ids.numel())  # in a stage only two ranks hear of each other: settle the rest before
+        total = _in_stages(units, scheme, channel, scale)
+    return from_units(total, rows, scheme.unit)
+
+
+def _in_stages(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
+    in_ring = scheme.communication is Communication.RING
+    if scheme.aggregation is Aggregation.ONE_SHOT:
+        pattern = ring if in_ring else hierarchy
+        return pattern.all_reduce_at_once(rows, scheme.push_format, channel, scale)
+    if not in_ring:
+        return hierarchy.all_reduce(rows, scheme.push_format, channel, scale)
+    partition = scheme.rows_partition(rows.num_rows, channel.world_size)
+    return ring.all_reduce(rows, partition, scheme.push_format, scheme.pull_format, channel, scale)
+
+
+def _directly(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
     if scheme.partition is Partitioning.CENTRALIZATION:
         return point_to_point.all_reduce(rows, scheme.push_format, channel, scale)
     if scheme.ownership is Ownership.COLUMNS:

@@ -7,16 +7,18 @@ ids are, which pays when few wide rows are spread over many owners.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
+from thinwire import wire
+from thinwire.errors import CorruptHeaderError, CorruptMessageError
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel, Draft
 from thinwire.sync.partition import Whole
 from thinwire.sync.patterns import pieces
-from thinwire.sync.patterns.pieces import Piece
-from thinwire.wire import Format, Kind
+from thinwire.wire import Format, Kind, Message
 
 
 def shares(width: int, world_size: int) -> list[slice]:
@@ -34,35 +36,38 @@ def shares(width: int, world_size: int) -> list[slice]:
 def all_reduce(rows: SparseRows, formats: tuple[Format, ...], channel: Channel, scale: float) -> SparseRows:
     """Sum rows over all ranks, each of which adds up its share of the columns; ``formats`` are for the push."""
     owned = shares(rows.width, channel.world_size)
-    total = _reduce_scatter(rows, owned, formats, channel, scale)
-    return _all_gather(rows, channel.attempt(total), owned, channel)
+    messages = _push(rows, owned, formats, channel)
+    whole, width = Whole(rows.num_rows), _width(owned[channel.rank])
+    try:
+        ids, mine = pieces.total(messages, whole, width, rows, channel, scale)
+    except CorruptMessageError as error:
+        raise CorruptHeaderError(f"{error}; so this rank does not know how much its peers send next") from error
+    return _pull(rows, ids, mine, owned, channel)
 
 
-def _reduce_scatter(
-    rows: SparseRows, owned: Sequence[slice], formats: tuple[Format, ...], channel: Channel, scale: float
-) -> Callable[[], Piece]:
-    whole, mine = Whole(rows.num_rows), owned[channel.rank]
-    width = mine.stop - mine.start
+def _push(rows: SparseRows, owned: Sequence[slice], formats: tuple[Format, ...], channel: Channel) -> list[Message]:
+    whole = Whole(rows.num_rows)
 
     def drafts() -> list[Draft]:
         return [pieces.draft(formats, whole, rows, rows.ids, rows.values[:, columns]) for columns in owned]
 
-    messages = channel.swap(Kind.PUSH, drafts, pieces.limit(whole, width, rows))
-    return lambda: pieces.total(messages, whole, width, rows, channel, scale)
+    return channel.swap(Kind.PUSH, drafts, pieces.limit(whole, _width(owned[channel.rank]), rows))
 
 
-def _all_gather(rows: SparseRows, total: Piece, owned: Sequence[slice], channel: Channel) -> SparseRows:
+def _pull(rows: SparseRows, ids: Tensor, mine: Tensor, owned: Sequence[slice], channel: Channel) -> SparseRows:
     """All owners have summed the same ids, so that each sends its columns of the union, and nothing else."""
-    ids, mine = total
     union = Whole(ids.numel())
-
-    def drafts() -> list[Draft]:
-        return [pieces.draft((Format.DENSE,), union, rows, torch.arange(len(ids)), mine)] * channel.world_size
-
-    widest = owned[0].stop - owned[0].start
-    messages = channel.swap(Kind.PULL, drafts, pieces.limit(union, widest, rows))
-    values = rows.values.new_empty(len(ids), rows.width)
+    dense = (Format.DENSE,)
+    row_bytes = [_width(columns) * rows.values.element_size() for columns in owned]
+    sizes = [wire.payload_bytes(Format.DENSE, union.size, size, union.size, union.size) for size in row_bytes]
+    messages = channel.swap_known(
+        Kind.PULL, lambda: pieces.draft(dense, union, rows, torch.arange(union.size), mine), sizes
+    )
+    values = rows.values.new_empty(union.size, rows.width)
     for columns, message in zip(owned, messages, strict=True):
-        _, part = pieces.decode(message, union, columns.stop - columns.start, rows, channel)
-        values[:, columns] = part
+        _, values[:, columns] = pieces.decode(message, union, _width(columns), rows, channel)
     return SparseRows.trusted(ids, values, rows.num_rows)
+
+
+def _width(columns: slice) -> int:
+    return columns.stop - columns.start

@@ -6,7 +6,7 @@ AGsparse is `all_reduce`. Pieces are added in rank order, so all ranks get the s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,7 +15,7 @@ from thinwire.sync.channel import Channel, Draft
 from thinwire.sync.partition import Partition, Whole
 from thinwire.sync.patterns import pieces
 from thinwire.sync.patterns.pieces import Piece
-from thinwire.wire import Format, Kind
+from thinwire.wire import Format, Kind, Message
 
 
 def reduce_scatter(
@@ -47,6 +47,11 @@ def all_gather(
         return [pieces.draft(formats, partition.parts[channel.rank], rows, *total())] * channel.world_size
 
     messages = channel.swap(Kind.PULL, drafts, max(pieces.limit(part, rows.width, rows) for part in partition.parts))
+    return joined(messages, rows, partition, channel)
+
+
+def joined(messages: Sequence[Message], rows: SparseRows, partition: Partition, channel: Channel) -> SparseRows:
+    """The sum of all parts, from a message of each owner in rank order: ids sorted."""
     parts = [
         pieces.decode(message, part, rows.width, rows, channel)
         for message, part in zip(messages, partition.parts, strict=True)

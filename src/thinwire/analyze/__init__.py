@@ -1,0 +1,1 @@
+"""Measure the sparsity of a training run, and predict from it what each scheme would send."""

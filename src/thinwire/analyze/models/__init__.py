@@ -1,0 +1,1 @@
+"""Built-in scripts, alone in their directory: a script's own directory comes first on the path of imports."""

@@ -1,0 +1,88 @@
+"""Run a training script on several ranks of this machine and collect what its gradients looked like."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from thinwire.analyze.recording import Recording, load
+from thinwire.analyze.worker import rank_file
+
+MODELS = {"lstm-lm": Path(__file__).with_name("models") / "lstm_lm.py"}
+"""The built-in scripts."""
+
+
+class ScriptFailed(RuntimeError):
+    """The training script ended with an error on some rank."""
+
+
+def run_script(script: Path, arguments: Sequence[str] = (), *, workers: int = 4, steps: int = 20) -> Recording:
+    """Run ``SCRIPT ARGUMENTS...`` as torchrun does, until ``steps`` training steps are done, and record them.
+
+    A script that ends earlier gives the steps that it did.
+
+    Raises:
+        FileNotFoundError: no such script.
+        ValueError: fewer than 2 workers or 1 step; a script without DDP model or without a synchronized backward.
+        ScriptFailed: the script failed on a rank; its traceback is on standard error.
+
+    Example:
+        >>> recording = run_script(Path("train.py"), ["--lr", "0.1"], workers=4, steps=20)  # doctest: +SKIP
+    """
+    if not script.is_file():
+        raise FileNotFoundError(f"there is no script {script}: give the path of a Python file")
+    if workers < 2:
+        raise ValueError(f"at least 2 workers are needed to see how gradients overlap; got {workers}")
+    if steps < 1:
+        raise ValueError(f"at least 1 step is needed; got {steps}")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    with tempfile.TemporaryDirectory(prefix="thinwire-analyze-") as directory:
+        _launch(script, arguments, workers, steps, Path(directory))
+        files = [rank_file(Path(directory), rank) for rank in range(workers)]
+        if not all(file.exists() for file in files):
+            raise ScriptFailed(f"{script.name} left nothing behind on some rank: does it call os._exit or exec?")
+        recording = load(files)
+    _check(recording, script)
+    return recording
+
+
+def _launch(script: Path, arguments: Sequence[str], workers: int, steps: int, directory: Path) -> None:
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id="thinwire-analyze",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        local_addr="localhost",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=str(directory / "logs")),
+    )
+    command = ["-u", "-m", "thinwire.analyze.worker", str(directory), str(steps), str(script), *arguments]
+    try:
+        elastic_launch(config, sys.executable)(*command)
+    except ChildFailedError as failed:
+        rank, failure = failed.get_first_failure()
+        raise ScriptFailed(
+            f"{script.name} failed on rank {rank} (exit status {failure.exitcode}): its traceback is above."
+            " It must run under torchrun; try that first"
+        ) from failed
+    except SignalException as stopped:  # Ctrl-C: the launcher has ended the workers
+        raise KeyboardInterrupt from stopped
+
+
+def _check(recording: Recording, script: Path) -> None:
+    if recording.num_models == 0:
+        raise ValueError(
+            f"{script.name} ended without wrapping a model in torch.nn.parallel.DistributedDataParallel, so there"
+            " were no gradients to record"
+        )
+    if recording.num_steps == 0:
+        raise ValueError(f"{script.name} ended before a single training step was synchronized: there is no statistic")

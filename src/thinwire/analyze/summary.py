@@ -1,0 +1,88 @@
+"""What `thinwire analyze` hands on: plain values for JSON, and the facts of a run in words."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from thinwire.analyze.recording import Recording, Table
+from thinwire.analyze.statistics import TableStatistics, table_statistics
+from thinwire.bench.trace import Trace
+
+EXTRAPOLATION = (
+    "The union on more ranks than were recorded is extrapolated by gamma = n^a, fitted to the recorded curve, and"
+    " capped at the number of rows."
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Analysis:
+    """A recording with the statistics of its sparse tables, largest table first."""
+
+    script: str
+    steps_wanted: int
+    recording: Recording
+    sparse: tuple[TableStatistics, ...]
+
+    @classmethod
+    def of(cls, recording: Recording, script: str, steps_wanted: int) -> Analysis:
+        """Compute all statistics."""
+        tables = sorted(recording.tables, key=lambda table: -table.size_bytes)
+        sparse = tuple(
+            table_statistics(table.name, recording.traces[table.name], table.torch_dtype)
+            for table in tables
+            if table.name in recording.traces
+        )
+        return cls(script, steps_wanted, recording, sparse)
+
+    @property
+    def others(self) -> list[Table]:
+        """Tables without statistics: dense ones and small ones, largest first."""
+        rest = [table for table in self.recording.tables if table.name not in self.recording.traces]
+        return sorted(rest, key=lambda table: -table.size_bytes)
+
+    @property
+    def conditions(self) -> str:
+        """The run in one line."""
+        recording = self.recording
+        steps = f"{recording.num_steps} steps"
+        if recording.num_steps < self.steps_wanted:
+            steps += f" (the script ended before the {self.steps_wanted} asked for)"
+        tables = f"{len(self.sparse)} of {len(recording.tables)} parameters are sparse tables"
+        return f"{self.script} on {recording.world_size} workers, {steps}: {tables}"
+
+    def largest_trace(self) -> Trace:
+        """The ids of the largest sparse table. Raises ValueError if there is none."""
+        if not self.sparse:
+            raise ValueError(
+                "no parameter has a sparse gradient (2-D, at least 16 KiB, fewer than half of the rows non-zero in"
+                " every step), so there is no trace to record"
+            )
+        return self.recording.traces[self.sparse[0].name]
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures of ``thinwire analyze --json``; bytes are per rank and step."""
+        return {
+            "script": self.script,
+            "workers": self.recording.world_size,
+            "steps": self.recording.num_steps,
+            "steps_wanted": self.steps_wanted,
+            "extrapolation": EXTRAPOLATION,
+            "parameters": [_sparse_json(table) for table in self.sparse],
+            "others": [
+                {
+                    **asdict(table),
+                    "density_mean": float(self.recording.densities[table.name].mean()),
+                }
+                for table in self.others
+            ],
+        }
+
+
+def _sparse_json(table: TableStatistics) -> dict[str, Any]:
+    figures = {name: value for name, value in asdict(table).items() if name != "overlaps"}
+    return {
+        **figures,
+        "overlap_quantiles": table.overlap_quantiles,
+        "pick": table.prediction(table.world_size).pick,
+    }

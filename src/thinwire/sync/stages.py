@@ -1,0 +1,118 @@
+"""Patterns of several stages, in each of which a rank talks to one partner; and failures that travel along.
+
+In a stage only two ranks hear of each other. So a rank that fails takes part to the end, sends its reason in place
+of its messages, and raises after the last stage; whoever gets a reason passes it on. A rank that no reason reaches
+has a right sum; if bits changed on the way, the lane of the rank that saw it tells all at the next job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from thinwire.sync.channel import Channel, Draft
+from thinwire.wire import Kind, Message
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one rank does in one stage. Schedules are data, so that what they cost is known without running them.
+
+    Args:
+        target, source: the ranks that are sent to and received from; None for nobody.
+        sends, receives: whose contributions travel: those of these ranks, in this order.
+    """
+
+    target: int | None = None
+    sends: tuple[int, ...] = ()
+    source: int | None = None
+    receives: tuple[int, ...] = ()
+
+
+class Stages:
+    """One run of a staged pattern over a channel that was opened."""
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel = channel
+        self._failure: Exception | None = None
+        self._reason: Message | None = None
+
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """What ``work`` returns; None if it raises, or if something failed before."""
+        if self._failure is None:
+            try:
+                return work()
+            except Exception as error:
+                self._failure = error
+        return None
+
+    def swap(
+        self,
+        kind: Kind,
+        stage: Stage,
+        num_messages: tuple[int, int],
+        prepare: Callable[[], Sequence[Message]],
+        max_payload_bytes: int,
+    ) -> list[Message]:
+        """Send the prepared messages to the target of a stage; return those of its source, verified.
+
+        After a failure here or there the result is of no use, and `attempt` does not look at it.
+
+        Args:
+            num_messages: how many are sent, and how many are received.
+        """
+        sent, received = num_messages
+        outgoing = self.attempt(prepare) if sent else []
+        if self._failure is not None:
+            self._reason = self._reason or self.channel.seal_error(self._failure)
+            outgoing = [self._reason] * sent
+        assert outgoing is not None
+        assert len(outgoing) == sent
+        incoming = self.channel.swap_with(kind, stage.target, outgoing, stage.source, received, max_payload_bytes)
+        self.attempt(lambda: self._check(incoming))
+        return incoming
+
+    def finish(self) -> None:
+        """Raises what failed in any stage."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _check(self, incoming: Sequence[Message]) -> None:
+        for message in incoming:
+            with self.channel.reading(message):
+                pass
+        self._reason = next((message for message in incoming if message.header.kind is Kind.ERROR), None)
+        self.channel.raise_reported(incoming)
+
+
+def all_gather(
+    stages: Stages, schedule: Sequence[Stage], kind: Kind, prepare: Callable[[], Draft], max_payload_bytes: int
+) -> list[Message]:
+    """Every rank's message, in rank order, passed on as they are, so that each keeps its sender and checksum.
+
+    Raises:
+        PeerError, CorruptMessageError: what failed in any stage of ``stages``.
+    """
+    rank = stages.channel.rank
+    held: dict[int, Message] = {}
+
+    def begin() -> None:
+        held[rank] = stages.channel.seal(kind, [prepare()])[0]
+
+    stages.attempt(begin)
+    for stage in schedule:
+        sends = [origin for origin in stage.sends if origin != stage.target]
+        receives = [origin for origin in stage.receives if origin != rank]
+        incoming = stages.swap(
+            kind,
+            stage,
+            (len(sends), len(receives)),
+            lambda sends=sends: [held[origin] for origin in sends],
+            max_payload_bytes,
+        )
+        held.update(zip(receives, incoming, strict=True))
+    stages.finish()
+    return [held[origin] for origin in range(stages.channel.world_size)]

@@ -75,10 +75,10 @@ def test_every_name_in_python_blocks_exists() -> None:
             assert hasattr(thinwire.Synchronizer, name)
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["bench"], ["bench", "sync"]])
+@pytest.mark.parametrize("command", [[], ["demo"], ["analyze"], ["bench"], ["bench", "sync"]])
 def test_every_command_has_help_with_an_example(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0
-    if command in (["demo"], ["bench", "sync"]):
+    if command in (["demo"], ["analyze"], ["bench", "sync"]):
         assert "Example: thinwire" in result.output
         assert "--json" in result.output

@@ -32,8 +32,9 @@ FOUNDATION = {
 # Whoever exists, only these rooms import the named one.
 IMPORTED_ONLY_BY = {
     "testbed": {"testbed", "cli", "demo", "bench"},
-    "bench": {"bench", "cli"},
-    "demo": {"demo", "cli"},
+    "bench": {"bench", "cli", "analyze"},
+    "demo": {"demo", "cli", "analyze"},
+    "analyze": {"analyze", "cli"},
     "cli": {"cli"},
 }  # fmt: skip
 

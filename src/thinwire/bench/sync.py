@@ -20,6 +20,7 @@ from thinwire.observe import sparsity
 from thinwire.sync.choose import choose
 from thinwire.sync.cost import opening_bytes, sent_bytes, value_lower_bound_bytes
 from thinwire.sync.scheme import AUTO, NAMED, Ownership, Scheme, resolve
+from thinwire.sync.units import unit_ids, unit_shape
 from thinwire.testbed.launch import run_ranks
 from thinwire.testbed.network import EmulatedNetwork, Link
 
@@ -188,9 +189,13 @@ def _imbalance(method: str, ids: list[Tensor], num_rows: int, width: int, itemsi
     if scheme.ownership is Ownership.COLUMNS:
         return {"imbalance_push": 1.0, "imbalance_pull": 1.0}
     world_size = len(ids)
-    partition = scheme.rows_partition(num_rows, world_size)
-    counts = [torch.bincount(partition.owners(part), minlength=world_size) for part in ids]
-    union = torch.bincount(partition.owners(torch.cat(ids).unique()), minlength=world_size)
+    num_units, _ = unit_shape(num_rows, width, scheme.unit)
+    partition = scheme.rows_partition(num_units, world_size)
+    counts = [
+        torch.bincount(partition.owners(unit_ids(part, width, scheme.unit)), minlength=world_size) for part in ids
+    ]
+    every = unit_ids(torch.cat(ids).unique(), width, scheme.unit)
+    union = torch.bincount(partition.owners(every), minlength=world_size)
     return {
         "imbalance_push": sparsity.imbalance_push(torch.stack(counts)),
         "imbalance_pull": sparsity.imbalance_pull(union),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from thinwire import __version__
+from thinwire.cli.analyze import CONTEXT_SETTINGS, analyze
 from thinwire.cli.bench import bench
 from thinwire.cli.demo import demo
 
@@ -17,6 +18,7 @@ app = typer.Typer(
     help="Make PyTorch data-parallel training fast on the network you have.",
 )
 app.command()(demo)
+app.command(context_settings=CONTEXT_SETTINGS)(analyze)
 app.add_typer(bench, name="bench")
 
 

@@ -63,7 +63,8 @@ class GradientSync:
             self.pauses[name] = DENSE_PAUSE_STEPS
         else:
             total = synchronize(rows, scheme, channel, 1.0 / lane.world_size)
-            matrix.index_copy_(0, total.ids, total.values)  # its other rows are zero on this rank already
+            matrix.index_fill_(0, rows.ids, 0.0)  # a sum by blocks leaves out rows that cancelled
+            matrix.index_copy_(0, total.ids, total.values)  # all other rows are zero on this rank already
         kind = "dense gradient, rows " + ("scanned" if touched is None else "known")
         self._record(name, kind, channel, scheme, rows, total, before)
         return None
@@ -125,7 +126,7 @@ class GradientSync:
         row_bytes, mean = rows.width * itemsize, sum(channel.held) / world_size
         record.add(
             channel.exchange.traffic.sent_bytes - sent_before,
-            expected_bytes(scheme, world_size, rows.num_rows, row_bytes, mean, union),
+            expected_bytes(scheme, world_size, rows.num_rows, row_bytes, mean, union, itemsize),
             ring_all_reduce_bytes(rows.num_rows * row_bytes, world_size),
         )
 

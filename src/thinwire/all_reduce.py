@@ -54,7 +54,7 @@ def sparse_all_reduce(
             dense dimensions, coalesced or not: one row for each index. Or dense and contiguous: rows of the
             first dimension, or single elements when one-dimensional; zeros are found by one scan. Not changed.
             With ``async_op`` it must not be written to until the future is done.
-        scheme: a name ("auto", "zen", "agsparse", "sparse_ps", "balanced_parallelism", "dense") or a `Scheme`.
+        scheme: "auto", another name of `thinwire.schemes.NAMED`, such as "zen" or "dense", or a `Scheme`.
         op: "sum" or "mean" (over ranks).
         process_group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
         async_op: return at once, with a future of the result.

@@ -18,6 +18,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SMALLER = {
     "demo": ["--link", "none", "--workers", "2", "--steps", "2", "--report", "{directory}/report.html"],
+    "analyze": ["--workers", "2", "--steps", "2", "--report", "{directory}/report.html"],
     "bench sync": ["--link", "none", "--hosts", "2", "--repeat", "1", "--scale", "0.01"],
 }
 

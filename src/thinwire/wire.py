@@ -69,12 +69,24 @@ def payload_bytes(format: Format, count: int, row_bytes: int, size: int, num_row
 
 
 def smallest(formats: tuple[Format, ...], count: int, row_bytes: int, size: int, num_rows: int) -> Format:
-    """The format of fewest bytes; the earlier one of equals.
+    """The format of fewest bytes, the earlier one of equals; Elias-Fano only where it saves more than 1/256.
 
     DENSE does not say which rows were present, so it is taken only where all are, or where it is the only one.
+    Elias-Fano is the most work: for rows of 2 kB, whose ids are a thousandth of a message, it took 8 ranks on two
+    cores 15 ms of a 340 ms synchronization.
     """
-    exact = [format for format in formats if format is not Format.DENSE or count == size] or formats
-    return min(exact, key=lambda format: payload_bytes(format, count, row_bytes, size, num_rows))
+
+    def num_bytes(format: Format) -> int:
+        return payload_bytes(format, count, row_bytes, size, num_rows)
+
+    exact = [format for format in formats if format is not Format.DENSE or count == size] or list(formats)
+    plain = [format for format in exact if format is not Format.ELIAS_FANO]
+    if not plain:
+        return Format.ELIAS_FANO
+    best = min(plain, key=num_bytes)
+    if len(plain) == len(exact):
+        return best
+    return Format.ELIAS_FANO if num_bytes(Format.ELIAS_FANO) < num_bytes(best) * 255 // 256 else best
 
 
 def encode(format: Format, part: Part, positions: Tensor, values: Tensor, order: Tensor | None = None) -> Tensor:

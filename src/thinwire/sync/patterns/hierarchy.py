@@ -12,9 +12,9 @@ from thinwire import kernels
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel
 from thinwire.sync.partition import Whole
-from thinwire.sync.patterns import pieces
+from thinwire.sync.patterns import gathered, pieces
 from thinwire.sync.patterns.pieces import Piece
-from thinwire.sync.stages import Stage, Stages, all_gather
+from thinwire.sync.stages import Stage, Stages
 from thinwire.wire import Format, Kind, Message
 
 
@@ -69,15 +69,7 @@ def all_reduce(rows: SparseRows, formats: tuple[Format, ...], channel: Channel, 
 
 def all_reduce_at_once(rows: SparseRows, formats: tuple[Format, ...], channel: Channel, scale: float) -> SparseRows:
     """Collect the rows of all ranks, and add them up in rank order, after `Channel.open`."""
-    whole = Whole(rows.num_rows)
-    messages = all_gather(
-        Stages(channel),
-        schedule(channel.rank, channel.world_size),
-        Kind.GATHER,
-        lambda: pieces.draft(formats, whole, rows, rows.ids, rows.values),
-        pieces.limit(whole, rows.width, rows),
-    )
-    return SparseRows.trusted(*pieces.total(messages, whole, rows.width, rows, channel, scale), rows.num_rows)
+    return gathered.all_reduce(rows, formats, channel, scale, schedule(channel.rank, channel.world_size))
 
 
 def _group(rank: int, bit: int, core: int, world_size: int) -> tuple[int, ...]:

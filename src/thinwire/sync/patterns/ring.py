@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from thinwire import kernels
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel
-from thinwire.sync.partition import Partition, Whole
-from thinwire.sync.patterns import pieces, point_to_point
+from thinwire.sync.partition import Partition
+from thinwire.sync.patterns import gathered, pieces, point_to_point
 from thinwire.sync.patterns.pieces import Piece
 from thinwire.sync.stages import Stage, Stages, all_gather
 from thinwire.wire import Format, Kind, Message
@@ -74,15 +74,7 @@ def all_reduce(
 
 def all_reduce_at_once(rows: SparseRows, formats: tuple[Format, ...], channel: Channel, scale: float) -> SparseRows:
     """Pass the rows of all ranks round, and add them up in rank order; after `Channel.open`."""
-    whole = Whole(rows.num_rows)
-    messages = all_gather(
-        Stages(channel),
-        gather_schedule(channel.rank, channel.world_size),
-        Kind.GATHER,
-        lambda: pieces.draft(formats, whole, rows, rows.ids, rows.values),
-        pieces.limit(whole, rows.width, rows),
-    )
-    return SparseRows.trusted(*pieces.total(messages, whole, rows.width, rows, channel, scale), rows.num_rows)
+    return gathered.all_reduce(rows, formats, channel, scale, gather_schedule(channel.rank, channel.world_size))
 
 
 def _reduce_scatter(

@@ -97,9 +97,9 @@ class ProcessGroupExchange:
 
         Gloo announces a posted receive on the connection that carries the data the other way, so a receive that
         is posted late waits behind that data and the pair runs half-duplex. And when all sends start together,
-        receivers get bursts from several senders while others idle. Measured on 8 hosts at 100 Mbit/s with
-        112 kB (1 MB) for each peer, over the wire time: all_to_all_single 1.3 (1.4), all sends at once 1.36
-        (1.03), two at a time 1.08 (1.03).
+        receivers get bursts from several senders while others idle. Over the wire time, on 8 hosts at 100 Mbit/s
+        with 112 kB (1 MB) for each peer: all_to_all_single 1.41 (1.45), all sends at once 1.37 (1.05), two at a
+        time 1.09 (1.02); benchmarks/bench_exchange.py.
         """
         others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         incoming = [

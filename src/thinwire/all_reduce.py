@@ -13,7 +13,8 @@ from torch.futures import Future
 from thinwire.lane import Group, Lane, resolve_group
 from thinwire.sparse import Layout, SparseRows
 from thinwire.sync.channel import Subject
-from thinwire.sync.scheme import AUTO, Scheme
+from thinwire.sync.named import AUTO
+from thinwire.sync.scheme import Scheme
 from thinwire.sync.synchronize import agree, synchronize
 
 _lanes: WeakKeyDictionary[dist.ProcessGroup, Lane] = WeakKeyDictionary()

@@ -24,7 +24,8 @@ from thinwire.lane import Lane
 from thinwire.observe.ledger import ParameterRecord
 from thinwire.sparse import SUPPORTED_DTYPES
 from thinwire.sync.channel import Subject
-from thinwire.sync.scheme import AUTO, Scheme, resolve
+from thinwire.sync.named import AUTO, resolve
+from thinwire.sync.scheme import Scheme
 
 logger = logging.getLogger("thinwire")
 _STATE_VERSION = 1

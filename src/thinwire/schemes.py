@@ -1,6 +1,6 @@
 """The named points of the design space of exact schemes, and what is needed to make others."""
 
-from thinwire.sync.scheme import (
+from thinwire.sync.named import (
     AGSPARSE,
     AGSPARSE_HIERARCHY,
     AGSPARSE_RING,
@@ -17,13 +17,8 @@ from thinwire.sync.scheme import (
     SPARSE_PS,
     ZEN,
     ZEN_ELEMENTS,
-    Aggregation,
-    Balance,
-    Communication,
-    Ownership,
-    Partitioning,
-    Scheme,
 )
+from thinwire.sync.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme
 from thinwire.sync.units import Unit
 from thinwire.wire import Format
 

@@ -29,8 +29,8 @@ from thinwire.analyze.summary import Analysis
 from thinwire.bench.trace import Trace
 from thinwire.cli.analyze import CONTEXT_SETTINGS, analyze
 from thinwire.sync.cost import sent_bytes
+from thinwire.sync.named import NAMED
 from thinwire.sync.partition import Contiguous
-from thinwire.sync.scheme import NAMED
 
 NUM_ROWS, WIDTH = 512, 16
 

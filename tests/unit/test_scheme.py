@@ -11,8 +11,8 @@ import pytest
 
 from thinwire import schemes
 from thinwire.schemes import Aggregation, Balance, Communication, Format, Ownership, Partitioning, Scheme, Unit
+from thinwire.sync.named import name_of, resolve
 from thinwire.sync.partition import BlockCyclic, Contiguous, HierarchicalHash, Permutation
-from thinwire.sync.scheme import name_of, resolve
 
 
 @pytest.mark.parametrize(

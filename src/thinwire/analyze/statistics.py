@@ -19,8 +19,9 @@ from thinwire.bench.trace import Trace
 from thinwire.observe.sparsity import densification, imbalance_pull, imbalance_push, overlap_ratio, skewness
 from thinwire.sync.choose import choose
 from thinwire.sync.cost import expected_bytes, sent_bytes, value_lower_bound_bytes
+from thinwire.sync.named import NAMED, name_of
 from thinwire.sync.partition import Contiguous, Partition, Permutation
-from thinwire.sync.scheme import NAMED, Ownership, Scheme, name_of
+from thinwire.sync.scheme import Ownership, Scheme
 
 PREDICTED_RANKS = tuple(2**power for power in range(1, 11))
 SKEWNESS_PARTITIONS = (8, 128)

@@ -19,7 +19,8 @@ from thinwire.bench.workload import Workload
 from thinwire.observe import sparsity
 from thinwire.sync.choose import choose
 from thinwire.sync.cost import opening_bytes, sent_bytes, value_lower_bound_bytes
-from thinwire.sync.scheme import AUTO, NAMED, Ownership, Scheme, resolve
+from thinwire.sync.named import AUTO, NAMED, resolve
+from thinwire.sync.scheme import Ownership, Scheme
 from thinwire.sync.units import unit_ids, unit_shape
 from thinwire.testbed.launch import run_ranks
 from thinwire.testbed.network import EmulatedNetwork, Link

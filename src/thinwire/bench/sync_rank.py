@@ -15,7 +15,7 @@ from thinwire.bench.workload import Workload
 from thinwire.lane import Lane
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Subject
-from thinwire.sync.scheme import DENSE, name_of, resolve
+from thinwire.sync.named import DENSE, name_of, resolve
 from thinwire.sync.synchronize import agree, dense_all_reduce, synchronize
 from thinwire.testbed.rank import RankContext
 

@@ -12,7 +12,8 @@ from thinwire.sync.channel import Channel, Subject
 from thinwire.sync.choose import choose
 from thinwire.sync.cost import expected_bytes
 from thinwire.sync.exchange import ring_all_reduce_bytes
-from thinwire.sync.scheme import AUTO, DENSE, Scheme, name_of
+from thinwire.sync.named import AUTO, DENSE, name_of
+from thinwire.sync.scheme import Scheme
 from thinwire.sync.synchronize import agree, dense_all_reduce, synchronize
 
 DENSE_PAUSE_STEPS = 50

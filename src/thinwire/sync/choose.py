@@ -9,7 +9,8 @@ import math
 from collections.abc import Sequence
 
 from thinwire.sync.cost import expected_bytes
-from thinwire.sync.scheme import AGSPARSE, COLUMN_SPLIT, DENSE, ZEN, Ownership, Scheme
+from thinwire.sync.named import AGSPARSE, COLUMN_SPLIT, DENSE, ZEN
+from thinwire.sync.scheme import Ownership, Scheme
 
 CANDIDATES = (ZEN, COLUMN_SPLIT, AGSPARSE, DENSE)
 DENSIFICATION_EXPONENT = 0.6

@@ -10,8 +10,9 @@ from thinwire.kernels import nonzero_rows
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel
 from thinwire.sync.choose import choose
+from thinwire.sync.named import resolve
 from thinwire.sync.patterns import columns, hierarchy, point_to_point, ring
-from thinwire.sync.scheme import Aggregation, Communication, Ownership, Partitioning, Scheme, resolve
+from thinwire.sync.scheme import Aggregation, Communication, Ownership, Partitioning, Scheme
 from thinwire.sync.units import from_units, to_units
 
 

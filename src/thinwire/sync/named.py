@@ -1,0 +1,134 @@
+"""The points of the design space that papers and thinwire have given names to."""
+
+from __future__ import annotations
+
+from thinwire.sync.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme
+from thinwire.sync.units import Unit
+from thinwire.wire import Format
+
+DENSE = Scheme(
+    Communication.NATIVE, Aggregation.INCREMENTAL, Partitioning.CENTRALIZATION, None,
+    push_format=(Format.DENSE,), pull_format=(Format.DENSE,),
+)  # fmt: skip
+"""The process group's dense all-reduce: what DDP does."""
+
+AGSPARSE = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.CENTRALIZATION, None,
+    push_format=(Format.COO,), pull_format=(Format.COO,),
+)  # fmt: skip
+"""All ranks send their whole sparse tensor to all, and each adds them up (Horovod, PyTorch's Gloo)."""
+
+SPARSE_PS = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
+    push_format=(Format.COO,), pull_format=(Format.COO,),
+)  # fmt: skip
+"""A sparse parameter server on the ranks themselves: each owns a contiguous range (Parallax)."""
+
+BALANCED_PARALLELISM = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,
+    push_format=(Format.COO,), pull_format=(Format.COO,),
+)  # fmt: skip
+"""ZEN's optimal scheme under parallelism (Definition 6), with plain COO."""
+
+ZEN = Scheme(Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED)
+"""Balanced parallelism with the cheapest format for each message: COO, bitmap, hash bitmap, or dense."""
+
+COLUMN_SPLIT = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,
+    ownership=Ownership.COLUMNS, pull_format=(Format.DENSE,),
+)  # fmt: skip
+"""Parallelism over columns: imbalance exactly 1, no ids in the pull; for rows much wider than there are ranks."""
+
+ZEN_ELEMENTS = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,
+    ownership=Ownership.HIERARCHICAL_HASH, push_format=(Format.COO,), pull_format=(Format.HASH_BITMAP,),
+    unit=Unit.ELEMENTS,
+)  # fmt: skip
+"""ZEN as published: single elements, owners by hierarchical hashing, COO in the push, hash bitmaps in the pull."""
+
+OMNIREDUCE = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
+    ownership=Ownership.BLOCK_CYCLIC, push_format=(Format.COO,), pull_format=(Format.COO,), unit=Unit.BLOCKS,
+)  # fmt: skip
+"""OmniReduce (SIGCOMM'21) as its code deals blocks: blocks that are not zero, round-robin over aggregators.
+
+Its workers name the next block that is not zero in 4 bytes; here an index has the fewest bytes that hold it.
+"""
+
+OMNIREDUCE_CONTIGUOUS = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
+    push_format=(Format.COO,), pull_format=(Format.COO,), unit=Unit.BLOCKS,
+)  # fmt: skip
+"""OmniReduce as ZEN describes it: each aggregator has a contiguous range of blocks."""
+
+DENSE_PS = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
+    push_format=(Format.DENSE,), pull_format=(Format.DENSE,),
+)  # fmt: skip
+"""A dense parameter server on the ranks themselves. Every row is in the sum, zeros included."""
+
+DENSE_RING = Scheme(
+    Communication.RING, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.IMBALANCED,
+    push_format=(Format.DENSE,), pull_format=(Format.DENSE,),
+)  # fmt: skip
+"""The classical ring all-reduce, in thinwire's own messages. Every row is in the sum, zeros included."""
+
+AGSPARSE_RING = Scheme(
+    Communication.RING, Aggregation.ONE_SHOT, Partitioning.CENTRALIZATION, None,
+    push_format=(Format.COO,), pull_format=(Format.COO,),
+)  # fmt: skip
+"""AGsparse by the ring all-gather that Gloo and NCCL run."""
+
+AGSPARSE_HIERARCHY = Scheme(
+    Communication.HIERARCHY, Aggregation.ONE_SHOT, Partitioning.CENTRALIZATION, None,
+    push_format=(Format.COO,), pull_format=(Format.COO,),
+)  # fmt: skip
+"""AGsparse by recursive doubling: as many bytes, in log2 of n stages."""
+
+SPARCML = Scheme(
+    Communication.HIERARCHY, Aggregation.INCREMENTAL, Partitioning.CENTRALIZATION, None,
+    push_format=(Format.COO,), pull_format=(Format.COO,),
+)  # fmt: skip
+"""SparCML's SSAR_Recursive_double (SC'19): partners exchange and merge all that they have."""
+
+HIERARCHICAL_CENTRALIZATION = SPARCML
+"""ZEN's optimal scheme under centralization (Lemma 2): the same point."""
+
+NAMED = {
+    "dense": DENSE,
+    "agsparse": AGSPARSE,
+    "sparse_ps": SPARSE_PS,
+    "balanced_parallelism": BALANCED_PARALLELISM,
+    "zen": ZEN,
+    "column_split": COLUMN_SPLIT,
+    "zen_elements": ZEN_ELEMENTS,
+    "omnireduce": OMNIREDUCE,
+    "omnireduce_contiguous": OMNIREDUCE_CONTIGUOUS,
+    "dense_ps": DENSE_PS,
+    "dense_ring": DENSE_RING,
+    "agsparse_ring": AGSPARSE_RING,
+    "agsparse_hierarchy": AGSPARSE_HIERARCHY,
+    "sparcml": SPARCML,
+    "hierarchical_centralization": HIERARCHICAL_CENTRALIZATION,
+}
+AUTO = "auto"
+
+
+def resolve(scheme: str | Scheme) -> Scheme | None:
+    """A scheme from its name; None for "auto".
+
+    Raises:
+        ValueError: an unknown name; the message lists the legal ones.
+    """
+    if isinstance(scheme, Scheme):
+        return scheme
+    if scheme == AUTO:
+        return None
+    if scheme not in NAMED:
+        raise ValueError(f"unknown scheme {scheme!r}; legal are {', '.join([AUTO, *NAMED])}, or a Scheme")
+    return NAMED[scheme]
+
+
+def name_of(scheme: Scheme) -> str:
+    """The (first) name of a scheme, or its description where it has none."""
+    return next((name for name, point in NAMED.items() if point == scheme), scheme.describe())

@@ -16,6 +16,7 @@ from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel, Subject
 from thinwire.sync.exchange import Exchange, Traffic, ring_all_reduce_bytes
 from thinwire.sync.scheme import Scheme
+from thinwire.sync.stream import Receive
 from thinwire.sync.synchronize import agree, synchronize
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ class Hub:
     tamper: Tamper = untouched
     _turns: dict[int, dict[int, object]] = field(default_factory=lambda: defaultdict(dict))
     _left: set[int] = field(default_factory=set)
+    _mail: dict[tuple[int, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     baton: threading.Condition = field(default_factory=threading.Condition)
 
     def meet(self, rank: int, turn: int, item: T) -> list[T]:
@@ -55,10 +57,48 @@ class Hub:
         self._turns.pop(turn - 1, None)  # all are here, so all have taken the last one
         return [posted[peer] for peer in range(self.world_size)]  # type: ignore[misc]
 
+    def put(self, source: int, target: int, data: Tensor) -> None:
+        """Leave a message of a stream."""
+        self._mail[source, target].append(data)
+        self.baton.notify_all()
+
+    def take(self, source: int, target: int, number: int) -> Tensor:
+        """Wait for the message of a stream that is the ``number``-th between two ranks."""
+        mail = self._mail[source, target]
+        self.baton.wait_for(lambda: len(mail) > number or bool(self._left), self.timeout_seconds)
+        if len(mail) <= number:
+            how = f"ranks {sorted(self._left)} left" if self._left else "timeout"
+            raise LostPeerError(f"rank {target}: message {number} of rank {source} did not come: {how}")
+        return mail[number]
+
     def leave(self, rank: int) -> None:
         with self.baton:
             self._left.add(rank)
             self.baton.notify_all()
+
+
+class LoopbackStream:
+    """A stream without a thread: what is sent is made and delivered at once."""
+
+    def __init__(self, exchange: LoopbackExchange) -> None:
+        self._exchange = exchange
+        self._swap = exchange.next_swap()
+
+    def receive(self, source: int, num_bytes: int) -> Receive:
+        number = self._exchange.posted[source]
+        self._exchange.posted[source] += 1
+        return lambda: self._exchange.take(source, number, num_bytes, self._swap)
+
+    def send(self, target: int, num_bytes: int, make: Callable[[], Tensor]) -> None:
+        data = make()
+        assert data.numel() == num_bytes, f"a message of {data.numel()} bytes, {num_bytes} were announced"
+        self._exchange.put(target, data)
+
+    def __enter__(self) -> LoopbackStream:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
 
 
 class LoopbackExchange:
@@ -69,6 +109,8 @@ class LoopbackExchange:
         self.world_size = hub.world_size
         self.traffic = Traffic()
         self._hub = hub
+        self.hosts: Sequence[int] = range(hub.world_size)
+        self.posted: dict[int, int] = defaultdict(int)  # receives in streams so far, by source
         self._turn = 0
         self._swaps = 0
 
@@ -105,6 +147,24 @@ class LoopbackExchange:
         part = posted[source][1]
         assert part.numel() == receive_bytes, f"{source} sends {part.numel()}, not {receive_bytes} bytes"
         return self._hub.tamper(source, self.rank, swap, part) if receive_bytes else part
+
+    def stream(self) -> LoopbackStream:
+        return LoopbackStream(self)
+
+    def take(self, source: int, number: int, num_bytes: int, swap: int) -> Tensor:
+        """The message of that number that ``source`` sent here in the streams so far."""
+        part = self._hub.take(source, self.rank, number)
+        assert part.numel() == num_bytes, f"{source} sends {part.numel()}, not {num_bytes} bytes"
+        self.traffic.received_bytes += num_bytes
+        return self._hub.tamper(source, self.rank, swap, part)
+
+    def put(self, target: int, data: Tensor) -> None:
+        self.traffic.sent_bytes += data.numel()
+        self._hub.put(self.rank, target, data.clone())
+
+    def next_swap(self) -> int:
+        self._swaps += 1
+        return self._swaps - 1
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.rank]

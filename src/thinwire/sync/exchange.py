@@ -12,9 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.errors import LostPeerError
-
-SENDS_IN_FLIGHT = 2
+from thinwire.sync.stream import SENDS_IN_FLIGHT, ProcessGroupStream, Stream, lost_peer
 
 
 @dataclass
@@ -23,6 +21,8 @@ class Traffic:
 
     sent_bytes: int = 0
     received_bytes: int = 0
+    sent_between_hosts_bytes: int = 0
+    """Those of ``sent_bytes`` that went to ranks on another host, as far as `Exchange.hosts` knows."""
 
 
 class Exchange(Protocol):
@@ -30,7 +30,16 @@ class Exchange(Protocol):
 
     rank: int
     world_size: int
+    hosts: Sequence[int]
+    """For each rank the number of its host; a host of its own for each where nobody has asked."""
     traffic: Traffic
+
+    def subset(self, ranks: Sequence[int]) -> Exchange:
+        """The exchange of some of the ranks, this one among them, over the same connections and traffic count.
+
+        Ranks of the subset are numbered in the order given. No communication. It has no `all_reduce`.
+        """
+        ...
 
     def swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
         """Send record ``outgoing[r]`` to each rank r; all records, on all ranks, have the same few bytes (uint8).
@@ -63,6 +72,10 @@ class Exchange(Protocol):
         """
         ...
 
+    def stream(self) -> Stream:
+        """Begin messages whose sizes are known; all ranks enter and leave their streams in the same order."""
+        ...
+
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a contiguous tensor over the ranks, in place, by the group's own algorithm."""
         ...
@@ -73,23 +86,42 @@ class Exchange(Protocol):
 
 
 class ProcessGroupExchange:
-    """An `Exchange` over a torch process group of CPU tensors."""
+    """An `Exchange` over a torch process group of CPU tensors.
 
-    def __init__(self, process_group: dist.ProcessGroup) -> None:
+    Args:
+        process_group: a Gloo group that nothing else uses.
+        ranks: the ranks of the group that take part, in this order; None for all of them.
+        traffic: where bytes are counted; None makes a new count.
+    """
+
+    def __init__(
+        self, process_group: dist.ProcessGroup, ranks: Sequence[int] | None = None, traffic: Traffic | None = None
+    ) -> None:
         self.process_group: dist.ProcessGroup | None = process_group
-        self.rank = process_group.rank()
-        self.world_size = process_group.size()
-        self.traffic = Traffic()
+        self._is_whole = ranks is None
+        self._ranks = tuple(range(process_group.size())) if ranks is None else tuple(ranks)
+        self.rank = self._ranks.index(process_group.rank())
+        self.world_size = len(self._ranks)
+        self.hosts: Sequence[int] = range(self.world_size)
+        self.traffic = traffic or Traffic()
+
+    def subset(self, ranks: Sequence[int]) -> ProcessGroupExchange:
+        assert self.process_group is not None
+        inner = ProcessGroupExchange(self.process_group, [self._ranks[rank] for rank in ranks], self.traffic)
+        inner.hosts = [self.hosts[rank] for rank in ranks]
+        return inner
 
     def swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
+        num_bytes = outgoing[0].numel()
+        if not self._is_whole or self.world_size == 1:
+            return self.swap(outgoing, [num_bytes] * self.world_size)
         sent = torch.stack(list(outgoing))
         received = torch.empty_like(sent)
-        if self.world_size == 1:
-            return [outgoing[0]]
         with self._losing_peers():
             dist.all_to_all_single(received, sent, group=self.process_group)
-        moved = (self.world_size - 1) * sent.shape[1]
-        self._count(moved, moved)
+        for rank in self._others():
+            self._count_sent(rank, num_bytes)
+            self._count_received(rank, num_bytes)
         return list(received)
 
     def swap(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
@@ -101,26 +133,24 @@ class ProcessGroupExchange:
         with 112 kB (1 MB) for each peer: all_to_all_single 1.41 (1.45), all sends at once 1.37 (1.05), two at a
         time 1.09 (1.02); benchmarks/bench_exchange.py.
         """
-        others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+        others = self._others()
         incoming = [
             own if rank == self.rank else torch.empty(receive_bytes[rank], dtype=torch.uint8)
             for rank, own in enumerate(outgoing)
         ]
         with self._losing_peers():
-            receives = [
-                dist.irecv(incoming[rank], group=self.process_group, group_src=rank)
-                for rank in reversed(others)
-                if incoming[rank].numel()
-            ]
-            sends: deque[dist.Work | None] = deque()
+            receives = [self._receive(rank, incoming[rank]) for rank in reversed(others) if incoming[rank].numel()]
+            sends: deque[dist.Work] = deque()
             for rank in others:
                 if outgoing[rank].numel():
-                    sends.append(dist.isend(outgoing[rank], group=self.process_group, group_dst=rank))
+                    sends.append(self._send(rank, outgoing[rank]))
                 if len(sends) == SENDS_IN_FLIGHT:
-                    _wait(sends.popleft())
+                    sends.popleft().wait()
             for work in (*sends, *receives):
-                _wait(work)
-        self._count(sum(outgoing[rank].numel() for rank in others), sum(receive_bytes[rank] for rank in others))
+                work.wait()
+        for rank in others:
+            self._count_sent(rank, outgoing[rank].numel())
+            self._count_received(rank, receive_bytes[rank])
         return incoming
 
     def swap_with(self, target: int | None, outgoing: Tensor, source: int | None, receive_bytes: int) -> Tensor:
@@ -129,45 +159,61 @@ class ProcessGroupExchange:
         works = []
         with self._losing_peers():
             if source is not None and receive_bytes:
-                works.append(dist.irecv(incoming, group=self.process_group, group_src=source))
+                works.append(self._receive(source, incoming))
             if target is not None and outgoing.numel():
-                works.append(dist.isend(outgoing, group=self.process_group, group_dst=target))
+                works.append(self._send(target, outgoing))
             for work in works:
-                if work is not None:
-                    work.wait()
-        self._count(outgoing.numel(), receive_bytes)
+                work.wait()
+        if target is not None:
+            self._count_sent(target, outgoing.numel())
+        if source is not None:
+            self._count_received(source, receive_bytes)
         return incoming
+
+    def stream(self) -> ProcessGroupStream:
+        return ProcessGroupStream(self.process_group, self.rank, self._ranks, self._count_sent, self._count_received)
 
     def all_reduce(self, tensor: Tensor) -> None:
         if self.world_size == 1:
             return
+        assert self._is_whole, "the native all-reduce is of the whole group"
         with self._losing_peers():
             dist.all_reduce(tensor, group=self.process_group)
         moved = ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size)
-        self._count(moved, moved)
+        self._count_sent((self.rank + 1) % self.world_size, moved)
+        self._count_received((self.rank - 1) % self.world_size, moved)
 
     def close(self) -> None:
         self.process_group = None
 
-    def _count(self, sent_bytes: int, received_bytes: int) -> None:
-        self.traffic.sent_bytes += sent_bytes
-        self.traffic.received_bytes += received_bytes
+    def _others(self) -> list[int]:
+        """All other ranks, the next one first, so that not all ranks begin with the same one."""
+        return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def _send(self, rank: int, data: Tensor) -> dist.Work:
+        work = dist.isend(data, group=self.process_group, group_dst=self._ranks[rank])
+        assert work is not None, "an exchange is only for ranks of the group"
+        return work
+
+    def _receive(self, rank: int, data: Tensor) -> dist.Work:
+        work = dist.irecv(data, group=self.process_group, group_src=self._ranks[rank])
+        assert work is not None, "an exchange is only for ranks of the group"
+        return work
+
+    def _count_sent(self, rank: int, num_bytes: int) -> None:
+        self.traffic.sent_bytes += num_bytes
+        if self.hosts[rank] != self.hosts[self.rank]:
+            self.traffic.sent_between_hosts_bytes += num_bytes
+
+    def _count_received(self, rank: int, num_bytes: int) -> None:
+        self.traffic.received_bytes += num_bytes
 
     @contextmanager
     def _losing_peers(self) -> Iterator[None]:
         try:
             yield
         except RuntimeError as error:
-            cause = str(error).split("This is typically")[0].split("] ", 1)[-1].strip().rstrip(".")
-            raise LostPeerError(
-                f"rank {self.rank}: the exchange with the other {self.world_size - 1} ranks broke off, because a"
-                f" peer died or did not take part within the timeout: {cause}"
-            ) from error
-
-
-def _wait(work: dist.Work | None) -> None:
-    if work is not None:
-        work.wait()
+            raise lost_peer(error, self.rank, self.world_size) from error
 
 
 def ring_all_reduce_bytes(tensor_bytes: int, world_size: int) -> int:

@@ -1,0 +1,149 @@
+"""Messages of known sizes, all receives posted early, sent one after the other by a thread of their own.
+
+A swap begins when everything is encoded and ends when everything is there. A stream has no such points: while one
+message is on the wire, the next is encoded and an earlier one from a peer is summed, so the link does not wait for
+the processor nor the processor for the link.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from thinwire.errors import LostPeerError
+
+SENDS_IN_FLIGHT = 2
+
+Receive = Callable[[], Tensor]
+
+
+class Stream(Protocol):
+    """One rank's end of a stream; a context manager. Leaving it waits for all sends, and raises what failed in one.
+
+    Messages from one rank to another arrive in the order in which they were sent; both sides know their sizes.
+    """
+
+    def receive(self, source: int, num_bytes: int) -> Receive:
+        """Post a receive; the function that is returned waits for the bytes (uint8 [num_bytes], the caller's).
+
+        Raises:
+            LostPeerError: in that function: a peer died or did not take part, or sending failed on this rank.
+        """
+        ...
+
+    def send(self, target: int, num_bytes: int, make: Callable[[], Tensor]) -> None:
+        """Queue a message; ``make`` is called, on another thread, when its turn comes.
+
+        If it raises, zeros are sent in its place, so that no rank waits, and leaving the stream raises it.
+        """
+        ...
+
+    def __enter__(self) -> Stream: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+class ProcessGroupStream:
+    """A `Stream` over Gloo.
+
+    Args:
+        process_group: whose point-to-point messages are used, in the order of the calls.
+        rank: this rank, in the stream.
+        ranks: the rank in the group of each rank of the stream.
+        on_sent, on_received: called with the peer and the bytes of each message.
+    """
+
+    def __init__(
+        self,
+        process_group: dist.ProcessGroup | None,
+        rank: int,
+        ranks: Sequence[int],
+        on_sent: Callable[[int, int], None],
+        on_received: Callable[[int, int], None],
+    ) -> None:
+        self._group, self._rank, self._ranks = process_group, rank, ranks
+        self._on_sent, self._on_received = on_sent, on_received
+        self._jobs: queue.SimpleQueue[tuple[int, int, Callable[[], Tensor]] | None] = queue.SimpleQueue()
+        self._failure: Exception | None = None
+        self._abandoned = False
+        self._thread = threading.Thread(target=self._send_in_turn, name="thinwire-stream", daemon=True)
+
+    def receive(self, source: int, num_bytes: int) -> Receive:
+        buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        work = dist.irecv(buffer, group=self._group, group_src=self._ranks[source])
+        assert work is not None, "a stream is only for ranks of the group"
+
+        def wait() -> Tensor:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise (self._failure or self._lost(error)) from error
+            self._on_received(source, num_bytes)
+            return buffer
+
+        return wait
+
+    def send(self, target: int, num_bytes: int, make: Callable[[], Tensor]) -> None:
+        self._jobs.put((target, num_bytes, make))
+
+    def __enter__(self) -> ProcessGroupStream:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._abandoned = error is not None
+        self._jobs.put(None)
+        self._thread.join()
+        if error is None and self._failure is not None:
+            raise self._failure
+
+    def _send_in_turn(self) -> None:
+        """Two at a time, as in `ProcessGroupExchange.swap`."""
+        try:
+            in_flight: deque[dist.Work] = deque()
+            while (job := self._jobs.get()) is not None and not self._abandoned:
+                target, num_bytes, make = job
+                data = self._made(num_bytes, make)
+                work = dist.isend(data, group=self._group, group_dst=self._ranks[target])
+                assert work is not None, "a stream is only for ranks of the group"
+                in_flight.append(work)
+                self._on_sent(target, data.numel())
+                if len(in_flight) == SENDS_IN_FLIGHT:
+                    in_flight.popleft().wait()
+            while in_flight:
+                in_flight.popleft().wait()
+        except RuntimeError as error:
+            self._failure = self._failure or self._lost(error)
+
+    def _made(self, num_bytes: int, make: Callable[[], Tensor]) -> Tensor:
+        try:
+            data = make()
+            assert data.numel() == num_bytes, f"a message of {data.numel()} bytes, {num_bytes} were announced"
+        except Exception as error:
+            self._failure = self._failure or error
+            return torch.zeros(num_bytes, dtype=torch.uint8)
+        return data
+
+    def _lost(self, error: RuntimeError) -> LostPeerError:
+        return lost_peer(error, self._rank, len(self._ranks))
+
+
+def lost_peer(error: Exception, rank: int, world_size: int) -> LostPeerError:
+    """What to raise where torch failed to move bytes."""
+    cause = str(error).split("This is typically")[0].split("] ", 1)[-1].strip().rstrip(".")
+    return LostPeerError(
+        f"rank {rank}: the exchange with the other {world_size - 1} ranks broke off, because a peer died or did not"
+        f" take part within the timeout: {cause}"
+    )

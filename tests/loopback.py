@@ -18,6 +18,7 @@ from thinwire.sync.exchange import Exchange, Traffic, ring_all_reduce_bytes
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.stream import Receive
 from thinwire.sync.synchronize import agree, synchronize
+from thinwire.sync.two_level import TwoLevel
 
 T = TypeVar("T")
 Tamper = Callable[[int, int, int, Tensor], Tensor]  # (rank_from, rank_to, swap_number, tensor) -> what arrives
@@ -29,8 +30,9 @@ def untouched(rank_from: int, rank_to: int, swap_number: int, tensor: Tensor) ->
 
 @dataclass
 class Hub:
-    """Where the threads meet: in each turn every rank posts one thing and takes what all have posted.
+    """Where the threads meet: in each turn every member posts one thing and takes what all have posted.
 
+    Members are all ranks, or those of a subset, whose turns are counted apart; their names are those among all ranks.
     A rank runs only while it holds ``baton``, and passes it on only when it waits here: one thread at a time, or
     else they wear each other out over Python's own lock (ZEN on 8 ranks: 190 ms, half of it system time, against 100).
     """
@@ -38,24 +40,26 @@ class Hub:
     world_size: int
     timeout_seconds: float
     tamper: Tamper = untouched
-    _turns: dict[int, dict[int, object]] = field(default_factory=lambda: defaultdict(dict))
+    _turns: dict[tuple[tuple[int, ...], int], dict[int, object]] = field(default_factory=lambda: defaultdict(dict))
     _left: set[int] = field(default_factory=set)
     _mail: dict[tuple[int, int], list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     baton: threading.Condition = field(default_factory=threading.Condition)
 
-    def meet(self, rank: int, turn: int, item: T) -> list[T]:
-        """What all ranks posted in this turn, in rank order; LostPeerError if one left or does not come."""
-        posted = self._turns[turn]
+    def meet(self, members: tuple[int, ...], rank: int, turn: int, item: T) -> list[T]:
+        """What the members posted in this turn of theirs; LostPeerError if one of them left or does not come."""
+        posted = self._turns[members, turn]
         posted[rank] = item
-        if len(posted) == self.world_size:
+        if len(posted) == len(members):
             self.baton.notify_all()
-        self.baton.wait_for(lambda: len(posted) == self.world_size or bool(self._left), self.timeout_seconds)
-        if len(posted) < self.world_size:
-            missing = sorted(set(range(self.world_size)) - set(posted))
+        self.baton.wait_for(
+            lambda: len(posted) == len(members) or not self._left.isdisjoint(members), self.timeout_seconds
+        )
+        if len(posted) < len(members):
+            missing = sorted(set(members) - set(posted))
             how = f"ranks {sorted(self._left)} left" if self._left else "timeout"
             raise LostPeerError(f"rank {rank}: ranks {missing} did not take part in exchange {turn}: {how}")
-        self._turns.pop(turn - 1, None)  # all are here, so all have taken the last one
-        return [posted[peer] for peer in range(self.world_size)]  # type: ignore[misc]
+        self._turns.pop((members, turn - 1), None)  # all are here, so all have taken the last one
+        return [posted[peer] for peer in members]  # type: ignore[misc]
 
     def put(self, source: int, target: int, data: Tensor) -> None:
         """Leave a message of a stream."""
@@ -65,7 +69,7 @@ class Hub:
     def take(self, source: int, target: int, number: int) -> Tensor:
         """Wait for the message of a stream that is the ``number``-th between two ranks."""
         mail = self._mail[source, target]
-        self.baton.wait_for(lambda: len(mail) > number or bool(self._left), self.timeout_seconds)
+        self.baton.wait_for(lambda: len(mail) > number or source in self._left, self.timeout_seconds)
         if len(mail) <= number:
             how = f"ranks {sorted(self._left)} left" if self._left else "timeout"
             raise LostPeerError(f"rank {target}: message {number} of rank {source} did not come: {how}")
@@ -85,8 +89,7 @@ class LoopbackStream:
         self._swap = exchange.next_swap()
 
     def receive(self, source: int, num_bytes: int) -> Receive:
-        number = self._exchange.posted[source]
-        self._exchange.posted[source] += 1
+        number = self._exchange.next_posted(source)
         return lambda: self._exchange.take(source, number, num_bytes, self._swap)
 
     def send(self, target: int, num_bytes: int, make: Callable[[], Tensor]) -> None:
@@ -101,18 +104,35 @@ class LoopbackStream:
         pass
 
 
+@dataclass
+class Counts:
+    """What a rank counts over all its exchanges, that of all ranks and those of subsets."""
+
+    traffic: Traffic = field(default_factory=Traffic)
+    turns: dict[tuple[int, ...], int] = field(default_factory=lambda: defaultdict(int))  # by members
+    posted: dict[int, int] = field(default_factory=lambda: defaultdict(int))  # receives in streams, by source
+    swaps: int = 0
+
+
 class LoopbackExchange:
     """One rank's end of a `Hub`. Counts traffic as `ProcessGroupExchange` does, and holds callers to its contract."""
 
-    def __init__(self, hub: Hub, rank: int) -> None:
-        self.rank = rank
-        self.world_size = hub.world_size
-        self.traffic = Traffic()
+    def __init__(
+        self, hub: Hub, rank: int, members: tuple[int, ...] | None = None, counts: Counts | None = None
+    ) -> None:
+        self._members = tuple(range(hub.world_size)) if members is None else members
+        self.rank = self._members.index(rank)
+        self.world_size = len(self._members)
+        self.hosts: Sequence[int] = range(self.world_size)
+        self._counts = counts or Counts()
+        self.traffic = self._counts.traffic
         self._hub = hub
-        self.hosts: Sequence[int] = range(hub.world_size)
-        self.posted: dict[int, int] = defaultdict(int)  # receives in streams so far, by source
-        self._turn = 0
-        self._swaps = 0
+
+    def subset(self, ranks: Sequence[int]) -> LoopbackExchange:
+        members = tuple(self._members[rank] for rank in ranks)
+        inner = LoopbackExchange(self._hub, self._members[self.rank], members, self._counts)
+        inner.hosts = [self.hosts[rank] for rank in ranks]
+        return inner
 
     def swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
         assert len({part.numel() for part in outgoing}) == 1, "records have one length"
@@ -123,55 +143,59 @@ class LoopbackExchange:
         assert all(part.dtype == torch.uint8 and part.dim() == 1 for part in outgoing)
         posted = self._meet([part.clone() for part in outgoing])
         incoming = list(outgoing)
+        swap = self.next_swap()
         for peer in self._others():
             part = posted[peer][self.rank]
             assert part.numel() == receive_bytes[peer], f"{peer} sends {part.numel()}, not {receive_bytes[peer]} bytes"
-            incoming[peer] = self._hub.tamper(peer, self.rank, self._swaps, part)
-            self.traffic.sent_bytes += outgoing[peer].numel()
+            incoming[peer] = self._tampered(peer, swap, part)
+            self._count_sent(peer, outgoing[peer].numel())
             self.traffic.received_bytes += receive_bytes[peer]
-        self._swaps += 1
         return incoming
 
     def swap_with(self, target: int | None, outgoing: Tensor, source: int | None, receive_bytes: int) -> Tensor:
         assert self.rank not in (target, source), "nobody talks to itself"
         assert target is not None or outgoing.numel() == 0
         posted = self._meet((target, outgoing.clone()))
-        self.traffic.sent_bytes += outgoing.numel()
+        if target is not None:
+            self._count_sent(target, outgoing.numel())
         self.traffic.received_bytes += receive_bytes
         senders = [rank for rank, (to, _) in enumerate(posted) if to == self.rank]
         assert senders == ([] if source is None else [source]), f"ranks {senders} send here, not {source}"
-        swap, self._swaps = self._swaps, self._swaps + 1
+        swap = self.next_swap()
         if source is None:
             assert receive_bytes == 0
             return torch.empty(0, dtype=torch.uint8)
         part = posted[source][1]
         assert part.numel() == receive_bytes, f"{source} sends {part.numel()}, not {receive_bytes} bytes"
-        return self._hub.tamper(source, self.rank, swap, part) if receive_bytes else part
+        return self._tampered(source, swap, part) if receive_bytes else part
 
     def stream(self) -> LoopbackStream:
         return LoopbackStream(self)
 
+    def next_posted(self, source: int) -> int:
+        """The number, among those that ``source`` sends here in streams, of the message that is received next."""
+        self._counts.posted[self._members[source]] += 1
+        return self._counts.posted[self._members[source]] - 1
+
     def take(self, source: int, number: int, num_bytes: int, swap: int) -> Tensor:
         """The message of that number that ``source`` sent here in the streams so far."""
-        part = self._hub.take(source, self.rank, number)
+        part = self._hub.take(self._members[source], self._members[self.rank], number)
         assert part.numel() == num_bytes, f"{source} sends {part.numel()}, not {num_bytes} bytes"
         self.traffic.received_bytes += num_bytes
-        return self._hub.tamper(source, self.rank, swap, part)
+        return self._tampered(source, swap, part)
 
     def put(self, target: int, data: Tensor) -> None:
-        self.traffic.sent_bytes += data.numel()
-        self._hub.put(self.rank, target, data.clone())
+        self._count_sent(target, data.numel())
+        self._hub.put(self._members[self.rank], self._members[target], data.clone())
 
     def next_swap(self) -> int:
-        self._swaps += 1
-        return self._swaps - 1
-
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.world_size) if rank != self.rank]
+        self._counts.swaps += 1
+        return self._counts.swaps - 1
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Added one rank after the other, in the dtype of the tensor."""
         assert tensor.is_contiguous()
+        assert self.world_size == self._hub.world_size, "the native all-reduce is of the whole group"
         posted = self._meet(tensor.clone())
         total = posted[0].clone()
         for piece in posted[1:]:
@@ -179,16 +203,27 @@ class LoopbackExchange:
         tensor.copy_(total)
         if self.world_size > 1:
             moved = ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size)
-            self.traffic.sent_bytes += moved
+            self._count_sent((self.rank + 1) % self.world_size, moved)
             self.traffic.received_bytes += moved
 
     def close(self) -> None:
-        self._hub.leave(self.rank)
+        self._hub.leave(self._members[self.rank])
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def _count_sent(self, peer: int, num_bytes: int) -> None:
+        self.traffic.sent_bytes += num_bytes
+        if self.hosts[peer] != self.hosts[self.rank]:
+            self.traffic.sent_between_hosts_bytes += num_bytes
+
+    def _tampered(self, source: int, swap: int, part: Tensor) -> Tensor:
+        return self._hub.tamper(self._members[source], self._members[self.rank], swap, part)
 
     def _meet(self, item: T) -> list[T]:
-        turn = self._turn
-        self._turn += 1
-        posted = self._hub.meet(self.rank, turn, item)
+        turn = self._counts.turns[self._members]
+        self._counts.turns[self._members] += 1
+        posted = self._hub.meet(self._members, self._members[self.rank], turn, item)
         assert all(type(other) is type(item) for other in posted), "ranks call different collectives"
         return posted
 
@@ -250,10 +285,10 @@ def run_ranks(
 
 
 def synchronized(
-    exchange: Exchange, rows: SparseRows, scheme: str | Scheme, scale: float = 1.0, name: str = "table"
+    exchange: Exchange, rows: SparseRows, scheme: str | Scheme | TwoLevel, scale: float = 1.0, name: str = "table"
 ) -> SparseRows:
     """The sum of ``rows`` over the ranks of an exchange: what one job on a lane does."""
-    text = scheme.describe() if isinstance(scheme, Scheme) else scheme
+    text = scheme if isinstance(scheme, str) else scheme.describe()
     channel = Channel(exchange, Subject(name, f"[{rows.num_rows}, {rows.width}], {text}"), sequence=0)
     return synchronize(*agree(lambda: rows, scheme, channel), channel, scale)
 

@@ -16,6 +16,7 @@ from thinwire.sync.channel import Subject
 from thinwire.sync.named import AUTO
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.synchronize import agree, synchronize
+from thinwire.sync.two_level import TwoLevel
 
 _lanes: WeakKeyDictionary[dist.ProcessGroup, Lane] = WeakKeyDictionary()
 
@@ -23,7 +24,7 @@ _lanes: WeakKeyDictionary[dist.ProcessGroup, Lane] = WeakKeyDictionary()
 @overload
 def sparse_all_reduce(
     tensor: Tensor,
-    scheme: str | Scheme = ...,
+    scheme: str | Scheme | TwoLevel = ...,
     op: str = ...,
     process_group: Group = ...,
     async_op: Literal[False] = ...,
@@ -31,7 +32,7 @@ def sparse_all_reduce(
 @overload
 def sparse_all_reduce(
     tensor: Tensor,
-    scheme: str | Scheme = ...,
+    scheme: str | Scheme | TwoLevel = ...,
     op: str = ...,
     process_group: Group = ...,
     *,
@@ -39,7 +40,7 @@ def sparse_all_reduce(
 ) -> Future[Tensor]: ...
 def sparse_all_reduce(
     tensor: Tensor,
-    scheme: str | Scheme = AUTO,
+    scheme: str | Scheme | TwoLevel = AUTO,
     op: str = "sum",
     process_group: Group = None,
     async_op: bool = False,
@@ -55,7 +56,8 @@ def sparse_all_reduce(
             dense dimensions, coalesced or not: one row for each index. Or dense and contiguous: rows of the
             first dimension, or single elements when one-dimensional; zeros are found by one scan. Not changed.
             With ``async_op`` it must not be written to until the future is done.
-        scheme: "auto", another name of `thinwire.schemes.NAMED`, such as "zen" or "dense", or a `Scheme`.
+        scheme: "auto", another name of `thinwire.schemes.NAMED`, such as "zen" or "dense", or a `Scheme`; or
+            "two_level:zen" (any name but "dense"), or a `TwoLevel`: ranks of one host add up first.
         op: "sum" or "mean" (over ranks).
         process_group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
         async_op: return at once, with a future of the result.
@@ -79,7 +81,7 @@ def sparse_all_reduce(
     """
     group = resolve_group(process_group)
     lane = _lane_of(group)
-    text = scheme.describe() if isinstance(scheme, Scheme) else str(scheme)
+    text = scheme.describe() if isinstance(scheme, (Scheme, TwoLevel)) else str(scheme)
     subject = Subject("sparse_all_reduce", f"{_kind(tensor)}, op={op}, scheme={text}")
 
     def job(lane: Lane) -> Tensor:

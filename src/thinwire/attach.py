@@ -26,12 +26,15 @@ from thinwire.sparse import SUPPORTED_DTYPES
 from thinwire.sync.channel import Subject
 from thinwire.sync.named import AUTO, resolve
 from thinwire.sync.scheme import Scheme
+from thinwire.sync.two_level import TwoLevel
 
 logger = logging.getLogger("thinwire")
 _STATE_VERSION = 1
 
 
-def attach(model: nn.Module, scheme: str | Scheme = AUTO, timeout: timedelta | None = None) -> Synchronizer:
+def attach(
+    model: nn.Module, scheme: str | Scheme | TwoLevel = AUTO, timeout: timedelta | None = None
+) -> Synchronizer:
     """Synchronize the gradients of a DDP model exactly, with sparse ones sent as what they are.
 
     From the next backward on, gradients of ``nn.Embedding(sparse=True)`` and the non-zero rows of dense embedding
@@ -41,7 +44,8 @@ def attach(model: nn.Module, scheme: str | Scheme = AUTO, timeout: timedelta | N
 
     Args:
         model: a ``DistributedDataParallel`` whose parameters are on the CPU.
-        scheme: a name of `thinwire.schemes` or a `Scheme`; "auto" takes the one of fewest bytes at each step.
+        scheme: a name of `thinwire.schemes`, a `Scheme` or a `TwoLevel` ("two_level:zen": ranks of one host add up
+            first); "auto" takes the one of fewest bytes at each step.
         timeout: how long to wait for a peer; None takes that of the model's process group.
 
     Returns:
@@ -70,7 +74,9 @@ def attach(model: nn.Module, scheme: str | Scheme = AUTO, timeout: timedelta | N
 class Synchronizer:
     """What `attach` returns: the account, the state, and the end of a synchronization."""
 
-    def __init__(self, model: DistributedDataParallel, scheme: str | Scheme, timeout: timedelta | None) -> None:
+    def __init__(
+        self, model: DistributedDataParallel, scheme: str | Scheme | TwoLevel, timeout: timedelta | None
+    ) -> None:
         self._model = model
         self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._gradients = GradientSync(scheme)
@@ -86,7 +92,7 @@ class Synchronizer:
             self._lane.close()
             raise
         self._lookups = LookupRows(model.module)
-        self._buckets = Buckets(self._gradients, self._lookups, self._names)
+        self._buckets = Buckets(self._gradients, self._lookups, self._names, self._lane)
         self._forward_hook: RemovableHandle | None = model.register_forward_pre_hook(self._before_forward)
 
     def stats(self) -> dict[str, float]:
@@ -100,6 +106,7 @@ class Synchronizer:
             "comm/steps": float(self._steps),
             "comm/bytes_sent": float(traffic.sent_bytes),
             "comm/bytes_received": float(traffic.received_bytes),
+            "comm/bytes_sent_between_hosts": float(traffic.sent_between_hosts_bytes),
             "comm/bytes_dense": float(sum(record.total_dense_bytes for record in self._records())),
             "comm/seconds": self._lane.busy_seconds,
             "comm/exposed_seconds": self._exposed_seconds,
@@ -109,7 +116,8 @@ class Synchronizer:
         """One row per parameter, those that are all-reduced together in one: density, scheme, formats, bytes.
 
         ``bytes`` were sent by this rank in the last step; ``predicted_bytes`` is what perfectly even ownership
-        would have taken, so the difference is imbalance.
+        would have taken, so the difference is imbalance. ``fused`` is the number of parameters that were synchronized
+        together with this one, itself included; they share the bytes by their rows.
         """
         return [record.row() for record in self._records()]
 
@@ -121,6 +129,7 @@ class Synchronizer:
             "parameters": sorted(self._names.values()),
             "choices": dict(self._gradients.choices),
             "pauses": dict(self._gradients.pauses),
+            "unions": dict(self._gradients.unions),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -139,6 +148,7 @@ class Synchronizer:
         self._steps = int(state["steps"])
         self._gradients.choices = {name: str(scheme) for name, scheme in state["choices"].items()}
         self._gradients.pauses = {name: int(steps) for name, steps in state["pauses"].items()}
+        self._gradients.unions = {name: int(rows) for name, rows in state["unions"].items()}
 
     def detach(self) -> None:
         """Give the gradients back to stock DDP and release the lane, on all ranks. Twice does nothing."""
@@ -147,6 +157,7 @@ class Synchronizer:
             self._lookups.remove()
             self._forward_hook.remove()
             self._forward_hook = None
+            self._buckets.flush()
             self._lane.close()
 
     def _records(self) -> list[ParameterRecord]:
@@ -154,7 +165,7 @@ class Synchronizer:
 
     def _agree_on_configuration(self, lane: Lane) -> Tensor:
         scheme = self._gradients.scheme
-        lines = [f"scheme={scheme.describe() if isinstance(scheme, Scheme) else scheme}"]
+        lines = [f"scheme={scheme if isinstance(scheme, str) else scheme.describe()}"]
         for name, parameter in self._model.module.named_parameters():
             lines.append(f"parameter {name!r}: {parameter.dtype} {list(parameter.shape)}")
         lane.channel(Subject("attach", "\n".join(lines))).open()
@@ -176,7 +187,7 @@ class Synchronizer:
 
     def _on_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Called by DDP in backward for each bucket, in the same order on all ranks."""
-        future = self._lane.submit(self._buckets.job(bucket))
+        future = self._buckets.add(bucket)
         if self._in_flight or self._in_backward():
             self._in_flight.append(future)
         return future
@@ -194,6 +205,7 @@ class Synchronizer:
 
     def _finish_backward(self) -> None:
         """Runs when backward has nothing left to compute: what is waited for here is exposed communication."""
+        self._buckets.flush()
         started = time.perf_counter()
         in_flight, self._in_flight = self._in_flight, []
         for future in in_flight:

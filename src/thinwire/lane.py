@@ -20,6 +20,8 @@ from torch.futures import Future
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerError, ThinwireError
 from thinwire.sync.channel import Channel, Subject
 from thinwire.sync.exchange import Exchange, ProcessGroupExchange
+from thinwire.sync.hosts import discover
+from thinwire.sync.machine import Machine, measure
 
 T = TypeVar("T")
 Group = dist.ProcessGroup | DeviceMesh | None
@@ -96,14 +98,17 @@ class Lane:
         parent = resolve_group(process_group)
         self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
         self._timeout = timeout or _timeout_of(parent)
-        self._group: dist.ProcessGroup | None = _take_group(parent, self._timeout)
-        self.exchange: Exchange = ProcessGroupExchange(self._group)
+        group = _take_group(parent, self._timeout)
+        self._group: dist.ProcessGroup | None = group
+        self.exchange: Exchange = ProcessGroupExchange(group)
         self.busy_seconds = 0.0
         self._sequence = 0
         self._broken: Exception | None = None
+        self._machine: Machine | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="thinwire-lane", daemon=True)
         self._thread.start()
+        self._jobs.put(lambda: self._find_hosts(ProcessGroupExchange(group)))
 
     @property
     def rank(self) -> int:
@@ -155,11 +160,25 @@ class Lane:
         Raises:
             ThinwireError: an earlier failure left this rank out of step with its peers; they learn of it here.
         """
-        channel = Channel(self.exchange, subject, self._sequence)
+        channel = Channel(self.exchange, subject, self._sequence, self.machine)
         self._sequence += 1
         if self._broken is not None:
             self._refuse(channel, self._broken)
         return channel
+
+    def machine(self) -> Machine:
+        """What messages, bytes and rows take on these ranks: measured by the first call, which all ranks make together.
+
+        Only for a running job. It takes a few tenths of a second.
+        """
+        if self._machine is None:
+            assert self._group is not None, "a lane without connections runs no jobs"
+            self._machine = measure(ProcessGroupExchange(self._group))
+        return self._machine
+
+    def _find_hosts(self, exchange: Exchange) -> None:
+        """Before the first job, and on an exchange of its own: what a lane counts are bytes of its jobs."""
+        self.exchange.hosts = discover(exchange)
 
     def _attempt(self, job: Callable[[Lane], T]) -> T:
         try:

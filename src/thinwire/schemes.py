@@ -2,11 +2,13 @@
 
 from thinwire.sync.named import (
     AGSPARSE,
+    AGSPARSE_CODED,
     AGSPARSE_HIERARCHY,
     AGSPARSE_RING,
     BALANCED_PARALLELISM,
     COLUMN_SPLIT,
     DENSE,
+    DENSE_HALVING_DOUBLING,
     DENSE_PS,
     DENSE_RING,
     HIERARCHICAL_CENTRALIZATION,
@@ -14,21 +16,29 @@ from thinwire.sync.named import (
     OMNIREDUCE,
     OMNIREDUCE_CONTIGUOUS,
     SPARCML,
+    SPARCML_CODED,
+    SPARCML_DENSE,
+    SPARCML_SPLIT,
+    SPARCML_SPLIT_DENSE,
     SPARSE_PS,
+    UNION_SPLIT,
     ZEN,
     ZEN_ELEMENTS,
 )
 from thinwire.sync.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme
+from thinwire.sync.two_level import TwoLevel
 from thinwire.sync.units import Unit
 from thinwire.wire import Format
 
 __all__ = [
     "AGSPARSE",
+    "AGSPARSE_CODED",
     "AGSPARSE_HIERARCHY",
     "AGSPARSE_RING",
     "BALANCED_PARALLELISM",
     "COLUMN_SPLIT",
     "DENSE",
+    "DENSE_HALVING_DOUBLING",
     "DENSE_PS",
     "DENSE_RING",
     "HIERARCHICAL_CENTRALIZATION",
@@ -36,7 +46,12 @@ __all__ = [
     "OMNIREDUCE",
     "OMNIREDUCE_CONTIGUOUS",
     "SPARCML",
+    "SPARCML_CODED",
+    "SPARCML_DENSE",
+    "SPARCML_SPLIT",
+    "SPARCML_SPLIT_DENSE",
     "SPARSE_PS",
+    "UNION_SPLIT",
     "ZEN",
     "ZEN_ELEMENTS",
     "Aggregation",
@@ -46,5 +61,6 @@ __all__ = [
     "Ownership",
     "Partitioning",
     "Scheme",
+    "TwoLevel",
     "Unit",
 ]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from typer.testing import CliRunner
 
+import thinwire
 from thinwire.bench.sync import SyncBenchmark, run
 from thinwire.bench.trace import Trace, save_trace
 from thinwire.cli.main import app
@@ -22,7 +23,7 @@ CONTRACT = {
     "workload", "scheme", "world_size", "ranks_per_host", "link_mbit", "dtype", "bytes_sent_max",
     "bytes_predicted_max", "bytes_lower_bound", "imbalance_push", "imbalance_pull", "seconds_median",
     "seconds_p10", "seconds_p90", "seconds_wire_bound", "speedup_vs_dense", "max_abs_error",
-    "bitwise_equal_across_ranks",
+    "bitwise_equal_across_ranks", "bytes_between_hosts_max",
 }  # fmt: skip
 
 
@@ -72,11 +73,29 @@ def test_json_to_standard_output_and_a_trace(tmp_path: Path) -> None:
     assert row["bytes_lower_bound"] == pytest.approx((2 * 2 + 3) * 16 / 3)
 
 
+def test_two_levels_send_fewer_bytes_off_their_hosts() -> None:
+    """Without a link ranks only say where they are; torch's ring crosses hosts once for each of them."""
+    result = invoke(
+        "--hosts", "3", "--ranks-per-host", "2", "--link", "none", "--workload", "lstm", "--scale", "0.02",
+        "--repeat", "1", "--schemes", "zen,two_level:zen,auto,agsparse_torch,dense", "--json", "-",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    zen, two_level, auto, torch_ring, dense = json.loads(result.stdout)["rows"]
+    check_rows([zen, two_level, auto], 1e-7)
+    assert two_level["scheme"] == two_level["chosen"] == "two_level:zen"
+    assert two_level["bytes_between_hosts_max"] < 0.7 * zen["bytes_between_hosts_max"]
+    assert zen["bytes_sent_max"] < zen["bytes_between_hosts_max"] < 2 * zen["bytes_sent_max"]
+    for row in (torch_ring, dense):  # of the two ranks of a host one sends to the next host
+        assert 0.9 * row["bytes_sent_max"] < row["bytes_between_hosts_max"] <= row["bytes_sent_max"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
         (["--workload", "gpt9"], "lstm"),
         (["--schemes", "zenn"], "legal are"),
+        (["--schemes", "two_level:zenn"], "legal are"),
+        (["--schemes", "two_level:dense"], "dense_ring"),
         (["--dtype", "int8"], "legal are"),
         (["--hosts", "0"], "at least one"),
         (["--link", "fast"], "100mbit"),
@@ -127,9 +146,32 @@ def test_on_a_link_the_wire_time_dominates() -> None:
     assert rows[0]["speedup_vs_dense"] > 5
 
 
-def _send_both_ways(context: RankContext, size: int) -> None:
-    import thinwire
+def _send_by_two_levels(context: RankContext) -> tuple[int, list[int]]:
+    from thinwire.all_reduce import _lane_of
+    from thinwire.lane import resolve_group
 
+    indices = torch.arange(context.rank % 2, 8000, 2)[None]
+    gradient = torch.sparse_coo_tensor(indices, torch.ones(4000, 64), (8000, 64), check_invariants=False)
+    thinwire.sparse_all_reduce(gradient, scheme="two_level:zen")
+    exchange = _lane_of(resolve_group(None)).exchange
+    return exchange.traffic.sent_between_hosts_bytes, list(exchange.hosts)
+
+
+@pytest.mark.net
+@pytest.mark.usefixtures("net")
+def test_emulated_hosts_are_discovered_and_their_account_agrees_with_the_packets() -> None:
+    with EmulatedNetwork(3, Link.parse("400mbit")) as network:
+        before = [network.wire_bytes_sent(host) for host in range(3)]
+        outcomes = run_ranks(_send_by_two_levels, world_size=6, ranks_per_host=2, network=network)
+        on_the_wire = [network.wire_bytes_sent(host) - before[host] for host in range(3)]
+    assert [outcome.value[1] for outcome in outcomes] == [[0, 0, 1, 1, 2, 2]] * 6
+    for host, sent in enumerate(on_the_wire):
+        accounted = sum(outcome.value[0] for outcome in outcomes[2 * host : 2 * host + 2])
+        assert accounted > 2 * 2 / 3 * 8000 * 256, "all 8000 rows, there and back"
+        assert 1.0 < sent / accounted < 1.12
+
+
+def _send_both_ways(context: RankContext, size: int) -> None:
     dist.all_reduce(torch.zeros(size // 4))
     indices = torch.arange(0, 4000, 2)[None]
     gradient = torch.sparse_coo_tensor(indices, torch.ones(2000, 64), (4000, 64), check_invariants=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.hooks import fusion
 from thinwire.hooks.embedding import LookupRows
 from thinwire.testbed.faults import Faults
 from thinwire.testbed.launch import RankContext, run_ranks
@@ -25,12 +28,14 @@ NUM_WORDS, NUM_TAGS, WIDTH, STEPS = 1500, 600, 16, 4
 class Tagger(nn.Module):
     """Two tables of which a batch touches few rows, and dense layers."""
 
-    def __init__(self, sparse: bool = False, tied: bool = False, twice: bool = False) -> None:
+    def __init__(
+        self, sparse: bool = False, tied: bool = False, twice: bool = False, num_words: int = NUM_WORDS
+    ) -> None:
         super().__init__()
-        self.words = nn.Embedding(NUM_WORDS, WIDTH, sparse=sparse)
+        self.words = nn.Embedding(num_words, WIDTH, sparse=sparse)
         self.tags = nn.EmbeddingBag(NUM_TAGS, WIDTH, sparse=sparse, mode="sum")
         self.hidden = nn.Linear(WIDTH, WIDTH)
-        self.out = nn.Linear(WIDTH, NUM_WORDS if tied else 7)
+        self.out = nn.Linear(WIDTH, num_words if tied else 7)
         self.twice = twice
         if tied:
             self.out.weight = self.words.weight
@@ -102,7 +107,11 @@ SPARSE = "sparse gradient"
 MODES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "sparse": ({"model_options": {"sparse": True}, "ddp_options": {}}, [SPARSE, SPARSE]),
     "dense": ({"model_options": {}, "ddp_options": {}}, [KNOWN, KNOWN]),
-    "tied": ({"model_options": {"tied": True}, "ddp_options": {}}, ["all-reduce", KNOWN]),
+    "tied": ({"model_options": {"tied": True}, "ddp_options": {}}, [SCANNED, KNOWN]),
+    "tied, too large to be fused": (
+        {"model_options": {"tied": True, "num_words": 5000}, "ddp_options": {}},
+        ["all-reduce", KNOWN],
+    ),
     "looked up twice": ({"model_options": {"twice": True}, "ddp_options": {}}, [SCANNED, KNOWN]),
     "static graph": ({"model_options": {}, "ddp_options": {"static_graph": True}}, [KNOWN, KNOWN]),
     "static graph, sparse": (
@@ -297,6 +306,180 @@ def test_a_rank_that_dies_in_training_is_a_clear_error_out_of_backward() -> None
         else:
             assert "a peer died" in outcome.value
             assert f"rank {outcome.rank}" in outcome.value
+
+
+# --- small tables travel together
+
+SMALL_SIZES = ((50, 8), (600, 8), (7, 8), (1200, 8), (300, 16), (900, 16), (20_000, 16))  # the last is large at first
+
+
+class Recommender(nn.Module):
+    """A table for each feature, as small as features are, and one that is not."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList([nn.Embedding(rows, width, sparse=sparse) for rows, width in SMALL_SIZES])
+        self.out = nn.Linear(sum(width for _, width in SMALL_SIZES), 1)
+
+    def forward(self, features: Tensor) -> Tensor:
+        found = [table(features[:, place] % table.num_embeddings) for place, table in enumerate(self.tables)]
+        return torch.tanh(self.out(torch.cat(found, dim=1)))
+
+
+def recommend(
+    context: RankContext, sparse: bool, attached: bool, static_graph: bool = False, scheme: str = "zen"
+) -> tuple[Tensor, list[int], list[int], thinwire.Synchronizer | None]:
+    """The parameters, and of each step the jobs of the lane and the header rounds."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Recommender(sparse), static_graph=static_graph)
+    sync = thinwire.attach(model, scheme) if attached else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    data = torch.Generator().manual_seed(100 + context.rank)
+    jobs, rounds = [], []
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        features = torch.randint(0, 10**6, (12, len(SMALL_SIZES)), generator=data)
+        loss = model(features).square().mean()
+        with counted_calls(sync) as calls:
+            loss.backward()
+        jobs.append(calls["submit"])
+        rounds.append(calls["swap_records"])
+        optimizer.step()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), jobs, rounds, sync
+
+
+@contextlib.contextmanager
+def counted_calls(sync: thinwire.Synchronizer | None) -> Iterator[Counter[str]]:
+    """How often the lane gets a job, and how often it opens a round of headers."""
+    calls: Counter[str] = Counter()
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in ((sync._lane, "submit"), (sync._lane.exchange, "swap_records")) if sync else ():
+            patch.setattr(owner, name, counting(calls, name, getattr(owner, name)))
+        yield calls
+
+
+def counting(calls: Counter[str], name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        calls[name] += 1
+        return original(*args)
+
+    return call
+
+
+def _together(context: RankContext, sparse: bool, static_graph: bool) -> dict[str, Any]:
+    mine, jobs, rounds, sync = recommend(context, sparse, attached=True, static_graph=static_graph)
+    assert sync is not None
+    fused = {row["name"]: row["fused"] for row in sync.table()}
+    stats = sync.stats()
+    assert stats["comm/bytes_sent"] == sum(int(row["total_bytes"]) for row in sync.table()) + opening(context)
+    sync.detach()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fusion, "SMALL_TABLE_BYTES", -1)
+        alone, jobs_alone, rounds_alone, sync = recommend(context, sparse, attached=True, static_graph=static_graph)
+    assert sync is not None
+    assert {row["fused"] for row in sync.table()} == {1}
+    sync.detach()
+    assert torch.equal(mine, alone), "the same bits"
+    stock, _, _, _ = recommend(context, sparse, attached=False, static_graph=static_graph)
+    torch.testing.assert_close(mine, stock, atol=1e-6, rtol=1e-5)
+    everyone = [torch.empty_like(mine) for _ in range(context.world_size)]
+    dist.all_gather(everyone, mine)
+    assert all(torch.equal(other, mine) for other in everyone)
+    return {
+        "fused": [fused.get(f"tables.{place}.weight", 0) for place in range(len(SMALL_SIZES))],
+        "jobs": jobs,
+        "jobs alone": jobs_alone,
+        "rounds": rounds,
+        "rounds alone": rounds_alone,
+    }
+
+
+# A synchronization by zen opens two rounds of headers, an all-reduce one. No sparse bucket waits in the first step, and
+# a static graph hands over its sparse buckets behind the dense one once more. Of dense tables those in one bucket
+# are fused; the large one has a bucket of its own, and the two that are too small to be looked at are 0 here.
+TOGETHER: dict[str, tuple[bool, bool, dict[str, Any]]] = {
+    "sparse": (True, False, {"fused": [4, 4, 4, 4, 3, 3, 3], "jobs": [8, 1, 1, 1], "jobs alone": [8] * 4}
+               | {"rounds": [15, 5, 5, 5], "rounds alone": [15] * 4}),
+    "sparse, static graph": (True, True, {"fused": [4, 4, 4, 4, 3, 3, 3], "jobs": [8, 2, 1, 1], "jobs alone": [8] * 4}
+                             | {"rounds": [15, 5, 5, 5], "rounds alone": [15] * 4}),
+    "dense": (False, False, {"fused": [0, 2, 0, 2, 2, 2, 1], "jobs": [1, 2, 2, 2], "jobs alone": [1, 2, 2, 2]}
+              | {"rounds": [9] * 4, "rounds alone": [13] * 4}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", TOGETHER)
+def test_small_tables_travel_together(mode: str) -> None:
+    """With stock DDP's result, the bits of tables that travel alone, and fewer rounds."""
+    sparse, static_graph, expected = TOGETHER[mode]
+    for outcome in run_ranks(_together, sparse, static_graph, world_size=3, timeout_seconds=60):
+        assert outcome.value == expected
+
+
+def _left_early(context: RankContext, how: str) -> None:
+    """Some buckets wait when backward ends without the last one, or fails, or thinwire is detached."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Recommender(sparse=True))
+    sync = thinwire.attach(model)
+    features = torch.arange(12 * len(SMALL_SIZES)).view(12, -1) * (context.rank + 1)
+    model(features).sum().backward()
+    model(features).sum().backward()
+    model.zero_grad()
+    loss = model(features).sum()
+    tables = model.module.tables
+    if how == "unused parameters":  # DDP expects gradients of all that it was called with
+        sum(table(features[:, 0] % 7).sum() for table in tables[3:]).backward()
+    else:
+        handle = strike_at(tables[2].weight, sync, how)
+        with pytest.raises(RuntimeError, match="on purpose") if how == "exception" else contextlib.nullcontext():
+            loss.backward()
+        handle.remove()
+    assert not sync._buckets._waiting or how == "exception"
+    sync.detach()
+    assert not sync._buckets._waiting
+    if how == "detach":
+        mean = torch.cat([parameter.grad.to_dense().flatten() for parameter in model.parameters()])
+        everyone = [torch.empty_like(mean) for _ in range(context.world_size)]
+        dist.all_gather(everyone, mean)
+        assert all(torch.equal(other, mean) for other in everyone)
+        model.zero_grad()
+        model(features).sum().backward()
+        stock = torch.cat([parameter.grad.to_dense().flatten() for parameter in model.parameters()])
+        torch.testing.assert_close(mean, stock)
+
+
+def strike_at(weight: Tensor, sync: thinwire.Synchronizer, how: str) -> Any:
+    def strike(gradient: Tensor) -> None:
+        assert sync._buckets._waiting, "the test is about buckets that wait"
+        if how == "exception":
+            raise RuntimeError("on purpose")
+        sync.detach()
+
+    return weight.register_hook(strike)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", ["unused parameters", "exception", "detach"])
+def test_no_bucket_waits_forever(how: str) -> None:
+    run_ranks(_left_early, how, world_size=2, timeout_seconds=20)
+
+
+def _uneven(context: RankContext) -> list[int]:
+    """Under join, DDP hands over zeros outside of backward for a rank that ran out of data."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Recommender(sparse=True))
+    sync = thinwire.attach(model)
+    with counted_calls(sync) as calls, model.join():
+        for _ in range(2 + 2 * context.rank):
+            model(torch.arange(12 * len(SMALL_SIZES)).view(12, -1)).sum().backward()
+            model.zero_grad()
+    sync.detach()
+    return [calls["submit"], calls["swap_records"]]
+
+
+def test_ranks_that_ran_out_of_data_form_the_same_jobs() -> None:
+    first, second = run_ranks(_uneven, world_size=2, timeout_seconds=30)
+    assert first.value == second.value
+    assert first.value[0] == 8 + 3 * 1
 
 
 # --- which rows a gradient can have: known only when it is certain

@@ -94,6 +94,63 @@ def test_sparcml_by_hand() -> None:
     assert sent == [opening + one + two, opening + one, opening + one]
 
 
+def test_halving_and_doubling_by_hand() -> None:
+    """Three ranks: 2 hands both parts to 0, 0 and 1 give each other a part, and the sums; 0 returns them to 2."""
+    ids = [torch.tensor([1]), torch.tensor([150]), torch.tensor([1, 150])]  # rows below 100 belong to rank 0
+    scheme = replace(schemes.SPARSE_PS, communication="hierarchy", aggregation="incremental")
+    sent = cost.sent_bytes(scheme, ids, 200, 3, torch.float32)
+    opening, none, one = 2 * HEADER, HEADER, HEADER + 16  # rows of 12 + 1 bytes, padded to 8
+    assert sent == [opening + one + one + 2 * one, opening + none + one, opening + 2 * one]
+
+
+def test_split_and_all_gather_by_hand() -> None:
+    """Four ranks of 50 rows each, all hold row 1: three push it to rank 0, and it goes to 1, then from both on."""
+    none, one = HEADER, HEADER + 16
+    sent = cost.sent_bytes(schemes.SPARCML_SPLIT, [torch.tensor([1])] * 4, 200, 3, torch.float32)
+    push = [3 * none] + [one + 2 * none] * 3
+    pull = [one + (one + none), none + (one + none), none + 2 * none, none + 2 * none]
+    assert sent == [a + b for a, b in zip(push, pull, strict=True)]
+
+
+def test_servers_by_hand() -> None:
+    """Three ranks, rank 0 owns all 200 rows: the others push to it, and send headers to each other."""
+    ids = [torch.tensor([1]), torch.tensor([1]), torch.tensor([7])]
+    sent = cost.sent_bytes(replace(schemes.SPARSE_PS, servers=1), ids, 200, 3, torch.float32)
+    none, one, two = HEADER, HEADER + 16, HEADER + 32
+    assert sent == [2 * none + 2 * two, one + none + 2 * none, one + none + 2 * none]
+
+
+def test_a_dense_switch_by_hand() -> None:
+    """Of 10 rows of 4 bytes, nine in COO are 45 bytes, padded to 48; dense, all are 40. Ranks 0 and 1 merge nine."""
+    ids = [torch.arange(8), torch.tensor([8]), torch.tensor([0]), torch.tensor([0])]
+    opening, one, eight, nine, dense = 3 * HEADER, HEADER + 8, HEADER + 40, HEADER + 48, HEADER + 40
+    sent = cost.sent_bytes(schemes.SPARCML, ids, 10, 1, torch.float32)
+    assert sent == [opening + eight + nine, opening + one + nine, opening + 2 * one, opening + 2 * one]
+    sent = cost.sent_bytes(schemes.SPARCML_DENSE, ids, 10, 1, torch.float32)
+    assert sent == [opening + eight + dense, opening + one + dense, opening + 2 * one, opening + 2 * one]
+
+
+def test_more_servers_than_ranks_have_no_price() -> None:
+    scheme = replace(schemes.ZEN, servers=3)
+    with pytest.raises(ValueError, match="3 servers on 2 ranks"):
+        cost.sent_bytes(scheme, [torch.arange(3)] * 2, 10, 1, torch.float32)
+    with pytest.raises(ValueError, match="3 servers on 2 ranks"):
+        cost.expected_bytes(scheme, 2, 10, 4, 3, 3)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 5, 6, 8])
+@pytest.mark.parametrize("pull", ["point_to_point", "ring", "hierarchy"])
+@pytest.mark.parametrize("push", ["point_to_point", "ring", "hierarchy"])
+def test_expected_is_sent_by_the_busiest_for_every_push_and_pull(push: str, pull: str, world_size: int) -> None:
+    """Where every rank holds the same rows, evenly dealt to however many owners: to the byte."""
+    ids = torch.arange(0, 240 * 64)
+    for servers in (None, 1, 2) if push == "point_to_point" else (None,):
+        scheme = replace(schemes.ZEN, communication=push, pull_communication=pull, servers=servers)
+        sent = cost.sent_bytes(scheme, [ids] * world_size, 240 * 64, 4, torch.float32)
+        count = ids.numel()
+        assert max(sent) == cost.expected_bytes(scheme, world_size, 240 * 64, 16, count, count)
+
+
 def test_agsparse_sends_as_many_bytes_by_ring_and_hierarchy() -> None:
     """But for the opening. In a hierarchy of 8, a rank passes on 1, 2 and 4 pieces; around a ring all but its own."""
     ids = [torch.arange(0, 100, 2)] * 8

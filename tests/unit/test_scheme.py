@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields, replace
+from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 from thinwire import schemes
 from thinwire.schemes import Aggregation, Balance, Communication, Format, Ownership, Partitioning, Scheme, Unit
+from thinwire.sync.design_space import label, points
 from thinwire.sync.named import name_of, resolve
-from thinwire.sync.partition import BlockCyclic, Contiguous, HierarchicalHash, Permutation
+from thinwire.sync.partition import BlockCyclic, Contiguous, HierarchicalHash, Permutation, core_size
+from thinwire.sync.patterns.ring import reduce_schedule
+from thinwire.sync.patterns.staged import REDUCE_SCHEDULES
 
 
 @pytest.mark.parametrize(
@@ -34,7 +40,20 @@ from thinwire.sync.partition import BlockCyclic, Contiguous, HierarchicalHash, P
         (schemes.ZEN, {"push_format": "zip"}, "unknown push_format 'zip'; legal are coo, bitmap, hash_bitmap, dense"),
         (schemes.ZEN, {"pull_format": ("coo", "zip")}, "unknown pull_format 'zip'"),
         (schemes.ZEN, {"partition": None}, "unknown partition None"),
-        (schemes.ZEN, {"communication": "hierarchy"}, "hierarchy is for centralization"),
+        (schemes.SPARSE_PS, {"communication": "hierarchy"}, "by up to log2 n hands"),
+        (schemes.COLUMN_SPLIT, {"communication": "hierarchy"}, "learn the union from all ranks at once"),
+        (schemes.SPARCML, {"pull_communication": "ring"}, "pull_communication belongs to parallelism"),
+        (schemes.ZEN, {"pull_communication": "native"}, "the pull only gathers"),
+        (schemes.ZEN, {"pull_communication": "pigeon"}, "pull_communication 'pigeon'; legal are point_to_point"),
+        (schemes.COLUMN_SPLIT, {"pull_communication": "hierarchy"}, "whose sizes all ranks know"),
+        (schemes.DENSE_PS, {"dense_switch": True}, "every message is dense already"),
+        (schemes.DENSE, {"dense_switch": True}, "every message is dense already"),
+        (schemes.COLUMN_SPLIT, {"dense_switch": True}, "must get the same ids from a rank"),
+        (schemes.ZEN, {"servers": 0}, "servers is 0: give 1 or more"),
+        (schemes.ZEN, {"servers": -2}, "servers is -2: give 1 or more"),
+        (schemes.AGSPARSE, {"servers": 2}, "owners to whom all ranks send directly"),
+        (schemes.DENSE_RING, {"servers": 2}, "owners to whom all ranks send directly"),
+        (schemes.COLUMN_SPLIT, {"servers": 2}, "ownership is shared out to all ranks"),
         (schemes.SPARSE_PS, {"communication": "ring"}, "brings every piece past every rank"),
         (schemes.SPARCML, {"communication": "ring"}, "hold other bits"),
         (schemes.COLUMN_SPLIT, {"communication": "ring"}, "learn the union from all ranks at once"),
@@ -46,6 +65,92 @@ from thinwire.sync.partition import BlockCyclic, Contiguous, HierarchicalHash, P
 def test_points_without_meaning_are_refused(base: Scheme, change: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         replace(base, **change)
+
+
+def test_every_combination_is_a_point_or_refused_with_a_reason_and_a_way_out() -> None:
+    """The reason comes before a colon, and what to do instead behind it."""
+    legal, reasons = set(), set()
+    for values in product(
+        Communication, Aggregation, Partitioning, (None, *Balance), (None, *Ownership), Unit, (None, *Communication)
+    ):
+        *dimensions, unit, pull_communication = values
+        dense = (Format.DENSE,)
+        push = dense if values[0] is Communication.NATIVE else tuple(Format)
+        pull = dense if dimensions[-1] in (Ownership.COLUMNS, Ownership.UNION) else push
+        try:
+            legal.add(Scheme(*dimensions, push, pull, unit=unit, pull_communication=pull_communication))
+        except ValueError as error:
+            reasons.add(str(error))
+    assert legal == set(points())
+    assert len(reasons) >= 12
+    for reason in reasons:
+        assert re.fullmatch(r"[^:;]{15,}[:;] .{8,}", reason), reason
+
+
+def test_points_are_in_a_fixed_order_and_have_different_labels() -> None:
+    assert points() == points()
+    assert len({label(point) for point in points()}) == len(points())
+    assert {name for name in map(label, points()) if "/" not in name} == {"dense", "zen", "column_split", "union_split"}
+    assert label(replace(schemes.ZEN, communication="ring")) == "ring/incremental/parallelism/permutation/rows"
+    assert label(schemes.HIERARCHICAL_CENTRALIZATION) == "sparcml"
+
+
+VARIATIONS = [
+    ({"servers": 3}, "/3 servers"),
+    ({"dense_switch": True}, "/dense switch"),
+    ({"seed": 5}, "/seed 5"),
+    ({"pull_communication": "ring"}, "/pull by ring"),
+    ({"push_format": "coo"}, "/push as coo"),
+    ({"pull_format": ("coo", "dense")}, "/pull as coo or dense"),
+]
+
+
+@pytest.mark.parametrize(("change", "text"), VARIATIONS)
+def test_a_label_tells_what_is_not_as_usual(change: dict[str, Any], text: str) -> None:
+    assert label(replace(schemes.ZEN, **change)) == f"point_to_point/incremental/parallelism/permutation/rows{text}"
+
+
+def test_a_pull_as_the_push_is_no_other_scheme() -> None:
+    assert replace(schemes.ZEN, pull_communication="point_to_point") == schemes.ZEN
+    assert schemes.ZEN.pull_by is Communication.POINT_TO_POINT
+    assert schemes.SPARCML_SPLIT.pull_by is Communication.HIERARCHY
+
+
+@pytest.mark.parametrize(("world_size", "core"), [(1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8)])
+def test_owners_are_the_first_ranks(world_size: int, core: int) -> None:
+    """All ranks, the core of a hierarchy, or the servers; the parts of others are empty, and all rows have one."""
+    halving = replace(schemes.ZEN, communication="hierarchy")
+    for scheme, num_owners in ((schemes.ZEN, world_size), (halving, core), (replace(schemes.ZEN, servers=1), 1)):
+        assert scheme.num_owners(world_size) == num_owners
+        partition = scheme.rows_partition(50, world_size)
+        sizes = [part.size for part in partition.parts]
+        assert (len(sizes), sum(sizes), sum(sizes[:num_owners])) == (world_size, 50, 50)
+        ids = torch.arange(0, 50, 3)
+        split = partition.split(ids)
+        assert [positions.numel() for positions, _ in split[num_owners:]] == [0] * (world_size - num_owners)
+        assert int(partition.owners(ids).max()) < num_owners
+        for positions in ([p for p, _ in split], [p for p, _ in split[:num_owners]]):
+            assert torch.equal(partition.join(positions).sort().values, ids)
+
+
+@pytest.mark.parametrize("world_size", range(1, 9))
+def test_schedules_of_parts_fit_together(world_size: int) -> None:
+    """What one sends another receives; each part is summed from all ranks once, at its owner."""
+    for schedule in REDUCE_SCHEDULES.values():
+        plans = [schedule(rank, world_size) for rank in range(world_size)]
+        held = [{part: {rank} for part in range(world_size)} for rank in range(world_size)]
+        for stages in zip(*plans, strict=True):
+            for rank, stage in enumerate(stages):
+                if stage.target is not None:
+                    assert (stages[stage.target].source, stages[stage.target].receives) == (rank, stage.sends)
+            sent = [{part: held[rank].pop(part) for part in stage.sends} for rank, stage in enumerate(stages)]
+            for rank, stage in enumerate(stages):
+                for part in stage.receives:
+                    assert held[rank][part].isdisjoint(sent[stage.source][part]), "added twice"
+                    held[rank][part] |= sent[stage.source][part]
+        num_owners = world_size if schedule is reduce_schedule else core_size(world_size)
+        for owner in range(num_owners):
+            assert held[owner][owner] == set(range(world_size))
 
 
 def test_text_does_for_members() -> None:
@@ -108,6 +213,9 @@ VARIANTS: dict[str, tuple[Scheme, Any]] = {
     "pull_format": (schemes.ZEN, (Format.COO,)),
     "seed": (schemes.ZEN, 1),
     "unit": (schemes.ZEN, Unit.BLOCKS),
+    "pull_communication": (schemes.ZEN, Communication.RING),
+    "dense_switch": (schemes.ZEN, True),
+    "servers": (schemes.ZEN, 2),
 }  # fmt: skip
 
 

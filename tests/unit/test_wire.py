@@ -138,6 +138,30 @@ def test_smallest_is_the_smallest(size: int, rest: int, share: float, row_bytes:
         assert sizes.get(Format.ELIAS_FANO, least) >= least * 255 // 256, "more work must save bytes"
 
 
+@given(
+    size=st.integers(0, 2000),
+    rest=st.integers(0, 2000),
+    share=st.floats(0, 1),
+    row_bytes=st.sampled_from([2, 4, 14, 512]),
+    formats=st.lists(st.sampled_from(FORMATS), min_size=1, unique=True),
+)
+def test_with_a_dense_switch_no_message_is_more_than_dense(
+    size: int, rest: int, share: float, row_bytes: int, formats: list[Format]
+) -> None:
+    """DENSE, listed or not, where it is fewer bytes than what is taken without the switch, and only there."""
+    count = round(share * size)
+
+    def num_bytes(format: Format) -> int:
+        return wire.payload_bytes(format, count, row_bytes, size, size + rest)
+
+    usual = wire.smallest(tuple(formats), count, row_bytes, size, size + rest)
+    best = wire.smallest(tuple(formats), count, row_bytes, size, size + rest, dense_switch=True)
+    assert num_bytes(best) <= num_bytes(Format.DENSE)
+    if best is not usual:
+        assert best is Format.DENSE
+        assert num_bytes(Format.DENSE) < num_bytes(usual)
+
+
 def test_format_codes_stay() -> None:
     """They are on the wire, and their order decides ties."""
     codes = {format: Header(Kind.PUSH, 0, 0, 0, format).pack()[4] for format in Format}

@@ -18,12 +18,16 @@ from thinwire.bench.sync_rank import AGSPARSE_TORCH, Measurement, measure
 from thinwire.bench.workload import Workload
 from thinwire.observe import sparsity
 from thinwire.sync.choose import choose
-from thinwire.sync.cost import opening_bytes, sent_bytes, value_lower_bound_bytes
+from thinwire.sync.cost import begins_with_opening, value_lower_bound_bytes
+from thinwire.sync.cost_two_level import pair_bytes
+from thinwire.sync.hosts import Hosts, host_of_ranks
 from thinwire.sync.named import AUTO, NAMED, resolve
 from thinwire.sync.scheme import Ownership, Scheme
+from thinwire.sync.two_level import TWO_LEVEL_PREFIX, TwoLevel
 from thinwire.sync.units import unit_ids, unit_shape
 from thinwire.testbed.launch import run_ranks
 from thinwire.testbed.network import EmulatedNetwork, Link
+from thinwire.wire import Header
 
 METHODS = (*NAMED, AUTO, AGSPARSE_TORCH)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
@@ -52,8 +56,8 @@ class SyncBenchmark:
 
     def __post_init__(self) -> None:
         for method in self.methods:
-            if method not in METHODS:
-                raise ValueError(f"unknown scheme {method!r}; legal are {', '.join(METHODS)}")
+            if method not in METHODS and not _is_two_level(method):
+                raise ValueError(f"unknown scheme {method!r}; legal are {', '.join(METHODS)}, {TWO_LEVEL_PREFIX}NAME")
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; legal are {', '.join(DTYPES)}")
         if min(self.hosts, self.ranks_per_host, self.repeat) < 1 or not self.methods:
@@ -65,6 +69,12 @@ class SyncBenchmark:
     @property
     def world_size(self) -> int:
         return self.hosts * self.ranks_per_host
+
+    @property
+    def ranks_of_hosts(self) -> Hosts:
+        """Consecutive ranks are on one host."""
+        starts = range(0, self.world_size, self.ranks_per_host)
+        return tuple(tuple(range(start, start + self.ranks_per_host)) for start in starts)
 
     def gradients(self) -> Workload:
         return Workload(self.workload, self.is_trace, self.scale, self.seed, self.world_size, DTYPES[self.dtype])
@@ -87,6 +97,7 @@ def run(benchmark: SyncBenchmark, on_progress: Callable[[str], None]) -> dict[st
             benchmark.gradients(),
             benchmark.methods,
             benchmark.repeat,
+            None if limited else benchmark.ranks_per_host,
             world_size=benchmark.world_size,
             ranks_per_host=benchmark.ranks_per_host if limited else None,
             network=network,
@@ -124,24 +135,27 @@ def _rows(
     common = _common(benchmark, link_mbit, ids, num_rows, width)
     rows = []
     for method, measurements in measured.items():
-        predicted = predicted_bytes(method, ids, num_rows, width, DTYPES[benchmark.dtype])
+        pairs = predicted_pairs(method, benchmark.ranks_of_hosts, ids, num_rows, width, DTYPES[benchmark.dtype])
+        predicted = [sum(row) for row in pairs]
+        between = _between_hosts_max(benchmark.ranks_of_hosts, pairs, measurements)
         counted = [measurement.sent_bytes for measurement in measurements]
         known = [sent for sent in counted if sent is not None]
         sent = max(known) if known else max(predicted)
         median = statistics.median(seconds[method])
         rows.append(
             common
-            | _imbalance(method, ids, num_rows, width, DTYPES[benchmark.dtype].itemsize)
+            | _imbalance(method, benchmark.ranks_of_hosts, ids, num_rows, width, DTYPES[benchmark.dtype].itemsize)
             | {
                 "scheme": method,
                 "chosen": measurements[0].chosen,
                 "bytes_sent_max": sent,
                 "bytes_predicted_max": max(predicted),
+                "bytes_between_hosts_max": between,
                 "bytes_source": "counted" if known else "formula",
                 "seconds_median": median,
                 "seconds_p10": _quantile(seconds[method], 0.1),
                 "seconds_p90": _quantile(seconds[method], 0.9),
-                "seconds_own_wire": sent * 8e-6 / link_mbit * benchmark.ranks_per_host if link_mbit else None,
+                "seconds_own_wire": between * 8e-6 / link_mbit if link_mbit else None,
                 "speedup_vs_dense": dense / median if dense is not None else None,
                 "max_abs_error": measurements[0].max_abs_error,
                 "bitwise_equal_across_ranks": len({measurement.digest for measurement in measurements}) == 1,
@@ -153,8 +167,9 @@ def _rows(
 def _common(
     benchmark: SyncBenchmark, link_mbit: float | None, ids: list[Tensor], num_rows: int, width: int
 ) -> dict[str, Any]:
-    bound = value_lower_bound_bytes(ids, width * DTYPES[benchmark.dtype].itemsize)
-    share = benchmark.ranks_per_host
+    row_bytes = width * DTYPES[benchmark.dtype].itemsize
+    unions = [torch.cat([ids[rank] for rank in ranks]).unique() for ranks in benchmark.ranks_of_hosts]
+    host_bound = value_lower_bound_bytes(unions, row_bytes)
     return {
         "workload": benchmark.workload,
         "world_size": benchmark.world_size,
@@ -166,45 +181,79 @@ def _common(
         "density": sum(sparsity.density(part, num_rows) for part in ids) / len(ids),
         "densification": sparsity.densification(ids),
         "skewness": sparsity.skewness(ids[0], num_rows, min(len(ids), num_rows)),
-        "bytes_lower_bound": bound,
-        "seconds_wire_bound": bound * 8e-6 / link_mbit * share if link_mbit else None,
+        "bytes_lower_bound": value_lower_bound_bytes(ids, row_bytes),
+        "seconds_wire_bound": host_bound * 8e-6 / link_mbit if link_mbit else None,
     }
 
 
-def predicted_bytes(method: str, ids: Sequence[Tensor], num_rows: int, width: int, dtype: torch.dtype) -> list[int]:
-    """Bytes that each rank sends, before anything is sent. For torch's own method by the algorithm that it runs."""
-    if method != AGSPARSE_TORCH:
-        scheme = _scheme(method, ids, num_rows, width, dtype.itemsize)
-        extra = opening_bytes(len(ids)) if method == AUTO and not scheme.is_dense else 0
-        return [sent + extra for sent in sent_bytes(scheme, ids, num_rows, width, dtype)]
+def predicted_pairs(
+    method: str, hosts: Hosts, ids: Sequence[Tensor], num_rows: int, width: int, dtype: torch.dtype
+) -> list[list[int]]:
+    """Bytes that each rank sends to each, before anything is sent; torch's own method by the algorithm that it runs."""
     world_size = len(ids)
-    tensors = [_TORCH_METADATA_BYTES + part.numel() * (8 + width * dtype.itemsize) for part in ids]
-    return [sum(tensors) - tensors[(rank + 1) % world_size] for rank in range(world_size)]
+    if method == AGSPARSE_TORCH:
+        tensors = [_TORCH_METADATA_BYTES + part.numel() * (8 + width * dtype.itemsize) for part in ids]
+        following = [(rank + 1) % world_size for rank in range(world_size)]
+        return [
+            [
+                (sum(tensors) - tensors[following[rank]]) * (peer == following[rank] != rank)
+                for peer in range(world_size)
+            ]
+            for rank in range(world_size)
+        ]
+    scheme = _scheme(method, hosts, ids, num_rows, width, dtype.itemsize)
+    asks_first = method == AUTO and isinstance(scheme, Scheme) and not begins_with_opening(scheme)
+    opening = Header.NUM_BYTES if asks_first else 0
+    pairs = pair_bytes(scheme, ids, num_rows, width, dtype)
+    return [[sent + opening * (peer != rank) for peer, sent in enumerate(row)] for rank, row in enumerate(pairs)]
 
 
-def _imbalance(method: str, ids: list[Tensor], num_rows: int, width: int, itemsize: int) -> dict[str, float | None]:
-    """Imbalance of push and pull (ZEN, Definition 8); null where nobody owns a part."""
-    scheme = None if method == AGSPARSE_TORCH else _scheme(method, ids, num_rows, width, itemsize)
-    if scheme is None or scheme.balance is None:
+def _between_hosts_max(hosts: Hosts, pairs: list[list[int]], measurements: list[Measurement]) -> int:
+    """Bytes that the ranks of a host together sent to other hosts: of the host with most. By formula if not counted."""
+    host = host_of_ranks(hosts)
+    sent = [measurement.sent_between_hosts_bytes for measurement in measurements]
+    for rank, row in enumerate(pairs):
+        if sent[rank] is None:
+            sent[rank] = sum(num_bytes for peer, num_bytes in enumerate(row) if host[peer] != host[rank])
+    return max(sum(sent[rank] or 0 for rank in ranks) for ranks in hosts)
+
+
+def _imbalance(
+    method: str, hosts: Hosts, ids: list[Tensor], num_rows: int, width: int, itemsize: int
+) -> dict[str, float | None]:
+    """Imbalance of push and pull (ZEN, Definition 8); null where nobody owns a part, and for two levels."""
+    scheme = None if method == AGSPARSE_TORCH else _scheme(method, hosts, ids, num_rows, width, itemsize)
+    if not isinstance(scheme, Scheme) or scheme.balance is None:
         return {"imbalance_push": None, "imbalance_pull": None}
     if scheme.ownership is Ownership.COLUMNS:
         return {"imbalance_push": 1.0, "imbalance_pull": 1.0}
     world_size = len(ids)
     num_units, _ = unit_shape(num_rows, width, scheme.unit)
-    partition = scheme.rows_partition(num_units, world_size)
-    counts = [
-        torch.bincount(partition.owners(unit_ids(part, width, scheme.unit)), minlength=world_size) for part in ids
-    ]
-    every = unit_ids(torch.cat(ids).unique(), width, scheme.unit)
-    union = torch.bincount(partition.owners(every), minlength=world_size)
+    units = [unit_ids(part, width, scheme.unit) for part in ids]
+    every = torch.cat(units).unique()
+    if scheme.knows_ids:  # every n-th row of the union
+        owners = [torch.searchsorted(every, part) % world_size for part in (*units, every)]
+    else:
+        partition = scheme.rows_partition(num_units, world_size)
+        owners = [partition.owners(part) for part in (*units, every)]
+    *counts, union = [torch.bincount(of_rows, minlength=world_size) for of_rows in owners]
     return {
         "imbalance_push": sparsity.imbalance_push(torch.stack(counts)),
         "imbalance_pull": sparsity.imbalance_pull(union),
     }
 
 
-def _scheme(method: str, ids: Sequence[Tensor], num_rows: int, width: int, itemsize: int) -> Scheme:
-    return resolve(method) or choose([part.numel() for part in ids], num_rows, width, itemsize)
+def _scheme(
+    method: str, hosts: Hosts, ids: Sequence[Tensor], num_rows: int, width: int, itemsize: int
+) -> Scheme | TwoLevel:
+    scheme = resolve(method)
+    if isinstance(scheme, TwoLevel):
+        return scheme.placed(host_of_ranks(hosts))
+    return scheme or choose([part.numel() for part in ids], num_rows, width, itemsize)
+
+
+def _is_two_level(method: str) -> bool:
+    return method.startswith(TWO_LEVEL_PREFIX) and resolve(method) is not None
 
 
 def _seconds(measurements: list[Measurement]) -> list[float]:

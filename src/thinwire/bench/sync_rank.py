@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from thinwire.bench.workload import Workload
 from thinwire.lane import Lane
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Subject
+from thinwire.sync.hosts import HOST_VARIABLE
 from thinwire.sync.named import DENSE, name_of, resolve
 from thinwire.sync.synchronize import agree, dense_all_reduce, synchronize
 from thinwire.testbed.rank import RankContext
@@ -38,13 +40,21 @@ class Measurement:
     started: tuple[float, ...]
     ended: tuple[float, ...]
     sent_bytes: int | None  # of one run; None where torch moves the bytes and nobody counts them
+    sent_between_hosts_bytes: int | None
     chosen: str
     digest: str
     max_abs_error: float | None  # on rank 0
 
 
-def measure(context: RankContext, workload: Workload, methods: tuple[str, ...], repeat: int) -> dict[str, Measurement]:
-    """Run each method ``repeat`` times, interleaved, after a warm-up on a few rows. Returns a measurement for each."""
+def measure(
+    context: RankContext, workload: Workload, methods: tuple[str, ...], repeat: int, ranks_per_host: int | None
+) -> dict[str, Measurement]:
+    """Run each method ``repeat`` times, interleaved, after a warm-up on a few rows. Returns a measurement for each.
+
+    With ``ranks_per_host`` so many consecutive ranks say that they are on one host, where nothing emulates hosts.
+    """
+    if ranks_per_host is not None:
+        os.environ[HOST_VARIABLE] = str(context.rank // ranks_per_host)
     rows = workload.rows(context.rank)
     lane = Lane()
     for method in methods:
@@ -63,6 +73,7 @@ def measure(context: RankContext, workload: Workload, methods: tuple[str, ...], 
             started=tuple(run.started for run in runs[method]),
             ended=tuple(run.ended for run in runs[method]),
             sent_bytes=None if method == AGSPARSE_TORCH else runs[method][-1].sent_bytes,
+            sent_between_hosts_bytes=None if method == AGSPARSE_TORCH else runs[method][-1].sent_between_hosts_bytes,
             chosen=runs[method][-1].chosen,
             digest=_digest(results[method]),
             max_abs_error=errors.get(method),
@@ -78,17 +89,21 @@ class _Run:
     started: float
     ended: float
     sent_bytes: int
+    sent_between_hosts_bytes: int
     chosen: str
     result: SparseRows | Tensor | None
 
 
 def _once(run: Run, lane: Lane) -> _Run:
-    before = lane.exchange.traffic.sent_bytes
+    before = replace(lane.exchange.traffic)
     _start_together()
     started = time.perf_counter()
     result, chosen = run()
     ended = time.perf_counter()
-    return _Run(started, ended, lane.exchange.traffic.sent_bytes - before, chosen, result)
+    now = lane.exchange.traffic
+    sent_bytes = now.sent_bytes - before.sent_bytes
+    between_bytes = now.sent_between_hosts_bytes - before.sent_between_hosts_bytes
+    return _Run(started, ended, sent_bytes, between_bytes, chosen, result)
 
 
 def _few(rows: SparseRows) -> SparseRows:

@@ -11,6 +11,7 @@ from thinwire.kernels.reference import (
     owner_by_hash,
     pack_bits,
     sum_rows,
+    sum_rows_at,
     unpack_bits,
 )
 
@@ -25,5 +26,6 @@ __all__ = [
     "owner_by_hash",
     "pack_bits",
     "sum_rows",
+    "sum_rows_at",
     "unpack_bits",
 ]

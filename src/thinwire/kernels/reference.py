@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -44,17 +44,24 @@ def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tup
     equal bits on every rank and in every run.
     """
     values = pieces[0][1]
-    accumulate = _ACCUMULATE.get(values.dtype, values.dtype)
     ids, places = torch.unique(torch.cat([ids for ids, _ in pieces]), return_inverse=True)
-    total = torch.zeros(ids.numel(), values.shape[1], dtype=accumulate)
-    start = 0
-    for piece_ids, piece_values in pieces:
-        stop = start + piece_ids.numel()
-        total.index_add_(0, places[start:stop], piece_values.to(accumulate))
-        start = stop
+    placed = zip(places.split([piece.numel() for piece, _ in pieces]), (values for _, values in pieces), strict=True)
+    return ids, sum_rows_at(placed, ids.numel(), values.shape[1], values.dtype, scale)
+
+
+def sum_rows_at(
+    pieces: Iterable[tuple[Tensor, Tensor]], num_rows: int, width: int, dtype: torch.dtype, scale: float = 1.0
+) -> Tensor:
+    """The second half of `sum_rows`, for pieces of (places int64 [k_i] in the sum, values [k_i, width]).
+
+    Pieces are taken from the iterable one by one, so that they can still be arriving. Returns [num_rows, width].
+    """
+    total = torch.zeros(num_rows, width, dtype=_ACCUMULATE.get(dtype, dtype))
+    for places, values in pieces:
+        total.index_add_(0, places, values.to(total.dtype))
     if scale != 1.0:
         total.mul_(scale)
-    return ids, total.to(values.dtype)
+    return total.to(dtype)
 
 
 def pack_bits(positions: Tensor, size: int) -> Tensor:

@@ -10,7 +10,8 @@ class ParameterRecord:
     """The account of one parameter, or of all that are all-reduced together.
 
     ``step_*`` fields are of the last finished step, ``total_*`` fields sums over all steps; densities, scheme
-    and formats are those of the last synchronization.
+    formats and ``fused`` are those of the last synchronization. Bytes of a synchronization of several parameters
+    are shared out, so that sums over records are what was sent.
     """
 
     name: str
@@ -19,6 +20,7 @@ class ParameterRecord:
     formats: str = ""
     density: float = 1.0
     density_after: float = 1.0
+    fused: int = 1  # parameters in the synchronization that this one was part of
     step_bytes: int = 0
     step_predicted_bytes: float = 0.0
     step_dense_bytes: int = 0
@@ -54,6 +56,7 @@ class ParameterRecord:
             "density_after": self.density_after,
             "scheme": self.scheme,
             "formats": self.formats,
+            "fused": self.fused,
             "bytes": self.step_bytes,
             "predicted_bytes": round(self.step_predicted_bytes),
             "dense_bytes": self.step_dense_bytes,

@@ -21,6 +21,7 @@ from thinwire.errors import (
     ThinwireError,
 )
 from thinwire.sync.exchange import Exchange
+from thinwire.sync.machine import Machine
 from thinwire.wire import ALIGNMENT_BYTES, Format, Header, Kind, Message
 
 _MAX_DESCRIPTION_BYTES = 1 << 20
@@ -64,8 +65,11 @@ class Channel:
     while a rank prepares a swap is sent in place of its messages, so that every rank raises, and none waits.
     """
 
-    def __init__(self, exchange: Exchange, subject: Subject, sequence: int) -> None:
+    def __init__(
+        self, exchange: Exchange, subject: Subject, sequence: int, measure: Callable[[], Machine] | None = None
+    ) -> None:
         self.exchange = exchange
+        self._measure = measure
         self.subject = subject
         self.sequence = sequence & 0xFFFFFFFF
         self.held: list[int] = []  # rows that each rank holds, known after the first swap
@@ -79,6 +83,11 @@ class Channel:
     @property
     def world_size(self) -> int:
         return self.exchange.world_size
+
+    def machine(self) -> Machine | None:
+        """What the exchange takes, if it can be measured; a collective call where it was not yet. After `open`."""
+        with self._naming():
+            return self._measure() if self._measure is not None else None
 
     def attempt(self, prepare: Callable[[], T]) -> T:
         """What ``prepare`` returns. If it raises, tell all ranks in place of the next swap, and raise here too."""
@@ -128,7 +137,8 @@ class Channel:
         for header in headers:
             if failure is None:
                 self._check_announcement(header, kind, max_payload_bytes)
-        self.held = self.held or [header.held for header in headers]
+        if kind is Kind.OPEN or not self.held:
+            self.held = [header.held for header in headers]
         payloads = self._exchange(
             [message.payload for message in outgoing], [header.payload_bytes for header in headers]
         )
@@ -137,46 +147,6 @@ class Channel:
         incoming = [Message(header, payload) for header, payload in zip(headers, payloads, strict=True)]
         self.raise_reported(incoming)
         return incoming
-
-    def swap_known(self, kind: Kind, prepare: Callable[[], Draft], payload_bytes: Sequence[int]) -> list[Message]:
-        """A swap in which all ranks know beforehand what each of them sends to all: one collective instead of two.
-
-        The header follows the payload, so that nothing has to be waited for before the payload can be received.
-
-        Args:
-            prepare: makes this rank's draft, of ``payload_bytes[rank]`` bytes.
-            payload_bytes: of each rank; the same on all ranks.
-
-        Raises:
-            PeerError: ``prepare`` failed on another rank; this rank raises what its own ``prepare`` raised.
-            CorruptMessageError: a header that is not the expected one.
-        """
-        failure: Exception | None = None
-        try:
-            message = self.seal(kind, [prepare()])[0]
-        except Exception as error:
-            failure = error
-            text = _error_draft(error).payload[: payload_bytes[self.rank]]
-            filled = torch.cat([text, text.new_zeros(payload_bytes[self.rank] - text.numel())])
-            message = self.seal(Kind.ERROR, [Draft(Format.COO, 0, filled)])[0]
-        outgoing = torch.cat([message.payload, _as_bytes(message.header.pack())])
-        incoming = self._exchange([outgoing] * self.world_size, [size + Header.NUM_BYTES for size in payload_bytes])
-        if failure is not None:
-            raise failure
-        messages = [self._with_header_behind(rank, data, kind) for rank, data in enumerate(incoming)]
-        self.raise_reported(messages)
-        return messages
-
-    def _with_header_behind(self, rank: int, data: Tensor, kind: Kind) -> Message:
-        payload, header_bytes = data[: -Header.NUM_BYTES], data[-Header.NUM_BYTES :]
-        try:
-            header = Header.unpack(header_bytes.numpy().tobytes())
-        except CorruptMessageError as error:
-            raise CorruptMessageError(f"{self._where()}: from rank {rank}: {error}") from error
-        same = (header.digest, header.sequence, header.source) == (self._digest, self.sequence, rank)
-        if not same or header.kind not in (kind, Kind.ERROR):
-            raise CorruptMessageError(f"{self._where()}: from rank {rank}: a message of another conversation")
-        return Message(header, payload)
 
     def swap_with(
         self,

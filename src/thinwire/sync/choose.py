@@ -1,4 +1,4 @@
-"""Which scheme, when the user did not say: the one whose busiest rank has the fewest expected bytes.
+"""Which scheme, when the user did not say: the one that is expected to be done first.
 
 Pure: equal input gives an equal choice, so ranks that know the same numbers need not talk about it.
 """
@@ -6,58 +6,136 @@ Pure: equal input gives an equal choice, so ranks that know the same numbers nee
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from thinwire.sync.cost import expected_bytes
-from thinwire.sync.named import AGSPARSE, COLUMN_SPLIT, DENSE, ZEN
-from thinwire.sync.scheme import Ownership, Scheme
+from thinwire.sync.demand import Demand
+from thinwire.sync.dimensions import Communication, Ownership
+from thinwire.sync.machine import Machine
+from thinwire.sync.named import AGSPARSE_CODED, COLUMN_SPLIT, DENSE, SPARCML_CODED, UNION_SPLIT, ZEN, name_of
+from thinwire.sync.scheme import Scheme
+from thinwire.sync.seconds import expected_seconds
 
-CANDIDATES = (ZEN, COLUMN_SPLIT, AGSPARSE, DENSE)
-DENSIFICATION_EXPONENT = 0.6
-"""Aggregating n ranks multiplies the density by about n^0.6: the published models lie between n^0.3 (DeepFM,
-8 ranks) and n^0.78 (an LLM's top 5 %, 16 ranks); ZEN, sections 2.1, 2.4, 3.3.1 and 5.3."""
+CANDIDATES = (ZEN, COLUMN_SPLIT, UNION_SPLIT, AGSPARSE_CODED, SPARCML_CODED, DENSE)
 MIN_COLUMNS = 8
 """An owner of fewer columns handles every id of every rank for a few bytes of values each."""
 STRATIFICATION = 0.5
 """Dealing groups of ids evenly halves the imbalance of independent hashing on the benchmark's recipes: 1.07 where
 sqrt(2 ln n n / u) gives 1.16 (lstm, 8 ranks), 1.10 for 1.17 (bert)."""
+HYSTERESIS = 0.03
+"""A choice stands until another scheme promises to be better by this share: less is within the error of the model."""
 
 
-def choose(counts: Sequence[int], num_rows: int, width: int, itemsize: int, union: int | None = None) -> Scheme:
+@dataclass(frozen=True)
+class Price:
+    """What a scheme is expected to cost: bytes of the busiest rank, and seconds where the machine is known."""
+
+    scheme: Scheme
+    sent_bytes: float
+    seconds: float | None
+
+    @property
+    def rank_key(self) -> float:
+        return self.sent_bytes if self.seconds is None else self.seconds
+
+
+def choose(
+    counts: Sequence[float],
+    num_rows: int,
+    width: int,
+    itemsize: int,
+    union: float | None = None,
+    machine: Machine | None = None,
+    current: Scheme | None = None,
+) -> Scheme:
     """The cheapest scheme for ranks that hold ``counts`` rows of a matrix [num_rows, width].
 
-    ``union`` is how many rows they hold together; None estimates it.
+    Args:
+        union: how many rows they hold together; None estimates it.
+        machine: to compare seconds; None compares bytes.
+        current: the choice that stands unless another one is better by `HYSTERESIS`.
+
+    Numbers that cannot be (no ranks' counts at all, nan, more rows than there are) are warned of, and give DENSE, which
+    is right whatever the rows are.
     """
-    world_size = len(counts)
-    mean = sum(counts) / world_size
-    if union is None:
-        union = min(num_rows, max(max(counts), round(mean * world_size**DENSIFICATION_EXPONENT)))
-    return min(
-        CANDIDATES, key=lambda scheme: busiest_rank_bytes(scheme, world_size, num_rows, width, itemsize, mean, union)
+    if not counts:
+        warnings.warn("no step was observed, so nothing is known about sparsity: using dense", stacklevel=2)
+        return DENSE
+    demand = Demand.of(counts, num_rows, width, itemsize, union)
+    if demand.fault is not None:
+        warnings.warn(f"sparsity statistics that cannot be: {demand.fault}; using dense", stacklevel=2)
+        return DENSE
+    offers = prices(demand, machine)
+    standing = next((offer for offer in offers if offer.scheme == current), None)
+    if standing is not None and standing.rank_key <= offers[0].rank_key * (1.0 + HYSTERESIS):
+        return standing.scheme
+    return offers[0].scheme
+
+
+def prices(demand: Demand, machine: Machine | None = None) -> list[Price]:
+    """All candidates, the cheapest first."""
+    offers = [price(scheme, demand, machine) for scheme in CANDIDATES if _is_sensible(scheme, demand)]
+    return sorted(offers, key=lambda offer: offer.rank_key)
+
+
+def price(scheme: Scheme, demand: Demand, machine: Machine | None = None) -> Price:
+    """What one scheme is expected to cost."""
+    seconds = None
+    if machine is not None:
+        seconds = expected_seconds(scheme, demand, machine, imbalance(scheme, demand))
+    return Price(scheme, busiest_rank_bytes(scheme, demand), seconds)
+
+
+def explain(demand: Demand, machine: Machine | None = None) -> str:
+    """One line: the choice, the next best, and the numbers behind them."""
+
+    def told(offer: Price) -> str:
+        seconds = "" if offer.seconds is None else f" in {1e3 * offer.seconds:.1f} ms"
+        return f"{name_of(offer.scheme)} ({offer.sent_bytes / 1e6:.3f} MB{seconds})"
+
+    best, *others = prices(demand, machine)
+    density, ratio = demand.held / max(1, demand.num_rows), demand.union / max(1.0, demand.held)
+    rather = f" rather than {told(others[0])}" if others else ""
+    return (
+        f"{told(best)}{rather}: {demand.world_size} ranks, density {density:.2%}, densification {ratio:.2f},"
+        f" rows of {demand.row_bytes} bytes"
     )
 
 
-def busiest_rank_bytes(
-    scheme: Scheme, world_size: int, num_rows: int, width: int, itemsize: int, held: float, union: int
-) -> float:
-    """Expected bytes of the rank that has most, when each holds ``held`` rows and all together ``union``.
+def busiest_rank_bytes(scheme: Scheme, demand: Demand) -> float:
+    """Expected bytes of the rank that has most."""
+    even = expected_bytes(
+        scheme,
+        demand.world_size,
+        demand.num_rows,
+        demand.row_bytes,
+        demand.held,
+        demand.union,
+        demand.itemsize,
+    )
+    return even * imbalance(scheme, demand)
 
-    Infinite for columns that are too narrow to be worth their ids.
-    """
-    if scheme.ownership is Ownership.COLUMNS and width < MIN_COLUMNS * world_size:
-        return math.inf
-    even = expected_bytes(scheme, world_size, num_rows, width * itemsize, held, union)
-    return even * _imbalance(scheme, world_size, held, union)
 
-
-def _imbalance(scheme: Scheme, world_size: int, held: float, union: int) -> float:
+def imbalance(scheme: Scheme, demand: Demand) -> float:
     """The busiest rank over the mean, for rows dealt at random: 1 + sqrt(2 ln n / rows of an owner), both phases.
 
     The maximum of n sums of independent 0/1 variables with mean m exceeds it by about sqrt(2 m ln n). An
     owner receives ``held`` rows in the push, over all ranks, and sends ``union`` / n in the pull.
     """
+    world_size, held, union = demand.world_size, demand.held, demand.union
     if scheme.ownership is not Ownership.PERMUTATION or world_size == 1 or held == 0:
         return 1.0
     push = math.sqrt(2 * math.log(world_size) / held)
     pull = math.sqrt(2 * math.log(world_size) * world_size / union)
     return 1.0 + STRATIFICATION * (push * held + pull * union) / (held + union)
+
+
+def _is_sensible(scheme: Scheme, demand: Demand) -> bool:
+    """Columns must not be too narrow to be worth their ids; and sixteen-bit values must be rounded only once."""
+    if scheme.ownership is Ownership.COLUMNS:
+        return demand.width >= MIN_COLUMNS * demand.world_size
+    if scheme.ownership is Ownership.UNION:
+        return demand.width >= MIN_COLUMNS
+    return scheme.communication is not Communication.HIERARCHY or demand.itemsize >= 4

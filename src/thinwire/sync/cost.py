@@ -3,21 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from thinwire import wire
+from thinwire.sync import cost_exact
+from thinwire.sync.cost_exact import Pricing
+from thinwire.sync.dimensions import Aggregation, Communication, Ownership
 from thinwire.sync.exchange import ring_all_reduce_bytes
 from thinwire.sync.partition import Whole
-from thinwire.sync.patterns import hierarchy, ring
-from thinwire.sync.patterns.columns import shares
-from thinwire.sync.scheme import Aggregation, Communication, Ownership, Partitioning, Scheme
-from thinwire.sync.stages import Stage
+from thinwire.sync.patterns import hierarchy, known_ids
+from thinwire.sync.patterns.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
+from thinwire.sync.scheme import Scheme
+from thinwire.sync.stages import gathering
 from thinwire.sync.units import Unit, unit_ids, unit_shape
-from thinwire.wire import Format, Header, Part
+from thinwire.wire import Header
+
+
+def begins_with_opening(scheme: Scheme) -> bool:
+    """Whether a scheme needs to know how many rows the ranks hold before it can send; see `Channel.open`.
+
+    The others are told with the first message. "auto" opens for all of them.
+    """
+    direct = scheme.communication is Communication.POINT_TO_POINT
+    return not direct or scheme.knows_ids
 
 
 def opening_bytes(world_size: int) -> int:
@@ -37,42 +48,42 @@ def sent_bytes(
 
     Returns:
         One number for each rank. It equals what `Traffic.sent_bytes` grows by, to the byte.
+
+    Raises:
+        ValueError: the scheme has more servers than there are ranks.
     """
     world_size = len(ids_per_rank)
+    scheme.num_owners(world_size)
     if world_size == 1:
         return [0]
     if scheme.unit is not Unit.ROWS:
         ids_per_rank = [unit_ids(ids, width, scheme.unit) for ids in ids_per_rank]
         num_rows, width = unit_shape(num_rows, width, scheme.unit)
     row_bytes = width * dtype.itemsize
-    peers = world_size - 1
+    opening = opening_bytes(world_size) if begins_with_opening(scheme) else 0
     if scheme.is_dense:
-        return [opening_bytes(world_size) + ring_all_reduce_bytes(num_rows * row_bytes, world_size)] * world_size
-    if scheme.communication is not Communication.POINT_TO_POINT:
-        opening = opening_bytes(world_size)
-        return [opening + sent for sent in _staged_bytes(scheme, ids_per_rank, num_rows, row_bytes)]
-    if scheme.partition is Partitioning.CENTRALIZATION:
-        whole = Whole(num_rows)
-        return [peers * _message_bytes(scheme.push_format, ids.numel(), row_bytes, whole) for ids in ids_per_rank]
-    if scheme.ownership is Ownership.COLUMNS:
-        return _column_bytes(scheme, ids_per_rank, num_rows, width, dtype)
-    partition = scheme.rows_partition(num_rows, world_size)
-    parts = partition.parts
-    union = torch.cat(list(ids_per_rank)).unique()
-    summed = _counts(partition.owners(union), world_size)
-    if scheme.push_format == (Format.DENSE,):
-        summed = [part.size for part in parts]
-    totals = []
-    for rank, ids in enumerate(ids_per_rank):
-        counts = _counts(partition.owners(ids), world_size)
-        push = sum(
-            _message_bytes(scheme.push_format, counts[owner], row_bytes, parts[owner])
-            for owner in range(world_size)
-            if owner != rank
+        return [opening + ring_all_reduce_bytes(num_rows * row_bytes, world_size)] * world_size
+    if scheme.knows_ids:
+        plan = known_ids.Plan(
+            tuple(ids.numel() for ids in ids_per_rank),
+            num_rows,
+            width,
+            dtype.itemsize,
+            scheme.push_format,
+            scheme.ownership is Ownership.COLUMNS,
         )
-        pull = peers * _message_bytes(scheme.pull_format, summed[rank], row_bytes, parts[rank])
-        totals.append(push + pull)
-    return totals
+        return [opening + sent for sent in known_ids.sent_bytes(plan, ids_per_rank)]
+    if scheme.is_parallel:
+        pattern_bytes = cost_exact.by_owners_bytes
+    else:
+        pattern_bytes = cost_exact.doubling_bytes if _is_doubling(scheme) else cost_exact.gathered_bytes
+    return [opening + sent for sent in pattern_bytes(scheme, ids_per_rank, num_rows, row_bytes)]
+
+
+def _is_doubling(scheme: Scheme) -> bool:
+    """Whether partners add up all that they have."""
+    adds = scheme.aggregation is Aggregation.INCREMENTAL and not scheme.is_parallel
+    return adds and scheme.communication is Communication.HIERARCHY
 
 
 def expected_bytes(
@@ -86,23 +97,25 @@ def expected_bytes(
     The closed forms of ZEN (sections 2.3, 3.3 and appendix B.1) with the real headers and formats; for a
     contiguous partition this is the best case, since skewness is not known here.
     """
-    peers = world_size - 1
+    scheme.num_owners(world_size)
+    opening = opening_bytes(world_size) if begins_with_opening(scheme) else 0
     if scheme.is_dense:
-        return opening_bytes(world_size) + ring_all_reduce_bytes(num_rows * row_bytes, world_size)
+        return opening + ring_all_reduce_bytes(num_rows * row_bytes, world_size)
     if scheme.unit is not Unit.ROWS:
         return _expected_unit_bytes(scheme, world_size, num_rows, row_bytes, count, union, itemsize)
-    if scheme.communication is not Communication.POINT_TO_POINT:
-        return opening_bytes(world_size) + _expected_staged_bytes(scheme, world_size, num_rows, row_bytes, count, union)
-    if scheme.partition is Partitioning.CENTRALIZATION:
-        return peers * _message_bytes(scheme.push_format, round(count), row_bytes, Whole(num_rows))
-    if scheme.ownership is Ownership.COLUMNS:
-        share = -(-row_bytes // world_size)
-        push = _message_bytes(scheme.push_format, round(count), share, Whole(num_rows))
-        return peers * (push + _message_bytes((Format.DENSE,), round(union), share, Whole(round(union))))
-    part = scheme.rows_partition(num_rows, world_size).parts[0]
-    push = _message_bytes(scheme.push_format, round(count / world_size), row_bytes, part)
-    pull = _message_bytes(scheme.pull_format, round(union / world_size), row_bytes, part)
-    return peers * (push + pull)
+    if scheme.knows_ids:
+        by_columns = scheme.ownership is Ownership.COLUMNS
+        held = (round(count),) * world_size
+        plan = known_ids.Plan(held, num_rows, row_bytes // itemsize, itemsize, scheme.push_format, by_columns)
+        return opening + plan.sent_bytes(0, round(union), None if by_columns else [count / world_size] * world_size)
+
+    def rows(ranks: int) -> float:
+        if ranks == world_size:
+            return union
+        return count * (union / count) ** (math.log(ranks) / math.log(world_size)) if count else 0.0
+
+    pattern = _expected_by_owners_bytes if scheme.is_parallel else _expected_whole_bytes
+    return opening + pattern(scheme, world_size, num_rows, row_bytes, rows)
 
 
 def _expected_unit_bytes(
@@ -116,27 +129,78 @@ def _expected_unit_bytes(
     )
 
 
-def _expected_staged_bytes(
-    scheme: Scheme, world_size: int, num_rows: int, row_bytes: int, count: float, union: float
+def _expected_whole_bytes(
+    scheme: Scheme, world_size: int, num_rows: int, row_bytes: int, rows: Callable[[int], float]
 ) -> float:
-    def rows(ranks: int) -> float:
-        return count * (union / count) ** (math.log(ranks) / math.log(world_size)) if count else 0.0
+    """Under centralization, where rank 0 is the busiest; ``rows`` of so many ranks together."""
+    price, whole = Pricing(scheme.push_choice, row_bytes), Whole(num_rows)
+    if world_size == 1:
+        return 0
+    if scheme.communication is Communication.POINT_TO_POINT:
+        return (world_size - 1) * price.message_bytes(round(rows(1)), whole)
+    stages = GATHER_SCHEDULES[scheme.communication](0, world_size)
+    if _is_doubling(scheme):
+        merged = [len(stage.sends) for stage in hierarchy.schedule(0, world_size) if stage.target is not None]
+        return sum(price.message_bytes(round(rows(ranks)), whole) for ranks in merged)
+    num_messages = sum(len(stage.sends) for stage in gathering(stages, 0, world_size))
+    return num_messages * price.message_bytes(round(rows(1)), whole)
 
-    if scheme.partition is Partitioning.PARALLELISM:
-        part = scheme.rows_partition(num_rows, world_size).parts[0]
-        pull = _message_bytes(scheme.pull_format, round(union / world_size), row_bytes, part)
-        return (world_size - 1) * pull + sum(
-            _message_bytes(scheme.push_format, round(rows(ranks) / world_size), row_bytes, part)
-            for ranks in range(1, world_size)
-        )
-    whole, one_shot = Whole(num_rows), scheme.aggregation is Aggregation.ONE_SHOT
-    single = _message_bytes(scheme.push_format, round(count), row_bytes, whole)
+
+def _expected_by_owners_bytes(
+    scheme: Scheme, world_size: int, num_rows: int, row_bytes: int, rows: Callable[[int], float]
+) -> float:
+    """Under parallelism over rows; ``rows`` of so many ranks together. Where all own a part, rank 0 is the busiest."""
+    if world_size == 1:
+        return 0
+    num_owners = scheme.num_owners(world_size)
+    part = scheme.rows_partition(num_rows, world_size).parts[0]
+    push, pull = Pricing(scheme.push_choice, row_bytes), Pricing(scheme.pull_choice, row_bytes)
+
+    def share(ranks: int) -> int:
+        return round(rows(ranks) / num_owners)
+
+    def rank_bytes(rank: int) -> float:
+        pushed = [push.message_bytes(share(ranks), part) for ranks in _merged(scheme, rank, world_size)]
+        return sum(pushed) + _num_pulls(scheme, rank, world_size) * pull_bytes + _empty_bytes(scheme, rank, world_size)
+
+    grows = any(push.is_dense(share(ranks), part) for ranks in _merged(scheme, 0, world_size))
+    pull_bytes = pull.message_bytes(part.size if grows else share(world_size), part)
+    return max(map(rank_bytes, range(world_size if num_owners < world_size else 1)))
+
+
+def _merged(scheme: Scheme, rank: int, world_size: int) -> list[int]:
+    """For each part that a rank pushes, in order: the rows of how many ranks are in it."""
+    num_owners = scheme.num_owners(world_size)
+    if scheme.communication is Communication.POINT_TO_POINT:
+        return [1] * (num_owners - (rank < num_owners))
+    sent = [len(stage.sends) for stage in REDUCE_SCHEDULES[scheme.communication](rank, world_size) if stage.sends]
     if scheme.communication is Communication.RING:
-        return (world_size - 1) * single
-    sends = [stage for stage in hierarchy.schedule(0, world_size) if stage.target is not None]  # rank 0 is busiest
-    if one_shot:
-        return single * sum(len([origin for origin in stage.sends if origin != stage.target]) for stage in sends)
-    return sum(_message_bytes(scheme.push_format, round(rows(len(stage.sends))), row_bytes, whole) for stage in sends)
+        return [step + 1 for step in range(len(sent))]
+    if rank >= num_owners:
+        return [1] * sum(sent)
+    merged = []
+    for halvings, num_parts in enumerate(sent):
+        apart = num_owners >> halvings
+        members = range(rank % apart, num_owners, apart)
+        merged += [sum(1 + (member + num_owners < world_size) for member in members)] * num_parts
+    return merged
+
+
+def _num_pulls(scheme: Scheme, rank: int, world_size: int) -> int:
+    """How many sums a rank sends on the way back, its own or those of others."""
+    num_owners = scheme.num_owners(world_size)
+    if scheme.pull_by is Communication.POINT_TO_POINT:
+        return world_size - 1 if rank < num_owners else 0
+    stages = gathering(GATHER_SCHEDULES[scheme.pull_by](rank, world_size), rank, num_owners)
+    return sum(len(stage.sends) for stage in stages)
+
+
+def _empty_bytes(scheme: Scheme, rank: int, world_size: int) -> int:
+    """Headers alone, point to point: to ranks that own no part, and from them."""
+    num_idle, owns = world_size - scheme.num_owners(world_size), rank < scheme.num_owners(world_size)
+    pushes = num_idle - (not owns) if scheme.communication is Communication.POINT_TO_POINT else 0
+    pulls = world_size - 1 if scheme.pull_by is Communication.POINT_TO_POINT and not owns else 0
+    return (pushes + pulls) * Header.NUM_BYTES
 
 
 def value_lower_bound_bytes(ids_per_rank: Sequence[Tensor], row_bytes: int) -> float:
@@ -151,76 +215,3 @@ def value_lower_bound_bytes(ids_per_rank: Sequence[Tensor], row_bytes: int) -> f
         return 0.0
     _, holders = torch.cat(list(ids_per_rank)).unique(return_counts=True)
     return float((holders + world_size - 2).sum()) * row_bytes / world_size
-
-
-def _column_bytes(
-    scheme: Scheme, ids_per_rank: Sequence[Tensor], num_rows: int, width: int, dtype: torch.dtype
-) -> list[int]:
-    world_size = len(ids_per_rank)
-    widths = [columns.stop - columns.start for columns in shares(width, world_size)]
-    union = torch.cat(list(ids_per_rank)).unique().numel()
-    totals = []
-    for rank, ids in enumerate(ids_per_rank):
-        push = sum(
-            _message_bytes(scheme.push_format, ids.numel(), share * dtype.itemsize, Whole(num_rows))
-            for owner, share in enumerate(widths)
-            if owner != rank
-        )
-        pull = _message_bytes((Format.DENSE,), union, widths[rank] * dtype.itemsize, Whole(union))
-        totals.append(push + (world_size - 1) * pull)
-    return totals
-
-
-def _staged_bytes(scheme: Scheme, ids_per_rank: Sequence[Tensor], num_rows: int, row_bytes: int) -> list[int]:
-    """Bytes of all stages, for each rank; what is merged before a stage follows from the schedule."""
-    world_size = len(ids_per_rank)
-    whole = Whole(num_rows)
-    if scheme.partition is Partitioning.PARALLELISM:
-        return _ring_bytes(scheme, ids_per_rank, num_rows, row_bytes)
-    schedule = ring.gather_schedule if scheme.communication is Communication.RING else hierarchy.schedule
-
-    def stage_bytes(stage: Stage) -> int:
-        if stage.target is None:
-            return 0
-        if scheme.aggregation is Aggregation.INCREMENTAL:
-            return _message_bytes(scheme.push_format, _union(ids_per_rank, stage.sends).numel(), row_bytes, whole)
-        counts = [ids_per_rank[origin].numel() for origin in stage.sends if origin != stage.target]
-        return sum(_message_bytes(scheme.push_format, count, row_bytes, whole) for count in counts)
-
-    return [sum(map(stage_bytes, schedule(rank, world_size))) for rank in range(world_size)]
-
-
-def _ring_bytes(scheme: Scheme, ids_per_rank: Sequence[Tensor], num_rows: int, row_bytes: int) -> list[int]:
-    world_size = len(ids_per_rank)
-    partition = scheme.rows_partition(num_rows, world_size)
-    parts = partition.parts
-    held = [[ids[partition.owners(ids) == owner] for ids in ids_per_rank] for owner in range(world_size)]
-    summed = [_union(pieces, range(world_size)).numel() for pieces in held]
-    if scheme.push_format == (Format.DENSE,):
-        summed = [part.size for part in parts]
-    totals = []
-    for rank in range(world_size):
-        push = sum(
-            _message_bytes(scheme.push_format, _union(held[part], merged).numel(), row_bytes, parts[part])
-            for part, merged in ring.summed_on_the_way(rank, world_size)
-        )
-        pull = sum(
-            _message_bytes(scheme.pull_format, summed[owner], row_bytes, parts[owner])
-            for stage in ring.gather_schedule(rank, world_size)
-            for owner in stage.sends
-        )
-        totals.append(push + pull)
-    return totals
-
-
-def _union(ids_per_rank: Sequence[Tensor], ranks: Sequence[int]) -> Tensor:
-    return torch.cat([ids_per_rank[rank] for rank in ranks]).unique()
-
-
-def _counts(owners: Tensor, world_size: int) -> list[int]:
-    return torch.bincount(owners, minlength=world_size).tolist()
-
-
-def _message_bytes(formats: tuple[Format, ...], count: int, row_bytes: int, part: Part) -> int:
-    format = wire.smallest(formats, count, row_bytes, part.size, part.num_rows)
-    return Header.NUM_BYTES + wire.payload_bytes(format, count, row_bytes, part.size, part.num_rows)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from thinwire.sync.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme
+from thinwire.sync.two_level import TWO_LEVEL_PREFIX, TwoLevel
 from thinwire.sync.units import Unit
 from thinwire.wire import Format
 
@@ -17,6 +20,9 @@ AGSPARSE = Scheme(
     push_format=(Format.COO,), pull_format=(Format.COO,),
 )  # fmt: skip
 """All ranks send their whole sparse tensor to all, and each adds them up (Horovod, PyTorch's Gloo)."""
+
+AGSPARSE_CODED = replace(AGSPARSE, push_format="auto")
+"""AGsparse with the cheapest format for each message, as `ZEN` has it: one stage of messages."""
 
 SPARSE_PS = Scheme(
     Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
@@ -38,6 +44,12 @@ COLUMN_SPLIT = Scheme(
     ownership=Ownership.COLUMNS, pull_format=(Format.DENSE,),
 )  # fmt: skip
 """Parallelism over columns: imbalance exactly 1, no ids in the pull; for rows much wider than there are ranks."""
+
+UNION_SPLIT = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,
+    ownership=Ownership.UNION, pull_format=(Format.DENSE,),
+)  # fmt: skip
+"""Parallelism over positions of the union: no ids in the pull, and its imbalance is exactly 1; for wide rows."""
 
 ZEN_ELEMENTS = Scheme(
     Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,
@@ -73,6 +85,12 @@ DENSE_RING = Scheme(
 )  # fmt: skip
 """The classical ring all-reduce, in thinwire's own messages. Every row is in the sum, zeros included."""
 
+DENSE_HALVING_DOUBLING = Scheme(
+    Communication.HIERARCHY, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.IMBALANCED,
+    push_format=(Format.DENSE,), pull_format=(Format.DENSE,),
+)  # fmt: skip
+"""The classical halving-doubling all-reduce (Rabenseifner): as many bytes as a ring, in 2 log2 of n stages."""
+
 AGSPARSE_RING = Scheme(
     Communication.RING, Aggregation.ONE_SHOT, Partitioning.CENTRALIZATION, None,
     push_format=(Format.COO,), pull_format=(Format.COO,),
@@ -91,44 +109,80 @@ SPARCML = Scheme(
 )  # fmt: skip
 """SparCML's SSAR_Recursive_double (SC'19): partners exchange and merge all that they have."""
 
+SPARCML_DENSE = Scheme(
+    Communication.HIERARCHY, Aggregation.INCREMENTAL, Partitioning.CENTRALIZATION, None,
+    push_format=(Format.COO,), pull_format=(Format.COO,), dense_switch=True,
+)  # fmt: skip
+"""SPARCML, but dense as soon as that is fewer bytes: rows of zeros then appear as present."""
+
+SPARCML_SPLIT = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
+    push_format=(Format.COO,), pull_format=(Format.COO,), pull_communication=Communication.HIERARCHY,
+)  # fmt: skip
+"""SparCML's SSAR_Split_allgather: each rank sums a range, and recursive doubling brings the sums to all."""
+
+SPARCML_SPLIT_DENSE = Scheme(
+    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
+    push_format=(Format.COO,), pull_format=(Format.COO,), pull_communication=Communication.HIERARCHY,
+    dense_switch=True,
+)  # fmt: skip
+"""SparCML's DSAR_Split_allgather: SPARCML_SPLIT, with sums that come back dense where that is fewer bytes.
+
+Theirs always come back dense. A share on its way to its owner may travel dense here too, where that is fewer bytes.
+"""
+
+SPARCML_CODED = replace(SPARCML, push_format="auto")
+"""SparCML's recursive doubling with the cheapest format for each message."""
+
 HIERARCHICAL_CENTRALIZATION = SPARCML
 """ZEN's optimal scheme under centralization (Lemma 2): the same point."""
 
 NAMED = {
     "dense": DENSE,
     "agsparse": AGSPARSE,
+    "agsparse_coded": AGSPARSE_CODED,
     "sparse_ps": SPARSE_PS,
     "balanced_parallelism": BALANCED_PARALLELISM,
     "zen": ZEN,
     "column_split": COLUMN_SPLIT,
+    "union_split": UNION_SPLIT,
     "zen_elements": ZEN_ELEMENTS,
     "omnireduce": OMNIREDUCE,
     "omnireduce_contiguous": OMNIREDUCE_CONTIGUOUS,
     "dense_ps": DENSE_PS,
     "dense_ring": DENSE_RING,
+    "dense_halving_doubling": DENSE_HALVING_DOUBLING,
     "agsparse_ring": AGSPARSE_RING,
     "agsparse_hierarchy": AGSPARSE_HIERARCHY,
     "sparcml": SPARCML,
+    "sparcml_dense": SPARCML_DENSE,
+    "sparcml_split": SPARCML_SPLIT,
+    "sparcml_split_dense": SPARCML_SPLIT_DENSE,
+    "sparcml_coded": SPARCML_CODED,
     "hierarchical_centralization": HIERARCHICAL_CENTRALIZATION,
 }
 AUTO = "auto"
 
 
-def resolve(scheme: str | Scheme) -> Scheme | None:
-    """A scheme from its name; None for "auto".
+def resolve(scheme: str | Scheme | TwoLevel) -> Scheme | TwoLevel | None:
+    """A scheme from its name, with "two_level:" before it for `TwoLevel`; None for "auto".
 
     Raises:
-        ValueError: an unknown name; the message lists the legal ones.
+        ValueError: an unknown name, of which the message lists the legal ones; a scheme that two levels cannot have.
     """
-    if isinstance(scheme, Scheme):
+    if not isinstance(scheme, str):
         return scheme
     if scheme == AUTO:
         return None
-    if scheme not in NAMED:
-        raise ValueError(f"unknown scheme {scheme!r}; legal are {', '.join([AUTO, *NAMED])}, or a Scheme")
-    return NAMED[scheme]
+    name = scheme.removeprefix(TWO_LEVEL_PREFIX)
+    if name not in NAMED:
+        names = ", ".join([AUTO, *NAMED])
+        raise ValueError(f"unknown scheme {scheme!r}; legal are {names}, {TWO_LEVEL_PREFIX}NAME, or a Scheme")
+    return TwoLevel(NAMED[name]) if name != scheme else NAMED[name]
 
 
-def name_of(scheme: Scheme) -> str:
+def name_of(scheme: Scheme | TwoLevel) -> str:
     """The (first) name of a scheme, or its description where it has none."""
+    if isinstance(scheme, TwoLevel):
+        return TWO_LEVEL_PREFIX + name_of(scheme.between)
     return next((name for name, point in NAMED.items() if point == scheme), scheme.describe())

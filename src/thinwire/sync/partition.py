@@ -275,6 +275,47 @@ class Listed:
         return torch.searchsorted(self.members, ids.to(self.members.dtype))
 
 
+def core_size(world_size: int) -> int:
+    """The largest power of two of ranks: in a hierarchy the first so many pair up, and the others join one of them."""
+    return 1 << (world_size.bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class FirstRanks:
+    """A partition among the first ranks; the others of ``world_size`` own nothing.
+
+    Example:
+        >>> FirstRanks(Contiguous(num_rows=10, world_size=2), world_size=3).parts[2].size
+        0
+    """
+
+    owned: Partition
+    world_size: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.owned.num_rows
+
+    def owners(self, ids: Tensor) -> Tensor:
+        return self.owned.owners(ids)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (*self.owned.parts, *[Range(self.num_rows, self.num_rows, 0)] * self._num_idle)
+
+    def split(self, ids: Tensor) -> list[Placed]:
+        nothing = ids.new_empty(0)
+        return self.owned.split(ids) + [(nothing, nothing)] * self._num_idle
+
+    def join(self, positions: Sequence[Tensor]) -> Tensor:
+        """Of all parts, or of those of the owners only."""
+        return self.owned.join(positions[: self.owned.world_size])
+
+    @property
+    def _num_idle(self) -> int:
+        return self.world_size - self.owned.world_size
+
+
 def _split_by_owner(partition: Contiguous | BlockCyclic | Permutation, ids: Tensor) -> list[Placed]:
     owners = partition.owners(ids)
     counts = torch.bincount(owners, minlength=partition.world_size).tolist()

@@ -7,54 +7,22 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import lru_cache
 
-from thinwire.sync.partition import BlockCyclic, Contiguous, HierarchicalHash, Partition, Permutation
+from thinwire.sync.dimensions import Aggregation, Balance, Communication, Ownership, Partitioning
+from thinwire.sync.partition import (
+    BlockCyclic,
+    Contiguous,
+    FirstRanks,
+    HierarchicalHash,
+    Partition,
+    Permutation,
+    core_size,
+)
 from thinwire.sync.units import Unit
-from thinwire.wire import Format
-
-
-class Communication(StrEnum):
-    """Who talks to whom (ZEN, section 2.2)."""
-
-    POINT_TO_POINT = "point_to_point"
-    NATIVE = "native"  # the process group's own dense all-reduce
-    RING = "ring"  # with the next rank and the one before it
-    HIERARCHY = "hierarchy"  # recursive doubling: in stage i with the rank whose number differs in bit i
-
-
-class Aggregation(StrEnum):
-    """When pieces are added: at each stage, or once after the last. Point-to-point has one stage: no difference."""
-
-    INCREMENTAL = "incremental"
-    ONE_SHOT = "one_shot"
-
-
-class Partitioning(StrEnum):
-    """Whether the tensor travels as a whole, or each part of it to an owner of its own."""
-
-    CENTRALIZATION = "centralization"
-    PARALLELISM = "parallelism"
-
-
-class Balance(StrEnum):
-    """How parts are cut under parallelism: equal ranges of rows, or equal shares of the non-zero ones."""
-
-    IMBALANCED = "imbalanced"
-    BALANCED = "balanced"
-
-
-class Ownership(StrEnum):
-    """Which partition gives the balance; see `thinwire.sync.partition`."""
-
-    CONTIGUOUS = "contiguous"
-    BLOCK_CYCLIC = "block_cyclic"
-    PERMUTATION = "permutation"
-    HIERARCHICAL_HASH = "hierarchical_hash"
-    COLUMNS = "columns"  # each owner has some columns of every row: not a partition of the rows
-
+from thinwire.wire import Choice, Format
 
 _OWNERSHIP = {
     Balance.IMBALANCED: (Ownership.CONTIGUOUS, Ownership.BLOCK_CYCLIC),
-    Balance.BALANCED: (Ownership.PERMUTATION, Ownership.HIERARCHICAL_HASH, Ownership.COLUMNS),
+    Balance.BALANCED: (Ownership.PERMUTATION, Ownership.HIERARCHICAL_HASH, Ownership.COLUMNS, Ownership.UNION),
 }
 _PARTITIONS = {Ownership.PERMUTATION: Permutation, Ownership.HIERARCHICAL_HASH: HierarchicalHash}
 _ANY_FORMAT = tuple(Format)
@@ -65,7 +33,9 @@ _DIMENSIONS: dict[str, type[StrEnum]] = {
     "balance": Balance,
     "ownership": Ownership,
     "unit": Unit,
+    "pull_communication": Communication,
 }
+_OPTIONAL = ("balance", "ownership", "pull_communication")
 
 
 @dataclass(frozen=True)
@@ -83,6 +53,11 @@ class Scheme:
         pull_format: likewise on the way back.
         seed: of the hash that deals rows to owners; the same on all ranks.
         unit: what an index names; see `thinwire.sync.units`. Elements and blocks lose rows of zeros.
+        pull_communication: how the sums come back from their owners; None as ``communication``.
+        dense_switch: whether a message may travel dense as soon as that is fewer bytes than every other format,
+            also where not all rows of its part are present (SparCML's DSAR). The values are the same, but the row
+            set grows: rows of zeros then appear as present.
+        servers: only the first so many ranks own parts, as parameter servers do; None for all ranks.
 
     Raises:
         ValueError: a combination that has no meaning, with the reason.
@@ -101,70 +76,177 @@ class Scheme:
     pull_format: tuple[Format, ...] = _ANY_FORMAT
     seed: int = 0
     unit: Unit = Unit.ROWS
+    pull_communication: Communication | None = None
+    dense_switch: bool = False
+    servers: int | None = None
 
     def __post_init__(self) -> None:
         for name, legal in _DIMENSIONS.items():
             object.__setattr__(self, name, _member(name, legal, getattr(self, name)))
         for name in ("push_format", "pull_format"):
             object.__setattr__(self, name, _formats(name, getattr(self, name)))
-        parallel = self.partition is Partitioning.PARALLELISM
-        if parallel != (self.balance is not None):
+        if self.is_parallel != (self.balance is not None):
             raise ValueError("balance belongs to parallelism: give one of Balance there, and None elsewhere")
-        if self.communication is Communication.NATIVE and parallel:
-            raise ValueError("the native all-reduce partitions by itself: use Partitioning.CENTRALIZATION")
-        if self.communication is Communication.NATIVE and {*self.push_format, *self.pull_format} != {Format.DENSE}:
-            raise ValueError("the native all-reduce moves dense values only: use Format.DENSE in push and pull")
+        if self.communication is Communication.NATIVE:
+            self._check_native()
         self._check_stages()
+        self._check_ownership()
+        if self.pull_communication is not None:
+            self._check_pull()
+        if self.dense_switch:
+            self._check_dense_switch()
+        if self.servers is not None:
+            self._check_servers()
+
+    def _check_native(self) -> None:
+        if self.is_parallel:
+            raise ValueError("the native all-reduce partitions by itself: use Partitioning.CENTRALIZATION")
+        if {*self.push_format, *self.pull_format} != {Format.DENSE}:
+            raise ValueError("the native all-reduce moves dense values only: use Format.DENSE in push and pull")
+        if self.unit is not Unit.ROWS:
+            raise ValueError("the native all-reduce has no ids, so nothing for a unit to name: use Unit.ROWS")
+
+    def _check_stages(self) -> None:
+        one_shot = self.aggregation is Aggregation.ONE_SHOT
+        if self.communication is Communication.HIERARCHY and self.is_parallel and one_shot:
+            raise ValueError(
+                "a hierarchy that does not add on the way brings a piece to its owner by up to log2 n hands: use"
+                " point_to_point, where it travels once and the sum is the same, or Aggregation.INCREMENTAL"
+            )
+        if self.communication is Communication.RING and self.is_parallel and one_shot:
+            raise ValueError(
+                "a ring that does not add on the way brings every piece past every rank: use centralization,"
+                " where all want it, or Aggregation.INCREMENTAL"
+            )
+        if self.communication is Communication.RING and not self.is_parallel and not one_shot:
+            raise ValueError(
+                "each rank of a ring would add in an order of its own and hold other bits: use parallelism, where"
+                " a part has one owner, or Aggregation.ONE_SHOT"
+            )
+
+    def _check_ownership(self) -> None:
         if self.balance is None:
             if self.ownership is not None:
                 raise ValueError("ownership belongs to parallelism: under centralization nobody owns a part")
-        elif self.ownership is None:
+            return
+        if self.ownership is None:
             object.__setattr__(self, "ownership", _OWNERSHIP[self.balance][0])
         elif self.ownership not in _OWNERSHIP[self.balance]:
             legal = ", ".join(ownership.value for ownership in _OWNERSHIP[self.balance])
             raise ValueError(
                 f"{self.ownership.value} ownership is not {self.balance.value}; {self.balance.value} is: {legal}"
             )
+        if self.knows_ids:
+            self._check_known_ids()
 
-        if self.communication is Communication.NATIVE and self.unit is not Unit.ROWS:
-            raise ValueError("the native all-reduce has no ids, so nothing for a unit to name: use Unit.ROWS")
-        if self.ownership is Ownership.COLUMNS and self.unit is Unit.ELEMENTS:
+    def _check_known_ids(self) -> None:
+        if self.communication is not Communication.POINT_TO_POINT:
+            raise ValueError(f"owners of {self.ownership} learn the union from all ranks at once: use point_to_point")
+        if self.unit is Unit.ELEMENTS and self.ownership is Ownership.COLUMNS:
             raise ValueError("an element has one column, which cannot be shared out: use rows or blocks")
-        if self.ownership is Ownership.COLUMNS and self.pull_format != (Format.DENSE,):
+        if self.pull_format != (Format.DENSE,):
             raise ValueError(
-                "all owners of columns know the union, so the pull needs no ids: pull_format must be dense"
+                f"all owners of {self.ownership} know the union, so the pull needs no ids: pull_format must be dense"
+            )
+        if self.dense_switch:
+            raise ValueError(
+                f"owners of {self.ownership} must get the same ids from a rank, and a message for one could travel"
+                " dense where that for another does not: use dense_switch=False"
             )
 
-    def _check_stages(self) -> None:
-        parallel, one_shot = self.partition is Partitioning.PARALLELISM, self.aggregation is Aggregation.ONE_SHOT
-        if self.communication is Communication.HIERARCHY and parallel:
+    def _check_pull(self) -> None:
+        if not self.is_parallel:
             raise ValueError(
-                "the hierarchy is for centralization: with an owner for each part, point-to-point sends no more"
-                " (ZEN, Lemma 1)"
+                "pull_communication belongs to parallelism: under centralization nobody owns a sum that would have"
+                " to come back"
             )
-        if self.communication is Communication.RING and parallel and one_shot:
+        if self.pull_communication is Communication.NATIVE:
             raise ValueError(
-                "a ring that does not add on the way brings every piece past every rank: use centralization,"
-                " where all want it, or Aggregation.INCREMENTAL"
+                "the native all-reduce adds, and the pull only gathers: pull_communication is point_to_point, ring"
+                " or hierarchy"
             )
-        if self.communication is Communication.RING and not parallel and not one_shot:
+        if self.pull_communication is self.communication:
+            object.__setattr__(self, "pull_communication", None)
+        elif self.knows_ids:
             raise ValueError(
-                "each rank of a ring would add in an order of its own and hold other bits: use parallelism, where"
-                " a part has one owner, or Aggregation.ONE_SHOT"
+                "the shares of a union, whose sizes all ranks know, are sent to all at once:"
+                " pull_communication must be point_to_point"
             )
-        if self.communication is Communication.RING and self.ownership is Ownership.COLUMNS:
-            raise ValueError("owners of columns learn the union from all ranks at once: use point_to_point")
+
+    def _check_dense_switch(self) -> None:
+        phases = (self.push_format, self.pull_format) if self.is_parallel else (self.push_format,)
+        if set(phases) == {(Format.DENSE,)}:
+            raise ValueError("every message is dense already, so nothing can switch: use dense_switch=False")
+
+    def _check_servers(self) -> None:
+        if self.servers is None or self.servers < 1:
+            raise ValueError(f"servers is {self.servers}: give 1 or more ranks that own parts, or None for all ranks")
+        if not self.is_parallel or self.communication is not Communication.POINT_TO_POINT:
+            raise ValueError(
+                "servers are owners to whom all ranks send directly: use point_to_point and parallelism, or"
+                " servers=None"
+            )
+        if self.knows_ids:
+            raise ValueError(f"{self.ownership} ownership is shared out to all ranks: use another, or servers=None")
 
     @property
     def is_dense(self) -> bool:
         """Whether every value travels, zeros included, by the process group's own all-reduce."""
         return self.communication is Communication.NATIVE
 
+    @property
+    def is_parallel(self) -> bool:
+        """Whether parts have owners."""
+        return self.partition is Partitioning.PARALLELISM
+
+    @property
+    def knows_ids(self) -> bool:
+        """Whether all ranks learn the ids of all, so that what is owned is a share of their union."""
+        return self.ownership in (Ownership.COLUMNS, Ownership.UNION)
+
+    @property
+    def pull_by(self) -> Communication:
+        """How the sums come back."""
+        return self.pull_communication or self.communication
+
+    @property
+    def push_choice(self) -> Choice:
+        """What a message may travel in on the way to the owner, or to all."""
+        return Choice(self.push_format, self.dense_switch)
+
+    @property
+    def pull_choice(self) -> Choice:
+        """What a message may travel in on the way back."""
+        return Choice(self.pull_format, self.dense_switch)
+
+    def num_owners(self, world_size: int) -> int:
+        """How many of the ranks own a part: the first so many.
+
+        All of them, but for servers; and for a hierarchy, which halves what a rank has while ranks pair up.
+
+        Raises:
+            ValueError: fewer ranks than servers.
+        """
+        if self.servers is None:
+            return core_size(world_size) if self.communication is Communication.HIERARCHY else world_size
+        if self.servers > world_size:
+            raise ValueError(
+                f"{self.servers} servers on {world_size} ranks: servers are the first of the ranks, so give servers"
+                f" from 1 to {world_size}, or None for all ranks"
+            )
+        return self.servers
+
     def rows_partition(self, num_rows: int, world_size: int) -> Partition:
-        """Who owns which of ``num_rows`` rows (or units). Only under parallelism, and not for columns."""
+        """Who owns which of ``num_rows`` rows (or units). Only under parallelism, and not for shares of a union.
+
+        Raises:
+            ValueError: see `num_owners`.
+        """
         assert self.ownership is not None, "centralization has no owners"
-        assert self.ownership is not Ownership.COLUMNS, "owners of columns own a share of every row"
-        return _partition(self.ownership, num_rows, world_size, self.seed)
+        assert not self.knows_ids, "what is owned depends on the rows that are there"
+        num_owners = self.num_owners(world_size)
+        owned = _partition(self.ownership, num_rows, num_owners, self.seed)
+        return owned if num_owners == world_size else FirstRanks(owned, world_size)
 
     def describe(self) -> str:
         """One line that tells two schemes apart, the same in every process."""
@@ -190,7 +272,7 @@ def _text(value: object) -> str:
 
 
 def _member(name: str, legal: type[StrEnum], value: str | None) -> StrEnum | None:
-    if value is None and name in ("balance", "ownership"):
+    if value is None and name in _OPTIONAL:
         return None
     try:
         return legal(value)

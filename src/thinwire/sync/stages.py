@@ -23,7 +23,8 @@ class Stage:
 
     Args:
         target, source: the ranks that are sent to and received from; None for nobody.
-        sends, receives: whose contributions travel: those of these ranks, in this order.
+        sends, receives: what travels, in this order: where rows are gathered, what these ranks began with; where
+            parts are summed, the parts of these owners.
     """
 
     target: int | None = None
@@ -88,31 +89,53 @@ class Stages:
         self.channel.raise_reported(incoming)
 
 
+def gathering(schedule: Sequence[Stage], rank: int, num_origins: int) -> list[Stage]:
+    """A schedule of one rank without what need not travel, where only the first ranks begin with something.
+
+    Nothing goes back to the rank that it came from.
+    """
+
+    def relevant(stage: Stage) -> Stage:
+        sends = tuple(origin for origin in stage.sends if origin < num_origins and origin != stage.target)
+        receives = tuple(origin for origin in stage.receives if origin < num_origins and origin != rank)
+        return Stage(stage.target if sends else None, sends, stage.source if receives else None, receives)
+
+    return [relevant(stage) for stage in schedule]
+
+
 def all_gather(
-    stages: Stages, schedule: Sequence[Stage], kind: Kind, prepare: Callable[[], Draft], max_payload_bytes: int
+    stages: Stages,
+    schedule: Sequence[Stage],
+    kind: Kind,
+    prepare: Callable[[], Draft],
+    max_payload_bytes: int,
+    num_origins: int | None = None,
 ) -> list[Message]:
     """Every rank's message, in rank order, passed on as they are, so that each keeps its sender and checksum.
+
+    Args:
+        num_origins: only the first so many ranks prepare a message; None for all.
 
     Raises:
         PeerError, CorruptMessageError: what failed in any stage of ``stages``.
     """
     rank = stages.channel.rank
+    origins = range(stages.channel.world_size if num_origins is None else num_origins)
     held: dict[int, Message] = {}
 
     def begin() -> None:
         held[rank] = stages.channel.seal(kind, [prepare()])[0]
 
-    stages.attempt(begin)
-    for stage in schedule:
-        sends = [origin for origin in stage.sends if origin != stage.target]
-        receives = [origin for origin in stage.receives if origin != rank]
+    if rank in origins:
+        stages.attempt(begin)
+    for stage in gathering(schedule, rank, len(origins)):
         incoming = stages.swap(
             kind,
             stage,
-            (len(sends), len(receives)),
-            lambda sends=sends: [held[origin] for origin in sends],
+            (len(stage.sends), len(stage.receives)),
+            lambda sends=stage.sends: [held[origin] for origin in sends],
             max_payload_bytes,
         )
-        held.update(zip(receives, incoming, strict=True))
+        held.update(zip(stage.receives, incoming, strict=True))
     stages.finish()
-    return [held[origin] for origin in range(stages.channel.world_size)]
+    return [held[origin] for origin in origins]

@@ -8,15 +8,21 @@ from torch import Tensor
 
 from thinwire.kernels import nonzero_rows
 from thinwire.sparse import SparseRows
+from thinwire.sync import two_level
 from thinwire.sync.channel import Channel
 from thinwire.sync.choose import choose
+from thinwire.sync.cost import begins_with_opening
 from thinwire.sync.named import resolve
-from thinwire.sync.patterns import columns, hierarchy, point_to_point, ring
-from thinwire.sync.scheme import Aggregation, Communication, Ownership, Partitioning, Scheme
-from thinwire.sync.units import from_units, to_units
+from thinwire.sync.patterns import gathered, hierarchy, known_ids, point_to_point, staged
+from thinwire.sync.scheme import Aggregation, Communication, Ownership, Scheme
+from thinwire.sync.stages import Stages
+from thinwire.sync.two_level import TwoLevel
+from thinwire.sync.units import Unit, from_units, to_units
 
 
-def agree(prepare: Callable[[], SparseRows], scheme: str | Scheme, channel: Channel) -> tuple[SparseRows, Scheme]:
+def agree(
+    prepare: Callable[[], SparseRows], scheme: str | Scheme | TwoLevel, channel: Channel
+) -> tuple[SparseRows, Scheme | TwoLevel]:
     """This rank's rows, and the scheme that all ranks will run on them.
 
     Args:
@@ -26,51 +32,67 @@ def agree(prepare: Callable[[], SparseRows], scheme: str | Scheme, channel: Chan
     Raises:
         MismatchError, PeerError: see `Channel.open`; whatever ``prepare`` raises, on this rank.
     """
-    rows, point = channel.attempt(lambda: (prepare(), resolve(scheme)))
+    rows, point = channel.attempt(lambda: (prepare(), _resolved(scheme, channel)))
     if point is None or point.is_dense:
         counts = channel.open(rows.ids.numel())
-        point = point or choose(counts, rows.num_rows, rows.width, rows.values.element_size())
+        point = point or choose(
+            counts, rows.num_rows, rows.width, rows.values.element_size(), machine=channel.machine()
+        )
     return rows, point
 
 
-def synchronize(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float = 1.0) -> SparseRows:
+def _resolved(scheme: str | Scheme | TwoLevel, channel: Channel) -> Scheme | TwoLevel | None:
+    point = resolve(scheme)
+    return point.placed(channel.exchange.hosts) if isinstance(point, TwoLevel) else point
+
+
+def synchronize(rows: SparseRows, scheme: Scheme | TwoLevel, channel: Channel, scale: float = 1.0) -> SparseRows:
     """Sum rows over all ranks of a channel, times ``scale``; after `agree`. The same bits on every rank.
 
     Raises:
         PeerError, CorruptMessageError: see `Channel.swap`.
+        ValueError: the scheme has more servers than there are ranks.
     """
+    if isinstance(scheme, TwoLevel):
+        return two_level.all_reduce(rows, scheme, channel, scale, synchronize)
+    channel.attempt(lambda: scheme.num_owners(channel.world_size))
     if channel.world_size == 1:
         return SparseRows.trusted(rows.ids, rows.values * scale, rows.num_rows)
     if scheme.is_dense:
         return _through_dense(rows, channel, scale)
     units = channel.attempt(lambda: to_units(rows, scheme.unit))
+    if begins_with_opening(scheme) and (scheme.unit is not Unit.ROWS or not channel.held):
+        channel.open(units.ids.numel())  # sizes for columns; and in a stage only two ranks hear of each other
+    return from_units(_summed(units, scheme, channel, scale), rows, scheme.unit)
+
+
+def _summed(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
+    if scheme.knows_ids:
+        by_columns = scheme.ownership is Ownership.COLUMNS
+        return known_ids.all_reduce(rows, scheme.push_format, by_columns, channel, scale)
+    if scheme.is_parallel:
+        return _by_owners(rows, scheme, channel, scale)
     if scheme.communication is Communication.POINT_TO_POINT:
-        total = _directly(units, scheme, channel, scale)
+        return point_to_point.all_reduce(rows, scheme.push_choice, channel, scale)
+    if scheme.aggregation is Aggregation.INCREMENTAL:
+        return hierarchy.all_reduce(rows, scheme.push_choice, channel, scale)
+    schedule = staged.GATHER_SCHEDULES[scheme.communication](channel.rank, channel.world_size)
+    return gathered.all_reduce(rows, scheme.push_choice, channel, scale, schedule)
+
+
+def _by_owners(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
+    rank, world_size = channel.rank, channel.world_size
+    partition = scheme.rows_partition(rows.num_rows, world_size)
+    push, pull, stages = scheme.push_choice, scheme.pull_choice, Stages(channel)
+    if scheme.communication is Communication.POINT_TO_POINT:
+        total = point_to_point.reduce_scatter(rows, partition, push, channel, scale)
     else:
-        channel.open(units.ids.numel())  # in a stage only two ranks hear of each other: settle the rest before
-        total = _in_stages(units, scheme, channel, scale)
-    return from_units(total, rows, scheme.unit)
-
-
-def _in_stages(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
-    in_ring = scheme.communication is Communication.RING
-    if scheme.aggregation is Aggregation.ONE_SHOT:
-        pattern = ring if in_ring else hierarchy
-        return pattern.all_reduce_at_once(rows, scheme.push_format, channel, scale)
-    if not in_ring:
-        return hierarchy.all_reduce(rows, scheme.push_format, channel, scale)
-    partition = scheme.rows_partition(rows.num_rows, channel.world_size)
-    return ring.all_reduce(rows, partition, scheme.push_format, scheme.pull_format, channel, scale)
-
-
-def _directly(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
-    if scheme.partition is Partitioning.CENTRALIZATION:
-        return point_to_point.all_reduce(rows, scheme.push_format, channel, scale)
-    if scheme.ownership is Ownership.COLUMNS:
-        return columns.all_reduce(rows, scheme.push_format, channel, scale)
-    partition = scheme.rows_partition(rows.num_rows, channel.world_size)
-    total = point_to_point.reduce_scatter(rows, partition, scheme.push_format, channel, scale)
-    return point_to_point.all_gather(rows, total, partition, scheme.pull_format, channel)
+        schedule = staged.REDUCE_SCHEDULES[scheme.communication](rank, world_size)
+        total = staged.reduce_scatter(rows, partition, push, stages, scale, schedule)
+    if scheme.pull_by is Communication.POINT_TO_POINT:
+        return point_to_point.all_gather(rows, total, partition, pull, channel)
+    schedule = staged.GATHER_SCHEDULES[scheme.pull_by](rank, world_size)
+    return staged.gather(rows, total, partition, pull, stages, schedule, scheme.num_owners(world_size))
 
 
 def dense_all_reduce(tensor: Tensor, channel: Channel, scale: float = 1.0) -> None:

@@ -9,11 +9,11 @@ from thinwire.sync.channel import Channel
 from thinwire.sync.partition import Whole
 from thinwire.sync.patterns import pieces
 from thinwire.sync.stages import Stage, Stages, all_gather
-from thinwire.wire import Format, Kind
+from thinwire.wire import Choice, Kind
 
 
 def all_reduce(
-    rows: SparseRows, formats: tuple[Format, ...], channel: Channel, scale: float, schedule: Sequence[Stage]
+    rows: SparseRows, choice: Choice, channel: Channel, scale: float, schedule: Sequence[Stage]
 ) -> SparseRows:
     """Collect the rows of all ranks along a schedule, and add them up in rank order; after `Channel.open`."""
     whole = Whole(rows.num_rows)
@@ -22,7 +22,7 @@ def all_reduce(
         Stages(channel),
         schedule,
         Kind.GATHER,
-        lambda: pieces.draft(formats, whole, rows, rows.ids, rows.values),
+        lambda: pieces.draft(choice, whole, rows, rows.ids, rows.values),
         limit,
     )
     return SparseRows.trusted(*pieces.total(messages, whole, rows.width, rows, channel, scale), rows.num_rows)

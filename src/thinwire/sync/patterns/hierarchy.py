@@ -11,11 +11,11 @@ from __future__ import annotations
 from thinwire import kernels
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel
-from thinwire.sync.partition import Whole
-from thinwire.sync.patterns import gathered, pieces
+from thinwire.sync.partition import Whole, core_size
+from thinwire.sync.patterns import pieces
 from thinwire.sync.patterns.pieces import Piece
 from thinwire.sync.stages import Stage, Stages
-from thinwire.wire import Format, Kind, Message
+from thinwire.wire import Choice, Kind, Message
 
 
 def schedule(rank: int, world_size: int) -> list[Stage]:
@@ -26,7 +26,7 @@ def schedule(rank: int, world_size: int) -> list[Stage]:
         [Stage(target=0, sends=(2,), source=None, receives=()), Stage(target=None, sends=(), source=None, \
 receives=()), Stage(target=None, sends=(), source=0, receives=(0, 1, 2))]
     """
-    core = 1 << (world_size.bit_length() - 1)
+    core = core_size(world_size)
     extra = rank + core if rank + core < world_size else None
     everyone = tuple(range(world_size))
     stages = []
@@ -43,11 +43,13 @@ receives=()), Stage(target=None, sends=(), source=0, receives=(0, 1, 2))]
     return [Stage(source=extra, receives=(extra,)), *stages, Stage(target=extra, sends=everyone)]
 
 
-def all_reduce(rows: SparseRows, formats: tuple[Format, ...], channel: Channel, scale: float) -> SparseRows:
+def all_reduce(rows: SparseRows, choice: Choice, channel: Channel, scale: float) -> SparseRows:
     """Sum rows over all ranks, adding at every stage; after `Channel.open`.
 
     Partial sums travel in the dtype of the rows, so that sixteen-bit values are rounded at every stage, and can
     overflow where their mean does not. The sum of two is the same from either side, so all ranks get the same bits.
+    What would travel dense becomes dense before it is added, at every stage and on every rank, sent or not: so
+    partners add the same rows, and ranks that hold the same rows go on holding the same.
     """
     whole, stages = Whole(rows.num_rows), Stages(channel)
     held: Piece = rows.ids, rows.values
@@ -55,9 +57,10 @@ def all_reduce(rows: SparseRows, formats: tuple[Format, ...], channel: Channel, 
     last_sum = max((place for place, stage in enumerate(plan) if stage.source is not None and stage.sends), default=-1)
 
     def messages() -> list[Message]:
-        return channel.seal(Kind.GATHER, [pieces.draft(formats, whole, rows, *held)])
+        return channel.seal(Kind.GATHER, [pieces.draft(choice, whole, rows, *held)])
 
     for place, stage in enumerate(plan):
+        held = stages.attempt(lambda: pieces.as_sent(choice, whole, held)) or held  # noqa: B023
         count = (int(stage.target is not None), int(stage.source is not None))
         incoming = stages.swap(Kind.GATHER, stage, count, messages, pieces.limit(whole, rows.width, rows))
         if incoming:
@@ -65,11 +68,6 @@ def all_reduce(rows: SparseRows, formats: tuple[Format, ...], channel: Channel, 
             held = stages.attempt(lambda: _merged(held, incoming[0], stage, factor, rows, channel)) or held  # noqa: B023
     stages.finish()
     return SparseRows.trusted(*held, rows.num_rows)
-
-
-def all_reduce_at_once(rows: SparseRows, formats: tuple[Format, ...], channel: Channel, scale: float) -> SparseRows:
-    """Collect the rows of all ranks, and add them up in rank order, after `Channel.open`."""
-    return gathered.all_reduce(rows, formats, channel, scale, schedule(channel.rank, channel.world_size))
 
 
 def _group(rank: int, bit: int, core: int, world_size: int) -> tuple[int, ...]:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from thinwire import kernels, wire
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel, Draft
-from thinwire.wire import Format, Message, Part
+from thinwire.wire import Choice, Format, Message, Part
 
 Piece = tuple[Tensor, Tensor]  # (positions in a part, increasing; values [k, width])
 
 
 def draft(
-    formats: tuple[Format, ...],
+    choice: Choice,
     part: Part,
     held: SparseRows,
     positions: Tensor,
@@ -23,10 +24,18 @@ def draft(
     order: Tensor | None = None,
 ) -> Draft:
     """Rows of a part in the format of fewest bytes; ``held`` are all rows of this rank, whose number is told."""
-    row_bytes = values.shape[1] * values.element_size()
-    format = wire.smallest(formats, positions.numel(), row_bytes, part.size, part.num_rows)
+    format = choice.smallest(positions.numel(), values.shape[1] * values.element_size(), part)
     payload = wire.encode(format, part, positions, values, order)
     return Draft(format, positions.numel(), payload, held.ids.numel())
+
+
+def as_sent(choice: Choice, part: Part, piece: Piece) -> Piece:
+    """A piece as it arrives elsewhere: with rows of zeros where it would travel dense."""
+    positions, values = piece
+    count, width = values.shape
+    if count == part.size or choice.smallest(count, width * values.element_size(), part) is not Format.DENSE:
+        return piece
+    return torch.arange(part.size), values.new_zeros(part.size, width).index_copy_(0, positions, values)
 
 
 def decode(message: Message, part: Part, width: int, like: SparseRows, channel: Channel) -> Piece:

@@ -15,11 +15,11 @@ from thinwire.sync.channel import Channel, Draft
 from thinwire.sync.partition import Partition, Whole
 from thinwire.sync.patterns import pieces
 from thinwire.sync.patterns.pieces import Piece
-from thinwire.wire import Format, Kind, Message
+from thinwire.wire import Choice, Kind, Message
 
 
 def reduce_scatter(
-    rows: SparseRows, partition: Partition, formats: tuple[Format, ...], channel: Channel, scale: float
+    rows: SparseRows, partition: Partition, choice: Choice, channel: Channel, scale: float
 ) -> Callable[[], Piece]:
     """Send each owner its share; returns what sums the pieces that arrived here, the total of this rank's own part.
 
@@ -30,7 +30,7 @@ def reduce_scatter(
 
     def drafts() -> list[Draft]:
         return [
-            pieces.draft(formats, part, rows, positions, rows.values, places)
+            pieces.draft(choice, part, rows, positions, rows.values, places)
             for part, (positions, places) in zip(partition.parts, partition.split(rows.ids), strict=True)
         ]
 
@@ -39,22 +39,22 @@ def reduce_scatter(
 
 
 def all_gather(
-    rows: SparseRows, total: Callable[[], Piece], partition: Partition, formats: tuple[Format, ...], channel: Channel
+    rows: SparseRows, total: Callable[[], Piece], partition: Partition, choice: Choice, channel: Channel
 ) -> SparseRows:
     """Send the total of this rank's part to all, and put together what arrives: the whole sum, ids sorted."""
 
     def drafts() -> list[Draft]:
-        return [pieces.draft(formats, partition.parts[channel.rank], rows, *total())] * channel.world_size
+        return [pieces.draft(choice, partition.parts[channel.rank], rows, *total())] * channel.world_size
 
     messages = channel.swap(Kind.PULL, drafts, max(pieces.limit(part, rows.width, rows) for part in partition.parts))
     return joined(messages, rows, partition, channel)
 
 
 def joined(messages: Sequence[Message], rows: SparseRows, partition: Partition, channel: Channel) -> SparseRows:
-    """The sum of all parts, from a message of each owner in rank order: ids sorted."""
+    """The sum of all parts, from a message of each rank that owns one, in rank order: ids sorted."""
     parts = [
         pieces.decode(message, part, rows.width, rows, channel)
-        for message, part in zip(messages, partition.parts, strict=True)
+        for message, part in zip(messages, partition.parts[: len(messages)], strict=True)
     ]
     ids, order = partition.join([positions for positions, _ in parts]).sort()
     place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
@@ -64,12 +64,12 @@ def joined(messages: Sequence[Message], rows: SparseRows, partition: Partition, 
     return SparseRows.trusted(ids, values, rows.num_rows)
 
 
-def all_reduce(rows: SparseRows, formats: tuple[Format, ...], channel: Channel, scale: float) -> SparseRows:
+def all_reduce(rows: SparseRows, choice: Choice, channel: Channel, scale: float) -> SparseRows:
     """Send the whole tensor to all ranks; each sums all of them."""
     whole = Whole(rows.num_rows)
 
     def drafts() -> list[Draft]:
-        return [pieces.draft(formats, whole, rows, rows.ids, rows.values)] * channel.world_size
+        return [pieces.draft(choice, whole, rows, rows.ids, rows.values)] * channel.world_size
 
     messages = channel.swap(Kind.GATHER, drafts, pieces.limit(whole, rows.width, rows))
     return SparseRows.trusted(*pieces.total(messages, whole, rows.width, rows, channel, scale), rows.num_rows)

@@ -1,0 +1,205 @@
+"""What a group of ranks runs on, in numbers: how long a message, a byte and a row take. Measured once, by all together.
+
+All ranks measure at the same time, so that processors and links that they share are shared while they measure too, and
+all take the median over the ranks: so they know the same, and decide the same.
+"""
+
+from __future__ import annotations
+
+import statistics
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels, wire
+from thinwire.sync.exchange import Exchange, ring_all_reduce_bytes
+from thinwire.sync.partition import Permutation
+from thinwire.wire import Format, Header
+
+REPEATS = 3
+_FIRST_PROBE_BYTES = 4 * 1024  # for each peer
+_LAST_PROBE_BYTES = 1024 * 1024
+_PROBE_SECONDS = 0.03
+_NARROW_ROWS, _WIDE_ROWS, _WIDTH = 8192, 2048, 64
+_DENSITY = 0.05
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of the steps of which every scheme is made, on the median rank.
+
+    Args:
+        round_seconds: all ranks send all others a header.
+        message_seconds: a rank sends its neighbour a header while it gets one.
+        byte_seconds: of a byte sent, when all ranks send to all at once (beta).
+        reduced_byte_seconds: of a byte sent by the process group's own dense all-reduce.
+        part_seconds: split off, encode, verify and decode one more message.
+        send_id_seconds, send_byte_seconds: deal a row to its owner and encode it: by row, and by byte of values.
+        add_id_seconds, add_byte_seconds: decode a row that arrived and add it.
+        join_id_seconds, join_byte_seconds: decode a row of the sum and put it into its place.
+    """
+
+    round_seconds: float
+    message_seconds: float
+    byte_seconds: float
+    reduced_byte_seconds: float
+    part_seconds: float
+    send_id_seconds: float
+    send_byte_seconds: float
+    add_id_seconds: float
+    add_byte_seconds: float
+    join_id_seconds: float
+    join_byte_seconds: float
+
+    @property
+    def mbit(self) -> float:
+        """The link, as payload in Mbit/s of one rank."""
+        return 8e-6 / self.byte_seconds
+
+    def describe(self) -> str:
+        return (
+            f"{self.mbit:.0f} Mbit/s a rank, {1e3 * self.round_seconds:.2f} ms to ask all ranks,"
+            f" {1e3 * self.message_seconds:.2f} ms to ask one"
+        )
+
+
+def measure(exchange: Exchange) -> Machine:
+    """Measure; a collective call, whose result is the same on all ranks. Its bytes are counted on ``exchange``.
+
+    Raises:
+        LostPeerError: see `Exchange.swap_records`.
+    """
+    round_seconds = max(_told(exchange, _fastest(lambda: _ask_all(exchange))))  # all must choose the same probes
+    message_seconds = _fastest(lambda: _ask_next(exchange))
+    byte_seconds = _byte_seconds(exchange, round_seconds)
+    _ask_all(exchange)
+    mine = Machine(
+        round_seconds,
+        message_seconds,
+        byte_seconds,
+        _reduced_byte_seconds(exchange, byte_seconds, message_seconds),
+        *_kernel_seconds(exchange.world_size),
+    )
+    return _typical(exchange, mine)
+
+
+def _fastest(work: Callable[[], object]) -> float:
+    """The first run, which may open connections, does not count."""
+    work()
+    return min(_seconds(work) for _ in range(REPEATS))
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _ask_all(exchange: Exchange) -> None:
+    exchange.swap_records([torch.zeros(Header.NUM_BYTES, dtype=torch.uint8)] * exchange.world_size)
+
+
+def _ask_next(exchange: Exchange) -> None:
+    rank, world_size = exchange.rank, exchange.world_size
+    if world_size > 1:
+        record = torch.zeros(Header.NUM_BYTES, dtype=torch.uint8)
+        exchange.swap_with((rank + 1) % world_size, record, (rank - 1) % world_size, Header.NUM_BYTES)
+
+
+def _byte_seconds(exchange: Exchange, round_seconds: float) -> float:
+    """From messages that double until they take `_PROBE_SECONDS` more than empty ones, on any rank."""
+    size = _FIRST_PROBE_BYTES
+    while True:
+        outgoing = [torch.zeros(size, dtype=torch.uint8)] * exchange.world_size
+        seconds = _seconds(lambda: exchange.swap(outgoing, [size] * exchange.world_size))  # noqa: B023
+        seconds = max(_told(exchange, seconds))
+        if seconds > round_seconds + _PROBE_SECONDS or size >= _LAST_PROBE_BYTES or exchange.world_size == 1:
+            sent = max(1, exchange.world_size - 1) * size
+            return max(seconds - round_seconds, 1e-9) / sent
+        size *= 2
+
+
+def _reduced_byte_seconds(exchange: Exchange, byte_seconds: float, message_seconds: float) -> float:
+    """Of the dense all-reduce, by one that takes about `_PROBE_SECONDS`."""
+    if exchange.world_size == 1:
+        return byte_seconds
+    count = min(_LAST_PROBE_BYTES, max(_FIRST_PROBE_BYTES, int(_PROBE_SECONDS / byte_seconds))) // 4
+    tensor = torch.zeros(count)
+    seconds = max(_told(exchange, _seconds(lambda: exchange.all_reduce(tensor))))
+    steps = 2 * (exchange.world_size - 1) * message_seconds
+    return max(seconds - steps, seconds / 4) / ring_all_reduce_bytes(4 * count, exchange.world_size)
+
+
+def _kernel_seconds(world_size: int) -> tuple[float, ...]:
+    """Three equations for each of the three jobs: few rows, many narrow rows, wide rows."""
+    few = _three_jobs(world_size, 1)
+    narrow = _three_jobs(_NARROW_ROWS, world_size=world_size, width=1)
+    wide = _three_jobs(_WIDE_ROWS, world_size=world_size, width=_WIDTH)
+    part = sum(few) / world_size
+    rates: list[float] = [part]
+    for base, slim, broad in zip(few, narrow, wide, strict=True):
+        id_seconds = max(0.0, slim - base) / _NARROW_ROWS
+        rates += [id_seconds, max(0.0, broad - base - _WIDE_ROWS * id_seconds) / (4 * _WIDE_ROWS * _WIDTH)]
+    return tuple(rates)
+
+
+def _three_jobs(num_ids: int, world_size: int, width: int = 1) -> tuple[float, float, float]:
+    """Seconds to deal and encode rows for their owners, to add them up, and to put them together again."""
+    ids = torch.arange(num_ids) * round(1 / _DENSITY)
+    values = torch.ones(num_ids, width)
+    partition = Permutation(round(num_ids / _DENSITY), world_size, seed=0)
+    formats = tuple(Format)
+
+    def send() -> list[tuple[Format, int, Tensor]]:
+        return [_encoded(formats, part, *placed, values) for part, placed in zip(partition.parts, partition.split(ids), strict=True)]  # fmt: skip # noqa: E501
+
+    sent = send()
+
+    def received() -> list[tuple[Tensor, Tensor]]:
+        return [_decoded(part, message, width) for part, message in zip(partition.parts, sent, strict=True)]
+
+    def add() -> None:
+        kernels.sum_rows(received())
+
+    def join() -> None:
+        pieces = received()
+        order = partition.join([positions for positions, _ in pieces]).sort().indices
+        torch.cat([piece for _, piece in pieces]).index_select(0, order)
+
+    return _fastest(send), _fastest(add), _fastest(join)
+
+
+def _encoded(
+    formats: tuple[Format, ...], part: wire.Part, positions: Tensor, places: Tensor, values: Tensor
+) -> tuple[Format, int, Tensor]:
+    row_bytes = values.shape[1] * values.element_size()
+    format = wire.smallest(formats, positions.numel(), row_bytes, part.size, part.num_rows)
+    payload = wire.encode(format, part, positions, values, places)
+    kernels.checksum(payload)
+    return format, positions.numel(), payload
+
+
+def _decoded(part: wire.Part, message: tuple[Format, int, Tensor], width: int) -> tuple[Tensor, Tensor]:
+    format, count, payload = message
+    kernels.checksum(payload)
+    return wire.decode(format, part, count, payload, width, torch.float32)
+
+
+def _told(exchange: Exchange, number: float) -> list[float]:
+    """The number of each rank."""
+    record = torch.frombuffer(bytearray(struct.pack("<d", number)), dtype=torch.uint8)
+    told = exchange.swap_records([record] * exchange.world_size)
+    return [struct.unpack("<d", other.numpy().tobytes())[0] for other in told]
+
+
+def _typical(exchange: Exchange, mine: Machine) -> Machine:
+    layout = struct.Struct(f"<{len(fields(Machine))}d")
+    record = torch.frombuffer(bytearray(layout.pack(*astuple(mine))), dtype=torch.uint8)
+    told = exchange.swap_records([record] * exchange.world_size)
+    return Machine(
+        *map(statistics.median, zip(*(layout.unpack(other.numpy().tobytes()) for other in told), strict=True))
+    )

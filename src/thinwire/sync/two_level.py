@@ -1,0 +1,245 @@
+"""Two levels: ranks on one host reduce first, then hosts synchronize, so that no row leaves a host twice."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Final, TypeVar
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from thinwire.errors import CorruptHeaderError, LostPeerError
+from thinwire.sparse import SparseRows
+from thinwire.sync.channel import Channel, Subject
+from thinwire.sync.dimensions import Aggregation, Balance, Communication, Partitioning
+from thinwire.sync.hosts import Hosts, ranks_of_hosts
+from thinwire.sync.partition import FirstRanks, Partition, Permutation
+from thinwire.sync.patterns import point_to_point
+from thinwire.sync.patterns.pieces import Piece
+from thinwire.sync.scheme import Scheme
+from thinwire.sync.units import Unit, from_units, to_units
+from thinwire.wire import FORMATS, Choice
+
+T = TypeVar("T")
+
+TWO_LEVEL_PREFIX = "two_level:"
+CHOICE: Final = Choice(FORMATS)
+"""Inside a host every message takes the format of fewest bytes."""
+_SEED_OFFSET = 0x2C1B3C6D
+"""Rows are dealt inside a host by another hash than between hosts: with the same, a rank's rows of one residue would
+all have one owner."""
+
+Synchronize = Callable[[SparseRows, Scheme, Channel, float], SparseRows]
+
+
+@dataclass(frozen=True)
+class TwoLevel:
+    """A scheme between hosts, around a reduction inside each of them.
+
+    The rows of a host are dealt evenly to its ranks, which add them up; each rank synchronizes its share with the
+    ranks of the same place on the other hosts, and shares the result with its host. So all ranks of a host use its
+    link, and a row crosses it as often as if the host were one rank. Hosts may have unequally many ranks; then those
+    beyond the smallest number only hand in and get back. With one rank on each host this is ``between`` alone.
+
+    Addition is in the order of the ranks inside a host, then in that of ``between`` over the hosts. Sums of a host
+    travel in the dtype of the rows: sixteen-bit values are rounded there, and once more by ``between``; they can
+    overflow where their mean does not.
+
+    Args:
+        between: the scheme among hosts.
+        hosts: the ranks of each host, in the process group; None for what the system tells (`thinwire.sync.hosts`).
+
+    Raises:
+        ValueError: a scheme that cannot run among some of the ranks; ranks that are on two hosts, or on none.
+
+    Example:
+        >>> TwoLevel(ZEN, hosts=((0, 1), (2, 3)))                     # doctest: +SKIP
+        >>> thinwire.sparse_all_reduce(gradient, "two_level:zen")     # doctest: +SKIP
+    """
+
+    between: Scheme
+    hosts: Hosts | None = None
+
+    def __post_init__(self) -> None:
+        if self.between.is_dense:
+            raise ValueError(
+                "the native all-reduce is of the whole process group, not of one rank of each host: use dense_ring"
+                " between hosts, which sends as many bytes"
+            )
+        if self.hosts is not None:
+            object.__setattr__(self, "hosts", tuple(tuple(ranks) for ranks in self.hosts))
+            self._check_hosts(self.hosts)
+
+    @classmethod
+    def of_mesh(cls, between: Scheme, mesh: DeviceMesh) -> TwoLevel:
+        """Hosts as the rows of a mesh of two dimensions: the outer one is hosts, the inner the ranks of a host.
+
+        The process group must have exactly the ranks of the mesh.
+
+        Raises:
+            ValueError: a mesh of another number of dimensions.
+        """
+        if mesh.ndim != 2:
+            raise ValueError(
+                f"the DeviceMesh has {mesh.ndim} dimensions; two levels need two: hosts, and the ranks of a host"
+            )
+        place = {rank: place for place, rank in enumerate(sorted(mesh.mesh.flatten().tolist()))}
+        return cls(between, tuple(tuple(place[rank] for rank in ranks) for ranks in mesh.mesh.tolist()))
+
+    def placed(self, host_of_rank: Sequence[int]) -> TwoLevel:
+        """With hosts given: its own, or those by the number of the host of each rank (`Exchange.hosts`).
+
+        Raises:
+            ValueError: its own hosts do not have exactly the ranks of the group.
+        """
+        if self.hosts is None:
+            return replace(self, hosts=ranks_of_hosts(host_of_rank))
+        named = sum(map(len, self.hosts))
+        if named != len(host_of_rank):
+            raise ValueError(
+                f"the hosts have {named} ranks, the process group {len(host_of_rank)}: name every rank of the group"
+                " once, or leave hosts out and have them discovered"
+            )
+        return self
+
+    def within(self) -> Scheme:
+        """The scheme that is left where all ranks are on one host."""
+        return Scheme(
+            Communication.POINT_TO_POINT,
+            Aggregation.INCREMENTAL,
+            Partitioning.PARALLELISM,
+            Balance.BALANCED,
+            push_format=FORMATS,
+            pull_format=FORMATS,
+            seed=self.between.seed,
+            unit=self.between.unit,
+        )
+
+    @property
+    def unit(self) -> Unit:
+        """What an index names, on both levels."""
+        return self.between.unit
+
+    @property
+    def is_dense(self) -> bool:
+        """Never: see `Scheme.is_dense`."""
+        return False
+
+    def describe(self) -> str:
+        """One line that tells two schemes apart, the same in every process."""
+        hosts = "discovered" if self.hosts is None else " | ".join(" ".join(map(str, ranks)) for ranks in self.hosts)
+        return f"two_level, hosts={hosts}, between=({self.between.describe()})"
+
+    def digest(self) -> int:
+        """64 bits of `describe`, to compare between ranks."""
+        return int.from_bytes(hashlib.blake2b(self.describe().encode(), digest_size=8).digest(), "little")
+
+    @staticmethod
+    def _check_hosts(hosts: Hosts) -> None:
+        ranks = sorted(rank for members in hosts for rank in members)
+        if not hosts or not all(hosts) or ranks != list(range(len(ranks))):
+            raise ValueError(
+                f"hosts {hosts} must name the ranks 0 to {max(len(ranks) - 1, 0)} once each, and every host some:"
+                " ranks are those of the process group"
+            )
+
+
+def flat(scheme: TwoLevel) -> Scheme | None:
+    """The scheme of one level that a placed one comes down to: one rank on each host, or one host; else None."""
+    assert scheme.hosts is not None, "a scheme is placed before it runs"
+    if len(scheme.hosts) == 1:
+        return scheme.within()
+    return scheme.between if all(len(ranks) == 1 for ranks in scheme.hosts) else None
+
+
+@lru_cache(maxsize=16)
+def shares(scheme: TwoLevel, num_rows: int, world_size: int) -> Partition:
+    """Who on a host of ``world_size`` ranks adds up which of the ``num_rows`` rows (or units)."""
+    assert scheme.hosts is not None, "a scheme is placed before it runs"
+    owned = Permutation(num_rows, min(map(len, scheme.hosts)), scheme.between.seed + _SEED_OFFSET)
+    return owned if owned.world_size == world_size else FirstRanks(owned, world_size)
+
+
+def all_reduce(
+    rows: SparseRows, scheme: TwoLevel, channel: Channel, scale: float, synchronize: Synchronize
+) -> SparseRows:
+    """Sum rows over all ranks, times ``scale``; ``synchronize`` runs a scheme of one level.
+
+    All ranks first agree on the subject, because after that a rank hears only from some of the others.
+
+    Raises:
+        ValueError: hosts that are not those of the group; a failure of this rank.
+        PeerError, CorruptMessageError: see `Channel.swap`.
+    """
+    placed = channel.attempt(lambda: scheme.placed(channel.exchange.hosts))
+    single = flat(placed)
+    if single is not None:
+        return synchronize(rows, single, channel, scale)
+    units = channel.attempt(lambda: to_units(rows, scheme.unit))
+    if not channel.held:
+        channel.open(units.ids.numel())
+    return from_units(_Run(placed, channel, synchronize).sum(units, scale), rows, scheme.unit)
+
+
+class _Run:
+    """One run of a placed scheme that has two levels.
+
+    A failure does not stop a rank: it takes part to the end, tells the reason in place of its messages, and raises
+    then. So the reason reaches the rank's host, its partners on the other hosts, and by them theirs. Only a rank
+    that cannot tell any more, because a peer or the thread of a conversation is lost, raises at once; on that its
+    lane hangs up, and whoever waits for it fails too.
+    """
+
+    def __init__(self, scheme: TwoLevel, channel: Channel, synchronize: Synchronize) -> None:
+        assert scheme.hosts is not None, "a scheme is placed before it runs"
+        self._scheme, self._channel, self._synchronize = scheme, channel, synchronize
+        self._host = next(ranks for ranks in scheme.hosts if channel.rank in ranks)
+        place = self._host.index(channel.rank)
+        linked = place < min(map(len, scheme.hosts))
+        self._inside = self._among(self._host)
+        self._partners = self._among([ranks[place] for ranks in scheme.hosts]) if linked else None
+
+    def sum(self, rows: SparseRows, scale: float) -> SparseRows:
+        partition = shares(self._scheme, rows.num_rows, len(self._host))
+        size = partition.parts[self._inside.rank].size
+        reduced = _deferred(lambda: point_to_point.reduce_scatter(rows, partition, CHOICE, self._inside, 1.0))
+        total = _deferred(lambda: self._between_hosts(lambda: SparseRows.trusted(*reduced()(), size), scale))
+        summed = point_to_point.all_gather(rows, total, partition, CHOICE, self._inside)
+        for channel in (self._inside, self._partners):
+            for kind, formats in (channel.formats_sent if channel else {}).items():
+                self._channel.formats_sent.setdefault(kind, set()).update(formats)
+        return summed
+
+    def _between_hosts(self, reduced: Callable[[], SparseRows], scale: float) -> Piece:
+        """The sum over all hosts of this rank's share, from that over its own host."""
+        if self._partners is None:
+            rows = reduced()
+        else:
+            between = replace(self._scheme.between, unit=Unit.ROWS)
+            rows = self._synchronize(self._partners.attempt(reduced), between, self._partners, scale)
+        return rows.ids, rows.values
+
+    def _among(self, ranks: Sequence[int]) -> Channel:
+        """A conversation of some of the ranks, this one among them."""
+        subject = self._channel.subject
+        name = f"{subject.name} (among ranks {', '.join(map(str, ranks))}, which count from 0 here)"
+        exchange = self._channel.exchange.subset(ranks)
+        return Channel(exchange, Subject(name, subject.description), self._channel.sequence)
+
+
+def _deferred(work: Callable[[], T]) -> Callable[[], T]:
+    """Does the work now; what failed is raised where the result is asked for."""
+    try:
+        result = work()
+    except (LostPeerError, CorruptHeaderError):
+        raise
+    except Exception as error:
+        failure = error
+
+        def fail() -> T:
+            raise failure
+
+        return fail
+    return lambda: result

@@ -32,9 +32,7 @@ logger = logging.getLogger("thinwire")
 _STATE_VERSION = 1
 
 
-def attach(
-    model: nn.Module, scheme: str | Scheme | TwoLevel = AUTO, timeout: timedelta | None = None
-) -> Synchronizer:
+def attach(model: nn.Module, scheme: str | Scheme | TwoLevel = AUTO, timeout: timedelta | None = None) -> Synchronizer:
     """Synchronize the gradients of a DDP model exactly, with sparse ones sent as what they are.
 
     From the next backward on, gradients of ``nn.Embedding(sparse=True)`` and the non-zero rows of dense embedding

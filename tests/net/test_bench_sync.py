@@ -86,7 +86,7 @@ def test_two_levels_send_fewer_bytes_off_their_hosts() -> None:
     assert two_level["bytes_between_hosts_max"] < 0.7 * zen["bytes_between_hosts_max"]
     assert zen["bytes_sent_max"] < zen["bytes_between_hosts_max"] < 2 * zen["bytes_sent_max"]
     for row in (torch_ring, dense):  # of the two ranks of a host one sends to the next host
-        assert 0.9 * row["bytes_sent_max"] < row["bytes_between_hosts_max"] <= row["bytes_sent_max"]
+        assert 0.9 * row["bytes_sent_max"] < row["bytes_between_hosts_max"] < 1.01 * row["bytes_sent_max"]
 
 
 @pytest.mark.parametrize(

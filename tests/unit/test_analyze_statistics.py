@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from typer.testing import CliRunner
 
+from thinwire.analyze.prediction import PREDICTED_RANKS
 from thinwire.analyze.recorder import nonzero_rows
 from thinwire.analyze.recording import Recording, Table, TableSteps, load, save_rank
 from thinwire.analyze.report import build_report
 from thinwire.analyze.run import run_script
 from thinwire.analyze.statistics import (
-    PREDICTED_RANKS,
     densification_curve,
     fit_exponent,
     owner_load,

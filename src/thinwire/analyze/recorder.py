@@ -30,8 +30,10 @@ class Recorder:
     models, the first to begin a step too many ends the script.
     """
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, on_step: Callable[[], None] = lambda: None) -> None:
         self.num_steps = num_steps
+        self.on_step = on_step
+        """Called after each step of the first model."""
         self.num_models = 0
         self.finished = False
         self._tables: dict[str, TableSteps] = {}
@@ -40,7 +42,7 @@ class Recorder:
         """Record a model that was just built."""
         self.num_models += 1
         prefix = f"model{self.num_models}." if self.num_models > 1 else ""
-        return ModelWatch(self, model, prefix)
+        return ModelWatch(self, model, prefix, self.on_step if self.num_models == 1 else lambda: None)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Record the gradient of one parameter in one step."""
@@ -68,8 +70,11 @@ class Recorder:
 class ModelWatch:
     """The one communication hook of a DDP model: records, then does what the script's hook or stock DDP does."""
 
-    def __init__(self, recorder: Recorder, model: DistributedDataParallel, prefix: str) -> None:
+    def __init__(
+        self, recorder: Recorder, model: DistributedDataParallel, prefix: str, on_step: Callable[[], None]
+    ) -> None:
         self._recorder = recorder
+        self._on_step = on_step
         self._names = {id(parameter): prefix + name for name, parameter in model.module.named_parameters()}
         process_group = model.process_group
         assert isinstance(process_group, dist.ProcessGroup)
@@ -91,6 +96,8 @@ class ModelWatch:
             gradients = [bucket.buffer()] if bucket.buffer().is_sparse else bucket.gradients()
             for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
                 self._recorder.add(self._names[id(parameter)], gradient)
+            if bucket.is_last():
+                self._on_step()
         self._steps += bucket.is_last()
         if self._theirs is not None:
             their_state, their_hook = self._theirs

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
+from thinwire.analyze.prediction import Prediction
 from thinwire.analyze.statistics import OwnerLoad, TableStatistics
-from thinwire.analyze.summary import EXTRAPOLATION, Analysis
-from thinwire.demo.summary import format_bytes
+from thinwire.analyze.summary import EXTRAPOLATION, Analysis, explanations, warnings_of
+from thinwire.demo.summary import format_bytes, format_seconds
 from thinwire.observe.report import PALETTE, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_TABLES_PICTURED = 4
-"""Four pictures each: with more tables, the largest are shown and all are in the numbers."""
+"""Five pictures each: with more tables, the largest are shown and all are in the numbers."""
 
 _LINES = ("-", "--", ":")
+_SECONDS_OF = ("dense", "agsparse", "zen", "column_split")
+"""Of the many schemes, those whose seconds are drawn, beside the pick."""
 
 
 def build_report(analysis: Analysis) -> Report:
@@ -28,8 +33,11 @@ def build_report(analysis: Analysis) -> Report:
         report.table("Sparse tables", *overview(analysis))
     for table in analysis.sparse[:MOST_TABLES_PICTURED]:
         _pictures(report, table)
+        _seconds_picture(report, table, analysis)
     for table in analysis.sparse:
+        _explanation(report, table)
         _bytes_table(report, table)
+        _seconds_table(report, table, analysis)
     if analysis.others:
         report.table(
             "Other parameters",
@@ -81,7 +89,7 @@ def _figures(report: Report, table: TableStatistics) -> None:
         [
             (f"density of {table.name}, the largest sparse table", f"{table.density.mean:.2%}"),
             (f"gamma: densification over {table.world_size} ranks", f"{table.densification[-1]:.2f}"),
-            (f"pick on {table.world_size} ranks", here.pick),
+            (f"pick on {table.world_size} ranks, by predicted seconds", here.pick),
             ("fewer bytes than a dense all-reduce", f"{dense / sent:.1f}x" if sent else "all"),
         ]
     )
@@ -115,6 +123,23 @@ def _pictures(report: Report, table: TableStatistics) -> None:
         " extrapolated.",
         height_inches=4.2,
     )
+
+
+def _seconds_picture(report: Report, table: TableStatistics, analysis: Analysis) -> None:
+    report.picture(
+        f"{table.name}: predicted seconds by number of ranks",
+        lambda axes: _draw_seconds(axes, table),
+        f"Predicted, not measured: {analysis.network.describe()}. Of one synchronization, without what overlaps with"
+        " computing; both axes are logarithmic. Wide band: what thinwire would choose, the fastest of its candidates."
+        " Right of the grey line the union is extrapolated.",
+        height_inches=3.6,
+    )
+
+
+def _explanation(report: Report, table: TableStatistics) -> None:
+    report.text(f"What thinwire would choose for {table.name}, by predicted seconds, and why:")
+    for line in warnings_of(table) + explanations(table):
+        report.text(line)
 
 
 def _draw_densification(axes: Axes, table: TableStatistics) -> None:
@@ -153,9 +178,9 @@ def _draw_loads(axes: Axes, table: TableStatistics) -> None:
 
 def _draw_bytes(axes: Axes, table: TableStatistics) -> None:
     ranks = [prediction.world_size for prediction in table.predictions]
-    for place, name in enumerate(table.predictions[0].bytes):
+    for place, name in enumerate(table.schemes):
         color, line = PALETTE[place % len(PALETTE)], _LINES[place // len(PALETTE) % len(_LINES)]
-        expected = [prediction.bytes[name] for prediction in table.predictions]
+        expected = [prediction.bytes.get(name, math.nan) for prediction in table.predictions]
         axes.plot(ranks, expected, line, color=color, label=name)
         if name in table.sent_bytes:
             axes.plot([table.world_size], [table.sent_bytes[name]], "o", color=color, markersize=5)
@@ -167,31 +192,58 @@ def _draw_bytes(axes: Axes, table: TableStatistics) -> None:
     axes.figure.legend(loc="outside right upper", fontsize=8)
 
 
+def _draw_seconds(axes: Axes, table: TableStatistics) -> None:
+    ranks = [prediction.world_size for prediction in table.predictions]
+    picked = [prediction.seconds[prediction.pick] for prediction in table.predictions]
+    axes.plot(ranks, picked, color=PALETTE[1], linewidth=8, alpha=0.35, solid_capstyle="round", label="pick")
+    for name, color in zip(_SECONDS_OF, (PALETTE[2], PALETTE[0], PALETTE[3], PALETTE[5]), strict=True):
+        seconds = [prediction.seconds.get(name, math.nan) for prediction in table.predictions]
+        axes.plot(ranks, seconds, "o-", color=color, markersize=3.5, label=name)
+    axes.axvline(table.world_size, color=PALETTE[2], linewidth=1, linestyle=":")
+    axes.set(xlabel="ranks", ylabel="predicted seconds", xscale="log", yscale="log")
+    _rank_ticks(axes, ranks)
+    axes.yaxis.set_major_formatter(lambda value, _position: format_seconds(value))
+    axes.yaxis.set_minor_formatter(lambda _value, _position: "")
+    axes.figure.legend(loc="outside right upper", fontsize=8)
+
+
 def _rank_ticks(axes: Axes, ranks: list[int]) -> None:
     axes.set_xticks(ranks, [str(count) for count in ranks])
     axes.set_xticks([], minor=True)
 
 
 def _bytes_table(report: Report, table: TableStatistics) -> None:
-    names = list(table.predictions[0].bytes)
+    exact = [f"{table.world_size}, exact", "", "", *_cells(table, table.sent_bytes, format_bytes)]
     rows = [
         [
-            f"{prediction.world_size}{' (extrapolated)' if prediction.extrapolated else ''}",
+            _ranks(prediction),
             f"{prediction.union:,.0f}",
             prediction.pick,
-            *(format_bytes(prediction.bytes[name]) for name in names),
+            *_cells(table, prediction.bytes, format_bytes),
         ]
         for prediction in table.predictions
     ]
-    exact = [f"{table.world_size}, exact", "", "", *(_exact_cell(table, name) for name in names)]
     report.table(
         f"{table.name}: bytes per rank and step",
-        ["ranks", "rows together", "pick", *names],
+        ["ranks", "rows together", "pick", *table.schemes],
         [exact, *rows],
         f"Exact: the recorded ids; no scheme can send less than {format_bytes(table.lower_bound_bytes)} of values."
         " The others: expected, with even loads. " + EXTRAPOLATION,
     )
 
 
-def _exact_cell(table: TableStatistics, name: str) -> str:
-    return format_bytes(table.sent_bytes[name]) if name in table.sent_bytes else "-"
+def _seconds_table(report: Report, table: TableStatistics, analysis: Analysis) -> None:
+    report.table(
+        f"{table.name}: predicted seconds per step",
+        ["ranks", "pick", *table.schemes],
+        [[_ranks(one), one.pick, *_cells(table, one.seconds, format_seconds)] for one in table.predictions],
+        f"Predicted, not measured, for the busiest rank: {analysis.network.describe()}.",
+    )
+
+
+def _ranks(prediction: Prediction) -> str:
+    return f"{prediction.world_size}{' (extrapolated)' if prediction.extrapolated else ''}"
+
+
+def _cells(table: TableStatistics, values: Mapping[str, float], written: Callable[[float], str]) -> list[str]:
+    return [written(values[name]) if name in values else "-" for name in table.schemes]

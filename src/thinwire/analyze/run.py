@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -13,20 +15,30 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from thinwire.analyze.recording import Recording, load
-from thinwire.analyze.worker import rank_file
+from thinwire.analyze.worker import progress_file, rank_file
 
 MODELS = {"lstm-lm": Path(__file__).with_name("models") / "lstm_lm.py"}
 """The built-in scripts."""
+
+_WATCH_SECONDS = 0.1
 
 
 class ScriptFailed(RuntimeError):
     """The training script ended with an error on some rank."""
 
 
-def run_script(script: Path, arguments: Sequence[str] = (), *, workers: int = 4, steps: int = 20) -> Recording:
+def run_script(
+    script: Path,
+    arguments: Sequence[str] = (),
+    *,
+    workers: int = 4,
+    steps: int = 20,
+    on_step: Callable[[int], None] | None = None,
+) -> Recording:
     """Run ``SCRIPT ARGUMENTS...`` as torchrun does, until ``steps`` training steps are done, and record them.
 
-    A script that ends earlier gives the steps that it did.
+    A script that ends earlier gives the steps that it did. ``on_step`` is told how many steps are recorded, from a
+    thread of its own, about ten times a second while that number grows.
 
     Raises:
         FileNotFoundError: no such script.
@@ -44,13 +56,40 @@ def run_script(script: Path, arguments: Sequence[str] = (), *, workers: int = 4,
         raise ValueError(f"at least 1 step is needed; got {steps}")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     with tempfile.TemporaryDirectory(prefix="thinwire-analyze-") as directory:
-        _launch(script, arguments, workers, steps, Path(directory))
+        with _watching(progress_file(Path(directory)), on_step):
+            _launch(script, arguments, workers, steps, Path(directory))
         files = [rank_file(Path(directory), rank) for rank in range(workers)]
         if not all(file.exists() for file in files):
             raise ScriptFailed(f"{script.name} left nothing behind on some rank: does it call os._exit or exec?")
         recording = load(files)
     _check(recording, script)
     return recording
+
+
+@contextmanager
+def _watching(path: Path, on_step: Callable[[int], None] | None) -> Iterator[None]:
+    """Tell ``on_step`` of the bytes in ``path`` as they become more, the last of them before this ends."""
+    if on_step is None:
+        yield
+        return
+    ended = threading.Event()
+
+    def watch() -> None:
+        told, last = 0, False
+        while not last:
+            last = ended.wait(_WATCH_SECONDS)
+            done = path.stat().st_size if path.exists() else 0
+            if done > told:
+                on_step(done)
+            told = done
+
+    watcher = threading.Thread(target=watch, name="thinwire-analyze-progress", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        watcher.join()
 
 
 def _launch(script: Path, arguments: Sequence[str], workers: int, steps: int, directory: Path) -> None:

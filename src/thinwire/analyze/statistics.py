@@ -1,29 +1,26 @@
 """What one table's ids say about synchronizing it: statistics of ZEN, and the bytes of every scheme.
 
-Pure: equal traces give equal statistics. Up to the recorded world size all is measured; beyond, the union of n ranks
-is *extrapolated*, with the densification n^a that fits the recorded curve best.
+Pure: equal traces give equal statistics, except for predicted seconds, for which kernels are measured.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from statistics import fmean
 
 import torch
 from torch import Tensor
 
+from thinwire.analyze.prediction import DEFAULT_NETWORK, PREDICTED_RANKS, Network, Prediction, is_hashed, predict
 from thinwire.bench.trace import Trace
 from thinwire.observe.sparsity import densification, imbalance_pull, imbalance_push, overlap_ratio, skewness
-from thinwire.sync.choose import choose
-from thinwire.sync.cost import expected_bytes, sent_bytes, value_lower_bound_bytes
-from thinwire.sync.named import NAMED, name_of
+from thinwire.sync.cost import sent_bytes, value_lower_bound_bytes
+from thinwire.sync.named import NAMED
 from thinwire.sync.partition import Contiguous, Partition, Permutation
-from thinwire.sync.scheme import Ownership, Scheme
 
-PREDICTED_RANKS = tuple(2**power for power in range(1, 11))
 SKEWNESS_PARTITIONS = (8, 128)
 MAX_HASHED_ELEMENTS = 1 << 22
 """ZEN's hash needs a list of all ids of an owner: 12 s for a table of 15 million elements, so larger ones are left out
@@ -51,21 +48,6 @@ class OwnerLoad:
     imbalance_pull: float
     push_rows: tuple[float, ...]
     pull_rows: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Prediction:
-    """Expected bytes that a rank sends in a step, by scheme, on ``world_size`` ranks that hold ``union`` rows.
-
-    ``pick`` is what thinwire would choose. ``extrapolated``: more ranks than were recorded.
-    """
-
-    world_size: int
-    extrapolated: bool
-    densification: float
-    union: float
-    bytes: dict[str, float]
-    pick: str
 
 
 @dataclass(frozen=True)
@@ -100,6 +82,11 @@ class TableStatistics:
         return self.num_rows * self.width * getattr(torch, self.dtype).itemsize
 
     @property
+    def schemes(self) -> list[str]:
+        """Names of all schemes that anything is predicted for."""
+        return list(dict.fromkeys(name for prediction in self.predictions for name in prediction.bytes))
+
+    @property
     def overlap_quantiles(self) -> dict[float, float]:
         """Of the overlap ratio, over pairs of ranks and steps."""
         values = torch.tensor(self.overlaps, dtype=torch.float64)
@@ -113,8 +100,14 @@ class TableStatistics:
         raise ValueError(f"no prediction for {world_size} ranks, only for {[p.world_size for p in self.predictions]}")
 
 
-def table_statistics(name: str, trace: Trace, dtype: torch.dtype = torch.float32) -> TableStatistics:
-    """All statistics of one table.
+def table_statistics(
+    name: str,
+    trace: Trace,
+    dtype: torch.dtype = torch.float32,
+    network: Network = DEFAULT_NETWORK,
+    ranks: Sequence[int] = PREDICTED_RANKS,
+) -> TableStatistics:
+    """All statistics of one table, predictions for ``ranks`` of them on ``network`` included.
 
     Raises:
         ValueError: fewer than 2 ranks, between which there is nothing to compare. (A trace has at least one step.)
@@ -149,7 +142,7 @@ def table_statistics(name: str, trace: Trace, dtype: torch.dtype = torch.float32
         permutation=owner_load(trace.steps, Permutation(trace.num_rows, trace.world_size, seed=0)),
         sent_bytes=_exact_bytes(trace, dtype),
         lower_bound_bytes=fmean(value_lower_bound_bytes(step, trace.width * dtype.itemsize) for step in trace.steps),
-        predictions=predict(trace, dtype, curve, exponent),
+        predictions=predict(trace, dtype, curve, exponent, network, ranks),
     )
 
 
@@ -182,45 +175,13 @@ def owner_load(steps: Sequence[Sequence[Tensor]], partition: Partition) -> Owner
     )
 
 
-def predict(trace: Trace, dtype: torch.dtype, curve: Sequence[float], exponent: float) -> tuple[Prediction, ...]:
-    """Expected bytes of every named scheme on 2 to 1024 ranks and on as many as were recorded."""
-    held = fmean(ids.numel() for step in trace.steps for ids in step)
-    itemsize = dtype.itemsize
-    predictions = []
-    for world_size in sorted({*PREDICTED_RANKS, trace.world_size}):
-        measured = world_size <= len(curve)
-        growth = curve[world_size - 1] if measured else world_size**exponent
-        union = min(float(trace.num_rows), held * growth)
-        expected = {
-            name: float(
-                expected_bytes(
-                    _without_list(scheme), world_size, trace.num_rows, trace.width * itemsize, held, union, itemsize
-                )
-            )
-            for name, scheme in NAMED.items()
-        }
-        pick = choose([round(held)] * world_size, trace.num_rows, trace.width, itemsize, round(union))
-        growth = union / held if held else 1.0
-        predictions.append(Prediction(world_size, not measured, growth, union, expected, name_of(pick)))
-    return tuple(predictions)
-
-
 def _exact_bytes(trace: Trace, dtype: torch.dtype) -> dict[str, float]:
     large = trace.num_rows * trace.width > MAX_HASHED_ELEMENTS
     return {
         name: fmean(fmean(sent_bytes(scheme, step, trace.num_rows, trace.width, dtype)) for step in trace.steps)
         for name, scheme in NAMED.items()
-        if not (large and _is_hashed(scheme))
+        if not (large and is_hashed(scheme))
     }
-
-
-def _is_hashed(scheme: Scheme) -> bool:
-    return scheme.ownership is Ownership.HIERARCHICAL_HASH
-
-
-def _without_list(scheme: Scheme) -> Scheme:
-    """An even deal is what `expected_bytes` assumes anyway."""
-    return replace(scheme, ownership=Ownership.PERMUTATION) if _is_hashed(scheme) else scheme
 
 
 def _per_owner(ids: Tensor, partition: Partition) -> Tensor:

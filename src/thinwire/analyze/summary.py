@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from thinwire.analyze.prediction import DEFAULT_NETWORK, Network, Prediction
 from thinwire.analyze.recording import Recording, Table
 from thinwire.analyze.statistics import TableStatistics, table_statistics
 from thinwire.bench.trace import Trace
@@ -23,17 +24,18 @@ class Analysis:
     steps_wanted: int
     recording: Recording
     sparse: tuple[TableStatistics, ...]
+    network: Network = DEFAULT_NETWORK
 
     @classmethod
-    def of(cls, recording: Recording, script: str, steps_wanted: int) -> Analysis:
-        """Compute all statistics."""
+    def of(cls, recording: Recording, script: str, steps_wanted: int, network: Network = DEFAULT_NETWORK) -> Analysis:
+        """Compute all statistics, and predict seconds for ``network``."""
         tables = sorted(recording.tables, key=lambda table: -table.size_bytes)
         sparse = tuple(
-            table_statistics(table.name, recording.traces[table.name], table.torch_dtype)
+            table_statistics(table.name, recording.traces[table.name], table.torch_dtype, network)
             for table in tables
             if table.name in recording.traces
         )
-        return cls(script, steps_wanted, recording, sparse)
+        return cls(script, steps_wanted, recording, sparse, network)
 
     @property
     def others(self) -> list[Table]:
@@ -61,13 +63,14 @@ class Analysis:
         return self.recording.traces[self.sparse[0].name]
 
     def to_json(self) -> dict[str, Any]:
-        """The figures of ``thinwire analyze --json``; bytes are per rank and step."""
+        """The figures of ``thinwire analyze --json``; bytes and seconds are per rank and step."""
         return {
             "script": self.script,
             "workers": self.recording.world_size,
             "steps": self.recording.num_steps,
             "steps_wanted": self.steps_wanted,
             "extrapolation": EXTRAPOLATION,
+            "machine": self.network.to_json(self.recording.world_size),
             "parameters": [_sparse_json(table) for table in self.sparse],
             "others": [
                 {
@@ -79,10 +82,34 @@ class Analysis:
         }
 
 
+def warnings_of(table: TableStatistics) -> list[str]:
+    """In words, once each: why some numbers cannot be, so that dense is picked."""
+    warned = dict.fromkeys(prediction.warning for prediction in table.predictions if prediction.warning)
+    return [f"Warning: {warning}." for warning in warned]
+
+
+def explanations(table: TableStatistics) -> list[str]:
+    """Why thinwire would choose what it would: on the recorded ranks, and wherever fewer ranks pick otherwise."""
+    lines, before = [], None
+    for prediction in table.predictions:
+        changed = before is not None and before != prediction.pick
+        if prediction.warning is None and (changed or prediction.world_size == table.world_size):
+            lines.append(prediction.explanation)
+        before = prediction.pick
+    return lines
+
+
 def _sparse_json(table: TableStatistics) -> dict[str, Any]:
     figures = {name: value for name, value in asdict(table).items() if name != "overlaps"}
     return {
         **figures,
         "overlap_quantiles": table.overlap_quantiles,
         "pick": table.prediction(table.world_size).pick,
+        "predictions": [_prediction_json(prediction, table) for prediction in table.predictions],
     }
+
+
+def _prediction_json(prediction: Prediction, table: TableStatistics) -> dict[str, Any]:
+    """With the exact bytes of the recorded ids beside the expected ones, where there are recorded ids."""
+    recorded = prediction.world_size == table.world_size
+    return {**asdict(prediction), "exact_bytes": table.sent_bytes if recorded else None}

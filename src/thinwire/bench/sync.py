@@ -17,9 +17,8 @@ import thinwire
 from thinwire.bench.sync_rank import AGSPARSE_TORCH, Measurement, measure
 from thinwire.bench.workload import Workload
 from thinwire.observe import sparsity
-from thinwire.sync.choose import choose
 from thinwire.sync.cost import begins_with_opening, value_lower_bound_bytes
-from thinwire.sync.cost_two_level import pair_bytes
+from thinwire.sync.cost_pairs import pair_bytes
 from thinwire.sync.hosts import Hosts, host_of_ranks
 from thinwire.sync.named import AUTO, NAMED, resolve
 from thinwire.sync.scheme import Ownership, Scheme
@@ -135,7 +134,8 @@ def _rows(
     common = _common(benchmark, link_mbit, ids, num_rows, width)
     rows = []
     for method, measurements in measured.items():
-        pairs = predicted_pairs(method, benchmark.ranks_of_hosts, ids, num_rows, width, DTYPES[benchmark.dtype])
+        chosen = measurements[0].chosen
+        pairs = predicted_pairs(method, chosen, benchmark.ranks_of_hosts, ids, num_rows, width, DTYPES[benchmark.dtype])
         predicted = [sum(row) for row in pairs]
         between = _between_hosts_max(benchmark.ranks_of_hosts, pairs, measurements)
         counted = [measurement.sent_bytes for measurement in measurements]
@@ -144,10 +144,10 @@ def _rows(
         median = statistics.median(seconds[method])
         rows.append(
             common
-            | _imbalance(method, benchmark.ranks_of_hosts, ids, num_rows, width, DTYPES[benchmark.dtype].itemsize)
+            | _imbalance(chosen, benchmark.ranks_of_hosts, ids, num_rows, width)
             | {
                 "scheme": method,
-                "chosen": measurements[0].chosen,
+                "chosen": chosen,
                 "bytes_sent_max": sent,
                 "bytes_predicted_max": max(predicted),
                 "bytes_between_hosts_max": between,
@@ -187,9 +187,12 @@ def _common(
 
 
 def predicted_pairs(
-    method: str, hosts: Hosts, ids: Sequence[Tensor], num_rows: int, width: int, dtype: torch.dtype
+    method: str, chosen: str, hosts: Hosts, ids: Sequence[Tensor], num_rows: int, width: int, dtype: torch.dtype
 ) -> list[list[int]]:
-    """Bytes that each rank sends to each, before anything is sent; torch's own method by the algorithm that it runs."""
+    """Bytes that each rank sends to each, before anything is sent; torch's own method by the algorithm that it runs.
+
+    ``chosen`` is the name of the scheme that ran, which for "auto" depends on the machine.
+    """
     world_size = len(ids)
     if method == AGSPARSE_TORCH:
         tensors = [_TORCH_METADATA_BYTES + part.numel() * (8 + width * dtype.itemsize) for part in ids]
@@ -201,7 +204,7 @@ def predicted_pairs(
             ]
             for rank in range(world_size)
         ]
-    scheme = _scheme(method, hosts, ids, num_rows, width, dtype.itemsize)
+    scheme = _scheme(chosen, hosts)
     asks_first = method == AUTO and isinstance(scheme, Scheme) and not begins_with_opening(scheme)
     opening = Header.NUM_BYTES if asks_first else 0
     pairs = pair_bytes(scheme, ids, num_rows, width, dtype)
@@ -218,11 +221,9 @@ def _between_hosts_max(hosts: Hosts, pairs: list[list[int]], measurements: list[
     return max(sum(sent[rank] or 0 for rank in ranks) for ranks in hosts)
 
 
-def _imbalance(
-    method: str, hosts: Hosts, ids: list[Tensor], num_rows: int, width: int, itemsize: int
-) -> dict[str, float | None]:
+def _imbalance(chosen: str, hosts: Hosts, ids: list[Tensor], num_rows: int, width: int) -> dict[str, float | None]:
     """Imbalance of push and pull (ZEN, Definition 8); null where nobody owns a part, and for two levels."""
-    scheme = None if method == AGSPARSE_TORCH else _scheme(method, hosts, ids, num_rows, width, itemsize)
+    scheme = None if chosen == AGSPARSE_TORCH else _scheme(chosen, hosts)
     if not isinstance(scheme, Scheme) or scheme.balance is None:
         return {"imbalance_push": None, "imbalance_pull": None}
     if scheme.ownership is Ownership.COLUMNS:
@@ -243,13 +244,10 @@ def _imbalance(
     }
 
 
-def _scheme(
-    method: str, hosts: Hosts, ids: Sequence[Tensor], num_rows: int, width: int, itemsize: int
-) -> Scheme | TwoLevel:
-    scheme = resolve(method)
-    if isinstance(scheme, TwoLevel):
-        return scheme.placed(host_of_ranks(hosts))
-    return scheme or choose([part.numel() for part in ids], num_rows, width, itemsize)
+def _scheme(name: str, hosts: Hosts) -> Scheme | TwoLevel:
+    scheme = resolve(name)
+    assert scheme is not None, "what ran is a scheme"
+    return scheme.placed(host_of_ranks(hosts)) if isinstance(scheme, TwoLevel) else scheme
 
 
 def _is_two_level(method: str) -> bool:

@@ -1,18 +1,23 @@
-"""``thinwire analyze``: how sparse the gradients of a training script are, and what each scheme would send."""
+"""``thinwire analyze``: how sparse the gradients of a script are, and what each scheme would send and take."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 from rich import box
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from thinwire.cli.output import STDOUT, clear_errors, console_for, write_json
 
 if TYPE_CHECKING:
+    from thinwire.analyze.prediction import Network
+    from thinwire.analyze.recording import Recording
     from thinwire.analyze.statistics import TableStatistics
     from thinwire.analyze.summary import Analysis
 
@@ -29,6 +34,8 @@ def analyze(
     model: str = typer.Option(None, help=f"A built-in example instead: {DEFAULT_MODEL} (the default)."),
     workers: int = typer.Option(4, min=2, help="Ranks, all on this machine."),
     steps: int = typer.Option(20, min=1, help="Training steps to record; then the script is ended."),
+    link: str = typer.Option("10gbit", help="Link of each rank, such as 100mbit or 1gbit, to predict seconds for."),
+    latency: str = typer.Option("50us", help="Between two ranks, such as 50us or 0.2ms, to predict seconds for."),
     json_path: Path = typer.Option(
         None, "--json", metavar="FILE", help="Write the figures as JSON; - for standard output.", show_default=False
     ),
@@ -40,21 +47,27 @@ def analyze(
         show_default=False,
     ),
 ) -> None:
-    """Record which gradient rows a training script touches, and predict the bytes of every scheme on 2 to 1024 ranks.
+    """Record which gradient rows a training script touches; predict bytes and seconds of every scheme on 2..1024 ranks.
 
     The script runs as under torchrun and is not changed: every DistributedDataParallel model that it builds is watched.
     Options that are not listed here go to the script; put -- before SCRIPT.py to give it all that follows.
 
-    Example: thinwire analyze train.py --workers 4 --steps 20 --json out.json
+    Example: thinwire analyze train.py --workers 4 --steps 20 --link 1gbit --json out.json
     """
     from thinwire.analyze.report import build_report
     from thinwire.analyze.run import ScriptFailed
+    from thinwire.analyze.summary import Analysis
     from thinwire.bench.trace import save_trace
 
     _check_directories({"--json": json_path, "--report": report, "--record": record})
     console = console_for(json_path)
     with clear_errors(ValueError, OSError, ScriptFailed):
-        analysis = _analyze(console, command or [], model, workers, steps)
+        network = parse_network(link, latency)
+        script, path = _script(command or [], model)
+        console.print(f"Recording {steps} steps of {script} on {workers} workers ...", highlight=False)
+        watched = console.is_terminal and json_path != STDOUT
+        recording = _record(console, watched, path, (command or [])[1:], workers, steps)
+        analysis = Analysis.of(recording, script, steps, network)
         _print(analysis, console)
         write_json(analysis.to_json(), json_path)
         if report is not None:
@@ -71,26 +84,53 @@ def _check_directories(paths: dict[str, Path | None]) -> None:
             raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
 
 
-def _analyze(console: Console, command: list[str], model: str | None, workers: int, steps: int) -> Analysis:
-    from thinwire.analyze.run import MODELS, run_script
-    from thinwire.analyze.summary import Analysis
+def parse_network(link: str, latency: str) -> Network:
+    """What ``--link`` and ``--latency`` say. Raises ValueError for a text that is no rate, or no time above 0."""
+    from thinwire.analyze.prediction import Network
+    from thinwire.testbed.network import Link
+
+    mbit = Link.parse(link).mbit
+    if mbit is None:
+        raise ValueError("seconds are predicted for a link with a rate: give --link such as 100mbit or 10gbit")
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms)", latency.strip().lower())
+    seconds = float(match[1]) * {"us": 1e-6, "ms": 1e-3}[match[2]] if match else 0.0
+    if seconds <= 0:
+        raise ValueError(f"unknown latency {latency!r}; legal forms: '50us', '0.2ms', above 0")
+    return Network(mbit, seconds)
+
+
+def _script(command: list[str], model: str | None) -> tuple[str, Path]:
+    """Name and path of what to run."""
+    from thinwire.analyze.run import MODELS
 
     if command and model is not None:
         raise ValueError("give a script or --model, not both")
     if command:
-        name, path = command[0], Path(command[0])
-    else:
-        name = model or DEFAULT_MODEL
-        if name not in MODELS:
-            raise ValueError(f"unknown model {name!r}; built in are: {', '.join(MODELS)}")
-        path = MODELS[name]
-    console.print(f"Recording {steps} steps of {name} on {workers} workers ...", highlight=False)
-    recording = run_script(path, command[1:], workers=workers, steps=steps)
-    return Analysis.of(recording, name, steps)
+        return command[0], Path(command[0])
+    name = model or DEFAULT_MODEL
+    if name not in MODELS:
+        raise ValueError(f"unknown model {name!r}; built in are: {', '.join(MODELS)}")
+    return name, MODELS[name]
+
+
+def _record(console: Console, watched: bool, path: Path, arguments: list[str], workers: int, steps: int) -> Recording:
+    """With a bar of the steps recorded so far, if that is ``watched``."""
+    from thinwire.analyze.run import run_script
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
+    progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not watched)
+    with progress:
+        task = progress.add_task("steps recorded", total=steps)
+
+        def on_step(done: int) -> None:
+            progress.update(task, completed=done)
+
+        return run_script(path, arguments, workers=workers, steps=steps, on_step=on_step if watched else None)
 
 
 def _print(analysis: Analysis, console: Console) -> None:
     from thinwire.analyze.report import overview
+    from thinwire.analyze.summary import warnings_of
 
     console.print(analysis.conditions, highlight=False)
     if not analysis.sparse:
@@ -103,25 +143,35 @@ def _print(analysis: Analysis, console: Console) -> None:
         table.add_row(*row)
     console.print(table)
     for statistics in analysis.sparse:
-        console.print(_bytes_table(statistics))
+        console.print(_predictions_table(statistics))
+        for warning in warnings_of(statistics):
+            console.print(f"[yellow]{escape(warning)}[/]", highlight=False)
+        console.print(f"Pick: {statistics.prediction(statistics.world_size).explanation}.", highlight=False)
+    console.print(f"Seconds are predicted: {analysis.network.describe()}.", highlight=False)
 
 
-def _bytes_table(statistics: TableStatistics) -> Table:
-    from thinwire.demo.summary import format_bytes
+def _predictions_table(statistics: TableStatistics) -> Table:
+    from thinwire.demo.summary import format_bytes, format_seconds
 
     table = _table(
-        f"{statistics.name}: bytes that a rank sends in a step", ["ranks", "rows together", "pick", "bytes", "dense"]
+        f"{statistics.name}: predicted for a step",
+        ["ranks", "rows together", "pick", "bytes", "dense", "time", "dense time"],
     )
     for prediction in statistics.predictions:
-        sent = prediction.bytes
+        sent, seconds = prediction.bytes, prediction.seconds
         table.add_row(
             f"{prediction.world_size}{'*' if prediction.extrapolated else ''}",
             f"{prediction.union:,.0f}",
             prediction.pick,
             format_bytes(sent[prediction.pick]),
             format_bytes(sent["dense"]),
+            format_seconds(seconds[prediction.pick]),
+            format_seconds(seconds["dense"]),
         )
-    table.caption = f"* extrapolated by n^{statistics.densification_exponent:.2f}. All schemes: --json, --report."
+    table.caption = (
+        f"* extrapolated by n^{statistics.densification_exponent:.2f}. Bytes of a rank with an even load, time of the"
+        " busiest. All schemes: --json, --report."
+    )
     return table
 
 

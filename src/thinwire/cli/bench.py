@@ -89,8 +89,8 @@ def _print(result: dict[str, Any], console: Console) -> None:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
-        caption="MB sent: of the busiest rank; off host: of the ranks of the busiest host, to others.\n"
-        "own wire: seconds over what the bytes off host need on the link; dense: speed-up\n"
+        caption="MB sent: of the busiest rank; off host: of the ranks of the busiest host, to others; "
+        "own wire: seconds over what the bytes off host need on the link; dense: speed-up "
         "over dense. agsparse_torch is torch's own sparse all-reduce, bytes by formula.",
         caption_justify="left",
     )

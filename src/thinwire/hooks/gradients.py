@@ -15,7 +15,7 @@ from thinwire.sync.channel import Channel, Subject
 from thinwire.sync.choose import choose
 from thinwire.sync.cost_two_level import expected_bytes
 from thinwire.sync.exchange import ring_all_reduce_bytes
-from thinwire.sync.named import AUTO, DENSE, name_of
+from thinwire.sync.named import AUTO, DENSE, NAMED, name_of
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.synchronize import agree, dense_all_reduce, synchronize
 from thinwire.sync.two_level import TwoLevel
@@ -142,7 +142,7 @@ class GradientSync:
                 itemsize,
                 sum(unions),
                 channel.machine(),
-                resolve(current),
+                NAMED.get(current),
             )
             self.choices[key] = AUTO if following.is_dense else name_of(following)
 

@@ -6,11 +6,13 @@ all take the median over the ranks: so they know the same, and decide the same.
 
 from __future__ import annotations
 
+import math
 import statistics
 import struct
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -26,6 +28,7 @@ _LAST_PROBE_BYTES = 1024 * 1024
 _PROBE_SECONDS = 0.03
 _NARROW_ROWS, _WIDE_ROWS, _WIDTH = 8192, 2048, 64
 _DENSITY = 0.05
+_ASSUMED_OWNERS = 8  # the kernels of an assumed machine are measured with so many parts, whatever its world size
 
 
 @dataclass(frozen=True)
@@ -54,6 +57,34 @@ class Machine:
     add_byte_seconds: float
     join_id_seconds: float
     join_byte_seconds: float
+
+    @classmethod
+    def assumed(cls, mbit: float, latency_seconds: float, world_size: int) -> Machine:
+        """What nobody measured: ranks as fast as this process, on links of ``mbit``, of a network without contention.
+
+        A message takes the latency; a round takes it ceil(log2 of ``world_size``) times, at least once: all messages
+        leave at once, but more ranks wait longer for their last. Bytes take what the link needs, those of the dense
+        all-reduce too. Kernels are measured here, once in a process, so machines of several sizes differ in rounds
+        only.
+
+        Args:
+            mbit: the link of a rank, as payload in Mbit/s.
+            latency_seconds: from one rank to another.
+
+        Raises:
+            ValueError: numbers that are not positive and finite, or no rank at all.
+
+        Example:
+            >>> round(Machine.assumed(1000, 50e-6, world_size=8).round_seconds, 9)
+            0.00015
+        """
+        if not all(math.isfinite(value) and value > 0 for value in (mbit, latency_seconds)):
+            raise ValueError(f"a link needs a rate and a latency above 0; got {mbit} Mbit/s and {latency_seconds} s")
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1; got {world_size}")
+        waits = max(1, math.ceil(math.log2(world_size)))
+        byte_seconds = 8e-6 / mbit
+        return cls(waits * latency_seconds, latency_seconds, byte_seconds, byte_seconds, *_own_kernel_seconds())
 
     @property
     def mbit(self) -> float:
@@ -132,6 +163,11 @@ def _reduced_byte_seconds(exchange: Exchange, byte_seconds: float, message_secon
     seconds = max(_told(exchange, _seconds(lambda: exchange.all_reduce(tensor))))
     steps = 2 * (exchange.world_size - 1) * message_seconds
     return max(seconds - steps, seconds / 4) / ring_all_reduce_bytes(4 * count, exchange.world_size)
+
+
+@cache
+def _own_kernel_seconds() -> tuple[float, ...]:
+    return _kernel_seconds(_ASSUMED_OWNERS)
 
 
 def _kernel_seconds(world_size: int) -> tuple[float, ...]:

@@ -21,7 +21,7 @@ AGSPARSE = Scheme(
 )  # fmt: skip
 """All ranks send their whole sparse tensor to all, and each adds them up (Horovod, PyTorch's Gloo)."""
 
-AGSPARSE_CODED = replace(AGSPARSE, push_format="auto")
+AGSPARSE_CODED = replace(AGSPARSE, push_format=tuple(Format))
 """AGsparse with the cheapest format for each message, as `ZEN` has it: one stage of messages."""
 
 SPARSE_PS = Scheme(
@@ -131,7 +131,7 @@ SPARCML_SPLIT_DENSE = Scheme(
 Theirs always come back dense. A share on its way to its owner may travel dense here too, where that is fewer bytes.
 """
 
-SPARCML_CODED = replace(SPARCML, push_format="auto")
+SPARCML_CODED = replace(SPARCML, push_format=tuple(Format))
 """SparCML's recursive doubling with the cheapest format for each message."""
 
 HIERARCHICAL_CENTRALIZATION = SPARCML

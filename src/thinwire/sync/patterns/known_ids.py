@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import torch
@@ -108,12 +109,20 @@ class Plan:
 
     def chunks(self, owner: int) -> list[Share]:
         """The share of an owner in the pieces in which it travels, by columns; as many pieces for each owner."""
-        share = shares(self.width, self.world_size, self.by_columns)[owner]
+        share = self._shares[owner]
         widest = -(-self.width // self.world_size) if self.by_columns else self.width
-        fullest = max(self.sent_rows(rank) for rank in range(self.world_size))
-        push_bytes = -(-self.width // self.world_size) * fullest * self.itemsize
+        push_bytes = -(-self.width // self.world_size) * self._fullest * self.itemsize
         count = max(1, min(MAX_CHUNKS, widest, push_bytes // CHUNK_BYTES))
         return [Share(share.rows, columns) for columns in _cut(share.columns, count)]
+
+    @cached_property
+    def _shares(self) -> list[Share]:
+        return shares(self.width, self.world_size, self.by_columns)
+
+    @cached_property
+    def _fullest(self) -> int:
+        """Rows of the rank that sends most; cached, because of 1024 ranks each owner would ask all (17 s a plan)."""
+        return max(self.sent_rows(rank) for rank in range(self.world_size))
 
     def values_bytes(self, num_rows: int, chunk: Share) -> int:
         return num_rows * chunk.width * self.itemsize

@@ -115,7 +115,9 @@ class Synchronizer:
 
         ``bytes`` were sent by this rank in the last step; ``predicted_bytes`` is what perfectly even ownership
         would have taken, so the difference is imbalance. ``fused`` is the number of parameters that were synchronized
-        together with this one, itself included; they share the bytes by their rows.
+        together with this one, itself included; they share the bytes by their rows. ``reason`` says why "auto" took
+        what it took last: bytes and seconds that it expected, and the next best. (The same line is logged, at level
+        INFO of the logger "thinwire", whenever the choice changes.)
         """
         return [record.row() for record in self._records()]
 

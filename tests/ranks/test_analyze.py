@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,8 @@ from typer.testing import CliRunner
 from thinwire.analyze.run import ScriptFailed, run_script
 from thinwire.bench.trace import load_trace
 from thinwire.cli.analyze import CONTEXT_SETTINGS, analyze
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "analyze.md"
 
 # Rows 2000 and up are never looked up; word 0 is padding, which has no gradient in the dense table.
 SCRIPT = """
@@ -104,8 +108,12 @@ def expected_ids(rank: int, step: int) -> Tensor:
 
 @pytest.mark.parametrize("mode", ["plain", "hook", "attach"])
 def test_recorded_ids_are_those_of_the_local_gradients(script: Path, mode: str) -> None:
-    recording = run_script(script, [mode, "50", str(script.with_suffix(".log"))], workers=2, steps=3)
+    told: list[int] = []
+    arguments = [mode, "50", str(script.with_suffix(".log"))]
+    recording = run_script(script, arguments, workers=2, steps=3, on_step=told.append)
     assert recording.num_steps == 3
+    assert told == sorted(set(told)), "only news is told"
+    assert told[-1] == 3
     assert set(recording.traces) == {"tables.sparse.weight", "tables.dense.weight"}
     for step in range(3):
         for rank in range(2):
@@ -118,17 +126,35 @@ def test_recorded_ids_are_those_of_the_local_gradients(script: Path, mode: str) 
     assert len(losses) == 3, "the script goes on after the last recorded step"
 
 
+@pytest.mark.parametrize("line", re.findall(r"^thinwire (analyze .*)$", DOCUMENT.read_text(), re.MULTILINE))
+def test_documented_commands(line: str, tmp_path: Path) -> None:
+    arguments = shlex.split(line, comments=True)[1:]
+    places = {name: str(tmp_path / name) for name in ("out.json", "report.html")}
+    arguments = [places.get(argument, argument) for argument in arguments]
+    result = CliRunner().invoke(app, [*arguments, "--workers", "2", "--steps", "2"])
+    assert result.exit_code == 0, result.output
+    fields = set(re.findall(r"^- `(\w+)`", DOCUMENT.read_text(), re.MULTILINE))
+    figures = json.loads((tmp_path / "out.json").read_text())
+    assert fields == {*figures, *figures["parameters"][0]["predictions"][0]}, "every field is documented, and no other"
+
+
 def test_command_writes_json_page_and_trace(script: Path, tmp_path: Path) -> None:
     paths = {option: tmp_path / f"out.{option}" for option in ("json", "report", "record")}
     options = [part for option, path in paths.items() for part in (f"--{option}", str(path))]
-    command = [str(script), "plain", "2", str(tmp_path / "log"), "--workers", "2", "--steps", "5", *options]
+    options += ["--workers", "2", "--steps", "5", "--link", "100mbit", "--latency", "2ms"]
+    command = [str(script), "plain", "2", str(tmp_path / "log"), *options]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "ended before the 5 asked for" in " ".join(result.output.split())
+    assert "Seconds are predicted: 100 Mbit/s a rank and 2000 us between two, assumed" in " ".join(
+        result.output.split()
+    )
+    assert "steps recorded" not in result.output, "no bar where there is no terminal"
     figures = json.loads(paths["json"].read_text())
     assert (figures["workers"], figures["steps"], figures["steps_wanted"]) == (2, 2, 5)
+    assert (figures["machine"]["mbit"], figures["machine"]["latency_seconds"]) == (100, 0.002)
     assert [one["name"] for one in figures["parameters"]] == ["tables.sparse.weight", "tables.dense.weight"]
-    assert paths["report"].read_text().count("<svg") == 8
+    assert paths["report"].read_text().count("<svg") == 10
     trace = load_trace(paths["record"])
     assert (trace.num_rows, trace.width, trace.world_size, len(trace.steps)) == (3000, 8, 2, 2)
     assert torch.equal(trace.steps[1][1], expected_ids(rank=1, step=1))

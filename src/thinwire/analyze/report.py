@@ -129,7 +129,7 @@ def _seconds_picture(report: Report, table: TableStatistics, analysis: Analysis)
     report.picture(
         f"{table.name}: predicted seconds by number of ranks",
         lambda axes: _draw_seconds(axes, table),
-        f"Predicted, not measured: {analysis.network.describe()}. Of one synchronization, without what overlaps with"
+        f"Predicted, not measured: {analysis.network.describe()}. One synchronization, none of it hidden behind"
         " computing; both axes are logarithmic. Wide band: what thinwire would choose, the fastest of its candidates."
         " Right of the grey line the union is extrapolated.",
         height_inches=3.6,
@@ -195,7 +195,7 @@ def _draw_bytes(axes: Axes, table: TableStatistics) -> None:
 def _draw_seconds(axes: Axes, table: TableStatistics) -> None:
     ranks = [prediction.world_size for prediction in table.predictions]
     picked = [prediction.seconds[prediction.pick] for prediction in table.predictions]
-    axes.plot(ranks, picked, color=PALETTE[1], linewidth=8, alpha=0.35, solid_capstyle="round", label="pick")
+    axes.plot(ranks, picked, color=PALETTE[1], linewidth=8, alpha=0.5, solid_capstyle="round", label="pick")
     for name, color in zip(_SECONDS_OF, (PALETTE[2], PALETTE[0], PALETTE[3], PALETTE[5]), strict=True):
         seconds = [prediction.seconds.get(name, math.nan) for prediction in table.predictions]
         axes.plot(ranks, seconds, "o-", color=color, markersize=3.5, label=name)

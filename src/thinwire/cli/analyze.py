@@ -93,7 +93,7 @@ def parse_network(link: str, latency: str) -> Network:
     if mbit is None:
         raise ValueError("seconds are predicted for a link with a rate: give --link such as 100mbit or 10gbit")
     match = re.fullmatch(r"(\d+(?:\.\d+)?)(us|ms)", latency.strip().lower())
-    seconds = float(match[1]) * {"us": 1e-6, "ms": 1e-3}[match[2]] if match else 0.0
+    seconds = float(match[1]) / {"us": 1e6, "ms": 1e3}[match[2]] if match else 0.0
     if seconds <= 0:
         raise ValueError(f"unknown latency {latency!r}; legal forms: '50us', '0.2ms', above 0")
     return Network(mbit, seconds)

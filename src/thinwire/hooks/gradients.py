@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -12,18 +13,19 @@ from thinwire.lane import Lane
 from thinwire.observe.ledger import ParameterRecord
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel, Subject
-from thinwire.sync.choose import choose
 from thinwire.sync.cost_two_level import expected_bytes
 from thinwire.sync.exchange import ring_all_reduce_bytes
-from thinwire.sync.named import AUTO, DENSE, NAMED, name_of
+from thinwire.sync.named import AUTO, DENSE, name_of
 from thinwire.sync.scheme import Scheme
-from thinwire.sync.synchronize import agree, dense_all_reduce, synchronize
+from thinwire.sync.synchronize import agree, chosen, dense_all_reduce, explained, synchronize
 from thinwire.sync.two_level import TwoLevel
 
 DENSE_PAUSE_STEPS = 50
 """For how many steps a table is all-reduced unread after a step in which most of its rows were non-zero."""
 
 Group = Sequence[TableGradient]
+
+_log = logging.getLogger("thinwire")
 
 
 class GradientSync:
@@ -134,17 +136,17 @@ class GradientSync:
                 self.choices.pop(last, None)
                 self._groups[table.name] = key
         if self.scheme == AUTO:
-            itemsize, current = rows.values.element_size(), self.choices.get(key, AUTO)
-            following = choose(
-                channel.held,
-                rows.num_rows,
-                rows.width,
-                itemsize,
-                sum(unions),
-                channel.machine(),
-                NAMED.get(current),
-            )
+            last = self.choices.get(key)
+            following = chosen(rows, channel, sum(unions), last)
             self.choices[key] = AUTO if following.is_dense else name_of(following)
+            if self.choices[key] != last:
+                self._explain(group, explained(rows, channel, sum(unions)), channel.rank)
+
+    def _explain(self, group: Group, reason: str, rank: int) -> None:
+        for table in group:
+            self._entry(table.name).reason = reason
+        if rank == 0:
+            _log.info("%s: %s", _key(group), reason)
 
     def _record(
         self,

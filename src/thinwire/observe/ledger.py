@@ -20,6 +20,7 @@ class ParameterRecord:
     formats: str = ""
     density: float = 1.0
     density_after: float = 1.0
+    reason: str = ""  # of the scheme of the next step, where it was chosen
     fused: int = 1  # parameters in the synchronization that this one was part of
     step_bytes: int = 0
     step_predicted_bytes: float = 0.0
@@ -57,6 +58,7 @@ class ParameterRecord:
             "scheme": self.scheme,
             "formats": self.formats,
             "fused": self.fused,
+            "reason": self.reason,
             "bytes": self.step_bytes,
             "predicted_bytes": round(self.step_predicted_bytes),
             "dense_bytes": self.step_dense_bytes,

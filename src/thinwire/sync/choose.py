@@ -8,15 +8,17 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from thinwire.sync.cost import expected_bytes
 from thinwire.sync.demand import Demand
 from thinwire.sync.dimensions import Communication, Ownership
+from thinwire.sync.hosts import Hosts
 from thinwire.sync.machine import Machine
 from thinwire.sync.named import AGSPARSE_CODED, COLUMN_SPLIT, DENSE, SPARCML_CODED, UNION_SPLIT, ZEN, name_of
 from thinwire.sync.scheme import Scheme
-from thinwire.sync.seconds import expected_seconds
+from thinwire.sync.seconds import expected_seconds, work_seconds
+from thinwire.sync.two_level import TwoLevel
 
 CANDIDATES = (ZEN, COLUMN_SPLIT, UNION_SPLIT, AGSPARSE_CODED, SPARCML_CODED, DENSE)
 MIN_COLUMNS = 8
@@ -28,11 +30,15 @@ HYSTERESIS = 0.03
 """A choice stands until another scheme promises to be better by this share: less is within the error of the model."""
 
 
+DENSE_SHARE = 0.9
+"""Where a rank holds so many of all rows, leaving out the others is not worth looking for them."""
+
+
 @dataclass(frozen=True)
 class Price:
     """What a scheme is expected to cost: bytes of the busiest rank, and seconds where the machine is known."""
 
-    scheme: Scheme
+    scheme: Scheme | TwoLevel
     sent_bytes: float
     seconds: float | None
 
@@ -48,13 +54,15 @@ def choose(
     itemsize: int,
     union: float | None = None,
     machine: Machine | None = None,
-    current: Scheme | None = None,
-) -> Scheme:
+    current: Scheme | TwoLevel | None = None,
+    hosts: Hosts = (),
+) -> Scheme | TwoLevel:
     """The cheapest scheme for ranks that hold ``counts`` rows of a matrix [num_rows, width].
 
     Args:
         union: how many rows they hold together; None estimates it.
         machine: to compare seconds; None compares bytes.
+        hosts: the ranks of each host, where several share one: then schemes of two levels compete as well.
         current: the choice that stands unless another one is better by `HYSTERESIS`.
 
     Numbers that cannot be (no ranks' counts at all, nan, more rows than there are) are warned of, and give DENSE, which
@@ -67,16 +75,20 @@ def choose(
     if demand.fault is not None:
         warnings.warn(f"sparsity statistics that cannot be: {demand.fault}; using dense", stacklevel=2)
         return DENSE
-    offers = prices(demand, machine)
+    if demand.held >= DENSE_SHARE * num_rows:
+        return DENSE
+    offers = prices(demand, machine, hosts)
     standing = next((offer for offer in offers if offer.scheme == current), None)
     if standing is not None and standing.rank_key <= offers[0].rank_key * (1.0 + HYSTERESIS):
         return standing.scheme
     return offers[0].scheme
 
 
-def prices(demand: Demand, machine: Machine | None = None) -> list[Price]:
+def prices(demand: Demand, machine: Machine | None = None, hosts: Hosts = ()) -> list[Price]:
     """All candidates, the cheapest first."""
     offers = [price(scheme, demand, machine) for scheme in CANDIDATES if _is_sensible(scheme, demand)]
+    if 1 < len(hosts) < demand.world_size:
+        offers += _two_level_prices(demand, machine, hosts)
     return sorted(offers, key=lambda offer: offer.rank_key)
 
 
@@ -88,14 +100,55 @@ def price(scheme: Scheme, demand: Demand, machine: Machine | None = None) -> Pri
     return Price(scheme, busiest_rank_bytes(scheme, demand), seconds)
 
 
-def explain(demand: Demand, machine: Machine | None = None) -> str:
+def _two_level_prices(demand: Demand, machine: Machine | None, hosts: Hosts) -> list[Price]:
+    """What crosses hosts, for each rank that sends it, and the work inside a host.
+
+    A host's link is shared, so bytes that stay on it are taken to cost nothing but the work on them.
+    """
+    inside, between, linked = _levels(demand, hosts)
+    among_hosts = machine
+    if machine is not None:
+        crossing = (demand.world_size - 1) / (demand.world_size - max(map(len, hosts)))
+        among_hosts = replace(machine, byte_seconds=machine.byte_seconds * crossing)
+    offers = []
+    for scheme in CANDIDATES:
+        if scheme.is_dense or not _is_sensible(scheme, between):
+            continue
+        offer = price(scheme, between, among_hosts)
+        seconds = offer.seconds
+        if machine is not None and seconds is not None:
+            seconds += 5 * machine.round_seconds + work_seconds(ZEN, inside, machine)
+        share = linked / max(map(len, hosts))  # in bytes of a host, all of its ranks have a part
+        offers.append(Price(TwoLevel(scheme), offer.sent_bytes * share, seconds))
+    return offers
+
+
+def _levels(demand: Demand, hosts: Hosts) -> tuple[Demand, Demand, int]:
+    """What a host has to add up, what hosts have to synchronize for each rank that has a peer elsewhere, and how many
+    such ranks a host has."""
+    most, linked = max(map(len, hosts)), min(map(len, hosts))
+    growth = math.log(most) / math.log(demand.world_size)
+    of_host = demand.held * (demand.union / demand.held) ** growth if demand.held else 0.0
+    inside = replace(demand, world_size=most, union=max(of_host, demand.held))
+    rows = -(-demand.num_rows // linked)
+    between = replace(
+        demand,
+        world_size=len(hosts),
+        num_rows=rows,
+        held=min(rows, of_host / linked),
+        union=min(rows, demand.union / linked),
+    )
+    return inside, between, linked
+
+
+def explain(demand: Demand, machine: Machine | None = None, hosts: Hosts = ()) -> str:
     """One line: the choice, the next best, and the numbers behind them."""
 
     def told(offer: Price) -> str:
         seconds = "" if offer.seconds is None else f" in {1e3 * offer.seconds:.1f} ms"
         return f"{name_of(offer.scheme)} ({offer.sent_bytes / 1e6:.3f} MB{seconds})"
 
-    best, *others = prices(demand, machine)
+    best, *others = prices(demand, machine, hosts)
     density, ratio = demand.held / max(1, demand.num_rows), demand.union / max(1.0, demand.held)
     rather = f" rather than {told(others[0])}" if others else ""
     return (

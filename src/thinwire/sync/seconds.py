@@ -39,7 +39,7 @@ def expected_seconds(scheme: Scheme, demand: Demand, machine: Machine, imbalance
     waiting = _waiting_seconds(scheme, world_size, machine)
     if scheme.is_dense:
         return waiting + sent_bytes * machine.reduced_byte_seconds
-    return waiting + sent_bytes * machine.byte_seconds + _work_seconds(scheme, demand, machine)
+    return waiting + sent_bytes * machine.byte_seconds + work_seconds(scheme, demand, machine)
 
 
 def _waiting_seconds(scheme: Scheme, world_size: int, machine: Machine) -> float:
@@ -66,7 +66,7 @@ def _num_stages(scheme: Scheme, world_size: int) -> tuple[int | None, int | None
     return push, pull
 
 
-def _work_seconds(scheme: Scheme, demand: Demand, machine: Machine) -> float:
+def work_seconds(scheme: Scheme, demand: Demand, machine: Machine) -> float:
     """On rows, by the rank that has most to do."""
     num_units, width = unit_shape(demand.num_rows, demand.width, scheme.unit)
     ratio = demand.width / width

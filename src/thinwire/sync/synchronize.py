@@ -10,9 +10,11 @@ from thinwire.kernels import nonzero_rows
 from thinwire.sparse import SparseRows
 from thinwire.sync import two_level
 from thinwire.sync.channel import Channel
-from thinwire.sync.choose import choose
+from thinwire.sync.choose import choose, explain
 from thinwire.sync.cost import begins_with_opening
-from thinwire.sync.named import resolve
+from thinwire.sync.demand import Demand
+from thinwire.sync.hosts import ranks_of_hosts
+from thinwire.sync.named import AUTO, resolve
 from thinwire.sync.patterns import gathered, hierarchy, known_ids, point_to_point, staged
 from thinwire.sync.scheme import Aggregation, Communication, Ownership, Scheme
 from thinwire.sync.stages import Stages
@@ -34,16 +36,46 @@ def agree(
     """
     rows, point = channel.attempt(lambda: (prepare(), _resolved(scheme, channel)))
     if point is None or point.is_dense:
-        counts = channel.open(rows.ids.numel())
-        point = point or choose(
-            counts, rows.num_rows, rows.width, rows.values.element_size(), machine=channel.machine()
-        )
+        channel.open(rows.ids.numel())
+        point = point or chosen(rows, channel)
     return rows, point
+
+
+def chosen(
+    rows: SparseRows, channel: Channel, union: int | None = None, current: str | None = None
+) -> Scheme | TwoLevel:
+    """What "auto" takes for rows like these, after a conversation in which ranks told how many they hold.
+
+    All ranks get the same answer: it follows from numbers that all of them know. The first call measures the machine.
+
+    Args:
+        union: rows in the sum, where that is known already.
+        current: the name of the choice that stands unless another one is clearly better.
+    """
+    hosts = ranks_of_hosts(channel.exchange.hosts)
+    standing = None if current in (None, AUTO) else resolve(current)
+    point = choose(
+        channel.held,
+        rows.num_rows,
+        rows.width,
+        rows.values.element_size(),
+        union,
+        channel.machine(),
+        standing,
+        hosts,
+    )
+    return point.placed(channel.exchange.hosts) if isinstance(point, TwoLevel) else point
 
 
 def _resolved(scheme: str | Scheme | TwoLevel, channel: Channel) -> Scheme | TwoLevel | None:
     point = resolve(scheme)
     return point.placed(channel.exchange.hosts) if isinstance(point, TwoLevel) else point
+
+
+def explained(rows: SparseRows, channel: Channel, union: int) -> str:
+    """One line that says what `chosen` answers, and from which numbers."""
+    demand = Demand.of(channel.held, rows.num_rows, rows.width, rows.values.element_size(), union)
+    return explain(demand, channel.machine(), ranks_of_hosts(channel.exchange.hosts))
 
 
 def synchronize(rows: SparseRows, scheme: Scheme | TwoLevel, channel: Channel, scale: float = 1.0) -> SparseRows:

@@ -109,6 +109,14 @@ def impossible() -> Prediction:
     return predict_one(demand, Network().machine(4), extrapolated=False)
 
 
+def test_nearly_all_rows_are_dense_and_the_explanation_says_why() -> None:
+    demand = Demand(4, NUM_ROWS, WIDTH, 4, held=0.95 * NUM_ROWS, union=1.0 * NUM_ROWS)
+    prediction = predict_one(demand, Network().machine(4), extrapolated=False)
+    assert (prediction.pick, prediction.warning) == ("dense", None)
+    assert prediction.explanation == "dense: a rank holds 95% of all rows"
+    assert set(prediction.seconds) == set(NAMED)
+
+
 def analysis_of(trace: Trace) -> Analysis:
     table = Table("words", NUM_ROWS, WIDTH, "float32", "sparse")
     densities = {"words": torch.ones(len(trace.steps), trace.world_size)}

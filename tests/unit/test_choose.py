@@ -14,6 +14,7 @@ from thinwire.sync.choose import CANDIDATES, DENSE_SHARE, HYSTERESIS, busiest_ra
 from thinwire.sync.cost import expected_bytes, sent_bytes
 from thinwire.sync.demand import Demand
 from thinwire.sync.machine import Machine
+from thinwire.sync.two_level import TwoLevel
 
 counts = st.lists(st.integers(0, 500), min_size=1, max_size=9)
 
@@ -82,27 +83,34 @@ def test_auto_is_exact_whatever_it_chooses(shares: tuple[float, ...]) -> None:
 
 FAST = Machine(1e-4, 2e-5, 1e-10, 1e-10, 1e-5, 1e-7, 1e-9, 1e-7, 1e-9, 1e-7, 1e-9)  # 80 Gbit/s
 SLOW = Machine(1e-3, 2e-4, 8e-8, 8e-8, 1e-5, 1e-7, 1e-9, 1e-7, 1e-9, 1e-7, 1e-9)  # 100 Mbit/s
-ROWS = [2000] * 8, 20_000, 64, 4
+ROWS = [20_000] * 8, 200_000, 64, 4
 
 
 def test_a_fast_link_needs_no_sparsity_and_a_slow_one_does() -> None:
-    assert choose(*ROWS, union=8000, machine=FAST).is_dense
-    assert not choose(*ROWS, union=8000, machine=SLOW).is_dense
+    assert choose(*ROWS, union=80_000, machine=FAST).is_dense
+    assert not choose(*ROWS, union=80_000, machine=SLOW).is_dense
 
 
-def test_a_small_table_is_a_matter_of_messages() -> None:
-    """Where bytes take no time, one stage of messages is better than two."""
-    chosen = choose([4] * 4, 100, 16, 4, union=9, machine=SLOW)
-    assert chosen in (schemes.AGSPARSE_CODED, schemes.SPARCML_CODED, schemes.DENSE)
+def test_a_few_milliseconds_are_no_reason_to_send_more() -> None:
+    """They are within the error of the model, and the link may be slower in an hour."""
+    assert not choose([4] * 4, 100, 16, 4, union=9, machine=FAST).is_dense
 
 
 def test_a_choice_stands_until_another_is_clearly_better() -> None:
-    demand = Demand.of(*ROWS, union=8000)
+    demand = Demand.of(*ROWS, union=80_000)
     best, second, *_, last = prices(demand, SLOW)
-    stands = second.rank_key <= best.rank_key * (1 + HYSTERESIS)
-    assert choose(*ROWS, union=8000, machine=SLOW, current=best.scheme) is best.scheme
-    assert choose(*ROWS, union=8000, machine=SLOW, current=last.scheme) is best.scheme
-    assert (choose(*ROWS, union=8000, machine=SLOW, current=second.scheme) is second.scheme) == stands
+    stands = second.sent_bytes <= best.sent_bytes * (1 + HYSTERESIS)
+    assert choose(*ROWS, union=80_000, machine=SLOW, current=best.scheme) is best.scheme
+    assert choose(*ROWS, union=80_000, machine=SLOW, current=last.scheme) is best.scheme
+    assert (choose(*ROWS, union=80_000, machine=SLOW, current=second.scheme) is second.scheme) == stands
+
+
+def test_ranks_that_share_a_host_send_its_rows_once() -> None:
+    hosts = ((0, 1, 2, 3), (4, 5, 6, 7))
+    assert isinstance(choose(*ROWS, union=80_000, machine=SLOW, hosts=hosts), TwoLevel)
+    assert isinstance(choose(*ROWS, union=80_000, hosts=hosts), TwoLevel)
+    for alone in ((tuple(range(8)),), tuple((rank,) for rank in range(8))):
+        assert not isinstance(choose(*ROWS, union=80_000, machine=SLOW, hosts=alone), TwoLevel)
 
 
 @pytest.mark.parametrize(
@@ -115,8 +123,8 @@ def test_numbers_that_cannot_be_give_dense_and_a_warning(counts: list[float], un
 
 
 def test_the_choice_explains_itself() -> None:
-    text = explain(Demand.of(*ROWS, union=8000), SLOW)
+    text = explain(Demand.of(*ROWS, union=80_000), SLOW)
     assert "rather than" in text
     assert "8 ranks, density 10.00%, densification 4.00, rows of 256 bytes" in text
     assert " ms)" in text
-    assert " ms)" not in explain(Demand.of(*ROWS, union=8000))
+    assert " ms)" not in explain(Demand.of(*ROWS, union=80_000))

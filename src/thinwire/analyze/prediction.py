@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from thinwire.bench.trace import Trace
-from thinwire.sync.choose import choose, explain, imbalance
+from thinwire.sync.choose import DENSE_SHARE, choose, explain, imbalance
 from thinwire.sync.cost import expected_bytes
 from thinwire.sync.demand import Demand
 from thinwire.sync.machine import Machine
@@ -113,19 +113,28 @@ def predict_one(demand: Demand, machine: Machine, extrapolated: bool) -> Predict
             name: expected_seconds(scheme, demand, machine, imbalance(scheme, demand))
             for name, scheme in schemes.items()
         },
-        pick=name_of(pick),
-        explanation=explain(demand, machine) if warning is None else f"dense: {warning}",
+        pick=pick,
+        explanation=_explanation(demand, machine, warning),
         warning=warning,
     )
 
 
-def _pick(demand: Demand, machine: Machine) -> tuple[Scheme, str | None]:
-    """The choice, and the warning that came with it."""
+def _pick(demand: Demand, machine: Machine) -> tuple[str, str | None]:
+    """The name of the choice, and the warning that came with it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         counts = [demand.held] * demand.world_size
         pick = choose(counts, demand.num_rows, demand.width, demand.itemsize, demand.union, machine)
-    return pick, "; ".join(str(warning.message) for warning in caught) or None
+    return name_of(pick), "; ".join(str(warning.message) for warning in caught) or None
+
+
+def _explanation(demand: Demand, machine: Machine, warning: str | None) -> str:
+    """`explain` compares prices, which is not why dense is picked where nearly all rows are held or nothing is known."""
+    if warning is not None:
+        return f"dense: {warning}"
+    if demand.held >= DENSE_SHARE * demand.num_rows:
+        return f"dense: a rank holds {demand.held / demand.num_rows:.0%} of all rows"
+    return explain(demand, machine)
 
 
 def _even_bytes(scheme: Scheme, demand: Demand) -> float:

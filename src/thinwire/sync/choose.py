@@ -1,4 +1,8 @@
-"""Which scheme, when the user did not say: the one that is expected to be done first.
+"""Which scheme, when the user did not say: the one of fewest bytes, unless another one is clearly done first.
+
+Bytes are known exactly; seconds are an estimate from a measurement of a tenth of a second, on machines that do other
+things besides. So seconds decide only where they leave no doubt: on a fast link, where work on rows takes longer than
+sending zeros would.
 
 Pure: equal input gives an equal choice, so ranks that know the same numbers need not talk about it.
 """
@@ -27,7 +31,9 @@ STRATIFICATION = 0.5
 """Dealing groups of ids evenly halves the imbalance of independent hashing on the benchmark's recipes: 1.07 where
 sqrt(2 ln n n / u) gives 1.16 (lstm, 8 ranks), 1.10 for 1.17 (bert)."""
 HYSTERESIS = 0.03
-"""A choice stands until another scheme promises to be better by this share: less is within the error of the model."""
+"""A choice stands until another scheme promises to send less by this share: sparsity changes a little in every step."""
+CLEAR_SHARE, CLEAR_SECONDS = 0.25, 0.005
+"""By how much more bytes must be faster to be taken: both as a share, and in seconds."""
 
 
 DENSE_SHARE = 0.9
@@ -41,10 +47,6 @@ class Price:
     scheme: Scheme | TwoLevel
     sent_bytes: float
     seconds: float | None
-
-    @property
-    def rank_key(self) -> float:
-        return self.sent_bytes if self.seconds is None else self.seconds
 
 
 def choose(
@@ -79,17 +81,32 @@ def choose(
         return DENSE
     offers = prices(demand, machine, hosts)
     standing = next((offer for offer in offers if offer.scheme == current), None)
-    if standing is not None and standing.rank_key <= offers[0].rank_key * (1.0 + HYSTERESIS):
+    best = offers[0]
+    close = standing is not None and standing.sent_bytes <= best.sent_bytes * (1.0 + HYSTERESIS)
+    if standing is not None and close and not _is_clearly_faster(best, standing):
         return standing.scheme
-    return offers[0].scheme
+    return best.scheme
 
 
 def prices(demand: Demand, machine: Machine | None = None, hosts: Hosts = ()) -> list[Price]:
-    """All candidates, the cheapest first."""
+    """All candidates: first the one to take, then by bytes. With hosts that ranks share, bytes are those that leave."""
     offers = [price(scheme, demand, machine) for scheme in CANDIDATES if _is_sensible(scheme, demand)]
     if 1 < len(hosts) < demand.world_size:
+        leaving = (demand.world_size - max(map(len, hosts))) / (demand.world_size - 1)
+        offers = [replace(offer, sent_bytes=leaving * offer.sent_bytes) for offer in offers]
         offers += _two_level_prices(demand, machine, hosts)
-    return sorted(offers, key=lambda offer: offer.rank_key)
+    offers.sort(key=lambda offer: offer.sent_bytes)
+    fastest = min(offers, key=lambda offer: offer.seconds or 0.0)
+    if _is_clearly_faster(fastest, offers[0]):
+        offers.sort(key=lambda offer: offer is not fastest)
+    return offers
+
+
+def _is_clearly_faster(one: Price, other: Price) -> bool:
+    if one.seconds is None or other.seconds is None:
+        return False
+    gain = other.seconds - one.seconds
+    return gain > CLEAR_SHARE * other.seconds and gain > CLEAR_SECONDS
 
 
 def price(scheme: Scheme, demand: Demand, machine: Machine | None = None) -> Price:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,6 +13,16 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.sparse import SUPPORTED_DTYPES
+
+
+@pytest.fixture(autouse=True, scope="module", params=["reference", "numba"])
+def twin(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every test runs with each twin, at every size."""
+    if request.param == "numba":
+        pytest.importorskip("numba")
+    with kernels.using(request.param):
+        yield request.param
+
 
 dtypes = pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 

@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 
 import thinwire
-from thinwire.bench.sync_rank import AGSPARSE_TORCH, Measurement, measure
+from thinwire.bench.methods import AGSPARSE_TORCH, scheme_of
+from thinwire.bench.sync_rank import Measurement, measure
 from thinwire.bench.workload import Workload
 from thinwire.observe import sparsity
 from thinwire.sync.cost import begins_with_opening, value_lower_bound_bytes
 from thinwire.sync.cost_pairs import pair_bytes
+from thinwire.sync.demand import Demand
 from thinwire.sync.hosts import Hosts, host_of_ranks
-from thinwire.sync.named import AUTO, NAMED, resolve
+from thinwire.sync.named import AUTO
 from thinwire.sync.scheme import Ownership, Scheme
-from thinwire.sync.two_level import TWO_LEVEL_PREFIX, TwoLevel
+from thinwire.sync.seconds import expected_seconds
+from thinwire.sync.two_level import TwoLevel
 from thinwire.sync.units import unit_ids, unit_shape
 from thinwire.testbed.launch import run_ranks
 from thinwire.testbed.network import EmulatedNetwork, Link
 from thinwire.wire import Header
 
-METHODS = (*NAMED, AUTO, AGSPARSE_TORCH)
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 _TORCH_METADATA_BYTES = 9 * 8  # what ProcessGroupGloo gathers before a sparse tensor: sizes and nnz, int64
 
@@ -55,8 +57,8 @@ class SyncBenchmark:
 
     def __post_init__(self) -> None:
         for method in self.methods:
-            if method not in METHODS and not _is_two_level(method):
-                raise ValueError(f"unknown scheme {method!r}; legal are {', '.join(METHODS)}, {TWO_LEVEL_PREFIX}NAME")
+            if method != AGSPARSE_TORCH:
+                scheme_of(method)
         if self.dtype not in DTYPES:
             raise ValueError(f"unknown dtype {self.dtype!r}; legal are {', '.join(DTYPES)}")
         if min(self.hosts, self.ranks_per_host, self.repeat) < 1 or not self.methods:
@@ -155,6 +157,7 @@ def _rows(
                 "seconds_median": median,
                 "seconds_p10": _quantile(seconds[method], 0.1),
                 "seconds_p90": _quantile(seconds[method], 0.9),
+                "seconds_predicted": _predicted_seconds(benchmark, measurements, ids, max(predicted)),
                 "seconds_own_wire": between * 8e-6 / link_mbit if link_mbit else None,
                 "speedup_vs_dense": dense / median if dense is not None else None,
                 "max_abs_error": measurements[0].max_abs_error,
@@ -211,6 +214,20 @@ def predicted_pairs(
     return [[sent + opening * (peer != rank) for peer, sent in enumerate(row)] for rank, row in enumerate(pairs)]
 
 
+def _predicted_seconds(
+    benchmark: SyncBenchmark, measurements: list[Measurement], ids: list[Tensor], sent_bytes: int
+) -> float | None:
+    """By the machine as measured before the first method, and the bytes predicted. Null for two levels and torch's."""
+    chosen = measurements[0].chosen
+    scheme = None if chosen == AGSPARSE_TORCH else scheme_of(chosen)
+    if not isinstance(scheme, Scheme):
+        return None
+    num_rows, width = benchmark.gradients().shape()
+    counts, union = [part.numel() for part in ids], torch.cat(ids).unique().numel()
+    demand = Demand.of(counts, num_rows, width, DTYPES[benchmark.dtype].itemsize, union)
+    return expected_seconds(scheme, demand, measurements[0].machine, sent_bytes)
+
+
 def _between_hosts_max(hosts: Hosts, pairs: list[list[int]], measurements: list[Measurement]) -> int:
     """Bytes that the ranks of a host together sent to other hosts: of the host with most. By formula if not counted."""
     host = host_of_ranks(hosts)
@@ -245,13 +262,9 @@ def _imbalance(chosen: str, hosts: Hosts, ids: list[Tensor], num_rows: int, widt
 
 
 def _scheme(name: str, hosts: Hosts) -> Scheme | TwoLevel:
-    scheme = resolve(name)
+    scheme = scheme_of(name)
     assert scheme is not None, "what ran is a scheme"
     return scheme.placed(host_of_ranks(hosts)) if isinstance(scheme, TwoLevel) else scheme
-
-
-def _is_two_level(method: str) -> bool:
-    return method.startswith(TWO_LEVEL_PREFIX) and resolve(method) is not None
 
 
 def _seconds(measurements: list[Measurement]) -> list[float]:

@@ -12,18 +12,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.bench.methods import AGSPARSE_TORCH, scheme_of
 from thinwire.bench.workload import Workload
 from thinwire.lane import Lane
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Subject
 from thinwire.sync.hosts import HOST_VARIABLE
-from thinwire.sync.named import DENSE, name_of, resolve
+from thinwire.sync.machine import Machine
+from thinwire.sync.named import AUTO, DENSE, name_of
 from thinwire.sync.synchronize import agree, dense_all_reduce, synchronize
 from thinwire.testbed.rank import RankContext
-
-AGSPARSE_TORCH = "agsparse_torch"
-"""Not a scheme of thinwire: torch's own all_reduce of a sparse tensor over Gloo, as the baseline."""
-
 
 _HEAD_START_SECONDS = 0.05  # a broadcast of 8 bytes takes 5 to 15 ms
 
@@ -44,6 +42,7 @@ class Measurement:
     chosen: str
     digest: str
     max_abs_error: float | None  # on rank 0
+    machine: Machine
 
 
 def measure(
@@ -57,6 +56,7 @@ def measure(
         os.environ[HOST_VARIABLE] = str(context.rank // ranks_per_host)
     rows = workload.rows(context.rank)
     lane = Lane()
+    machine = lane.submit(lambda lane: lane.machine()).wait()
     for method in methods:
         _once(_runner(method, lane, _few(rows)), lane)
     runs: dict[str, list[_Run]] = {method: [] for method in methods}
@@ -77,6 +77,7 @@ def measure(
             chosen=runs[method][-1].chosen,
             digest=_digest(results[method]),
             max_abs_error=errors.get(method),
+            machine=machine,
         )
         for method in methods
     }
@@ -130,14 +131,14 @@ def _runner(method: str, lane: Lane, rows: SparseRows) -> Run:
     """Makes, outside of the timing, what a method needs for one run: a fresh copy where it works in place."""
     if method == AGSPARSE_TORCH:
         return _torch_run(rows)
-    if resolve(method) == DENSE:
+    if scheme_of(method) == DENSE:
         return _dense_run(lane, rows)
     subject = Subject(f"bench {method}", f"{rows.num_rows} x {rows.width} {rows.values.dtype}")
 
     def job(lane: Lane) -> tuple[SparseRows, str]:
         channel = lane.channel(subject)
-        held, scheme = agree(lambda: rows, method, channel)
-        return synchronize(held, scheme, channel), name_of(scheme)
+        held, scheme = agree(lambda: rows, scheme_of(method) or AUTO, channel)
+        return synchronize(held, scheme, channel), name_of(scheme) if method == AUTO else method
 
     return lambda: lane.submit(job).wait()
 

@@ -11,8 +11,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire.bench.recipes import RECIPES
-from thinwire.bench.sync import DTYPES, METHODS, SyncBenchmark, run
+from thinwire.bench.methods import METHODS, design_space
+from thinwire.bench.recipes import RECIPES, get_recipe
+from thinwire.bench.sync import DTYPES, SyncBenchmark, run
 from thinwire.cli.output import clear_errors, console_for, write_json
 from thinwire.testbed.launch import RanksFailed
 from thinwire.testbed.network import Link, NetAdminError
@@ -36,6 +37,11 @@ def sync(
         "zen,agsparse,agsparse_torch,sparse_ps,dense",
         help=f"Comma-separated, of: {', '.join(METHODS)}, two_level:NAME.",
     ),
+    every_point: bool = typer.Option(
+        False,
+        "--design-space",
+        help="Price and run every point of the design space, on a tenth of the table unless --scale is given.",
+    ),
     repeat: int = typer.Option(5, help="Measured repetitions of each scheme, interleaved, after a small warm-up."),
     seed: int = typer.Option(0, help="Of the gradients."),
     dtype: str = typer.Option("float32", help=f"One of {', '.join(DTYPES)}."),
@@ -57,15 +63,24 @@ def sync(
             hosts=hosts,
             ranks_per_host=ranks_per_host,
             link=Link.parse(link),
-            methods=tuple(name.strip() for name in schemes.split(",") if name.strip()),
+            methods=tuple(design_space()) if every_point else _names(schemes),
             repeat=repeat,
             seed=seed,
             dtype=dtype,
-            scale=scale,
+            scale=_small(workload) if every_point and scale is None and trace is None else scale,
         )
         result = _run(benchmark, console)
     _print(result, console)
     write_json(result, json_path)
+
+
+def _names(schemes: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in schemes.split(",") if name.strip())
+
+
+def _small(workload: str) -> float:
+    """Some of the two hundred points send fifty times what the best one does."""
+    return get_recipe(workload).default_scale / 10
 
 
 def _run(benchmark: SyncBenchmark, console: Console) -> dict[str, Any]:

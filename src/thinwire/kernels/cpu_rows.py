@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire.kernels import reference
-from thinwire.kernels.cpu_ids import union_places
-from thinwire.kernels.jit import make_popcount, njit
+from thinwire.kernels.cpu_bits import ROOM, append_ones
+from thinwire.kernels.cpu_memory import as_tensor, empty_rows
+from thinwire.kernels.cpu_union import union_places
+from thinwire.kernels.jit import njit
 
 _MASK_BITS = 64
 _FIRST_IDS = 1 << 16  # ids that memory is taken for before the density is known: 512 KiB
-_EARLY_EXIT_WORDS = 32  # a row is known to be non-zero after so many words, mostly: 256 bytes
-_TOTAL_BLOCK_BYTES = 1 << 18  # of a sum, added to by all pieces while it is in the cache
-
-_popcount = make_popcount()
+_ADDED = (torch.float32, torch.float64, torch.bfloat16)
+_TOTAL_BLOCK_BYTES = 1 << 19  # of a sum, added to by all pieces while it is in the cache
 
 
 def nonzero_rows(dense: Tensor) -> Tensor:
@@ -26,21 +26,21 @@ def nonzero_rows(dense: Tensor) -> Tensor:
     words = reference.row_words(dense.detach()).numpy()
     num_rows, row_words = words.shape
     flat, start, count = words.reshape(-1), 0, 0
-    found = np.empty(min(num_rows, _FIRST_IDS) + _MASK_BITS, dtype=np.int64)
+    found = np.empty(min(num_rows, _FIRST_IDS) + _MASK_BITS + ROOM, dtype=np.int64)
     while True:
         if row_words == 1:
             start, count = _find_words(flat, start, found, count)
         else:
             start, count = _find_rows(flat, row_words, start, found, count)
         if start == num_rows:
-            return torch.from_numpy(found[:count])
+            return as_tensor(found[:count])
         found = _grown(found, count, start, num_rows)
 
 
 def _grown(found: np.ndarray, count: int, start: int, num_rows: int) -> np.ndarray:
     """More room, for the density of the rows seen and an eighth more; at least half more, never beyond all rows."""
     expected = count + (num_rows - start) * count // max(1, start) * 9 // 8
-    room = np.empty(min(max(expected, found.size * 3 // 2), num_rows) + _MASK_BITS, dtype=np.int64)
+    room = np.empty(min(max(expected, found.size * 3 // 2), num_rows) + _MASK_BITS + ROOM, dtype=np.int64)
     room[:count] = found[:count]
     return room
 
@@ -53,7 +53,7 @@ def _find_words(words: np.ndarray, start: int, found: np.ndarray, count: int) ->
     1 ns a word at 5 %, where writing every place and advancing on non-zeros takes 2 ns.
     """
     size = words.size
-    while start < size and count + _MASK_BITS <= found.size:
+    while start < size and count + _MASK_BITS + ROOM <= found.size:
         mask = np.int64(0)
         if start + _MASK_BITS <= size:
             for bit in range(_MASK_BITS):
@@ -61,36 +61,51 @@ def _find_words(words: np.ndarray, start: int, found: np.ndarray, count: int) ->
         else:
             for bit in range(size - start):
                 mask |= np.int64(words[start + bit] != 0) << np.int64(bit)
-        while mask != 0:
-            lowest = mask & -mask
-            found[count] = start + _popcount(lowest - np.int64(1))
-            count += 1
-            mask ^= lowest
+        count = append_ones(mask, start, found, count)
         start = min(start + _MASK_BITS, size)
     return start, count
 
 
 @njit
 def _find_rows(words: np.ndarray, row_words: int, start: int, found: np.ndarray, count: int) -> tuple[int, int]:
-    """The same for rows of several words; a row is left as soon as it is known to be non-zero."""
+    """The same for rows of several words; narrow ones without a branch that the processor could guess wrong."""
     num_rows = words.size // row_words
-    while start < num_rows and count < found.size:
-        bits = words[0] ^ words[0]
-        here, end = start * row_words, (start + 1) * row_words
-        while here < end and bits == 0:
-            stop = min(here + _EARLY_EXIT_WORDS, end)
-            for word in range(here, stop):
-                bits |= words[word]
-            here = stop
-        found[count] = start
-        count += np.int64(bits != 0)
-        start += 1
-    return start, count
+    stop = min(num_rows, start + found.size - count)
+    if row_words == 2:
+        for row in range(start, stop):
+            found[count] = row
+            count += int((words[2 * row] | words[2 * row + 1]) != 0)
+    elif row_words == 4:
+        for row in range(start, stop):
+            word = 4 * row
+            found[count] = row
+            count += int((words[word] | words[word + 1] | words[word + 2] | words[word + 3]) != 0)
+    else:
+        for row in range(start, stop):
+            found[count] = row
+            count += int(_any_word(words, row * row_words, (row + 1) * row_words))
+    return stop, count
+
+
+@njit
+def _any_word(words: np.ndarray, here: int, end: int) -> bool:
+    """Leaves a row once it is known to be non-zero. Eight words written out are vectorized, a short loop is not."""
+    while here + 8 <= end:
+        low = words[here] | words[here + 1] | words[here + 2] | words[here + 3]
+        high = words[here + 4] | words[here + 5] | words[here + 6] | words[here + 7]
+        if (low | high) != 0:
+            return True
+        here += 8
+    while here < end:
+        if words[here] != 0:
+            return True
+        here += 1
+    return False
 
 
 def gather_rows(values: Tensor, places: Tensor, out: Tensor | None = None) -> Tensor:
     if out is None:
-        out = values.new_empty(places.numel(), values.shape[1])
+        out = empty_rows(places.numel(), values.shape[1], values.dtype)
     row_words = reference.row_words(values.detach()), reference.row_words(out)
     if row_words[0].dtype != row_words[1].dtype:  # one of them lies at an address that is not a multiple of 8
         return torch.index_select(values, 0, places, out=out)
@@ -134,7 +149,7 @@ def _scatter(target: np.ndarray, places: np.ndarray, source: np.ndarray) -> int:
 
 
 def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """As the reference; increasing pieces are added block by block, so that a sum larger than the cache is written once."""
+    """Increasing pieces are added block by block, so that a sum larger than the cache is written once."""
     values = pieces[0][1]
     num_rows, width, dtype = 0, values.shape[1], values.dtype
     for ids, _ in pieces:
@@ -144,26 +159,26 @@ def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tup
     placed = [(place, values) for place, (_, values) in zip(places, pieces, strict=True)]
     row_bytes = max(1, width * _accumulated(dtype).itemsize)
     block_rows = max(1, _TOTAL_BLOCK_BYTES // row_bytes)
-    if dtype not in reference.ADDED or union.numel() <= 4 * block_rows or not all(_increases(at) for at in places):
+    if dtype not in _ADDED or union.numel() <= 4 * block_rows or not all(_increases(at) for at in places):
         return union, sum_rows_at(placed, union.numel(), width, dtype, scale)
     total = _zeros(union.numel(), width, dtype)
     starts = torch.arange(0, union.numel() + block_rows, block_rows)
     cuts = [torch.searchsorted(at, starts).tolist() for at in places]
+    adders = [_adder(total, at, values) for at, values in placed]
     for block in range(len(starts) - 1):
-        for cut, (at, piece) in zip(cuts, placed, strict=True):
-            first, last = cut[block], cut[block + 1]
-            _add(total, at[first:last], piece[first:last])
+        for cut, add in zip(cuts, adders, strict=True):
+            add(cut[block], cut[block + 1])
     return union, _rounded(total, scale, dtype)
 
 
 def sum_rows_at(
     pieces: Iterable[tuple[Tensor, Tensor]], num_rows: int, width: int, dtype: torch.dtype, scale: float = 1.0
 ) -> Tensor:
-    if dtype not in reference.ADDED:
+    if dtype not in _ADDED:
         return reference.sum_rows_at(pieces, num_rows, width, dtype, scale)
     total = _zeros(num_rows, width, dtype)
     for places, values in pieces:
-        _add(total, places, values)
+        _adder(total, places, values)(0, places.numel())
     return _rounded(total, scale, dtype)
 
 
@@ -173,48 +188,57 @@ def _accumulated(dtype: torch.dtype) -> torch.dtype:
 
 def _zeros(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
     """By numpy, whose zeros are pages that are not touched before the first addition."""
-    return torch.from_numpy(np.zeros((num_rows, width), dtype=np.float64 if dtype == torch.float64 else np.float32))
+    return as_tensor(np.zeros((num_rows, width), dtype=np.float64 if dtype == torch.float64 else np.float32))
 
 
 def _rounded(total: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     if scale != 1.0:
         total.mul_(scale)
-    return total.to(dtype)
+    return total if total.dtype == dtype else empty_rows(total.shape[0], total.shape[1], dtype).copy_(total)
 
 
-def _add(total: Tensor, places: Tensor, values: Tensor) -> None:
-    values = values.detach().contiguous()
-    if values.dtype == torch.bfloat16:
-        done = _add_bfloat16(total.numpy(), places.contiguous().numpy(), values.view(torch.int16).numpy())
-    else:
-        done = _add_float(total.numpy(), places.contiguous().numpy(), values.numpy())
-    _check(done, places, total.shape[0])
+def _adder(total: Tensor, places: Tensor, values: Tensor) -> Callable[[int, int], None]:
+    """What adds the rows from one of a piece to before another."""
+    narrow = values.dtype == torch.bfloat16 and total.dtype == torch.float32
+    values = (values if narrow else values.to(total.dtype)).detach().contiguous()
+    kernel = _add_bfloat16 if narrow else _add_float
+    arrays = total.numpy(), places.contiguous().numpy(), (values.view(torch.int16) if narrow else values).numpy()
+
+    def add(first: int, last: int) -> None:
+        done = kernel(*arrays, first, last)
+        if done < last:
+            raise IndexError(f"row {int(places[done])} is out of range: there are {total.shape[0]} rows")
+
+    return add
 
 
 @njit
-def _add_float(total: np.ndarray, places: np.ndarray, values: np.ndarray) -> int:
+def _add_float(total: np.ndarray, places: np.ndarray, values: np.ndarray, first: int, last: int) -> int:
     num_rows, width = total.shape
-    for row in range(places.size):
+    for row in range(first, last):
         place = places[row]
         if place < 0 or place >= num_rows:
             return row
-        for column in range(width):
-            total[place, column] += values[row, column]
-    return places.size
+        if width == 1:  # twice as fast as a loop of one turn
+            total[place, 0] += values[row, 0]
+        else:
+            for column in range(width):
+                total[place, column] += values[row, column]
+    return last
 
 
 @njit
-def _add_bfloat16(total: np.ndarray, places: np.ndarray, values: np.ndarray) -> int:
+def _add_bfloat16(total: np.ndarray, places: np.ndarray, values: np.ndarray, first: int, last: int) -> int:
     """A bfloat16 is the upper half of a float32."""
     num_rows, width = total.shape
-    for row in range(places.size):
+    for row in range(first, last):
         place = places[row]
         if place < 0 or place >= num_rows:
             return row
         for column in range(width):
             bits = (np.int64(values[row, column]) & 0xFFFF) << 16
             total[place, column] += np.uint32(bits).view(np.float32)
-    return places.size
+    return last
 
 
 def _increases(places: Tensor) -> bool:

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cache
 from typing import ParamSpec, TypeVar
 
 import numpy as np
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Int64 = int | np.int64
+"""In a compiled kernel every integer is an int64; where kernels run as Python, some are numpy's."""
 
 _logger = logging.getLogger("thinwire")
 
@@ -27,37 +30,34 @@ def njit(function: Callable[P, R]) -> Callable[P, R]:
     around and ``/`` does not raise, as in numpy. With ``NUMBA_DISABLE_JIT=1`` the function runs as it is.
     """
     import numba
+    from numba.core import config
 
-    if numba.config.DISABLE_JIT:
-        return np.errstate(over="ignore")(function)  # numpy's scalars wrap around too, but warn
-    options = {"nogil": True, "error_model": "numpy"}
+    if config.DISABLE_JIT:  # pyrefly: ignore [missing-attribute]
+        return np.errstate(over="ignore", invalid="ignore")(function)  # numpy's scalars do the same, but warn
     try:
-        return numba.njit(cache=True, **options)(function)
-    except RuntimeError as error:  # no directory can be written to
-        _log_once(f"compiled kernels are not kept, each process compiles its own: {error}; set NUMBA_CACHE_DIR")
-        return numba.njit(**options)(function)
+        return numba.njit(nogil=True, error_model="numpy", cache=True)(function)
+    except RuntimeError:  # no directory can be written to
+        _log_uncached()
+        return numba.njit(nogil=True, error_model="numpy")(function)
 
 
-def make_popcount() -> Callable[[int], int]:
+def make_popcount() -> Callable[[Int64], int]:
     """The number of ones among the 64 bits of an int64: one instruction, for which numba has no function."""
-    import numba
+    from numba.core import config
 
-    if numba.config.DISABLE_JIT:
+    if config.DISABLE_JIT:  # pyrefly: ignore [missing-attribute]
         return lambda word: (int(word) & (2**64 - 1)).bit_count()
 
     from numba.extending import intrinsic
 
     @intrinsic
-    def popcount(context, word):  # noqa: ANN001, ANN202 - numba's protocol
+    def popcount(context, word):
         return word(word), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
 
-    return popcount
+    return popcount  # pyrefly: ignore [bad-return]
 
 
-_logged: set[str] = set()
-
-
-def _log_once(line: str) -> None:
-    if line not in _logged:
-        _logged.add(line)
-        _logger.info(line)
+@cache
+def _log_uncached() -> None:
+    """One line, although it holds for every kernel."""
+    _logger.info("compiled kernels cannot be kept, so each process compiles them anew; set NUMBA_CACHE_DIR")

@@ -113,7 +113,7 @@ def price(scheme: Scheme, demand: Demand, machine: Machine | None = None) -> Pri
     """What one scheme is expected to cost."""
     seconds = None
     if machine is not None:
-        seconds = expected_seconds(scheme, demand, machine, imbalance(scheme, demand))
+        seconds = expected_seconds(scheme, demand, machine, imbalance=imbalance(scheme, demand))
     return Price(scheme, busiest_rank_bytes(scheme, demand), seconds)
 
 

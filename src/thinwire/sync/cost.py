@@ -9,12 +9,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from thinwire.sync import cost_exact
+from thinwire.sync import cost_exact, union_shares
 from thinwire.sync.cost_exact import Pricing
 from thinwire.sync.dimensions import Aggregation, Communication, Ownership
 from thinwire.sync.exchange import ring_all_reduce_bytes
 from thinwire.sync.partition import Whole
-from thinwire.sync.patterns import hierarchy, known_ids
+from thinwire.sync.patterns import hierarchy
 from thinwire.sync.patterns.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.stages import gathering
@@ -64,7 +64,7 @@ def sent_bytes(
     if scheme.is_dense:
         return [opening + ring_all_reduce_bytes(num_rows * row_bytes, world_size)] * world_size
     if scheme.knows_ids:
-        plan = known_ids.Plan(
+        plan = union_shares.Plan(
             tuple(ids.numel() for ids in ids_per_rank),
             num_rows,
             width,
@@ -72,7 +72,7 @@ def sent_bytes(
             scheme.push_format,
             scheme.ownership is Ownership.COLUMNS,
         )
-        return [opening + sent for sent in known_ids.sent_bytes(plan, ids_per_rank)]
+        return [opening + sent for sent in union_shares.sent_bytes(plan, ids_per_rank)]
     if scheme.is_parallel:
         pattern_bytes = cost_exact.by_owners_bytes
     else:
@@ -106,7 +106,7 @@ def expected_bytes(
     if scheme.knows_ids:
         by_columns = scheme.ownership is Ownership.COLUMNS
         held = (round(count),) * world_size
-        plan = known_ids.Plan(held, num_rows, row_bytes // itemsize, itemsize, scheme.push_format, by_columns)
+        plan = union_shares.Plan(held, num_rows, row_bytes // itemsize, itemsize, scheme.push_format, by_columns)
         return opening + plan.sent_bytes(0, round(union), None if by_columns else [count / world_size] * world_size)
 
     def rows(ranks: int) -> float:

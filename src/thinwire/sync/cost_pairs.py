@@ -11,13 +11,13 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from thinwire.sync import cost
+from thinwire.sync import cost, union_shares
 from thinwire.sync.cost_exact import Pricing
 from thinwire.sync.dimensions import Aggregation, Communication, Ownership
 from thinwire.sync.exchange import ring_all_reduce_bytes
 from thinwire.sync.parcels import parcel_bytes
 from thinwire.sync.partition import Partition, Whole
-from thinwire.sync.patterns import hierarchy, known_ids
+from thinwire.sync.patterns import hierarchy
 from thinwire.sync.patterns.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.stages import Stage, gathering
@@ -106,21 +106,23 @@ class _Flow:
     def _known_ids(self, scheme: Scheme) -> Tensor:
         held = tuple(ids.numel() for ids in self.ids)
         by_columns = scheme.ownership is Ownership.COLUMNS
-        plan = known_ids.Plan(held, self.num_rows, self.width, self.itemsize, scheme.push_format, by_columns)
+        plan = union_shares.Plan(held, self.num_rows, self.width, self.itemsize, scheme.push_format, by_columns)
         dense = any(plan.sent_rows(rank) > held[rank] for rank in range(self.world_size))
         union = torch.arange(self.num_rows) if dense else _union(self.ids)
         for rank, ids in enumerate(self.ids):
             sent = union if plan.sent_rows(rank) > held[rank] else ids
             positions = torch.searchsorted(union, sent)
-            self._send_to_all(rank, parcel_bytes(plan.ids_bytes(rank)))
+            self._send_to_all(rank, parcel_bytes(plan.ids_bytes(rank) - plan.lead_bytes(rank)))
             for owner in range(self.world_size):
-                for chunk in plan.chunks(owner):
+                for number, chunk in enumerate(plan.chunks(owner)):
                     if owner == rank:
                         self._send_to_all(rank, parcel_bytes(plan.values_bytes(chunk.num_rows(union.numel()), chunk)))
                     else:
                         places = chunk.select(positions)
                         pushed = positions.numel() if places is None else places.numel()
-                        self.pairs[rank][owner] += parcel_bytes(plan.values_bytes(pushed, chunk))
+                        self.pairs[rank][owner] += parcel_bytes(
+                            plan.values_bytes(pushed, chunk) + (plan.lead_bytes(rank) if number == 0 else 0)
+                        )
         return union
 
     def _gathered(self, scheme: Scheme) -> Tensor:

@@ -18,24 +18,27 @@ from thinwire.sync.scheme import Scheme
 from thinwire.sync.units import unit_shape
 
 
-def expected_seconds(scheme: Scheme, demand: Demand, machine: Machine, imbalance: float = 1.0) -> float:
+def expected_seconds(
+    scheme: Scheme, demand: Demand, machine: Machine, sent_bytes: float | None = None, imbalance: float = 1.0
+) -> float:
     """Seconds of one synchronization of ``demand``.
 
     Args:
-        imbalance: bytes of the busiest rank over those of rows dealt evenly.
+        sent_bytes: of the busiest rank, where they are known; None expects rows dealt evenly, times ``imbalance``.
     """
     world_size = demand.world_size
     if world_size == 1:
         return 0.0
-    sent_bytes = imbalance * expected_bytes(
-        scheme,
-        world_size,
-        demand.num_rows,
-        demand.row_bytes,
-        demand.held,
-        demand.union,
-        demand.itemsize,
-    )
+    if sent_bytes is None:
+        sent_bytes = imbalance * expected_bytes(
+            scheme,
+            world_size,
+            demand.num_rows,
+            demand.row_bytes,
+            demand.held,
+            demand.union,
+            demand.itemsize,
+        )
     waiting = _waiting_seconds(scheme, world_size, machine)
     if scheme.is_dense:
         return waiting + sent_bytes * machine.reduced_byte_seconds

@@ -1,0 +1,175 @@
+"""Which twin of a kernel runs: the plain torch reference, or the one that numba compiles. docs/kernels.md has figures.
+
+The compiled one is taken where numba is installed, the input is one that it knows (tensors on the CPU, contiguous,
+aligned, of a dtype that numba has), and the work is large enough that it is faster: below, the call alone, 1 us an
+argument, costs more than the reference needs. ``THINWIRE_KERNELS=reference`` or ``=numba`` forces one for every size;
+what the compiled one does not know goes to the reference even then. Twins give equal bits, so ranks may differ in this.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache, wraps
+from types import ModuleType
+from typing import ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels import reference, reference_codes
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+MODES = ("auto", "reference", "numba")
+UNKNOWN = -1  # the size of an input that a compiled kernel does not know
+
+_logger = logging.getLogger("thinwire")
+_forced: str | None = None
+
+
+def mode() -> str:
+    """One of `MODES`, from ``THINWIRE_KERNELS``. Raises ValueError for another value."""
+    chosen = _forced or _environment_mode()
+    if chosen not in MODES:
+        raise ValueError(f"THINWIRE_KERNELS is {chosen!r}: use one of {', '.join(MODES)}")
+    return chosen
+
+
+@cache
+def _environment_mode() -> str:
+    return os.environ.get("THINWIRE_KERNELS", "auto")
+
+
+@contextmanager
+def using(chosen: str) -> Iterator[None]:
+    """Force a mode for all threads, for tests and benchmarks."""
+    global _forced
+    before, _forced = _forced, chosen
+    try:
+        yield
+    finally:
+        _forced = before
+
+
+def available() -> bool:
+    """Whether numba can be imported, which this does."""
+    return _compiled() is not None
+
+
+def _dispatched(twin: Callable[P, R], work: Callable[P, int], at_least: int) -> Callable[P, R]:
+    """The compiled twin of the same name for inputs of ``at_least`` so much ``work``, else the reference."""
+
+    @wraps(twin)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        chosen = mode()
+        size = UNKNOWN if chosen == "reference" else work(*args, **kwargs)
+        if size > UNKNOWN and (size >= at_least or chosen == "numba"):
+            compiled = _compiled()
+            if compiled is not None:
+                return getattr(compiled, twin.__name__)(*args, **kwargs)
+            if chosen == "numba":
+                raise ValueError("THINWIRE_KERNELS=numba, but numba cannot be imported: pip install 'thinwire[cpu]'")
+        return twin(*args, **kwargs)
+
+    return call
+
+
+@cache
+def _compiled() -> ModuleType | None:
+    """The module of compiled kernels; None where there is no numba."""
+    try:
+        from thinwire.kernels import cpu
+    except ImportError as error:
+        _logger.info("kernels run in plain torch: %s; pip install 'thinwire[cpu]' makes them faster", error)
+        return None
+    return cpu
+
+
+def _known(*tensors: Tensor) -> bool:
+    """Whether numba can index them as they are."""
+    return all(
+        tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
+        for tensor in tensors
+    )
+
+
+def _ids(ids: Tensor) -> int:
+    return ids.numel() if ids.dtype == torch.int64 and ids.dim() == 1 and _known(ids) else UNKNOWN
+
+
+def _bytes(buffer: Tensor) -> int:
+    return buffer.numel() if buffer.dtype == torch.uint8 and _known(buffer) else UNKNOWN
+
+
+def _words(buffer: Tensor) -> int:
+    return _bytes(buffer) if buffer.numel() % 8 == 0 and buffer.data_ptr() % 8 == 0 else UNKNOWN
+
+
+def _dense(dense: Tensor) -> int:
+    return dense.numel() if dense.device.type == "cpu" else UNKNOWN
+
+
+def _gathered(values: Tensor, places: Tensor, out: Tensor | None = None) -> int:
+    alike = out is None or (out.dtype == values.dtype and out.shape == (places.numel(), *values.shape[1:]))
+    outs = () if out is None else (out,)
+    return places.numel() * values.shape[1] if alike and _ids(places) >= 0 and _known(values, *outs) else UNKNOWN
+
+
+def _scattered(dense: Tensor, ids: Tensor, values: Tensor) -> int:
+    alike = dense.dtype == values.dtype and values.shape == (ids.numel(), *dense.shape[1:])
+    return values.numel() if alike and _ids(ids) >= 0 and _known(dense, values) else UNKNOWN
+
+
+def _pieces(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> int:
+    known = all(values.device.type == "cpu" for _, values in pieces)
+    return _united([ids for ids, _ in pieces], 0) if known else UNKNOWN
+
+
+def _sum(
+    pieces: Iterable[tuple[Tensor, Tensor]], num_rows: int, width: int, dtype: torch.dtype, scale: float = 1.0
+) -> int:
+    return UNKNOWN if dtype == torch.float16 else num_rows * width  # numba has no float16 on a CPU
+
+
+def _united(pieces: Sequence[Tensor], size: int) -> int:
+    sizes = [_ids(piece) for piece in pieces]
+    return UNKNOWN if UNKNOWN in sizes else sum(sizes)
+
+
+def _dealt(ids: Tensor, world_size: int, seed: int) -> int:
+    return _ids(ids) if world_size <= 1 << 16 else UNKNOWN
+
+
+def _hashed(ids: Tensor, world_size: int, seed: int, *, hashes: int = 3, parallel_slots: int, serial_slots: int) -> int:
+    return _ids(ids)
+
+
+# What runs compiled, and from which size on, measured with one thread (docs/kernels.md): numbers of ids, elements of
+# matrices, bytes of buffers. Below 1024 nothing is worth the half second in which a process imports numba.
+nonzero_rows = _dispatched(reference.nonzero_rows, _dense, at_least=1 << 12)
+gather_rows = _dispatched(reference.gather_rows, _gathered, at_least=1 << 18)
+scatter_rows = _dispatched(reference.scatter_rows, _scattered, at_least=1 << 17)
+sum_rows = _dispatched(reference.sum_rows, _pieces, at_least=1 << 11)
+sum_rows_at = _dispatched(reference.sum_rows_at, _sum, at_least=1 << 13)
+union_places = _dispatched(reference.union_places, _united, at_least=1 << 11)
+mix = _dispatched(reference.mix, lambda ids, seed: _ids(ids), at_least=1 << 10)
+owner_by_hash = _dispatched(reference.owner_by_hash, lambda ids, world_size, seed: _ids(ids), at_least=1 << 10)
+hierarchical_hash = _dispatched(reference.hierarchical_hash, _hashed, at_least=1 << 10)
+deal = _dispatched(reference.deal, _dealt, at_least=1 << 10)
+dealt_ids = _dispatched(
+    reference.dealt_ids, lambda owner, positions, world_size, seed: _ids(positions), at_least=1 << 10
+)
+group_by_owner = _dispatched(reference.group_by_owner, lambda owners, world_size: _ids(owners), at_least=1 << 10)
+pack_bits = _dispatched(reference_codes.pack_bits, lambda positions, size: _ids(positions), at_least=1 << 14)
+unpack_bits = _dispatched(reference_codes.unpack_bits, lambda bitmap: _bytes(bitmap), at_least=1 << 12)
+elias_fano_encode = _dispatched(
+    reference_codes.elias_fano_encode, lambda positions, size: _ids(positions), at_least=1 << 10
+)
+elias_fano_decode = _dispatched(
+    reference_codes.elias_fano_decode, lambda data, count, size: _bytes(data), at_least=1 << 10
+)
+checksum = _dispatched(reference_codes.checksum, _words, at_least=1 << 16)

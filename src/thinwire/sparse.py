@@ -65,7 +65,7 @@ class SparseRows:
     def to_dense(self) -> Tensor:
         """The matrix [num_rows, width], newly allocated."""
         dense = self.values.new_zeros(self.num_rows, self.width)
-        return dense.index_copy_(0, self.ids, self.values)
+        return kernels.scatter_rows(dense, self.ids, self.values)
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> SparseRows:
@@ -146,7 +146,7 @@ class Layout:
             )
         matrix = tensor.view(self.num_rows, self.width)
         ids = kernels.nonzero_rows(matrix)
-        return SparseRows.trusted(ids, matrix.index_select(0, ids), self.num_rows)
+        return SparseRows.trusted(ids, kernels.gather_rows(matrix, ids), self.num_rows)
 
     def tensor(self, rows: SparseRows) -> Tensor:
         """A new tensor of this layout; a COO result is coalesced."""

@@ -171,7 +171,7 @@ def _write_values(
     elif order is None:
         target.copy_(values)
     else:
-        torch.index_select(values, 0, order, out=target)
+        kernels.gather_rows(values, order, target)
     return end
 
 

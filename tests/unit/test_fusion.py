@@ -21,7 +21,7 @@ from thinwire.hooks.gradients import GradientSync
 from thinwire.hooks.table import TableGradient
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel, Subject
-from thinwire.sync.cost import opening_bytes, sent_bytes
+from thinwire.sync.cost import begins_with_opening, opening_bytes, sent_bytes
 from thinwire.sync.named import AUTO, NAMED
 
 CPU = torch.device("cpu")
@@ -190,7 +190,7 @@ def test_a_group_sends_what_is_predicted(scheme: str) -> None:
         point = schemes[f"t{group[0]}"]
         ids = [rows.ids for rows in stacked]
         for rank, sent in enumerate(sent_bytes(point, ids, stacked[0].num_rows, stacked[0].width, torch.float32)):
-            predicted[rank] += sent + (opening_bytes(3) if scheme == AUTO and not point.is_dense else 0)
+            predicted[rank] += sent + (opening_bytes(3) if scheme == AUTO and not begins_with_opening(point) else 0)
     assert [outcome.traffic.sent_bytes for outcome in outcomes] == predicted
 
 

@@ -191,12 +191,10 @@ class Permutation:
         )
 
     def split(self, ids: Tensor) -> list[Placed]:
-        return _split_by_owner(self, ids)
+        return kernels.deal(ids, self.world_size, self.seed)
 
     def join(self, positions: Sequence[Tensor]) -> Tensor:
-        counts = torch.tensor([part.numel() for part in positions])
-        owners = torch.repeat_interleave(torch.arange(self.world_size), counts)
-        return self.ids(owners, torch.cat(list(positions)))
+        return _join_parts(self, positions)
 
 
 @dataclass(frozen=True)
@@ -212,7 +210,7 @@ class Dealt:
         return self.partition.num_rows
 
     def ids(self, positions: Tensor) -> Tensor:
-        return self.partition.ids(self.owner, positions)
+        return kernels.dealt_ids(self.owner, positions, self.partition.world_size, self.partition.seed)
 
     def positions(self, ids: Tensor) -> Tensor:
         return torch.div(ids, self.partition.world_size, rounding_mode="floor")
@@ -316,14 +314,14 @@ class FirstRanks:
         return self.world_size - self.owned.world_size
 
 
-def _split_by_owner(partition: Contiguous | BlockCyclic | Permutation, ids: Tensor) -> list[Placed]:
-    owners = partition.owners(ids)
-    counts = torch.bincount(owners, minlength=partition.world_size).tolist()
-    places = torch.argsort(owners, stable=True).split(counts)
+def _split_by_owner(partition: Contiguous | BlockCyclic, ids: Tensor) -> list[Placed]:
+    places = kernels.group_by_owner(partition.owners(ids), partition.world_size)
     return [(part.positions(ids[place]), place) for part, place in zip(partition.parts, places, strict=True)]
 
 
-def _join_parts(partition: Contiguous | BlockCyclic | HierarchicalHash, positions: Sequence[Tensor]) -> Tensor:
+def _join_parts(
+    partition: Contiguous | BlockCyclic | Permutation | HierarchicalHash, positions: Sequence[Tensor]
+) -> Tensor:
     return torch.cat(
         [part.ids(part_positions) for part, part_positions in zip(partition.parts, positions, strict=True)]
     )

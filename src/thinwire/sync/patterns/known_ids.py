@@ -108,8 +108,7 @@ class _Run:
     def _union(self, awaited: Sequence[Receive]) -> tuple[Tensor, list[Tensor]]:
         """The ids of all ranks, and where in them the rows of each rank are."""
         ids = [receive() for receive in awaited]
-        union, places = torch.unique(torch.cat(ids), return_inverse=True)
-        return union, list(places.split([part.numel() for part in ids]))
+        return kernels.union_places(ids, self.rows.num_rows)
 
     def _push(self, positions: Sequence[Tensor] | None) -> list[dict[int, Receive]]:
         """Send each owner its share of this rank's rows; returns what awaits the pieces of this rank's chunks.

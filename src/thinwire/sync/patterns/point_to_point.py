@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
+from thinwire import kernels
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel, Draft
 from thinwire.sync.partition import Partition, Whole
@@ -56,11 +55,11 @@ def joined(messages: Sequence[Message], rows: SparseRows, partition: Partition, 
         pieces.decode(message, part, rows.width, rows, channel)
         for message, part in zip(messages, partition.parts[: len(messages)], strict=True)
     ]
-    ids, order = partition.join([positions for positions, _ in parts]).sort()
-    place = torch.empty_like(order).scatter_(0, order, torch.arange(order.numel()))
+    owned = partition.join([positions for positions, _ in parts]).split([len(positions) for positions, _ in parts])
+    ids, places = kernels.union_places(owned, rows.num_rows)
     values = rows.values.new_empty(ids.numel(), rows.width)
-    for (_, piece), part_place in zip(parts, place.split([len(positions) for positions, _ in parts]), strict=True):
-        values.index_copy_(0, part_place, piece)
+    for (_, piece), place in zip(parts, places, strict=True):
+        kernels.scatter_rows(values, place, piece)
     return SparseRows.trusted(ids, values, rows.num_rows)
 
 

@@ -16,6 +16,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
+from thinwire import kernels
 from thinwire.hooks import ddp as ddp_hook
 from thinwire.hooks.buckets import Buckets
 from thinwire.hooks.embedding import LookupRows
@@ -90,6 +91,7 @@ class Synchronizer:
             self._lane.close()
             raise
         self._lookups = LookupRows(model.module)
+        self._lane.submit(lambda lane: kernels.warm_up())  # while the first forward runs
         self._buckets = Buckets(self._gradients, self._lookups, self._names, self._lane)
         self._forward_hook: RemovableHandle | None = model.register_forward_pre_hook(self._before_forward)
 

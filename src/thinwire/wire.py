@@ -6,6 +6,7 @@ import struct
 import zlib
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
+from functools import lru_cache
 from typing import Protocol
 
 import torch
@@ -68,6 +69,7 @@ def payload_bytes(format: Format, count: int, row_bytes: int, size: int, num_row
     return _aligned(total)
 
 
+@lru_cache(maxsize=4096)
 def smallest(
     formats: tuple[Format, ...], count: int, row_bytes: int, size: int, num_rows: int, dense_switch: bool = False
 ) -> Format:

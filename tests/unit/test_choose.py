@@ -33,7 +33,7 @@ def test_with_a_known_union_it_is_the_cheapest(world_size: int, count: int, more
     chosen = choose([count] * world_size, 500, width, 4, union=union)
     offers = prices(Demand(world_size, 500, width, 4, count, union))
     assert offers[0].scheme == chosen or (count >= DENSE_SHARE * 500 and chosen.is_dense)
-    assert offers[0].sent_bytes == min(offer.sent_bytes for offer in offers)
+    assert offers[0].weighted_bytes == min(offer.weighted_bytes for offer in offers)
 
 
 @given(st.integers(2, 9), st.floats(0.001, 1.0), st.floats(1.0, 4.0))
@@ -99,7 +99,7 @@ def test_a_few_milliseconds_are_no_reason_to_send_more() -> None:
 def test_a_choice_stands_until_another_is_clearly_better() -> None:
     demand = Demand.of(*ROWS, union=80_000)
     best, second, *_, last = prices(demand, SLOW)
-    stands = second.sent_bytes <= best.sent_bytes * (1 + HYSTERESIS)
+    stands = second.weighted_bytes <= best.weighted_bytes * (1 + HYSTERESIS)
     assert choose(*ROWS, union=80_000, machine=SLOW, current=best.scheme) is best.scheme
     assert choose(*ROWS, union=80_000, machine=SLOW, current=last.scheme) is best.scheme
     assert (choose(*ROWS, union=80_000, machine=SLOW, current=second.scheme) is second.scheme) == stands

@@ -24,7 +24,7 @@ FOUNDATION = {
     "lane": {"errors", "sync"},
     "all_reduce": {"sparse", "sync", "lane"},
     "hooks": {"errors", "kernels", "sparse", "sync", "lane", "observe"},
-    "attach": {"errors", "sparse", "sync", "lane", "hooks", "observe"},
+    "attach": {"errors", "kernels", "sparse", "sync", "lane", "hooks", "observe"},
     "observe": {"sparse", "sync", "wire", "errors"},
     "testbed": {"errors"},
 }  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from thinwire.bench.trace import Trace
-from thinwire.sync.choose import DENSE_SHARE, choose, explain, imbalance
+from thinwire.sync.choose import DENSE_SHARE, busiest_rank_bytes, choose, explain
 from thinwire.sync.cost import expected_bytes
 from thinwire.sync.demand import Demand
 from thinwire.sync.machine import Machine
@@ -110,7 +110,7 @@ def predict_one(demand: Demand, machine: Machine, extrapolated: bool) -> Predict
         union=demand.union,
         bytes={name: _even_bytes(scheme, demand) for name, scheme in schemes.items()},
         seconds={
-            name: expected_seconds(scheme, demand, machine, imbalance(scheme, demand))
+            name: expected_seconds(scheme, demand, machine, busiest_rank_bytes(scheme, demand))
             for name, scheme in schemes.items()
         },
         pick=pick,

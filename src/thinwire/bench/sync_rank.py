@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.bench.methods import AGSPARSE_TORCH, scheme_of
 from thinwire.bench.workload import Workload
 from thinwire.lane import Lane
@@ -56,6 +57,7 @@ def measure(
         os.environ[HOST_VARIABLE] = str(context.rank // ranks_per_host)
     rows = workload.rows(context.rank)
     lane = Lane()
+    kernels.warm_up()
     machine = lane.submit(lambda lane: lane.machine()).wait()
     for method in methods:
         _once(_runner(method, lane, _few(rows)), lane)

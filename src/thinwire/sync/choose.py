@@ -25,8 +25,13 @@ from thinwire.sync.seconds import expected_seconds, work_seconds
 from thinwire.sync.two_level import TwoLevel
 
 CANDIDATES = (ZEN, COLUMN_SPLIT, UNION_SPLIT, AGSPARSE_CODED, SPARCML_CODED, DENSE)
-MIN_COLUMNS = 8
+MIN_COLUMNS = 2
 """An owner of fewer columns handles every id of every rank for a few bytes of values each."""
+MIN_ROW_ELEMENTS = 8
+"""Narrower rows of the union are hardly more than the ids that all ranks must get."""
+STREAMING_GAIN = 0.04
+"""By how much columns are faster than schemes of as many bytes, because they are streamed without headers: 4 to 7 % on
+the benchmark's recipes at 8 and 16 ranks."""
 STRATIFICATION = 0.5
 """Dealing groups of ids evenly halves the imbalance of independent hashing on the benchmark's recipes: 1.07 where
 sqrt(2 ln n n / u) gives 1.16 (lstm, 8 ranks), 1.10 for 1.17 (bert)."""
@@ -47,6 +52,12 @@ class Price:
     scheme: Scheme | TwoLevel
     sent_bytes: float
     seconds: float | None
+
+    @property
+    def weighted_bytes(self) -> float:
+        """What is compared: bytes, less the gain of streaming."""
+        point = self.scheme.between if isinstance(self.scheme, TwoLevel) else self.scheme
+        return self.sent_bytes * (1.0 - STREAMING_GAIN * (point.ownership is Ownership.COLUMNS))
 
 
 def choose(
@@ -82,7 +93,7 @@ def choose(
     offers = prices(demand, machine, hosts)
     standing = next((offer for offer in offers if offer.scheme == current), None)
     best = offers[0]
-    close = standing is not None and standing.sent_bytes <= best.sent_bytes * (1.0 + HYSTERESIS)
+    close = standing is not None and standing.weighted_bytes <= best.weighted_bytes * (1.0 + HYSTERESIS)
     if standing is not None and close and not _is_clearly_faster(best, standing):
         return standing.scheme
     return best.scheme
@@ -95,7 +106,7 @@ def prices(demand: Demand, machine: Machine | None = None, hosts: Hosts = ()) ->
         leaving = (demand.world_size - max(map(len, hosts))) / (demand.world_size - 1)
         offers = [replace(offer, sent_bytes=leaving * offer.sent_bytes) for offer in offers]
         offers += _two_level_prices(demand, machine, hosts)
-    offers.sort(key=lambda offer: offer.sent_bytes)
+    offers.sort(key=lambda offer: offer.weighted_bytes)
     fastest = min(offers, key=lambda offer: offer.seconds or 0.0)
     if _is_clearly_faster(fastest, offers[0]):
         offers.sort(key=lambda offer: offer is not fastest)
@@ -111,10 +122,9 @@ def _is_clearly_faster(one: Price, other: Price) -> bool:
 
 def price(scheme: Scheme, demand: Demand, machine: Machine | None = None) -> Price:
     """What one scheme is expected to cost."""
-    seconds = None
-    if machine is not None:
-        seconds = expected_seconds(scheme, demand, machine, imbalance=imbalance(scheme, demand))
-    return Price(scheme, busiest_rank_bytes(scheme, demand), seconds)
+    sent_bytes = busiest_rank_bytes(scheme, demand)
+    seconds = None if machine is None else expected_seconds(scheme, demand, machine, sent_bytes)
+    return Price(scheme, sent_bytes, seconds)
 
 
 def _two_level_prices(demand: Demand, machine: Machine | None, hosts: Hosts) -> list[Price]:
@@ -207,5 +217,5 @@ def _is_sensible(scheme: Scheme, demand: Demand) -> bool:
     if scheme.ownership is Ownership.COLUMNS:
         return demand.width >= MIN_COLUMNS * demand.world_size
     if scheme.ownership is Ownership.UNION:
-        return demand.width >= MIN_COLUMNS
+        return demand.width >= MIN_ROW_ELEMENTS
     return scheme.communication is not Communication.HIERARCHY or demand.itemsize >= 4

@@ -20,7 +20,7 @@ from thinwire.wire import ALIGNMENT_BYTES
 
 SEAL_BYTES = 8
 
-Write = Callable[[Tensor], None]
+Write = Callable[[Tensor], object]
 
 
 def parcel_bytes(num_bytes: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from thinwire.sync.cost import begins_with_opening, expected_bytes
+from thinwire.sync.cost import begins_with_opening
 from thinwire.sync.demand import Demand
 from thinwire.sync.dimensions import Aggregation, Communication
 from thinwire.sync.machine import Machine
@@ -18,27 +18,11 @@ from thinwire.sync.scheme import Scheme
 from thinwire.sync.units import unit_shape
 
 
-def expected_seconds(
-    scheme: Scheme, demand: Demand, machine: Machine, sent_bytes: float | None = None, imbalance: float = 1.0
-) -> float:
-    """Seconds of one synchronization of ``demand``.
-
-    Args:
-        sent_bytes: of the busiest rank, where they are known; None expects rows dealt evenly, times ``imbalance``.
-    """
+def expected_seconds(scheme: Scheme, demand: Demand, machine: Machine, sent_bytes: float) -> float:
+    """Seconds of one synchronization of ``demand``, in which the busiest rank sends ``sent_bytes``."""
     world_size = demand.world_size
     if world_size == 1:
         return 0.0
-    if sent_bytes is None:
-        sent_bytes = imbalance * expected_bytes(
-            scheme,
-            world_size,
-            demand.num_rows,
-            demand.row_bytes,
-            demand.held,
-            demand.union,
-            demand.itemsize,
-        )
     waiting = _waiting_seconds(scheme, world_size, machine)
     if scheme.is_dense:
         return waiting + sent_bytes * machine.reduced_byte_seconds

@@ -14,8 +14,10 @@ from thinwire import wire
 from thinwire.sync.parcels import parcel_bytes
 from thinwire.wire import Format
 
-CHUNK_BYTES = 48 * 1024
-"""A chunk for one owner has at least so many bytes: smaller ones cost more in messages than they save in waiting."""
+CHUNK_BYTES = 96 * 1024
+"""A chunk for one owner has at least so many bytes: smaller ones cost more in messages than they save in waiting. Of
+8 ranks on two cores at 100 Mbit/s, in seconds: lstm (113 kB for an owner) 0.305 in one chunk, 0.318 in two; nmt
+(247 kB) 0.928 in one, 0.888 in two, 0.912 in four."""
 MAX_CHUNKS = 4
 
 
@@ -96,10 +98,13 @@ class Plan:
     def chunks(self, owner: int) -> list[Share]:
         """The share of an owner in the pieces in which it travels, by columns; as many pieces for each owner."""
         share = self._shares[owner]
-        widest = -(-self.width // self.world_size) if self.by_columns else self.width
-        push_bytes = -(-self.width // self.world_size) * self._fullest * self.itemsize
-        count = max(1, min(MAX_CHUNKS, widest, push_bytes // CHUNK_BYTES))
-        return [Share(share.rows, columns) for columns in _cut(share.columns, count)]
+        return [Share(share.rows, columns) for columns in _cut(share.columns, self._num_chunks)]
+
+    @cached_property
+    def _num_chunks(self) -> int:
+        narrow = -(-self.width // self.world_size)
+        most = min(MAX_CHUNKS, narrow if self.by_columns else self.width)
+        return max(1, min(most, narrow * self._fullest * self.itemsize // CHUNK_BYTES))
 
     @cached_property
     def _shares(self) -> list[Share]:
@@ -124,10 +129,10 @@ class Plan:
             union: rows that all ranks hold together.
             pushed_rows: rows that this rank holds of the share of each owner; None where it holds all that it sends.
         """
-        lead = self.lead_bytes(rank)
+        lead, sent_rows = self.lead_bytes(rank), self.sent_rows(rank)
         total = (self.world_size - 1) * parcel_bytes(self.ids_bytes(rank) - lead)
         for owner in range(self.world_size):
-            pushed = self.sent_rows(rank) if pushed_rows is None else round(pushed_rows[owner])
+            pushed = sent_rows if pushed_rows is None else round(pushed_rows[owner])
             for number, chunk in enumerate(self.chunks(owner)):
                 if owner == rank:
                     pulled = self.values_bytes(chunk.num_rows(union), chunk)

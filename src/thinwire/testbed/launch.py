@@ -26,7 +26,7 @@ from thinwire.testbed.network import EmulatedNetwork, in_namespace
 from thinwire.testbed.rank import RankContext, RankSetup, rank_main
 from thinwire.testbed.supervise import Outcome, RankProcess, describe, supervise
 
-_preloaded = ["torch", "torch.distributed", "thinwire"]
+_preloaded = ["torch", "torch.distributed", "thinwire", "thinwire.kernels.cpu"]  # the last where numba is there
 __all__ = ["Outcome", "RankContext", "RanksFailed", "run_ranks"]
 
 

@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-nightly lint format clean
+.PHONY: help install demo test test-gpu test-nightly lint format clean
 
 help:            ## list the verbs
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -26,6 +26,10 @@ lint: install    ## ruff and the type checker
 
 test: lint       ## lint, types, and every test that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu and not slow"
+
+test-gpu: install ## what needs a GPU: its tests, then kernel times to benchmarks/results
+	$(BIN)/python -m pytest -m "gpu"
+	$(BIN)/python benchmarks/bench_gpu_kernels.py --json benchmarks/results/gpu-kernels.json
 
 test-nightly: install ## the slow tests: full demo, benchmark figures, long fuzzing
 	$(BIN)/python -m pytest -m "slow"

@@ -11,6 +11,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 
@@ -75,7 +76,7 @@ def measure(context: RankContext, workload: Workload, repeat: int) -> list[list[
         started = time.perf_counter()
         run()
         marks = [started, moments["opened"], moments["pushed"], moments["summed"], time.perf_counter()]
-        phases.append([end - begin for begin, end in zip(marks, marks[1:], strict=False)])
+        phases.append([end - begin for begin, end in pairwise(marks)])
     lane.close()
     return phases[1:]
 

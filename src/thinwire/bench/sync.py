@@ -18,18 +18,16 @@ from thinwire.bench.methods import AGSPARSE_TORCH, scheme_of
 from thinwire.bench.sync_rank import Measurement, measure
 from thinwire.bench.workload import Workload
 from thinwire.observe import sparsity
-from thinwire.sync.cost import begins_with_opening, value_lower_bound_bytes
+from thinwire.sync.cost import value_lower_bound_bytes
 from thinwire.sync.cost_pairs import pair_bytes
 from thinwire.sync.demand import Demand
 from thinwire.sync.hosts import Hosts, host_of_ranks
-from thinwire.sync.named import AUTO
 from thinwire.sync.scheme import Ownership, Scheme
 from thinwire.sync.seconds import expected_seconds
 from thinwire.sync.two_level import TwoLevel
 from thinwire.sync.units import unit_ids, unit_shape
 from thinwire.testbed.launch import run_ranks
 from thinwire.testbed.network import EmulatedNetwork, Link
-from thinwire.wire import Header
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
 _TORCH_METADATA_BYTES = 9 * 8  # what ProcessGroupGloo gathers before a sparse tensor: sizes and nnz, int64
@@ -208,10 +206,7 @@ def predicted_pairs(
             for rank in range(world_size)
         ]
     scheme = _scheme(chosen, hosts)
-    asks_first = method == AUTO and isinstance(scheme, Scheme) and not begins_with_opening(scheme)
-    opening = Header.NUM_BYTES if asks_first else 0
-    pairs = pair_bytes(scheme, ids, num_rows, width, dtype)
-    return [[sent + opening * (peer != rank) for peer, sent in enumerate(row)] for rank, row in enumerate(pairs)]
+    return pair_bytes(scheme, ids, num_rows, width, dtype)
 
 
 def _predicted_seconds(

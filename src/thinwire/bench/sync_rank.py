@@ -21,7 +21,9 @@ from thinwire.sync.channel import Subject
 from thinwire.sync.hosts import HOST_VARIABLE
 from thinwire.sync.machine import Machine
 from thinwire.sync.named import AUTO, DENSE, name_of
-from thinwire.sync.synchronize import agree, dense_all_reduce, synchronize
+from thinwire.sync.scheme import Scheme
+from thinwire.sync.synchronize import agree, chosen, dense_all_reduce, synchronize
+from thinwire.sync.two_level import TwoLevel
 from thinwire.testbed.rank import RankContext
 
 _HEAD_START_SECONDS = 0.05  # a broadcast of 8 bytes takes 5 to 15 ms
@@ -29,7 +31,7 @@ _HEAD_START_SECONDS = 0.05  # a broadcast of 8 bytes takes 5 to 15 ms
 
 _WARM_UP_ROWS = 64
 
-Run = Callable[[], tuple[SparseRows | Tensor, str]]
+Run = Callable[[], SparseRows | Tensor]
 
 
 @dataclass(frozen=True)
@@ -59,12 +61,13 @@ def measure(
     lane = Lane()
     kernels.warm_up()
     machine = lane.submit(lambda lane: lane.machine()).wait()
+    points = {method: _point(method, lane, rows) for method in methods}
     for method in methods:
-        _once(_runner(method, lane, _few(rows)), lane)
+        _once(_runner(points[method], lane, _few(rows)), lane)
     runs: dict[str, list[_Run]] = {method: [] for method in methods}
     for _ in range(repeat):
         for method in methods:
-            run = _once(_runner(method, lane, rows), lane)
+            run = _once(_runner(points[method], lane, rows), lane)
             runs[method] = [*(replace(earlier, result=None) for earlier in runs[method]), run]
             context.send(method)
     lane.close()
@@ -76,7 +79,7 @@ def measure(
             ended=tuple(run.ended for run in runs[method]),
             sent_bytes=None if method == AGSPARSE_TORCH else runs[method][-1].sent_bytes,
             sent_between_hosts_bytes=None if method == AGSPARSE_TORCH else runs[method][-1].sent_between_hosts_bytes,
-            chosen=runs[method][-1].chosen,
+            chosen=name_of(_known(points[method])) if method == AUTO else method,
             digest=_digest(results[method]),
             max_abs_error=errors.get(method),
             machine=machine,
@@ -93,7 +96,6 @@ class _Run:
     ended: float
     sent_bytes: int
     sent_between_hosts_bytes: int
-    chosen: str
     result: SparseRows | Tensor | None
 
 
@@ -101,12 +103,12 @@ def _once(run: Run, lane: Lane) -> _Run:
     before = replace(lane.exchange.traffic)
     _start_together()
     started = time.perf_counter()
-    result, chosen = run()
+    result = run()
     ended = time.perf_counter()
     now = lane.exchange.traffic
     sent_bytes = now.sent_bytes - before.sent_bytes
     between_bytes = now.sent_between_hosts_bytes - before.sent_between_hosts_bytes
-    return _Run(started, ended, sent_bytes, between_bytes, chosen, result)
+    return _Run(started, ended, sent_bytes, between_bytes, result)
 
 
 def _few(rows: SparseRows) -> SparseRows:
@@ -129,18 +131,40 @@ def _start_together() -> None:
     time.sleep(max(0.0, instant.item() - time.perf_counter()))
 
 
-def _runner(method: str, lane: Lane, rows: SparseRows) -> Run:
-    """Makes, outside of the timing, what a method needs for one run: a fresh copy where it works in place."""
-    if method == AGSPARSE_TORCH:
-        return _torch_run(rows)
-    if scheme_of(method) == DENSE:
-        return _dense_run(lane, rows)
-    subject = Subject(f"bench {method}", f"{rows.num_rows} x {rows.width} {rows.values.dtype}")
+Point = Scheme | TwoLevel | str
 
-    def job(lane: Lane) -> tuple[SparseRows, str]:
+
+def _point(method: str, lane: Lane, rows: SparseRows) -> Point:
+    """What a method runs. For "auto" what it takes after a first step, as in training, where it knows the union."""
+    if method == AGSPARSE_TORCH:
+        return method
+    scheme = scheme_of(method)
+
+    def first_step(lane: Lane) -> Scheme | TwoLevel:
+        channel = lane.channel(Subject("bench auto", f"{rows.num_rows} x {rows.width} {rows.values.dtype}"))
+        total = synchronize(*agree(lambda: rows, AUTO, channel), channel)
+        return chosen(rows, channel, total.ids.numel())
+
+    return scheme or lane.submit(first_step).wait()
+
+
+def _known(point: Point) -> Scheme | TwoLevel:
+    assert not isinstance(point, str), "torch's own method is not a scheme"
+    return point
+
+
+def _runner(point: Point, lane: Lane, rows: SparseRows) -> Run:
+    """Makes, outside of the timing, what a scheme needs for one run: a fresh copy where it works in place."""
+    if isinstance(point, str):
+        return _torch_run(rows)
+    if point == DENSE:
+        return _dense_run(lane, rows)
+    subject = Subject(f"bench {point.describe()}", f"{rows.num_rows} x {rows.width} {rows.values.dtype}")
+
+    def job(lane: Lane) -> SparseRows:
         channel = lane.channel(subject)
-        held, scheme = agree(lambda: rows, scheme_of(method) or AUTO, channel)
-        return synchronize(held, scheme, channel), name_of(scheme) if method == AUTO else method
+        held, scheme = agree(lambda: rows, point, channel)
+        return synchronize(held, scheme, channel)
 
     return lambda: lane.submit(job).wait()
 
@@ -148,11 +172,11 @@ def _runner(method: str, lane: Lane, rows: SparseRows) -> Run:
 def _dense_run(lane: Lane, rows: SparseRows) -> Run:
     dense = rows.to_dense()
 
-    def job(lane: Lane) -> tuple[Tensor, str]:
+    def job(lane: Lane) -> Tensor:
         channel = lane.channel(Subject("bench dense", f"{list(dense.shape)} {dense.dtype}"))
         channel.open()
         dense_all_reduce(dense, channel)
-        return dense, "dense"
+        return dense
 
     return lambda: lane.submit(job).wait()
 
@@ -163,10 +187,10 @@ def _torch_run(rows: SparseRows) -> Run:
         rows.ids[None], rows.values.clone(), shape, is_coalesced=True, check_invariants=False
     )
 
-    def run() -> tuple[SparseRows, str]:
+    def run() -> SparseRows:
         dist.all_reduce(tensor)
         total = tensor.coalesce()
-        return SparseRows(total.indices()[0], total.values(), rows.num_rows), AGSPARSE_TORCH
+        return SparseRows(total.indices()[0], total.values(), rows.num_rows)
 
     return run
 

@@ -4,6 +4,9 @@ The compiled one is taken where numba is installed, the input is one that it kno
 aligned, of a dtype that numba has), and the work is large enough that it is faster: below, the call alone, 1 us an
 argument, costs more than the reference needs. ``THINWIRE_KERNELS=reference`` or ``=numba`` forces one for every size;
 what the compiled one does not know goes to the reference even then. Twins give equal bits, so ranks may differ in this.
+
+CUDA tensors go to the Triton twin, unless ``reference`` is forced, Triton is missing or the GPU is too old for it; then
+to the reference on the GPU, codes through the host.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
+from itertools import chain, islice
 from types import ModuleType
 from typing import ParamSpec, TypeVar
 
@@ -26,6 +30,8 @@ R = TypeVar("R")
 
 MODES = ("auto", "reference", "numba")
 UNKNOWN = -1  # the size of an input that a compiled kernel does not know
+OLDEST_GPU = (7, 0)  # the compute capability that Triton's own requirements name
+_GPU_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8}
 
 _logger = logging.getLogger("thinwire")
 _forced: str | None = None
@@ -65,6 +71,8 @@ def _dispatched(twin: Callable[P, R], work: Callable[P, int], at_least: int) -> 
 
     @wraps(twin)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.cuda.is_initialized() and _any_on_gpu((*args, *kwargs.values())):
+            return _call_on_gpu(twin, *args, **kwargs)
         chosen = mode()
         size = UNKNOWN if chosen == "reference" else work(*args, **kwargs)
         if size > UNKNOWN and (size >= at_least or chosen == "numba"):
@@ -87,6 +95,55 @@ def _compiled() -> ModuleType | None:
         _logger.info("kernels run in plain torch: %s; pip install 'thinwire[cpu]' makes them faster", error)
         return None
     return cpu
+
+
+def gpu_kernels(*inputs: object) -> ModuleType | None:
+    """The module of Triton kernels; None where they cannot run, may not, or do not know the dtype of an input."""
+    if mode() == "reference" or not all(tensor.dtype in _GPU_DTYPES for tensor in _tensors(inputs)):
+        return None
+    return _triton()
+
+
+@cache
+def _triton() -> ModuleType | None:
+    capability = torch.cuda.get_device_capability()
+    if capability < OLDEST_GPU:
+        _logger.info("kernels on the GPU run in plain torch: Triton needs compute capability 7.0, not %s", capability)
+        return None
+    try:
+        from thinwire.kernels import gpu
+    except ImportError as error:
+        _logger.info("kernels on the GPU run in plain torch: %s; Triton comes with torch for CUDA on Linux", error)
+        return None
+    return gpu
+
+
+def _call_on_gpu(twin: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    compiled = gpu_kernels(*args, *kwargs.values())
+    if compiled is not None:
+        return getattr(compiled, twin.__name__)(*args, **kwargs)
+    if twin.__module__ == reference_codes.__name__:
+        return _through_host(twin, *args, **kwargs)
+    return twin(*args, **kwargs)
+
+
+def _through_host(twin: Callable[..., R], buffer: Tensor, *sizes: int) -> R:
+    """For the codes, of which the reference is in numpy."""
+    result = twin(buffer.cpu(), *sizes)
+    return result.to(buffer.device) if isinstance(result, Tensor) else result  # pyrefly: ignore [bad-return]
+
+
+def _any_on_gpu(values: Iterable[object]) -> bool:
+    return any(tensor.is_cuda for tensor in _tensors(values))
+
+
+def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
+    """Those among arguments, also in lists of pieces; not in iterators, of which looking would take."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
 
 
 def _known(*tensors: Tensor) -> bool:
@@ -154,7 +211,7 @@ nonzero_rows = _dispatched(reference.nonzero_rows, _dense, at_least=1 << 12)
 gather_rows = _dispatched(reference.gather_rows, _gathered, at_least=1 << 18)
 scatter_rows = _dispatched(reference.scatter_rows, _scattered, at_least=1 << 17)
 sum_rows = _dispatched(reference.sum_rows, _pieces, at_least=1 << 11)
-sum_rows_at = _dispatched(reference.sum_rows_at, _sum, at_least=1 << 13)
+_sum_rows_at = _dispatched(reference.sum_rows_at, _sum, at_least=1 << 13)
 union_places = _dispatched(reference.union_places, _united, at_least=1 << 11)
 mix = _dispatched(reference.mix, lambda ids, seed: _ids(ids), at_least=1 << 10)
 owner_by_hash = _dispatched(reference.owner_by_hash, lambda ids, world_size, seed: _ids(ids), at_least=1 << 10)
@@ -173,3 +230,15 @@ elias_fano_decode = _dispatched(
     reference_codes.elias_fano_decode, lambda data, count, size: _bytes(data), at_least=1 << 10
 )
 checksum = _dispatched(reference_codes.checksum, _words, at_least=1 << 16)
+
+
+@wraps(reference.sum_rows_at)
+def sum_rows_at(
+    pieces: Iterable[tuple[Tensor, Tensor]], num_rows: int, width: int, dtype: torch.dtype, scale: float = 1.0
+) -> Tensor:
+    if torch.cuda.is_initialized() and isinstance(pieces, Iterator):  # the first one says where they are
+        first = tuple(islice(pieces, 1))
+        pieces = chain(first, pieces)
+        if _any_on_gpu(first):
+            return _call_on_gpu(reference.sum_rows_at, pieces, num_rows, width, dtype, scale)
+    return _sum_rows_at(pieces, num_rows, width, dtype, scale)

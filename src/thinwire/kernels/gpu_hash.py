@@ -46,7 +46,8 @@ def _launch_round(
     launch(
         _try_slots, num_blocks(ids.numel(), _BLOCK), ids, ids, keys, slot, homeless, ids.numel(), slots,
         seed & _LOW_WORD, (seed >> 32) & _LOW_WORD, (seed + level) & _LOW_WORD, ((seed + level) >> 32) & _LOW_WORD,
-        hashes + 1 - level, WORLD_SIZE=world_size, FIRST=level == 1, PLACE_BITS=_PLACE_BITS, BLOCK=_BLOCK,
+        hashes + 1 - level, WORLD_SIZE=world_size, FIRST=level == 1, LAST=level > hashes,
+        PLACE_BITS=_PLACE_BITS, BLOCK=_BLOCK,
     )  # fmt: skip
 
 
@@ -54,7 +55,7 @@ def _launch_round(
 def _try_slots(
     ids, keys, slots_tried, homeless, num_ids, slots,
     seed_low, seed_high, level_seed_low, level_seed_high, rounds_left,
-    WORLD_SIZE: tl.constexpr, FIRST: tl.constexpr, PLACE_BITS: tl.constexpr, BLOCK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, PLACE_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """See who won the round before, and have the others try a slot in this one."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -65,9 +66,9 @@ def _try_slots(
         key = ((one * rounds_left + 1) << PLACE_BITS) + place + 1
         trying = trying & (tl.load(keys + before, mask=trying, other=0) != key)
         tl.store(homeless + place, trying.to(tl.int32), mask=place < num_ids)
-    trying = trying & (rounds_left > 0)
-    id = tl.load(ids + place, mask=trying, other=0)
-    owner = hashed_owner(id, seed_low, seed_high, WORLD_SIZE)
-    slot = owner * slots + mixed(id, level_seed_low, level_seed_high).to(tl.int64) % slots
-    tl.store(slots_tried + place, slot, mask=trying)
-    tl.atomic_max(keys + slot, ((one * rounds_left) << PLACE_BITS) + place + 1, mask=trying, sem="relaxed")
+    if not LAST:
+        id = tl.load(ids + place, mask=trying, other=0)
+        owner = hashed_owner(id, seed_low, seed_high, WORLD_SIZE)
+        slot = owner * slots + mixed(id, level_seed_low, level_seed_high).to(tl.int64) % slots
+        tl.store(slots_tried + place, slot, mask=trying)
+        tl.atomic_max(keys + slot, ((one * rounds_left) << PLACE_BITS) + place + 1, mask=trying, sem="relaxed")

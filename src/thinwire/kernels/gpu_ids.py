@@ -97,7 +97,7 @@ def deal_into(
     if not fits or not (positions.is_contiguous() and places.is_contiguous()):
         raise ValueError("positions and places must be contiguous [world_size, capacity], counts [world_size, 2]")
     before, totals = _count_before(ids, count, world_size, seed)
-    first = torch.arange(0, world_size * capacity, max(1, capacity), device=ids.device)[:world_size]
+    first = torch.arange(world_size, device=ids.device) * capacity
     _scatter(ids, count, world_size, seed, before, first, capacity, positions, places)
     write_count(totals, capacity, counts)
     return positions, places, counts

@@ -1,6 +1,6 @@
 """Rows of values on a GPU: gathered, scattered, and summed piece by piece in the order given.
 
-Rows that are not there are neither read nor written: they come out as zeros. To raise, as the CPU does, would be to wait.
+Rows that are not there are neither read nor written; gathered, they are zeros. To raise, as on a CPU, would be to wait.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def _gather_scaled(
 def _add_rows(values, total, places, falling, num_places, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Each row that begins a run of equal places adds up the run; nothing where places fall."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = (row < num_places) & (tl.load(falling) == 0)
+    inside = row < num_places * (1 - tl.load(falling))
     place = tl.load(places + row, mask=inside, other=-1)
     before = tl.load(places + row - 1, mask=inside & (row > 0), other=-1)
     first_of_run = inside & (place != before) & (place >= 0) & (place < num_rows)

@@ -1,4 +1,4 @@
-"""Rows and ids in plain torch: the definition of correct, for CPU tensors. `reference_codes` has bitmaps and codes."""
+"""Rows and ids in plain torch: the definition of correct, on any device. `reference_codes` has bitmaps and codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def nonzero_rows(dense: Tensor) -> Tensor:
     ``(dense != 0).any(1)`` takes 29 ms.
     """
     if dense.numel() == 0:
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device=dense.device)
     words = row_words(dense)
     if words.shape[1] == 1:
         return words.flatten().nonzero().flatten()
@@ -83,6 +83,7 @@ def sum_rows_at(
     """
     total = torch.zeros(num_rows, width, dtype=_ACCUMULATE.get(dtype, dtype))
     for places, values in pieces:
+        total = total.to(values.device)
         total.index_add_(0, places, values.to(total.dtype))
     if scale != 1.0:
         total.mul_(scale)
@@ -147,8 +148,8 @@ def hierarchical_hash(
     """
     owners = owner_by_hash(ids, world_size, seed)
     slots = max(1, parallel_slots // world_size)
-    memory = torch.full((world_size * slots,), -1, dtype=torch.int64)
-    homeless = torch.arange(ids.numel())
+    memory = ids.new_full((world_size * slots,), -1)
+    homeless = torch.arange(ids.numel(), device=ids.device)
     for level in range(1, hashes + 1):
         slot = owners[homeless] * slots + mix(ids[homeless], seed + level) % slots
         free = memory[slot] < 0
@@ -156,10 +157,10 @@ def hierarchical_hash(
         homeless = homeless[memory[slot] != ids[homeless]]
     overflow_owner, overflow = owners[homeless], ids[homeless]
     capacity = max(serial_slots // world_size, int(torch.bincount(overflow_owner, minlength=1).max()))
-    serial = torch.full((world_size, capacity), -1, dtype=torch.int64)
+    serial = ids.new_full((world_size, capacity), -1)
     order = torch.argsort(overflow_owner, stable=True)
     counts = torch.bincount(overflow_owner, minlength=world_size)
-    rank_in_owner = torch.arange(order.numel()) - (counts.cumsum(0) - counts)[overflow_owner[order]]
+    rank_in_owner = torch.arange(order.numel(), device=ids.device) - (counts.cumsum(0) - counts)[overflow_owner[order]]
     serial[overflow_owner[order], rank_in_owner] = overflow[order]
     filled = torch.cat([memory.view(world_size, slots), serial], dim=1)
     return [row[row >= 0] for row in filled]

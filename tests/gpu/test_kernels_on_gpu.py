@@ -1,0 +1,79 @@
+"""Triton kernels on a GPU against the reference: the tests of tests/gpu_laws.py, and some that need a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+pytest.importorskip("triton", reason="triton is missing, which torch for CUDA brings on Linux")
+if os.environ.get("TRITON_INTERPRET", "0") != "0":
+    pytest.skip("TRITON_INTERPRET is set, so nothing would run on the GPU", allow_module_level=True)
+
+from gpu_laws import *  # noqa: F403
+from gpu_laws import check_same, some_ids
+from thinwire import kernels
+from thinwire.kernels import gpu, reference, reference_codes
+
+pytestmark = pytest.mark.gpu
+LARGE = 20_000_003
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda")
+
+
+@pytest.mark.parametrize("mode", ["auto", "reference"])
+def test_a_round_trip_by_dispatch(device: torch.device, mode: str) -> None:
+    """By Triton, and by the reference on the GPU, which must know CUDA tensors too."""
+    dense = torch.randn(5000, 3) * (torch.rand(5000, 1) < 0.1)
+    with kernels.using(mode):
+        ids = kernels.nonzero_rows(dense.to(device))
+        check_same(reference.nonzero_rows(dense), ids)
+        check_same(reference.deal(ids.cpu(), 8, 5), kernels.deal(ids, 8, 5))
+        check_same(reference_codes.pack_bits(ids.cpu(), 5000), kernels.pack_bits(ids, 5000))
+        assert torch.equal(kernels.unpack_bits(kernels.pack_bits(ids, 5000)), ids)
+        coded = kernels.elias_fano_encode(ids, 5000)
+        assert torch.equal(kernels.elias_fano_decode(coded, ids.numel(), 5000), ids)
+        rows = kernels.gather_rows(dense.to(device), ids)
+        total = kernels.sum_rows([(ids, rows), (ids, rows)])
+        check_same(reference.sum_rows([(ids.cpu(), rows.cpu())] * 2), total)
+        hashed = kernels.hierarchical_hash(ids, 8, 3, parallel_slots=2 * ids.numel(), serial_slots=1)
+        assert torch.equal(torch.cat(hashed).sort().values, ids)
+        check_same(kernels.nonzero_blocks(dense.flatten()), kernels.nonzero_blocks(dense.flatten().to(device)))
+
+
+def test_large_finds_are_right_and_the_same_each_time(device: torch.device) -> None:
+    """With as many programs as run at once, races would show."""
+    dense = (torch.rand(LARGE, 1, device=device) < 0.05).float()
+    ids = dense.flatten().nonzero().flatten()
+    dealt = reference.deal(ids, 8, 1)
+    slots = 2 * ids.numel()
+    hashed = reference.hierarchical_hash(ids.cpu(), 8, 3, parallel_slots=slots, serial_slots=slots // 10)
+    for _ in range(5):
+        assert torch.equal(gpu.nonzero_rows(dense), ids)
+        check_same([(one.cpu(), other.cpu()) for one, other in dealt], gpu.deal(ids, 8, 1))
+        check_same(hashed, gpu.hierarchical_hash(ids, 8, 3, parallel_slots=slots, serial_slots=slots // 10))
+
+
+def test_large_sums_are_the_same_each_time(device: torch.device) -> None:
+    pieces = [(some_ids(200_000, 10**6), None) for _ in range(8)]
+    moved = [(ids.to(device), torch.randn(ids.numel(), 16, device=device)) for ids, _ in pieces]
+    expected = reference.sum_rows([(ids.cpu(), values.cpu()) for ids, values in moved])
+    for _ in range(3):
+        check_same(expected, gpu.sum_rows(moved))
+
+
+def test_ids_above_2_to_31(device: torch.device) -> None:
+    """Of 2^31 + 5000 elements, one byte each."""
+    size = 2**31 + 5000
+    if torch.cuda.mem_get_info()[0] < 3 * size:
+        pytest.skip("too little GPU memory is free")
+    dense = torch.zeros(size, 1, dtype=torch.uint8, device=device)
+    expected = [0, 2**31 - 1, 2**31, size - 1]
+    dense[expected] = 1
+    assert gpu.nonzero_rows(dense).tolist() == expected

@@ -263,7 +263,7 @@ def test_gather_and_scatter(device: torch.device, size: int, dtype: torch.dtype,
     check_same(expected, out)
     ids = some_ids(size // 2, size)
     expected = reference.scatter_rows(rows.clone(), ids, rows[: ids.numel()])
-    check_same(expected, gpu.scatter_rows(rows.to(device), ids.to(device), rows[: ids.numel()].to(device)))
+    check_same(expected, gpu.scatter_rows(rows.clone().to(device), ids.to(device), rows[: ids.numel()].to(device)))
 
 
 def test_rows_that_are_not_there_are_left_alone(device: torch.device) -> None:

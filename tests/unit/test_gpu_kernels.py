@@ -26,6 +26,8 @@ pytest.importorskip("triton", reason="triton is missing: pip install triton, or 
 
 from gpu_laws import *  # noqa: F403
 
+pytestmark = pytest.mark.slow  # Triton's interpreter takes two minutes for them
+
 
 @pytest.fixture
 def device() -> torch.device:

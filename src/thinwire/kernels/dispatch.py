@@ -123,7 +123,7 @@ def _call_on_gpu(twin: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     if compiled is not None:
         return getattr(compiled, twin.__name__)(*args, **kwargs)
     if twin.__module__ == reference_codes.__name__:
-        return _through_host(twin, *args, **kwargs)
+        return _through_host(twin, *args, **kwargs)  # pyrefly: ignore [bad-argument-type]
     return twin(*args, **kwargs)
 
 

@@ -211,7 +211,8 @@ def _add_rows_one_by_one(values, total, places, falling, num_places, num_rows, w
     if tl.load(falling) != 0:
         for _ in range(num_places):
             place = tl.load(places)
-            mask = (column < width) & (place >= 0) & (place < num_rows)
+            row = tl.zeros([COLUMNS], tl.int64) + place
+            mask = (column < width) & (row >= 0) & (row < num_rows)
             target = total + place * width + column
             value = tl.load(values + column, mask=mask, other=0)
             added = tl.load(target, mask=mask, other=0) + value.to(total.dtype.element_ty)

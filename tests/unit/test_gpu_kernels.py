@@ -75,7 +75,7 @@ cases = [
     (gpu_rows, "_add_rows_one_by_one", {"values": "*fp16", "total": "*fp32", "num_places": 1, "COLUMNS": 64}),
 ]
 known = {module: {n for n, v in vars(module).items() if hasattr(v, "arg_names")} for module, _, _ in cases}
-launched = set().union(*known.values()) - {"popcount", "mixed", "_finalize", "hashed_owner", "_owners"}
+launched = set().union(*known.values()) - {"popcount", "mixed", "_finalize", "hashed_owner", "_owners", "_rounded"}
 assert launched == {name for _, name, _ in cases}, launched ^ {name for _, name, _ in cases}
 part, parts = map(int, sys.argv[1:])
 for module, name, given in cases[part::parts]:

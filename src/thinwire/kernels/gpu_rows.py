@@ -176,7 +176,21 @@ def _gather_scaled(
         inside = (row < num_places)[:, None] & (column < width)
         value = tl.load(values + place[:, None] * width + column, mask=inside & there[:, None], other=0)
         scaled = value.to(factor.dtype.element_ty) * scale
-        tl.store(payload + row[:, None] * width + column, scaled.to(payload.dtype.element_ty), mask=inside)
+        tl.store(payload + row[:, None] * width + column, _rounded(scaled, payload.dtype.element_ty), mask=inside)
+
+
+@jit
+def _rounded(value, DTYPE: tl.constexpr):
+    """As torch rounds: to 16 bits by way of float32. To bfloat16 in integers, since Triton's interpreter cuts bits off."""
+    if DTYPE == tl.bfloat16:
+        bits = value.to(tl.float32).to(tl.uint32, bitcast=True)
+        nearest = tl.where(value != value, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
+        result = nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    elif DTYPE == tl.float16:
+        result = value.to(tl.float32).to(tl.float16)
+    else:
+        result = value.to(DTYPE)
+    return result
 
 
 @jit

@@ -1,0 +1,147 @@
+"""What a compressor did not send is not lost: error feedback and momentum correction, as wrappers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from thinwire.compress.base import Compressor, Parameter, Payload, State, Traits
+from thinwire.compress.wrapper import Wrapper
+
+
+@dataclass(frozen=True)
+class ErrorFeedback(Wrapper):
+    """Add to each gradient what was not sent of the last ones (Seide et al. 2014; Karimireddy et al., ICML'19).
+
+    ``p = g + decay * e``; send ``C(p)``; ``e = p - C(p)``. State of a parameter: ``error``, of its shape, float32 for
+    16-bit gradients (in 16 bits the small rest would vanish), and the state of the wrapped compressor as ``inner``.
+
+    Args:
+        inner: the compressor.
+        decay: what part of the memory is added, in [0, 1]; 1 conserves everything.
+
+    Raises:
+        ValueError: a decay outside [0, 1]; a compressor that has a memory already.
+    """
+
+    inner: Compressor
+    decay: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.decay <= 1.0:
+            raise ValueError(f"error feedback decays by a factor in [0, 1], not {self.decay}")
+        if self.inner.traits.has_memory:
+            raise ValueError(
+                f"{self.inner.name} keeps what it does not send already: leave error_feedback out, because what is"
+                " remembered twice is sent twice"
+            )
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
+        return replace(self.inner.traits, has_memory=True)
+
+    @property
+    def name(self) -> str:
+        return f"error_feedback({self.inner.name}{'' if self.decay == 1.0 else f', {self.decay:g}'})"
+
+    def init(self, parameter: Parameter) -> State:
+        error = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
+        return {"error": error, "inner": self.inner.init(parameter)}
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        corrected = state["error"]
+        if self.decay != 1.0:
+            corrected.mul_(self.decay)
+        corrected.add_(gradient)
+        payload = self.inner.compress(corrected, parameter, state["inner"])
+        if self.traits.residual_after_sum:
+            return payload
+        payload = Payload(tuple(_apart(part, corrected) for part in payload.parts))
+        self.inner.residual(corrected, payload, parameter)
+        return payload
+
+    def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
+        if self.traits.residual_after_sum:
+            state["error"].sub_(mean)
+        self.inner.finish(mean, parameter, state["inner"])
+
+
+def _apart(part: Tensor, memory: Tensor) -> Tensor:
+    """A part that does not share memory with what is about to be written to."""
+    shared = part.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
+    return part.clone() if shared else part
+
+
+@dataclass(frozen=True)
+class MomentumCorrection(Wrapper):
+    """Momentum before sparsification, as DGC does (Lin et al., ICLR'18, section 3.2), instead of in the optimizer.
+
+    ``u = m u + g; v = v + u``; send ``C(v)``; at the places that were sent ``u`` (momentum factor masking) and ``v``
+    become zero. ``v`` is the memory, so no error feedback is needed. With ``nesterov`` ``u = m (u + g); v += u + g``.
+    The optimizer must run without momentum, or momentum would count twice; `thinwire.attach` cannot see that.
+
+    Args:
+        inner: the compressor; of those that are not sparsifiers only ``v`` is corrected.
+        momentum: m, in [0, 1).
+        nesterov: as in ``torch.optim.SGD``.
+        clip_norm: clip each local gradient of a parameter to this norm before it is accumulated, as ``local clipping``
+            (section 3.2; pass ``global_norm / sqrt(world_size)``); None for no clipping.
+        masking: whether momentum is cleared at the places that were sent.
+
+    Raises:
+        ValueError: momentum outside [0, 1); a compressor that has a memory already.
+    """
+
+    inner: Compressor
+    momentum: float = 0.9
+    nesterov: bool = False
+    clip_norm: float | None = None
+    masking: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum is in [0, 1), not {self.momentum}")
+        if self.clip_norm is not None and not self.clip_norm > 0.0:
+            raise ValueError(f"gradients are clipped to a positive norm, not {self.clip_norm}")
+        if self.inner.traits.has_memory or self.inner.traits.residual_after_sum:
+            raise ValueError(f"{self.inner.name} has a memory of its own, which momentum correction would double")
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
+        return replace(self.inner.traits, has_memory=True)
+
+    @property
+    def name(self) -> str:
+        settings = f"{self.momentum:g}" + ", nesterov" * self.nesterov + ", unmasked" * (not self.masking)
+        clip = "" if self.clip_norm is None else f", clip {self.clip_norm:g}"
+        return f"momentum_correction({self.inner.name}, {settings}{clip})"
+
+    def init(self, parameter: Parameter) -> State:
+        def zeros() -> Tensor:
+            return torch.zeros(parameter.shape, dtype=parameter.working_dtype)
+
+        return {"momentum": zeros(), "velocity": zeros(), "inner": self.inner.init(parameter)}
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        momentum, velocity = state["momentum"], state["velocity"]
+        gradient = self._clipped(gradient)
+        if self.nesterov:
+            momentum.add_(gradient).mul_(self.momentum)
+            velocity.add_(momentum).add_(gradient)
+        else:
+            momentum.mul_(self.momentum).add_(gradient)
+            velocity.add_(momentum)
+        payload = self.inner.compress(velocity, parameter, state["inner"])
+        payload = Payload(tuple(_apart(part, velocity) for part in payload.parts))
+        self.inner.residual(velocity, payload, parameter)
+        if self.masking and self.inner.traits.sparse:
+            momentum.view(-1).index_fill_(0, payload.parts[0], 0.0)
+        return payload
+
+    def _clipped(self, gradient: Tensor) -> Tensor:
+        if self.clip_norm is None:
+            return gradient
+        norm = float(torch.linalg.vector_norm(gradient))
+        return gradient * (self.clip_norm / norm) if norm > self.clip_norm else gradient

@@ -90,7 +90,8 @@ class Compressor(ABC):
         mean = compressor.combine(payloads, parameter)                  # the same bits on every rank
         compressor.finish(mean, parameter, state)
 
-    Summable payloads are averaged part by part instead, and decompressed once; see `next_round`.
+    Summable payloads are averaged part by part instead, in one or more rounds (`next_round`), and then `reconstruct`
+    makes the mean gradient of them.
     """
 
     traits: Traits
@@ -136,6 +137,11 @@ class Compressor(ABC):
         """For summable compressors: what has to be averaged next, given the mean of the last; None if that was all."""
         del mean, parameter, state
         return None
+
+    def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
+        """For summable compressors: the gradient that the mean of the last round, and what was kept, stand for."""
+        del state
+        return self.decompress(mean, parameter)
 
     def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
         """Subtract in place from ``gradient`` what a payload stands for. Sparsifiers set the sent places to zero."""

@@ -40,6 +40,9 @@ class Wrapper(Compressor):
     def next_round(self, mean: Payload, parameter: Parameter, state: State) -> Payload | None:
         return self.inner.next_round(mean, parameter, state["inner"])
 
+    def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
+        return self.inner.reconstruct(mean, parameter, state["inner"])
+
     def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
         self.inner.residual(gradient, payload, parameter)
 

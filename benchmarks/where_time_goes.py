@@ -20,6 +20,7 @@ from thinwire.bench.sync_rank import _runner, _start_together
 from thinwire.bench.workload import Workload
 from thinwire.lane import Lane
 from thinwire.sync.channel import Channel
+from thinwire.sync.named import resolve
 from thinwire.sync.parcels import Parcels
 from thinwire.sync.patterns.known_ids import _Run
 from thinwire.sync.stream import Receive
@@ -70,7 +71,7 @@ def measure(context: RankContext, workload: Workload, repeat: int) -> list[list[
     moments, lane, rows = watch(), Lane(), workload.rows(context.rank)
     phases = []
     for _ in range(repeat + 1):
-        run = _runner("column_split", lane, rows)
+        run = _runner(resolve("column_split"), lane, rows)
         _start_together()
         moments.clear()
         started = time.perf_counter()

@@ -90,7 +90,12 @@ class LoopbackStream:
 
     def receive(self, source: int, num_bytes: int) -> Receive:
         number = self._exchange.next_posted(source)
-        return lambda: self._exchange.take(source, number, num_bytes, self._swap)
+
+        def wait(actual_bytes: int | None = None) -> Tensor:
+            assert actual_bytes is None or actual_bytes <= num_bytes
+            return self._exchange.take(source, number, num_bytes if actual_bytes is None else actual_bytes, self._swap)
+
+        return wait
 
     def send(self, target: int, num_bytes: int, make: Callable[[], Tensor]) -> None:
         data = make()

@@ -19,6 +19,7 @@ from thinwire import schemes
 from thinwire.kernels import nonzero_rows
 from thinwire.schemes import Aggregation, Communication, Format, Ownership, Scheme, Unit
 from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
+from thinwire.sync import union_shares
 from thinwire.sync.cost import sent_bytes
 from thinwire.sync.units import from_units, to_units, unit_ids, unit_shape
 
@@ -191,6 +192,42 @@ def test_laws(name: str, world_size: int, dtype: torch.dtype) -> None:
         check_laws(case, SCHEMES[name], 1.0 / world_size if mean else 1.0)
 
     law()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("max_alone_ranks", [1, 8], ids=["ids lead", "ids alone"])
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+@pytest.mark.parametrize("name", ["column_split", "union_split"])
+def test_laws_when_rows_of_one_rank_alone_go_straight_to_all(
+    name: str, world_size: int, max_alone_ranks: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which small tables do not reach by themselves; of wide rows, so that there are early and late columns."""
+    monkeypatch.setattr(union_shares, "MIN_ALONE_BYTES", 1)
+    monkeypatch.setattr(union_shares, "MAX_ALONE_RANKS", max_alone_ranks)
+
+    @settings(max_examples=6)
+    @given(st.integers(0, 2**31), st.sampled_from([4, 35, 67]), st.sampled_from([0.05, 0.4]))
+    def law(seed: int, width: int, density: float) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        ids = [random_ids(60, density, generator) for _ in range(world_size)]
+        check_laws(make_case(ids, 60, width, dtype, seed), SCHEMES[name], 1.0 / world_size)
+
+    law()
+
+
+def test_rows_of_one_rank_alone_are_as_many_of_each_rank() -> None:
+    ids = [torch.tensor([0, 1, 2, 5]), torch.tensor([2, 3]), torch.tensor([0, 2, 7, 8, 9])]
+    union = torch.cat(ids).unique()
+    positions = [torch.searchsorted(union, part) for part in ids]
+    dealt = union_shares.Union.of(union, positions, row_bytes=union_shares.MIN_ALONE_BYTES)
+    assert [union[places].tolist() for places in dealt.alone] == [[1], [3], [7]]
+    assert dealt.shared is not None
+    assert union[dealt.shared].tolist() == [0, 2, 5, 8, 9]
+    for rank, part in enumerate(ids):
+        kept = dealt.kept[rank]
+        assert kept is not None
+        assert torch.equal(union[dealt.shared[dealt.held[rank]]], part[kept])
+    assert union_shares.Union.of(union, positions, row_bytes=1).num_alone == 0  # not worth a message
 
 
 SHAPES = [

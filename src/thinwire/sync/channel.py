@@ -20,6 +20,7 @@ from thinwire.errors import (
     PeerError,
     ThinwireError,
 )
+from thinwire.ranges import named
 from thinwire.sync.exchange import Exchange
 from thinwire.sync.machine import Machine
 from thinwire.wire import ALIGNMENT_BYTES, Format, Header, Kind, Message
@@ -278,7 +279,8 @@ class Channel:
     @contextmanager
     def _naming(self) -> Iterator[None]:
         try:
-            yield
+            with named("exchange"):
+                yield
         except LostPeerError as error:
             raise LostPeerError(f"{self.subject.name}: {error}") from error
 

@@ -107,7 +107,7 @@ def expected_bytes(
         by_columns = scheme.ownership is Ownership.COLUMNS
         held = (round(count),) * world_size
         plan = union_shares.Plan(held, num_rows, row_bytes // itemsize, itemsize, scheme.push_format, by_columns)
-        return opening + plan.sent_bytes(0, round(union), None if by_columns else [count / world_size] * world_size)
+        return opening + plan.expected_bytes(union)
 
     def rows(ranks: int) -> float:
         if ranks == world_size:

@@ -107,23 +107,19 @@ class _Flow:
         held = tuple(ids.numel() for ids in self.ids)
         by_columns = scheme.ownership is Ownership.COLUMNS
         plan = union_shares.Plan(held, self.num_rows, self.width, self.itemsize, scheme.push_format, by_columns)
-        dense = any(plan.sent_rows(rank) > held[rank] for rank in range(self.world_size))
-        union = torch.arange(self.num_rows) if dense else _union(self.ids)
-        for rank, ids in enumerate(self.ids):
-            sent = union if plan.sent_rows(rank) > held[rank] else ids
-            positions = torch.searchsorted(union, sent)
-            self._send_to_all(rank, parcel_bytes(plan.ids_bytes(rank) - plan.lead_bytes(rank)))
+        union = plan.union(self.ids)
+        for rank in range(self.world_size):
+            self._send_to_all(rank, 0 if plan.ids_lead else parcel_bytes(plan.ids_bytes(rank)))
+            self._send_to_all(rank, parcel_bytes(union.num_alone * plan.alone_bytes))
             for owner in range(self.world_size):
-                for number, chunk in enumerate(plan.chunks(owner)):
+                for number, share in enumerate(plan.shares(owner)):
                     if owner == rank:
-                        self._send_to_all(rank, parcel_bytes(plan.values_bytes(chunk.num_rows(union.numel()), chunk)))
+                        self._send_to_all(rank, parcel_bytes(plan.values_bytes(union.num_rows(share), share)))
                     else:
-                        places = chunk.select(positions)
-                        pushed = positions.numel() if places is None else places.numel()
-                        self.pairs[rank][owner] += parcel_bytes(
-                            plan.values_bytes(pushed, chunk) + (plan.lead_bytes(rank) if number == 0 else 0)
-                        )
-        return union
+                        pushed = union.pushed(share, rank)[0].numel()
+                        lead = plan.lead_bytes(rank, number)
+                        self.pairs[rank][owner] += parcel_bytes(lead + plan.values_bytes(pushed, share))
+        return union.ids
 
     def _gathered(self, scheme: Scheme) -> Tensor:
         price, whole = Pricing(scheme.push_choice, self.row_bytes), Whole(self.num_rows)

@@ -56,18 +56,22 @@ class Parcels:
             self._stream.send((rank + step) % world_size, parcel_bytes(num_bytes), make)
 
     def receive(self, source: int, place: int, num_bytes: int) -> Receive:
-        """Post a receive; the function that is returned waits, and gives uint8 [num_bytes].
+        """Post a receive of at most ``num_bytes``; the function that is returned waits, and gives uint8 [num_bytes].
+
+        It is told the number of bytes if that is less than what was posted; it may not be 0 then.
 
         Raises:
             CorruptHeaderError: in that function: not what ``source`` has sealed for this place.
             LostPeerError: see `Stream.receive`.
         """
         if not num_bytes:
-            return lambda: torch.empty(0, dtype=torch.uint8)
-        receive = self._stream.receive(source, parcel_bytes(num_bytes))
+            return lambda num_bytes=None: torch.empty(0, dtype=torch.uint8)
+        posted = num_bytes
+        receive = self._stream.receive(source, parcel_bytes(posted))
 
-        def wait() -> Tensor:
-            data = receive()
+        def wait(num_bytes: int | None = None) -> Tensor:
+            num_bytes = posted if num_bytes is None else num_bytes
+            data = receive(parcel_bytes(num_bytes))
             payload, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
             if seal.numpy().tobytes() != self._seal(source, place, payload):
                 raise CorruptHeaderError(

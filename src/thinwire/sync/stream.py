@@ -19,10 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.errors import LostPeerError
+from thinwire.ranges import named
 
 SENDS_IN_FLIGHT = 2
+SMALL_BYTES = 16 * 1024
 
-Receive = Callable[[], Tensor]
+
+class Receive(Protocol):
+    """A posted receive."""
+
+    def __call__(self, num_bytes: int | None = None) -> Tensor:
+        """Wait for the message, uint8, the caller's; ``num_bytes`` if it is shorter than what was posted."""
+        ...
 
 
 class Stream(Protocol):
@@ -32,7 +40,7 @@ class Stream(Protocol):
     """
 
     def receive(self, source: int, num_bytes: int) -> Receive:
-        """Post a receive; the function that is returned waits for the bytes (uint8 [num_bytes], the caller's).
+        """Post a receive of at most ``num_bytes``; the function that is returned waits for it.
 
         Raises:
             LostPeerError: in that function: a peer died or did not take part, or sending failed on this rank.
@@ -83,13 +91,15 @@ class ProcessGroupStream:
         work = dist.irecv(buffer, group=self._group, group_src=self._ranks[source])
         assert work is not None, "a stream is only for ranks of the group"
 
-        def wait() -> Tensor:
+        def wait(num_bytes: int | None = None) -> Tensor:
+            message = buffer if num_bytes is None else buffer[:num_bytes]
             try:
-                work.wait()
+                with named("exchange"):
+                    work.wait()
             except RuntimeError as error:
                 raise (self._failure or self._lost(error)) from error
-            self._on_received(source, num_bytes)
-            return buffer
+            self._on_received(source, message.numel())
+            return message
 
         return wait
 
@@ -110,26 +120,27 @@ class ProcessGroupStream:
             raise self._failure
 
     def _send_in_turn(self) -> None:
-        """Two at a time, as in `ProcessGroupExchange.swap`."""
+        """Two at a time, as in `ProcessGroupExchange.swap`; small ones, which fill nobody's link, all together."""
         try:
-            in_flight: deque[dist.Work] = deque()
+            in_flight: deque[tuple[dist.Work, int]] = deque()
             while (job := self._jobs.get()) is not None and not self._abandoned:
                 target, num_bytes, make = job
                 data = self._made(num_bytes, make)
                 work = dist.isend(data, group=self._group, group_dst=self._ranks[target])
                 assert work is not None, "a stream is only for ranks of the group"
-                in_flight.append(work)
+                in_flight.append((work, num_bytes))
                 self._on_sent(target, data.numel())
-                if len(in_flight) == SENDS_IN_FLIGHT:
-                    in_flight.popleft().wait()
-            while in_flight:
-                in_flight.popleft().wait()
+                while len(in_flight) >= SENDS_IN_FLIGHT and sum(size for _, size in in_flight) > SMALL_BYTES:
+                    in_flight.popleft()[0].wait()
+            for work, _ in in_flight:
+                work.wait()
         except RuntimeError as error:
             self._failure = self._failure or self._lost(error)
 
     def _made(self, num_bytes: int, make: Callable[[], Tensor]) -> Tensor:
         try:
-            data = make()
+            with named("pack"):
+                data = make()
             assert data.numel() == num_bytes, f"a message of {data.numel()} bytes, {num_bytes} were announced"
         except Exception as error:
             self._failure = self._failure or error

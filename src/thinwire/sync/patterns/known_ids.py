@@ -7,6 +7,8 @@ every n-th row (imbalance exactly 1 in the pull). It pays when few wide rows are
 Once ranks have told each other how many rows they hold, the sizes of all ids and columns are known, and the sizes of
 everything else once the ids are there. So no header travels, and everything runs as one stream, in which the share of
 an owner is cut into chunks: while one is on the wire, the next is gathered, and an earlier one is summed and sent back.
+The first columns are pushed right behind the ids. For the others the ranks know by then which rows one of them alone
+holds, and send those to all instead of to an owner.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from thinwire.sync.channel import Channel
 from thinwire.sync.parcels import Parcels
 from thinwire.sync.partition import Whole
 from thinwire.sync.stream import Receive
-from thinwire.sync.union_shares import Plan, Share
+from thinwire.sync.union_shares import Plan, Share, Union
 from thinwire.wire import Format, Kind
 
 
@@ -44,42 +46,47 @@ def all_reduce(
 
 
 class _Run:
-    """One run. Places of parcels: 0 the ids, if they travel alone, then the chunks of the push, then those of the pull.
+    """One run. Places of parcels: 0 the ids, unless they lead, 1 the rows of one rank alone, then push and pull.
 
-    Columns are sent at once, the ids in front of the first chunk; for rows of the union the ids must be known before.
+    Rows that one rank alone holds are sent between push and pull, so that the wire is busy while owners add up.
     """
 
     def __init__(self, rows: SparseRows, plan: Plan, channel: Channel, parcels: Parcels) -> None:
         self.rows, self.plan, self.channel, self.parcels = rows, plan, channel, parcels
         self.rank, self.world_size = channel.rank, channel.world_size
-        self.chunks = [plan.chunks(owner) for owner in range(self.world_size)]
-        self.mine = self.chunks[self.rank]
         self.ranks = range(self.world_size)
+        self.shares = [plan.shares(owner) for owner in self.ranks]
+        self.mine = self.shares[self.rank]
         self.others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def sum(self, scale: float) -> SparseRows:
-        if self.plan.by_columns:
-            pushes = self._push(None)
-            union, positions = self._union([self._await_ids(rank, pushes[0].get(rank)) for rank in self.ranks])
-        else:
-            union, positions = self._union(self._swap_ids())
-            pushes = self._push(positions)
-        pulls = self._receive_pull(union.numel())
-        values = self.rows.values.new_empty(union.numel(), self.rows.width)
-        for number, (chunk, received) in enumerate(zip(self.mine, pushes, strict=True)):
-            total = self._sum(chunk, received, positions, union.numel(), scale)
-            values[chunk.rows, chunk.columns] = total
-            self._send_back(number, chunk, total)
+        early = [number for number, share in enumerate(self.mine) if share.early]
+        late = [number for number, share in enumerate(self.mine) if not share.early]
+        ids = {} if self.plan.ids_lead else self._swap_ids()
+        pushes = [self._receive_push(number, None) for number in (early + late if self.plan.by_columns else early)]
+        self._push(early, None)
+        union = self._union(ids or pushes[0])
+        pushes = pushes or [self._receive_push(number, union) for number in late]
+        self._push(late, union)
+        own = self._send_alone(union, scale)
+        alone, pulls = self._receive_alone(union), [self._receive_pull(number, union) for number in early + late]
+        values = self.rows.values.new_empty(union.ids.numel(), self.rows.width)
+        for number, share in enumerate(self.mine):
+            total = self._sum(number, pushes[number], union, scale)
+            self._send_back(number, share, total)
+            _write(values, union.places(share), share.columns, total)
+        self._write_alone(values, union, alone, own)
         for number, received in enumerate(pulls):
             for owner, receive in received.items():
-                chunk = self.chunks[owner][number]
-                values[chunk.rows, chunk.columns] = self._matrix(receive(), chunk.num_rows(union.numel()), chunk)
-        return SparseRows.trusted(union, values, self.rows.num_rows)
+                share = self.shares[owner][number]
+                total = self._matrix(receive(), union.num_rows(share), share.width)
+                _write(values, union.places(share), share.columns, total)
+        return SparseRows.trusted(union.ids, values, self.rows.num_rows)
 
-    def _swap_ids(self) -> list[Receive]:
+    def _swap_ids(self) -> dict[int, Receive]:
         receives = {source: self.parcels.receive(source, 0, self.plan.ids_bytes(source)) for source in self.others}
         self.parcels.send_to_all(0, self.plan.ids_bytes(self.rank), lambda target: target.copy_(self._encoded_ids))
-        return [self._await_ids(rank, receives.get(rank)) for rank in self.ranks]
+        return receives
 
     @cached_property
     def _encoded_ids(self) -> Tensor:
@@ -88,101 +95,119 @@ class _Run:
             return torch.empty(0, dtype=torch.uint8)
         return wire.encode(format, Whole(self.rows.num_rows), self.rows.ids, no_values)
 
-    def _await_ids(self, rank: int, receive: Receive | None) -> Receive:
-        """What gives the ids of a rank, which are the first bytes of what it sends."""
-        if receive is None:
-            return lambda: self.rows.ids
-        if self.plan.format(rank) is Format.DENSE:
-            return lambda: torch.arange(self.rows.num_rows)
+    def _union(self, awaited: dict[int, Receive]) -> Union:
+        ids = [self.rows.ids if rank == self.rank else self._decode_ids(rank, awaited[rank]) for rank in self.ranks]
+        return Union.of(*kernels.union_places(ids, self.rows.num_rows), self.plan.alone_bytes)
 
-        def ids() -> Tensor:
-            payload, count = receive()[: self.plan.ids_bytes(rank)], self.plan.held[rank]
-            try:
-                return wire.decode(self.plan.format(rank), Whole(self.rows.num_rows), count, payload, 0, torch.uint8)[0]
-            except CorruptMessageError as error:
-                where = f"rank {self.rank}, {self.channel.subject.name}: from rank {rank}"
-                raise CorruptHeaderError(f"{where}: {error}") from error
+    def _decode_ids(self, rank: int, receive: Receive) -> Tensor:
+        format, count, whole = self.plan.format(rank), self.plan.held[rank], Whole(self.rows.num_rows)
+        if format is Format.DENSE:
+            return torch.arange(self.rows.num_rows)
+        try:
+            return wire.decode(format, whole, count, receive()[: self.plan.ids_bytes(rank)], 0, torch.uint8)[0]
+        except CorruptMessageError as error:
+            where = f"rank {self.rank}, {self.channel.subject.name}: from rank {rank}"
+            raise CorruptHeaderError(f"{where}: {error}") from error
 
-        return ids
+    def _receive_push(self, number: int, union: Union | None) -> dict[int, Receive]:
+        """What awaits the pieces of one of this rank's shares.
 
-    def _union(self, awaited: Sequence[Receive]) -> tuple[Tensor, list[Tensor]]:
-        """The ids of all ranks, and where in them the rows of each rank are."""
-        ids = [receive() for receive in awaited]
-        return kernels.union_places(ids, self.rows.num_rows)
-
-    def _push(self, positions: Sequence[Tensor] | None) -> list[dict[int, Receive]]:
-        """Send each owner its share of this rank's rows; returns what awaits the pieces of this rank's chunks.
-
-        ``positions`` of all ranks' rows in the union may be None where shares have all rows.
+        Receives of columns are posted before the union is known, for all rows of the sender, because a sender cannot
+        begin before it has heard of the posted receive, and would hear of a late one behind what was sent meanwhile.
         """
-        counts = [self._count(self.mine[0], rank, positions) for rank in range(self.world_size)]
-        receives = [
-            {source: self._receive_push(number, source, counts[source]) for source in reversed(self.others)}
-            for number in range(len(self.mine))
-        ]
-        selected = [None if positions is None else chunks[0].select(positions[self.rank]) for chunks in self.chunks]
-        for number in range(len(self.mine)):
+        share = self.mine[number]
+
+        def receive(source: int) -> Receive:
+            count = self.plan.sent_rows(source) if union is None else union.pushed(share, source)[0].numel()
+            num_bytes = self.plan.lead_bytes(source, number) + self.plan.values_bytes(count, share)
+            return cache(self.parcels.receive(source, 2 + number, num_bytes))
+
+        return {source: receive(source) for source in reversed(self.others)}
+
+    def _receive_alone(self, union: Union) -> dict[int, Receive]:
+        num_bytes = union.num_alone * self.plan.alone_bytes
+        return {source: self.parcels.receive(source, 1, num_bytes) for source in reversed(self.others)}
+
+    def _receive_pull(self, number: int, union: Union) -> dict[int, Receive]:
+        def receive(owner: int) -> Receive:
+            share = self.shares[owner][number]
+            num_bytes = self.plan.values_bytes(union.num_rows(share), share)
+            return self.parcels.receive(owner, self._pull_place(number), num_bytes)
+
+        return {owner: receive(owner) for owner in reversed(self.others)}
+
+    def _push(self, numbers: Sequence[int], union: Union | None) -> None:
+        """Send each owner its shares of this rank's rows, of all of them where ``union`` is not known."""
+        for number in numbers:
             for owner in self.others:
-                self._push_chunk(number, owner, selected[owner])
-        return receives
+                share = self.shares[owner][number]
+                self._push_share(number, owner, union.pushed(share, self.rank)[1] if union else None)
 
-    def _count(self, share: Share, rank: int, positions: Sequence[Tensor] | None) -> int:
-        selected = None if positions is None else share.select(positions[rank])
-        return self.plan.sent_rows(rank) if selected is None else selected.numel()
-
-    def _receive_push(self, number: int, source: int, count: int) -> Receive:
-        lead = self.plan.lead_bytes(source) if number == 0 else 0
-        num_bytes = lead + self.plan.values_bytes(count, self.mine[number])
-        return cache(self.parcels.receive(source, 1 + number, num_bytes))
-
-    def _push_chunk(self, number: int, owner: int, selected: Tensor | None) -> None:
-        chunk = self.chunks[owner][number]
-        values = self.rows.values[:, chunk.columns]
-        count = values.shape[0] if selected is None else selected.numel()
-        lead = self.plan.lead_bytes(self.rank) if number == 0 else 0
+    def _push_share(self, number: int, owner: int, pushed: Tensor | None) -> None:
+        share = self.shares[owner][number]
+        values, lead = self.rows.values[:, share.columns], self.plan.lead_bytes(self.rank, number)
+        count = values.shape[0] if pushed is None else pushed.numel()
 
         def write(target: Tensor) -> None:
             if lead:
                 target[:lead] = self._encoded_ids
-            matrix = self._matrix(target[lead:], count, chunk)
-            matrix.copy_(values) if selected is None else torch.index_select(values, 0, selected, out=matrix)
+            matrix = self._matrix(target[lead:], count, share.width)
+            matrix.copy_(values) if pushed is None else torch.index_select(values, 0, pushed, out=matrix)
 
-        self.parcels.send(owner, 1 + number, lead + self.plan.values_bytes(count, chunk), write)
+        self.parcels.send(owner, 2 + number, lead + self.plan.values_bytes(count, share), write)
 
-    def _sum(
-        self, chunk: Share, received: dict[int, Receive], positions: Sequence[Tensor], union: int, scale: float
-    ) -> Tensor:
-        """The sum of a chunk: added in rank order as the pieces are there, times ``scale``, rounded once."""
+    def _send_alone(self, union: Union, scale: float) -> Tensor:
+        """Send the rows that this rank alone holds to all; returns them, times ``scale``, without early columns."""
+        mine = torch.searchsorted(self.rows.ids, union.ids[union.alone[self.rank]])
+        rows = self.rows.values[:, self.plan.num_early :].index_select(0, mine).mul_(scale)
+        num_bytes = union.num_alone * self.plan.alone_bytes
+        self.parcels.send_to_all(1, num_bytes, lambda target: self._matrix(target, *rows.shape).copy_(rows))
+        return rows
+
+    def _write_alone(self, values: Tensor, union: Union, received: dict[int, Receive], own: Tensor) -> None:
+        columns = slice(self.plan.num_early, self.rows.width)
+        for rank, places in enumerate(union.alone):
+            rows = own if rank == self.rank else self._matrix(received[rank](), *own.shape)
+            _write(values, places, columns, rows)
+
+    def _sum(self, number: int, received: dict[int, Receive], union: Union, scale: float) -> Tensor:
+        """The sum of a share: added in rank order as the pieces are there, times ``scale``, rounded once."""
+        share = self.mine[number]
 
         def piece(rank: int) -> tuple[Tensor, Tensor]:
-            selected = chunk.select(positions[rank])
-            places = chunk.place(positions[rank] if selected is None else positions[rank][selected])
+            places, pushed = union.pushed(share, rank)
             if rank != self.rank:
-                payload = received[rank]()
-                tail = payload[payload.numel() - self.plan.values_bytes(places.numel(), chunk) :]
-                return places, self._matrix(tail, places.numel(), chunk)
-            own = self.rows.values[:, chunk.columns]
-            return places, own if selected is None else own[selected]
+                return places, self._matrix(
+                    self._received(number, received[rank], rank, places), places.numel(), share.width
+                )
+            own = self.rows.values[:, share.columns]
+            return places, own if pushed is None else own[pushed]
 
-        pieces = (piece(rank) for rank in range(self.world_size))
-        return kernels.sum_rows_at(pieces, chunk.num_rows(union), chunk.width, self.rows.values.dtype, scale)
+        pieces = (piece(rank) for rank in self.ranks)
+        return kernels.sum_rows_at(pieces, union.num_rows(share), share.width, self.rows.values.dtype, scale)
 
-    def _send_back(self, number: int, chunk: Share, total: Tensor) -> None:
+    def _received(self, number: int, receive: Receive, rank: int, places: Tensor) -> Tensor:
+        """The values that a rank pushed of a share, as bytes."""
+        share, lead = self.mine[number], self.plan.lead_bytes(rank, number)
+        if share.early:
+            return receive()[lead:]
+        return receive(self.plan.values_bytes(places.numel(), share))
+
+    def _send_back(self, number: int, share: Share, total: Tensor) -> None:
         def write(target: Tensor) -> None:
-            self._matrix(target, total.shape[0], chunk).copy_(total)
+            self._matrix(target, *total.shape).copy_(total)
 
-        self.parcels.send_to_all(self._pull_place(number), self.plan.values_bytes(total.shape[0], chunk), write)
-
-    def _receive_pull(self, union: int) -> list[dict[int, Receive]]:
-        def receive(number: int, owner: int) -> Receive:
-            chunk = self.chunks[owner][number]
-            num_bytes = self.plan.values_bytes(chunk.num_rows(union), chunk)
-            return self.parcels.receive(owner, self._pull_place(number), num_bytes)
-
-        return [{owner: receive(number, owner) for owner in reversed(self.others)} for number in range(len(self.mine))]
+        self.parcels.send_to_all(self._pull_place(number), self.plan.values_bytes(total.shape[0], share), write)
 
     def _pull_place(self, number: int) -> int:
-        return 1 + len(self.mine) + number
+        return 2 + len(self.mine) + number
 
-    def _matrix(self, data: Tensor, num_rows: int, chunk: Share) -> Tensor:
-        return data.view(self.rows.values.dtype).view(num_rows, chunk.width)
+    def _matrix(self, data: Tensor, num_rows: int, width: int) -> Tensor:
+        return data.view(self.rows.values.dtype).view(num_rows, width)
+
+
+def _write(values: Tensor, places: Tensor | slice, columns: slice, rows: Tensor) -> None:
+    if isinstance(places, slice):
+        values[places, columns] = rows
+    else:
+        values[:, columns].index_copy_(0, places, rows)

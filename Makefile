@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-gpu test-nightly lint format clean
+.PHONY: help install demo test test-gpu test-jit-off test-nightly lint format clean
 
 help:            ## list the verbs
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -30,6 +30,9 @@ test: lint       ## lint, types, and every test that needs no GPU
 test-gpu: install ## what needs a GPU: its tests, then kernel times to benchmarks/results
 	$(BIN)/python -m pytest -m "gpu"
 	$(BIN)/python benchmarks/bench_gpu_kernels.py --json benchmarks/results/gpu-kernels.json
+
+test-jit-off: install ## the kernels as plain Python, which coverage tools can see
+	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest tests/unit/test_kernels.py tests/unit/test_kernel_parity.py tests/unit/test_kernel_sums.py
 
 test-nightly: install ## the slow tests: full demo, benchmark figures, long fuzzing
 	$(BIN)/python -m pytest -m "slow"

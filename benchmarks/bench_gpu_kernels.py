@@ -22,13 +22,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from bench_kernels import Inputs, Operation, id_operations, row_operations, spread, sum_operations
+from bench_kernels import DENSITIES, SIZES, Inputs, Operation, id_operations, row_operations, spread, sum_operations
 
 from thinwire import kernels
 from thinwire.kernels import dispatch
 
-SIZES = [1_000, 100_000, 10_000_000, 214_000_000]
-DENSITIES = [0.001, 0.01, 0.05, 0.5]
 COPIED_BYTES = 1 << 30
 TWINS = {"torch": "reference", "triton": "auto"}
 

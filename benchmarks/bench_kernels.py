@@ -1,21 +1,30 @@
 """Kernels on the CPU: what each must move, what it takes in plain torch and compiled. docs/kernels.md has a table.
 
     python benchmarks/bench_kernels.py --sizes 1000 100000 --densities 0.01
-    python benchmarks/bench_kernels.py --large --threads 2 --operations "find + deal"
+    python benchmarks/bench_kernels.py --sizes 214000000 --densities 0.052 --threads 2 --operations "find + deal"
+    python benchmarks/bench_kernels.py --json benchmarks/results/kernels-cpu.json
 
-The floor of an operation is the time of reading and writing its bytes once, at the bandwidth that one thread measures
-here. Twins take turns, so that what else the machine does falls on both. Times are medians, spreads their quartiles.
+Each time stands beside two floors: that of reading and writing the bytes of the operation once, at the bandwidth that
+one thread measures here, and the same in plain torch, the reference. Twins take turns, so that what else the machine
+does falls on both. Times are medians, spreads their quartiles: of the processor with one thread, so that a busy machine
+does not count, and of the clock with more. The largest size comes last and takes 12 GB; of more
+than 32 million ids only the search is measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -25,8 +34,11 @@ from thinwire import kernels
 TWINS = ("reference", "numba")
 NUM_PIECES = 8
 ROW_ELEMENTS = 64
-LARGE_SIZE, LARGE_DENSITY = 214_000_000, 0.052  # the embedding gradients of an LSTM language model
+SIZES = [1_000, 100_000, 10_000_000, 214_000_000]  # the last: the embedding gradients of an LSTM language model
+DENSITIES = [0.001, 0.01, 0.052, 0.5]
+MAX_IDS = 32_000_000  # in a list; 8 lists and what is made of them must fit into memory
 SAMPLE_SECONDS = 2e-3  # calls that are shorter are timed many at once
+TWIN_SECONDS = 3.0  # of calls of one twin; those that are longer are repeated less often, but twice
 
 
 @dataclass(frozen=True)
@@ -132,6 +144,12 @@ def id_operations(inputs: Inputs) -> Iterator[Operation]:
         elements.nbytes + ids.nbytes,
         3 * ids.nbytes,
     )
+    yield Operation(
+        "encode + decode",
+        lambda: round_trip(elements, size),
+        elements.nbytes + 2 * (4 * ids.numel() + size // 8),
+        2 * (4 * ids.numel() + size // 8) + ids.nbytes,
+    )
     yield Operation("ids of an owner", lambda: kernels.dealt_ids(0, dealt, NUM_PIECES, 0), dealt.nbytes, dealt.nbytes)
     yield Operation(
         "published hash",
@@ -148,6 +166,15 @@ def id_operations(inputs: Inputs) -> Iterator[Operation]:
     )
     payload = torch.zeros(4 * ids.numel() // 8 * 8, dtype=torch.uint8)
     yield Operation("checksum", lambda: kernels.checksum(payload), payload.nbytes, 0)
+
+
+def round_trip(elements: Tensor, size: int) -> None:
+    """What a rank sends to 8 owners, in hash bitmaps, and the ids that they make of it."""
+    ids = kernels.nonzero_rows(elements)
+    for owner, (positions, places) in enumerate(kernels.deal(ids, NUM_PIECES, 0)):
+        kernels.gather_rows(elements, kernels.gather_rows(ids.view(-1, 1), places).view(-1))
+        bitmap = kernels.pack_bits(positions, -(-size // NUM_PIECES))
+        kernels.dealt_ids(owner, kernels.unpack_bits(bitmap), NUM_PIECES, 0)
 
 
 def sum_operations(inputs: Inputs) -> Iterator[Operation]:
@@ -171,18 +198,21 @@ def sum_operations(inputs: Inputs) -> Iterator[Operation]:
 
 
 def seconds(call: Callable[[], object], times: int) -> float:
-    started = time.perf_counter()
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    started = clock()
     for _ in range(times):
         call()
-    return (time.perf_counter() - started) / times
+    return (clock() - started) / times
 
 
 def measure(operation: Operation, inputs: Inputs, bandwidth: Bandwidth, repeat: int) -> Result:
-    times = {}
+    times, slowest = {}, 0.0
     for twin in TWINS:
         with kernels.using(twin):
             operation.run()  # compiled, and memory touched
-            times[twin] = max(1, int(SAMPLE_SECONDS / seconds(operation.run, 1)))
+            once = seconds(operation.run, 1)
+        times[twin], slowest = max(1, int(SAMPLE_SECONDS / once)), max(slowest, once)
+    repeat = max(2, min(repeat, int(TWIN_SECONDS / slowest)))
     samples: dict[str, list[float]] = {twin: [] for twin in TWINS}
     for _ in range(repeat):
         for twin in TWINS:
@@ -216,12 +246,30 @@ def show(result: Result) -> None:
     )
 
 
+def machine() -> dict[str, object]:
+    return {
+        "processor": processor(),
+        "cores": os.cpu_count() or 1,
+        "torch": torch.__version__,
+        "numba": version("numba"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def processor() -> str:
+    """As Linux names it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1_000, 100_000, 10_000_000])
-    parser.add_argument("--densities", type=float, nargs="+", default=[0.001, 0.01, 0.05, 0.5])
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES)
+    parser.add_argument("--densities", type=float, nargs="+", default=DENSITIES)
     parser.add_argument("--operations", nargs="+", help="only those whose names begin so")
-    parser.add_argument("--large", action="store_true", help=f"{LARGE_SIZE:,} floats at {LARGE_DENSITY}; takes 12 GB")
     parser.add_argument("--threads", type=int, default=1, help="of torch; compiled kernels have one")
     parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--json", metavar="PATH", help="write the results there")
@@ -232,18 +280,19 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     print(f"one thread reads {bandwidth.read / 1e9:.1f} GB/s and writes {bandwidth.write / 1e9:.1f} GB/s")
     print(f"torch has {options.threads} threads; kernels compiled or loaded in {kernels.warm_up():.1f} s")
-    cases = [(size, density) for size in options.sizes for density in options.densities]
     results = []
-    for size, density in [(LARGE_SIZE, LARGE_DENSITY)] if options.large else cases:
-        inputs = Inputs(size, density)
-        for make in (row_operations, id_operations, sum_operations):
+    for size, density in ((size, density) for size in sorted(options.sizes) for density in options.densities):
+        few = size * density <= MAX_IDS
+        for make in (row_operations, id_operations, sum_operations) if few else (row_operations,):
+            inputs = Inputs(size, density)  # anew, so that memory is given back
             for operation in make(inputs):
                 if not options.operations or operation.name.startswith(tuple(options.operations)):
                     results.append(measure(operation, inputs, bandwidth, options.repeat))
                     show(results[-1])
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump({"bandwidth": asdict(bandwidth), "results": [asdict(result) for result in results]}, file)
+        found = {**machine(), "torch_threads": options.threads, "bandwidth": asdict(bandwidth)}
+        found["results"] = [asdict(result) for result in results]
+        Path(options.json).write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ Sparse gradients are summed exactly, in a fraction of the bytes of an all-reduce
 al., "ZEN: Empowering Distributed Training with Sparsity-driven Data Synchronization", OSDI'25), on rows.
 """
 
-from thinwire import schemes
+from thinwire import compress, schemes
 from thinwire.all_reduce import sparse_all_reduce
-from thinwire.attach import Synchronizer, attach
+from thinwire.attach import attach
 from thinwire.errors import CorruptMessageError, MismatchError, PeerError, ThinwireError
 from thinwire.sparse import SparseRows
 from thinwire.sync.scheme import Scheme
+from thinwire.synchronizer import Synchronizer
 
 __version__ = "0.1.0"
 
@@ -22,6 +23,7 @@ __all__ = [
     "Synchronizer",
     "ThinwireError",
     "attach",
+    "compress",
     "schemes",
     "sparse_all_reduce",
 ]

@@ -2,243 +2,154 @@
 
 from __future__ import annotations
 
-import logging
-import time
-import warnings
+import sys
+from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.autograd import Variable
-from torch.futures import Future
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
-from thinwire import kernels
-from thinwire.hooks import ddp as ddp_hook
-from thinwire.hooks.buckets import Buckets
-from thinwire.hooks.embedding import LookupRows
-from thinwire.hooks.gradients import GradientSync
-from thinwire.lane import Lane
-from thinwire.observe.ledger import ParameterRecord
+from thinwire.compress.assign import Compress
+from thinwire.compress.base import Compressor, Parameter
+from thinwire.compress.choose import AUTO as AUTO_EXCHANGE
+from thinwire.compress.memory import MomentumCorrection
+from thinwire.compress.wrapper import Wrapper
+from thinwire.hooks.compression import Compression, GradScaler, Planned
+from thinwire.hooks.embedding import tables_of
+from thinwire.lane import resolve_group
 from thinwire.sparse import SUPPORTED_DTYPES
-from thinwire.sync.channel import Subject
 from thinwire.sync.named import AUTO, resolve
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
-
-logger = logging.getLogger("thinwire")
-_STATE_VERSION = 1
+from thinwire.synchronizer import Synchronizer, is_attached, module_of
 
 
-def attach(model: nn.Module, scheme: str | Scheme | TwoLevel = AUTO, timeout: timedelta | None = None) -> Synchronizer:
-    """Synchronize the gradients of a DDP model exactly, with sparse ones sent as what they are.
+def attach(
+    model: nn.Module,
+    scheme: str | Scheme | TwoLevel = AUTO,
+    timeout: timedelta | None = None,
+    *,
+    compress: Compress | None = None,
+    exchange: str | Scheme | TwoLevel = AUTO_EXCHANGE,
+    grad_scaler: GradScaler | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Synchronizer:
+    """Synchronize the gradients of a model: sparse ones sent as what they are, others exactly or compressed.
 
     From the next backward on, gradients of ``nn.Embedding(sparse=True)`` and the non-zero rows of dense embedding
     gradients travel by ``scheme``; everything else is all-reduced. The mean over ranks is what stock DDP computes, up
     to the rounding of another order of addition, and has the same bits on all ranks. Gradients keep their layout, so
     any optimizer works. Call it on all ranks, after wrapping the model and before the first backward.
 
+    With ``compress`` large matrices that are not tables of embeddings are compressed, which is lossy; see
+    docs/compress.md. A plain module needs no DDP: all ranks get the parameters and buffers of rank 0, and gradients are
+    averaged while ``backward`` runs.
+
     Args:
-        model: a ``DistributedDataParallel`` whose parameters are on the CPU.
+        model: a ``DistributedDataParallel``, or a plain module that is on all ranks of the default process group.
+            All its parameters are on one device.
         scheme: a name of `thinwire.schemes`, a `Scheme` or a `TwoLevel` ("two_level:zen": ranks of one host add up
             first); "auto" takes the one of fewest bytes at each step.
         timeout: how long to wait for a peer; None takes that of the model's process group.
+        compress: a compressor of `thinwire.compress`, for all matrices of 1024 elements or more; or a policy, which is
+            a function from a ``Parameter`` to a compressor or None; or compressors by name pattern (``fnmatch``).
+            Biased compressors without a memory get error feedback.
+        exchange: how payloads are averaged: "all_reduce", "all_gather", "two_shot", or a scheme such as "zen" for
+            sparsifiers; "auto" takes the one of fewest bytes that the compressor allows, but no scheme.
+        grad_scaler: the ``torch.amp.GradScaler`` of the training loop. Memories are then kept in units of unscaled
+            gradients, and a step that the scaler skips leaves them as they were.
+        optimizer: looked at only: with a compressor that corrects momentum it must not have its own.
 
     Returns:
-        A `Synchronizer`: statistics, state, and `Synchronizer.detach`.
+        A `Synchronizer`: statistics, state, `Synchronizer.no_sync`, and `Synchronizer.detach`.
 
     Raises:
-        ValueError: the model is not wrapped, has another hook, or thinwire is attached already; an unknown scheme.
-        MismatchError: ranks attach different models or schemes; on every rank.
+        ValueError: a sharded (FSDP) model, one that has another hook or is attached already; an unknown scheme; a
+            compressor that refuses a parameter or cannot be exchanged as asked for; momentum twice.
+        MismatchError: ranks attach different models, schemes or compressors; on every rank.
 
     Example:
-        >>> model = DistributedDataParallel(model)   # doctest: +SKIP
-        >>> sync = thinwire.attach(model)            # doctest: +SKIP
+        >>> model = DistributedDataParallel(model)                                        # doctest: +SKIP
+        >>> sync = thinwire.attach(model)                                                 # doctest: +SKIP
+        >>> sync = thinwire.attach(model, compress=thinwire.compress.top_k(0.01))         # doctest: +SKIP
     """
-    if not isinstance(model, DistributedDataParallel):
-        raise ValueError(
-            f"attach needs a DistributedDataParallel model, not {type(model).__name__}: wrap it first,"
-            " model = torch.nn.parallel.DistributedDataParallel(model)"
-        )
+    _check_model(model)
     resolve(scheme)
-    _check_parameters(model)
-    if ddp_hook.is_attached(model):
+    _check_parameters(module_of(model))
+    if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
-    return Synchronizer(model, scheme, timeout)
+    if compress is None:
+        if exchange != AUTO_EXCHANGE:
+            raise ValueError(f"exchange={exchange!r} is about compressed gradients: pass compress= too")
+        return Synchronizer(model, scheme, timeout)
+    compression = Compression(compress, exchange, grad_scaler)
+    group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
+    plans = compression.plans(_dense_parameters(module_of(model)), group.size())
+    if optimizer is not None:
+        _check_momentum(optimizer, plans)
+    return Synchronizer(model, scheme, timeout, plans, compression)
 
 
-class Synchronizer:
-    """What `attach` returns: the account, the state, and the end of a synchronization."""
-
-    def __init__(
-        self, model: DistributedDataParallel, scheme: str | Scheme | TwoLevel, timeout: timedelta | None
-    ) -> None:
-        self._model = model
-        self._names = {id(parameter): name for name, parameter in model.module.named_parameters()}
-        self._gradients = GradientSync(scheme)
-        self._in_flight: list[Future[Tensor]] = []
-        self._exposed_seconds = 0.0
-        self._steps = 0
-        self._forwards = 0
-        self._lane = Lane(model.process_group, timeout)
-        try:
-            self._lane.submit(self._agree_on_configuration).wait()
-            ddp_hook.install(model, self._on_bucket)
-        except Exception:
-            self._lane.close()
-            raise
-        self._lookups = LookupRows(model.module)
-        self._lane.submit(lambda lane: kernels.warm_up())  # while the first forward runs
-        self._buckets = Buckets(self._gradients, self._lookups, self._names, self._lane)
-        self._forward_hook: RemovableHandle | None = model.register_forward_pre_hook(self._before_forward)
-
-    def stats(self) -> dict[str, float]:
-        """Totals of this rank since `attach`: bytes, seconds, steps. Slash names, for any metrics logger.
-
-        ``comm/seconds`` is the time that the lane worked, ``comm/exposed_seconds`` the part of it for which the
-        backward pass had to wait, ``comm/bytes_dense`` what all-reducing everything would have sent.
-        """
-        traffic = self._lane.exchange.traffic
-        return {
-            "comm/steps": float(self._steps),
-            "comm/bytes_sent": float(traffic.sent_bytes),
-            "comm/bytes_received": float(traffic.received_bytes),
-            "comm/bytes_sent_between_hosts": float(traffic.sent_between_hosts_bytes),
-            "comm/bytes_dense": float(sum(record.total_dense_bytes for record in self._records())),
-            "comm/seconds": self._lane.busy_seconds,
-            "comm/exposed_seconds": self._exposed_seconds,
-        }
-
-    def table(self) -> list[dict[str, str | int | float]]:
-        """One row per parameter, those that are all-reduced together in one: density, scheme, formats, bytes.
-
-        ``bytes`` were sent by this rank in the last step; ``predicted_bytes`` is what perfectly even ownership
-        would have taken, so the difference is imbalance. ``fused`` is the number of parameters that were synchronized
-        together with this one, itself included; they share the bytes by their rows. ``reason`` says why "auto" took
-        what it took last: bytes and seconds that it expected, and the next best. (The same line is logged, at level
-        INFO of the logger "thinwire", whenever the choice changes.)
-        """
-        return [record.row() for record in self._records()]
-
-    def state_dict(self) -> dict[str, Any]:
-        """What has to survive a restart for the same decisions to be taken; plain Python values."""
-        return {
-            "version": _STATE_VERSION,
-            "steps": self._steps,
-            "parameters": sorted(self._names.values()),
-            "choices": dict(self._gradients.choices),
-            "pauses": dict(self._gradients.pauses),
-            "unions": dict(self._gradients.unions),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, on all ranks alike; another world size is fine.
-
-        Raises:
-            ValueError: a state of another version or of a model with other parameters; nothing is changed.
-        """
-        if state.get("version") != _STATE_VERSION:
-            raise ValueError(f"a state of version {state.get('version')!r}; this thinwire reads {_STATE_VERSION}")
-        unknown = set(state["parameters"]) ^ set(self._names.values())
-        if unknown:
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"attach needs a module, not {type(model).__name__}")
+    for module in model.modules():
+        if _is_any(module, "torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel"):
             raise ValueError(
-                f"the state belongs to a model with other parameters; {min(unknown)!r} is only in one of them"
+                "attach does not take FSDP models yet: a shard has its gradient on one rank only. Use"
+                " DistributedDataParallel, or a plain module"
             )
-        self._steps = int(state["steps"])
-        self._gradients.choices = {name: str(scheme) for name, scheme in state["choices"].items()}
-        self._gradients.pauses = {name: int(steps) for name, steps in state["pauses"].items()}
-        self._gradients.unions = {name: int(rows) for name, rows in state["unions"].items()}
-
-    def detach(self) -> None:
-        """Give the gradients back to stock DDP and release the lane, on all ranks. Twice does nothing."""
-        if ddp_hook.is_attached(self._model) and self._forward_hook is not None:
-            ddp_hook.uninstall(self._model)
-            self._lookups.remove()
-            self._forward_hook.remove()
-            self._forward_hook = None
-            self._buckets.flush()
-            self._lane.close()
-
-    def _records(self) -> list[ParameterRecord]:
-        return list(self._gradients.records.values())
-
-    def _agree_on_configuration(self, lane: Lane) -> Tensor:
-        scheme = self._gradients.scheme
-        lines = [f"scheme={scheme if isinstance(scheme, str) else scheme.describe()}"]
-        for name, parameter in self._model.module.named_parameters():
-            lines.append(f"parameter {name!r}: {parameter.dtype} {list(parameter.shape)}")
-        lane.channel(Subject("attach", "\n".join(lines))).open()
-        return torch.empty(0)
-
-    def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        """Warn when a whole step went by without the hook: then stock DDP, or nobody, reduced the gradients."""
-        del module, args
-        if not (self._model.training and torch.is_grad_enabled() and self._model.require_backward_grad_sync):
-            return
-        self._forwards += 1
-        if self._forwards == 2 and self._steps == 0:
-            text = (
-                "thinwire is attached, but a forward pass went by and its hook was not called: gradients are not"
-                " synchronized by thinwire. Call the DDP model itself (not model.module), and run backward."
-            )
-            logger.warning(text)
-            warnings.warn(text, stacklevel=3)
-
-    def _on_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Called by DDP in backward for each bucket, in the same order on all ranks."""
-        future = self._buckets.add(bucket)
-        if self._in_flight or self._in_backward():
-            self._in_flight.append(future)
-        return future
-
-    def _in_backward(self) -> bool:
-        """Have `_finish_backward` called at the end of the running backward, if there is one.
-
-        Under ``model.join()`` DDP also calls its hook outside of backward, for ranks that ran out of data.
-        """
-        try:
-            Variable._execution_engine.queue_callback(self._finish_backward)
-        except RuntimeError:
-            return False
-        return True
-
-    def _finish_backward(self) -> None:
-        """Runs when backward has nothing left to compute: what is waited for here is exposed communication."""
-        self._buckets.flush()
-        started = time.perf_counter()
-        in_flight, self._in_flight = self._in_flight, []
-        for future in in_flight:
-            future.wait()
-        self._exposed_seconds += time.perf_counter() - started
-        self._gradients.finish_step()
-        self._steps += 1
-        if self._steps == 1 and self._lane.rank == 0:
-            logger.info("%s", self._summary())
-
-    def _summary(self) -> str:
-        rows = [record for record in self._records() if record.kind != "all-reduce"]
-        tables = "; ".join(
-            f"{record.name} ({record.kind}, {record.density:.2%} dense) by {record.scheme}" for record in rows
-        )
-        saved = self.stats()
-        return (
-            f"thinwire synchronizes {len(rows)} of {len(self._names)} parameters as rows"
-            f"{': ' + tables if rows else ''}; the others are all-reduced. First step:"
-            f" {saved['comm/bytes_sent']:,.0f} bytes sent, {saved['comm/bytes_dense']:,.0f} for a dense all-reduce"
-            f" ({self._lane.world_size} ranks)"
-        )
+        if isinstance(module, DistributedDataParallel) and module is not model:
+            raise ValueError("there is a DistributedDataParallel inside of this module: attach that one instead")
 
 
-def _check_parameters(model: DistributedDataParallel) -> None:
-    for name, parameter in model.module.named_parameters():
+def _check_parameters(module: nn.Module) -> None:
+    device = next((parameter.device for parameter in module.parameters() if parameter.requires_grad), None)
+    for name, parameter in module.named_parameters():
+        if _is_any(parameter, "torch.distributed.tensor", "DTensor"):
+            raise ValueError(f"parameter {name!r} is a DTensor: attach does not take sharded models yet")
         if not parameter.requires_grad:
             continue
-        if parameter.device.type != "cpu":
+        if parameter.device != device:
             raise ValueError(
-                f"parameter {name!r} is on {parameter.device}, but this version synchronizes CPU tensors only"
+                f"parameter {name!r} is on {parameter.device}, others are on {device}: move all to one device"
             )
         if parameter.dtype not in SUPPORTED_DTYPES:
             raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}, which is not supported")
+
+
+def _is_any(value: object, module: str, *names: str) -> bool:
+    """Whether it is an instance of classes that only those need to import who use them: 1.2 s for FSDP."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, tuple(getattr(loaded, name) for name in names))
+
+
+def _dense_parameters(module: nn.Module) -> list[Parameter]:
+    """What can be compressed: parameters that are trained, and no tables of embeddings."""
+    tables = {id(table) for table in tables_of(module)}
+    return [
+        Parameter(name, tuple(parameter.shape), parameter.dtype)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and id(parameter) not in tables
+    ]
+
+
+def _check_momentum(optimizer: torch.optim.Optimizer, plans: Mapping[str, Planned]) -> None:
+    corrected = [name for name, plan in plans.items() if _corrects_momentum(plan.compressor)]
+    if not corrected:
+        return
+    for group in optimizer.param_groups:
+        momentum = group.get("momentum") or next(iter(group.get("betas", ())), 0.0)
+        if momentum:
+            name = corrected[0]
+            raise ValueError(
+                f"{type(optimizer).__name__} has momentum {momentum:g}, and so has {plans[name].compressor.name} of"
+                f" parameter {name!r}, which would count it twice: use torch.optim.SGD(..., momentum=0.0)"
+            )
+
+
+def _corrects_momentum(compressor: Compressor) -> bool:
+    if isinstance(compressor, MomentumCorrection):
+        return compressor.momentum > 0.0
+    return isinstance(compressor, Wrapper) and _corrects_momentum(compressor.inner)

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
+from thinwire.cuda.exchange import StagedExchange
+from thinwire.cuda.staging import HostStaging, Staging
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerError, ThinwireError
 from thinwire.sync.channel import Channel, Subject
 from thinwire.sync.exchange import Exchange, ProcessGroupExchange
@@ -77,10 +79,10 @@ def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> dist.Pr
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     """The timeout that the group was made with; None, for torch's default, where this torch does not tell."""
-    try:
-        return group._get_backend(torch.device("cpu")).options._timeout
-    except (AttributeError, RuntimeError):
-        return None
+    for device in ("cpu", "cuda"):  # a group of NCCL has no part for the CPU
+        with contextlib.suppress(AttributeError, RuntimeError):
+            return group._get_backend(torch.device(device)).options._timeout
+    return None
 
 
 class Lane:
@@ -92,15 +94,19 @@ class Lane:
     Args:
         process_group: the ranks that take part. Making a lane is a collective call of all of them.
         timeout: how long an exchange may wait for a peer; None takes that of ``process_group``.
+        staging: how tensors that jobs all-reduce get to the host; None where they are there. The group of the lane is
+            Gloo's whatever ``process_group`` is.
     """
 
-    def __init__(self, process_group: Group = None, timeout: timedelta | None = None) -> None:
+    def __init__(
+        self, process_group: Group = None, timeout: timedelta | None = None, staging: Staging | None = None
+    ) -> None:
         parent = resolve_group(process_group)
         self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
         self._timeout = timeout or _timeout_of(parent)
         group = _take_group(parent, self._timeout)
         self._group: dist.ProcessGroup | None = group
-        self.exchange: Exchange = ProcessGroupExchange(group)
+        self.exchange: Exchange = StagedExchange(group, staging or HostStaging())
         self.busy_seconds = 0.0
         self._sequence = 0
         self._broken: Exception | None = None

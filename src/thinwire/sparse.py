@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.ranges import ranged
 
 SUPPORTED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -125,6 +126,7 @@ class Layout:
     def width(self) -> int:
         return math.prod(self.shape[self.row_dims :])
 
+    @ranged("find")
     def rows(self, tensor: Tensor) -> SparseRows:
         """The rows of a tensor of this layout. Values may share memory with it; it is not written to."""
         tensor = tensor.detach()
@@ -148,11 +150,12 @@ class Layout:
         ids = kernels.nonzero_rows(matrix)
         return SparseRows.trusted(ids, kernels.gather_rows(matrix, ids), self.num_rows)
 
+    @ranged("scatter")
     def tensor(self, rows: SparseRows) -> Tensor:
         """A new tensor of this layout; a COO result is coalesced."""
         if self.sparse_dim is None:
             return rows.to_dense().view(self.shape)
-        indices = torch.empty(self.sparse_dim, rows.ids.numel(), dtype=torch.int64)
+        indices = rows.ids.new_empty(self.sparse_dim, rows.ids.numel())
         rest = rows.ids
         for dim in range(self.sparse_dim - 1, 0, -1):
             indices[dim] = rest % self.shape[dim]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.errors import CorruptMessageError
+from thinwire.ranges import ranged
 
 ALIGNMENT_BYTES = 8
 _INDEX_DTYPES = (
@@ -109,6 +110,7 @@ class Choice:
         return smallest(self.formats, count, row_bytes, part.size, part.num_rows, self.dense_switch)
 
 
+@ranged("pack")
 def encode(format: Format, part: Part, positions: Tensor, values: Tensor, order: Tensor | None = None) -> Tensor:
     """One payload, newly allocated: values first (so that they are aligned), then ids, then padding with zeros.
 

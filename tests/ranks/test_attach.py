@@ -265,8 +265,8 @@ def test_a_hook_that_is_never_called_is_warned_of_once() -> None:
 
 
 def _refusals(context: RankContext) -> None:
-    with pytest.raises(ValueError, match="DistributedDataParallel"):
-        thinwire.attach(Tagger())
+    with pytest.raises(ValueError, match="DistributedDataParallel inside"):
+        thinwire.attach(nn.Sequential(DistributedDataParallel(Tagger())))
     hooked = DistributedDataParallel(Tagger())
     hooked.register_comm_hook(None, allreduce_hook)
     with pytest.raises(ValueError, match="communication hook already"):

@@ -16,24 +16,31 @@ SOURCE = Path(__file__).parents[2] / "src" / "thinwire"
 # These rooms import of thinwire only what is listed (and themselves).
 FOUNDATION = {
     "errors": set(),
-    "kernels": set(),
-    "sparse": {"kernels"},
-    "wire": {"kernels", "errors"},
-    "sync": {"kernels", "errors", "sparse", "wire"},
+    "ranges": set(),
+    "kernels": {"ranges"},
+    "sparse": {"kernels", "ranges"},
+    "wire": {"kernels", "errors", "ranges"},
+    "sync": {"kernels", "errors", "sparse", "wire", "ranges"},
     "schemes": {"sync", "wire"},
-    "lane": {"errors", "sync"},
+    "cuda": {"sync"},
+    "lane": {"errors", "sync", "cuda"},
     "all_reduce": {"sparse", "sync", "lane"},
-    "hooks": {"errors", "kernels", "sparse", "sync", "lane", "observe"},
-    "attach": {"errors", "kernels", "sparse", "sync", "lane", "hooks", "observe"},
+    "compress": {"errors", "kernels", "sparse", "wire", "ranges"},
+    "hooks": {
+        "errors", "kernels", "sparse", "wire", "sync", "compress", "lane", "observe", "ranges", "cuda",
+    },
+    "synchronizer": {"kernels", "sync", "compress", "lane", "hooks", "observe", "cuda"},
+    "attach": {"sparse", "sync", "compress", "lane", "hooks", "cuda", "synchronizer"},
     "observe": {"sparse", "sync", "wire", "errors"},
     "testbed": {"errors"},
+    "checkpoint": {"errors", "lane"},
 }  # fmt: skip
 
 # Whoever exists, only these rooms import the named one.
 IMPORTED_ONLY_BY = {
     "testbed": {"testbed", "cli", "demo", "bench"},
     "bench": {"bench", "cli", "analyze"},
-    "demo": {"demo", "cli", "analyze"},
+    "demo": {"demo", "cli", "analyze", "bench"},
     "analyze": {"analyze", "cli"},
     "cli": {"cli"},
 }  # fmt: skip
@@ -46,12 +53,13 @@ OWNERS = {
     "pyroute2": {"testbed"},
     "typer": {"cli", "demo"},
     "rich": {"cli", "demo"},
+    "sklearn": {"bench"},
     "pickle": {"testbed"},  # between a parent and its own child; never on what crosses a network
 }  # fmt: skip
-LAZY = {"numba", "triton", "matplotlib", "pyroute2"}
+LAZY = {"numba", "triton", "matplotlib", "pyroute2", "sklearn"}
 
 # Rooms that see types and costs, never process groups.
-WITHOUT_PROCESS_GROUPS = {"errors", "kernels", "sparse", "wire", "observe", "schemes"}
+WITHOUT_PROCESS_GROUPS = {"errors", "kernels", "sparse", "wire", "observe", "schemes", "compress"}
 
 
 @dataclass(frozen=True)
@@ -139,6 +147,8 @@ def test_every_rule_is_about_a_room_that_is_there() -> None:
         ("testbed", "from pyroute2 import IPRoute"),
         ("attach", "import rich.table"),
         ("wire", "import pickle"),
+        ("checkpoint", "import pickle"),
+        ("checkpoint", "from thinwire.compress import top_k"),
     ],
 )  # fmt: skip
 def test_a_breach_is_seen(room: str, source: str) -> None:

@@ -434,11 +434,11 @@ def test_kernels_run_where_nothing_can_be_kept(
 def test_every_kernel_releases_the_gil_and_is_serial_and_kept() -> None:
     if not JIT:
         pytest.skip("kernels are plain functions without compilation")
-    from thinwire.kernels import cpu_bits, cpu_codes, cpu_ids, cpu_rows, cpu_union
+    from thinwire.kernels import cpu_bits, cpu_codes, cpu_ids, cpu_quantize, cpu_rows, cpu_union
 
     compiled = [
         value
-        for module in (cpu_bits, cpu_codes, cpu_ids, cpu_rows, cpu_union)
+        for module in (cpu_bits, cpu_codes, cpu_ids, cpu_quantize, cpu_rows, cpu_union)
         for value in vars(module).values()
         if hasattr(value, "py_func") and hasattr(value, "targetoptions")
     ]

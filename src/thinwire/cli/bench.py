@@ -14,6 +14,7 @@ from rich.table import Table
 from thinwire.bench.methods import METHODS, design_space
 from thinwire.bench.recipes import RECIPES, get_recipe
 from thinwire.bench.sync import DTYPES, SyncBenchmark, run
+from thinwire.cli.bench_train import train
 from thinwire.cli.output import clear_errors, console_for, write_json
 from thinwire.testbed.launch import RanksFailed
 from thinwire.testbed.network import Link, NetAdminError
@@ -24,6 +25,9 @@ bench = typer.Typer(no_args_is_help=True, help="Measure thinwire and its rivals 
 @bench.callback()
 def _bench() -> None:
     """Measure thinwire and its rivals on emulated hosts."""
+
+
+bench.command(epilog="Example: thinwire bench train --job digits --methods ddp,bf16,top_k --html out.html")(train)
 
 
 @bench.command(epilog="Example: thinwire bench sync --hosts 8 --link 100mbit --workload lstm --json out.json")

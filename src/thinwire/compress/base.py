@@ -51,7 +51,9 @@ class Traits:
         unbiased: the expectation of what arrives is the gradient, so nothing has to be remembered.
         sparse: a payload is ids and values; the exact schemes of `thinwire.sync` can sum it.
         has_memory: keeps what it did not send (or has a reason not to), so `attach` adds no error feedback.
-        residual_after_sum: what was lost is known only when the sum over the ranks is, see `Compressor.finish`.
+        memory_optional: loses only a rounding of each value, so `attach` adds no error feedback; a user may.
+        residual_after_sum: what was lost is known only when the sum over the ranks is, see
+            `Compressor.residual_of_sum`.
         elementwise: a piece of a flat gradient can be compressed for itself, as two-shot exchanges do.
     """
 
@@ -60,6 +62,7 @@ class Traits:
     unbiased: bool = False
     sparse: bool = False
     has_memory: bool = False
+    memory_optional: bool = False
     residual_after_sum: bool = False
     elementwise: bool = True
 
@@ -147,6 +150,11 @@ class Compressor(ABC):
         """Subtract in place from ``gradient`` what a payload stands for. Sparsifiers set the sent places to zero."""
         gradient.sub_(self.decompress(payload, parameter))
 
+    def residual_of_sum(self, gradient: Tensor, mean: Tensor, parameter: Parameter, state: State) -> None:
+        """With ``traits.residual_after_sum``: subtract from ``gradient``, in place, what arrived of it."""
+        del parameter, state
+        gradient.sub_(mean)
+
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
         """Told what all ranks got, at the end of a step. ``mean`` is not written to."""
         del mean, parameter, state
@@ -167,6 +175,10 @@ class Compressor(ABC):
     def part_specs(self, parameter: Parameter) -> tuple[packing.PartSpec, ...]:
         """Dtype and number of elements of each part; None elements for a part whose length depends on the gradient."""
         raise NotImplementedError(f"{type(self).__name__} packs by itself")
+
+    def round_specs(self, parameter: Parameter) -> tuple[tuple[packing.PartSpec, ...], ...]:
+        """For summable compressors: the parts of each round; more than one round where there is a `next_round`."""
+        return (self.part_specs(parameter),)
 
     def packed_bytes(self, parameter: Parameter) -> int | None:
         """Bytes of what `pack` returns; None unless ``traits.fixed_size``."""

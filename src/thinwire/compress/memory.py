@@ -58,14 +58,50 @@ class ErrorFeedback(Wrapper):
         payload = self.inner.compress(corrected, parameter, state["inner"])
         if self.traits.residual_after_sum:
             return payload
-        payload = Payload(tuple(_apart(part, corrected) for part in payload.parts))
+        payload = replace(payload, parts=tuple(_apart(part, corrected) for part in payload.parts))
         self.inner.residual(corrected, payload, parameter)
         return payload
 
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
         if self.traits.residual_after_sum:
-            state["error"].sub_(mean)
+            self.inner.residual_of_sum(state["error"], mean, parameter, state["inner"])
         self.inner.finish(mean, parameter, state["inner"])
+
+
+def error_feedback(inner: Compressor, decay: float = 1.0) -> ErrorFeedback:
+    """Have a compressor remember what it does not send, see `ErrorFeedback`. `thinwire.attach` does it where needed.
+
+    Example:
+        >>> from thinwire.compress.top_k import top_k
+        >>> error_feedback(top_k(0.01)).name
+        'error_feedback(top_k(0.01))'
+    """
+    return ErrorFeedback(inner, decay)
+
+
+def momentum_correction(
+    inner: Compressor,
+    momentum: float = 0.9,
+    *,
+    nesterov: bool = False,
+    clip_norm: float | None = None,
+    masking: bool = True,
+) -> MomentumCorrection:
+    """Have momentum before a sparsifier instead of in the optimizer, see `MomentumCorrection`.
+
+    Example:
+        >>> from thinwire.compress.top_k import top_k
+        >>> momentum_correction(top_k(0.01), 0.5).name
+        'momentum_correction(top_k(0.01), 0.5)'
+    """
+    return MomentumCorrection(inner, momentum, nesterov, clip_norm, masking)
+
+
+def with_memory(compressor: Compressor) -> Compressor:
+    """The compressor, with error feedback around it if it is biased and forgets what it does not send."""
+    traits = compressor.traits
+    needs_none = traits.unbiased or traits.has_memory or traits.memory_optional
+    return compressor if needs_none else ErrorFeedback(compressor)
 
 
 def _apart(part: Tensor, memory: Tensor) -> Tensor:
@@ -134,7 +170,7 @@ class MomentumCorrection(Wrapper):
             momentum.mul_(self.momentum).add_(gradient)
             velocity.add_(momentum)
         payload = self.inner.compress(velocity, parameter, state["inner"])
-        payload = Payload(tuple(_apart(part, velocity) for part in payload.parts))
+        payload = replace(payload, parts=tuple(_apart(part, velocity) for part in payload.parts))
         self.inner.residual(velocity, payload, parameter)
         if self.masking and self.inner.traits.sparse:
             momentum.view(-1).index_fill_(0, payload.parts[0], 0.0)

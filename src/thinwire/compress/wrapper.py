@@ -46,6 +46,9 @@ class Wrapper(Compressor):
     def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
         self.inner.residual(gradient, payload, parameter)
 
+    def residual_of_sum(self, gradient: Tensor, mean: Tensor, parameter: Parameter, state: State) -> None:
+        self.inner.residual_of_sum(gradient, mean, parameter, state["inner"])
+
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
         self.inner.finish(mean, parameter, state["inner"])
 
@@ -57,6 +60,9 @@ class Wrapper(Compressor):
 
     def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
         return self.inner.part_specs(parameter)
+
+    def round_specs(self, parameter: Parameter) -> tuple[tuple[PartSpec, ...], ...]:
+        return self.inner.round_specs(parameter)
 
     def packed_bytes(self, parameter: Parameter) -> int | None:
         return self.inner.packed_bytes(parameter)

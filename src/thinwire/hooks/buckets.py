@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
+from thinwire.cuda.staging import Handover, HostStaging, Staging
+from thinwire.hooks.compressed import CompressedSync
 from thinwire.hooks.embedding import LookupRows
 from thinwire.hooks.gradients import GradientSync
+from thinwire.hooks.native import NativeAllReduce, Started
+from thinwire.hooks.staged import staged
 from thinwire.hooks.table import TableGradient
 from thinwire.lane import Lane
 
@@ -29,11 +33,19 @@ class Contents:
         buffer: what DDP handed over; a sparse bucket holds one COO gradient, a dense one is synchronized in place.
         tables: gradients that are synchronized as rows.
         others: what lies between them, by a name for error messages.
+        started: those of the others that are all-reduced already.
+        compressed: gradients that are averaged with compression, in place, by name of their parameters.
     """
 
     buffer: Tensor
     tables: tuple[TableGradient, ...]
     others: tuple[tuple[str, Tensor], ...] = ()
+    started: tuple[Started, ...] = ()
+    compressed: tuple[tuple[str, Tensor], ...] = ()
+
+    def tensors(self) -> list[Tensor]:
+        """All whose memory is read or written."""
+        return [self.buffer, *(table.gradient for table in self.tables), *(gradient for _, gradient in self.compressed)]
 
 
 class Buckets:
@@ -52,13 +64,28 @@ class Buckets:
         lookups: which parameters are tables, and which of their rows a backward touched.
         names: of parameters, by ``id()``.
         lane: where it is done.
+        staging: how gradients get there and back; None where they are on the CPU.
+        native: all-reduces what is not a table; None to have the lane do it.
+        compressed: what is done with gradients that are compressed; None if none are.
     """
 
-    def __init__(self, gradients: GradientSync, lookups: LookupRows, names: Mapping[int, str], lane: Lane) -> None:
+    def __init__(
+        self,
+        gradients: GradientSync,
+        lookups: LookupRows,
+        names: Mapping[int, str],
+        lane: Lane,
+        staging: Staging | None = None,
+        native: NativeAllReduce | None = None,
+        compressed: CompressedSync | None = None,
+    ) -> None:
+        self._staging: Staging = staging or HostStaging()
+        self._native = native
         self._gradients = gradients
         self._lookups = lookups
         self._names = names
         self._lane = lane
+        self._compressed = compressed
         self._tables = {id(parameter) for parameter in lookups.parameters}
         self._seen: set[str] = set()
         self._waiting: list[tuple[Contents, Future[Tensor]]] = []
@@ -66,12 +93,18 @@ class Buckets:
 
     def add(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """What DDP takes for the bucket, once it is there: a new sparse tensor, or its buffer, in place."""
-        contents = self._take_apart(bucket)
-        future: Future[Tensor] = Future()
+        return self.submit(self._take_apart(bucket), bucket.is_last())
+
+    def submit(self, contents: Contents, is_last: bool = False) -> Future[Tensor]:
+        """As `add`, of a bucket that is taken apart already."""
+        if self._native is not None and not contents.compressed:
+            started = self._native.start([gradient for _, gradient in contents.others])
+            contents = replace(contents, others=(), started=tuple(started))
+        future = self._staging.future()
         self._waiting.append((contents, future))
         may_wait = self._may_wait(contents)
         self._waiting_bytes += sum(self._gradients.shape(table).expected_bytes for table in contents.tables)
-        if not may_wait or bucket.is_last() or self._waiting_bytes > MAX_WAITING_BYTES:
+        if not may_wait or is_last or self._waiting_bytes > MAX_WAITING_BYTES:
             self.flush()
         return future
 
@@ -79,7 +112,8 @@ class Buckets:
         """Submit what waits. Nothing may be left when backward is over."""
         batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if batch:
-            self._lane.submit(lambda lane: self._fulfil(lane, batch))
+            handover = self._staging.hand_over([tensor for contents, _ in batch for tensor in contents.tensors()])
+            self._lane.submit(lambda lane: self._fulfil(lane, batch, handover))
 
     def _may_wait(self, contents: Contents) -> bool:
         """Whether it is a small sparse bucket that was seen before. It has been seen now."""
@@ -90,24 +124,41 @@ class Buckets:
         self._seen.add(table.name)
         return seen and self._gradients.shape(table).is_small
 
-    def _fulfil(self, lane: Lane, batch: Sequence[tuple[Contents, Future[Tensor]]]) -> None:
+    def _fulfil(self, lane: Lane, batch: Sequence[tuple[Contents, Future[Tensor]]], handover: Handover) -> None:
         """A job of the lane. A failure reaches every bucket of the batch."""
         try:
-            results = self._synchronize(lane, [contents for contents, _ in batch])
+            with self._staging.taking(handover):
+                results = self._synchronize(lane, [contents for contents, _ in batch])
+                for (_, future), result in zip(batch, results, strict=True):
+                    future.set_result(result)
         except Exception as error:
             for _, future in batch:
-                future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
+                if not future.done():
+                    future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
             raise
-        for (_, future), result in zip(batch, results, strict=True):
-            future.set_result(result)
 
     def _synchronize(self, lane: Lane, batch: Sequence[Contents]) -> list[Tensor]:
-        tables = [table for contents in batch for table in contents.tables]
+        tables = [staged(table, self._staging) for contents in batch for table in contents.tables]
         means = {table.name: mean for table, mean in zip(tables, self._gradients.tables(lane, tables), strict=True)}
         for contents in batch:
-            for name, gradient in contents.others:
-                self._gradients.dense(lane, name, gradient, OTHERS)
+            self._synchronize_dense(lane, contents)
+            if self._native is not None:
+                self._native.finish(lane, contents.started)
         return [means[contents.tables[0].name] if contents.buffer.is_sparse else contents.buffer for contents in batch]
+
+    def _synchronize_dense(self, lane: Lane, contents: Contents) -> None:
+        if contents.compressed:
+            assert self._compressed is not None
+            names, gradients = zip(*contents.compressed, *contents.others, strict=True)
+            hosts = self._staging.to_host(*gradients)
+            compressed = list(zip(names, hosts, strict=True))[: len(contents.compressed)]
+            self._compressed.synchronize(lane, compressed, hosts[len(compressed) :], OTHERS)
+            if not self._staging.is_host:
+                for gradient, mean in zip(gradients, self._staging.to_device(*hosts), strict=True):
+                    gradient.copy_(mean)
+            return
+        for name, gradient in contents.others:
+            self._gradients.dense(lane, name, gradient, OTHERS)
 
     def _take_apart(self, bucket: dist.GradBucket) -> Contents:
         buffer = bucket.buffer()
@@ -115,16 +166,23 @@ class Buckets:
             return Contents(buffer, (TableGradient(self._names[id(bucket.parameters()[0])], buffer),))
         tables: list[TableGradient] = []
         others: list[tuple[str, Tensor]] = []
+        compressed: list[tuple[str, Tensor]] = []
         done = 0
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            if id(parameter) in self._tables:
+            name = self._names.get(id(parameter), "")
+            is_table = id(parameter) in self._tables
+            if not is_table and (self._compressed is None or name not in self._compressed.plans):
+                continue
+            begin = int(gradient.storage_offset() - buffer.storage_offset())
+            others += _between(bucket, done, begin)
+            done = begin + gradient.numel()
+            if is_table:
                 assert isinstance(parameter, nn.Parameter)
-                begin = int(gradient.storage_offset() - buffer.storage_offset())
-                others += _between(bucket, done, begin)
-                tables.append(TableGradient(self._names[id(parameter)], gradient, self._lookups.take(parameter)))
-                done = begin + gradient.numel()
+                tables.append(TableGradient(name, gradient, self._lookups.take(parameter)))
+            else:
+                compressed.append((name, gradient))
         others += _between(bucket, done, buffer.numel())
-        return Contents(buffer, tuple(tables), tuple(others))
+        return Contents(buffer, tuple(tables), tuple(others), compressed=tuple(compressed))
 
 
 def _between(bucket: dist.GradBucket, begin: int, stop: int) -> list[tuple[str, Tensor]]:

@@ -34,9 +34,14 @@ class LookupRows:
     ids of that lookup, and the gradient need not be read to find them. Any other use of the weight (tied
     output layer, two lookups, a hook that edits the gradient, accumulation over micro-batches) makes another
     tensor or raises the version counter, and the answer is "not known", never a wrong one.
+
+    Args:
+        module: what is trained.
+        own_hooks: how many post-accumulate-gradient hooks thinwire has on each parameter, this object's included.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, own_hooks: int = 1) -> None:
+        self._own_hooks = own_hooks
         self._pending: dict[int, _Lookup] = {}  # by id() of parameters that this object keeps alive
         self._known: dict[int, Tensor] = {}
         self._handles: list[RemovableHandle] = []
@@ -90,9 +95,17 @@ class LookupRows:
         lookup = self._pending.pop(id(parameter), None)
         self._known.pop(id(parameter), None)
         gradient = parameter.grad
-        others = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ()) != 1  # could edit it after us
+        hooks = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+        others = hooks != self._own_hooks  # could edit it after us
         if lookup is not None and gradient is not None and not others and lookup.produced(gradient):
             self._known[id(parameter)] = lookup.ids
+
+
+def tables_of(module: nn.Module) -> list[nn.Parameter]:
+    """The weights that are synchronized as rows: of embeddings with sparse gradients, and of large ones with dense."""
+    embeddings = [entry for entry in module.modules() if isinstance(entry, (nn.Embedding, nn.EmbeddingBag))]
+    weights = [entry.weight for entry in embeddings if entry.sparse or _has_dense_gradient(entry)]
+    return [weight for weight in weights if isinstance(weight, nn.Parameter)]
 
 
 def _has_dense_gradient(module: nn.Module) -> bool:

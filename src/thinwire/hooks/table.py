@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from thinwire.ranges import named
 from thinwire.sparse import Layout, SparseRows
 
 
@@ -55,15 +56,17 @@ class TableGradient:
         if self.gradient.is_sparse:
             return self.layout.tensor(mean)
         matrix = self._matrix()
-        matrix.index_fill_(0, held.ids, 0.0)  # a sum by blocks leaves out rows that cancelled
-        matrix.index_copy_(0, mean.ids, mean.values)
+        with named("scatter"):
+            matrix.index_fill_(0, held.ids, 0.0)  # a sum by blocks leaves out rows that cancelled
+            matrix.index_copy_(0, mean.ids, mean.values)
         return self.gradient
 
     def _read(self) -> SparseRows:
         if self.touched is None:
             return self.layout.rows(self.gradient)
-        ids = self.touched.to(torch.int64).unique()
-        return SparseRows(ids, self._matrix().index_select(0, ids), self.layout.num_rows)
+        with named("find"):
+            ids = self.touched.to(torch.int64).unique()
+            return SparseRows(ids, self._matrix().index_select(0, ids), self.layout.num_rows)
 
     def _matrix(self) -> Tensor:
         return self.gradient.view(self.layout.num_rows, self.layout.width)

@@ -11,13 +11,13 @@ from torch import Tensor
 from thinwire.kernels import reference
 from thinwire.kernels.cpu_bits import ROOM, append_ones
 from thinwire.kernels.cpu_memory import as_tensor, empty_rows
+from thinwire.kernels.cpu_sum import sum_increasing
 from thinwire.kernels.cpu_union import union_places
 from thinwire.kernels.jit import njit
 
 _MASK_BITS = 64
 _FIRST_IDS = 1 << 16  # ids that memory is taken for before the density is known: 512 KiB
 _ADDED = (torch.float32, torch.float64, torch.bfloat16)
-_TOTAL_BLOCK_BYTES = 1 << 19  # of a sum, added to by all pieces while it is in the cache
 
 
 def nonzero_rows(dense: Tensor) -> Tensor:
@@ -149,7 +149,7 @@ def _scatter(target: np.ndarray, places: np.ndarray, source: np.ndarray) -> int:
 
 
 def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Increasing pieces are added block by block, so that a sum larger than the cache is written once."""
+    """Pieces that increase are added block by block of the sum, others one after the other."""
     values = pieces[0][1]
     num_rows, width, dtype = 0, values.shape[1], values.dtype
     for ids, _ in pieces:
@@ -157,18 +157,11 @@ def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tup
             num_rows = max(num_rows, int(ids.max()) + 1)
     union, places = union_places([ids for ids, _ in pieces], num_rows)
     placed = [(place, values) for place, (_, values) in zip(places, pieces, strict=True)]
-    row_bytes = max(1, width * _accumulated(dtype).itemsize)
-    block_rows = max(1, _TOTAL_BLOCK_BYTES // row_bytes)
-    if dtype not in _ADDED or union.numel() <= 4 * block_rows or not all(_increases(at) for at in places):
-        return union, sum_rows_at(placed, union.numel(), width, dtype, scale)
-    total = _zeros(union.numel(), width, dtype)
-    starts = torch.arange(0, union.numel() + block_rows, block_rows)
-    cuts = [torch.searchsorted(at, starts).tolist() for at in places]
-    adders = [_adder(total, at, values) for at, values in placed]
-    for block in range(len(starts) - 1):
-        for cut, add in zip(cuts, adders, strict=True):
-            add(cut[block], cut[block + 1])
-    return union, _rounded(total, scale, dtype)
+    alike = all(values.dtype == dtype for _, values in placed)
+    total = None
+    if width and alike and dtype in _ADDED:
+        total = sum_increasing(placed, union.numel(), width, dtype, scale)
+    return union, sum_rows_at(placed, union.numel(), width, dtype, scale) if total is None else total
 
 
 def sum_rows_at(
@@ -180,10 +173,6 @@ def sum_rows_at(
     for places, values in pieces:
         _adder(total, places, values)(0, places.numel())
     return _rounded(total, scale, dtype)
-
-
-def _accumulated(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _zeros(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -239,10 +228,6 @@ def _add_bfloat16(total: np.ndarray, places: np.ndarray, values: np.ndarray, fir
             bits = (np.int64(values[row, column]) & 0xFFFF) << 16
             total[place, column] += np.uint32(bits).view(np.float32)
     return last
-
-
-def _increases(places: Tensor) -> bool:
-    return bool((places[1:] >= places[:-1]).all())
 
 
 def _check(done: int, places: Tensor, num_rows: int) -> None:

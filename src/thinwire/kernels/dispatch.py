@@ -23,7 +23,8 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.kernels import reference, reference_codes
+from thinwire.kernels import reference, reference_codes, reference_quantize, reference_select
+from thinwire.ranges import ranged
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -120,7 +121,7 @@ def _triton() -> ModuleType | None:
 
 def _call_on_gpu(twin: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
     compiled = gpu_kernels(*args, *kwargs.values())
-    if compiled is not None:
+    if hasattr(compiled, twin.__name__):
         return getattr(compiled, twin.__name__)(*args, **kwargs)
     if twin.__module__ == reference_codes.__name__:
         return _through_host(twin, *args, **kwargs)  # pyrefly: ignore [bad-argument-type]
@@ -173,7 +174,7 @@ def _dense(dense: Tensor) -> int:
 def _gathered(values: Tensor, places: Tensor, out: Tensor | None = None) -> int:
     alike = out is None or (out.dtype == values.dtype and out.shape == (places.numel(), *values.shape[1:]))
     outs = () if out is None else (out,)
-    return places.numel() * values.shape[1] if alike and _ids(places) >= 0 and _known(values, *outs) else UNKNOWN
+    return places.numel() if alike and _ids(places) >= 0 and _known(values, *outs) else UNKNOWN
 
 
 def _scattered(dense: Tensor, ids: Tensor, values: Tensor) -> int:
@@ -205,12 +206,24 @@ def _hashed(ids: Tensor, world_size: int, seed: int, *, hashes: int = 3, paralle
     return _ids(ids)
 
 
+def _floats(values: Tensor, *others: Tensor) -> int:
+    """Kernels that draw random numbers count in 32 bits."""
+    alike = values.dtype in (torch.float32, torch.float64) and values.dim() == 1 and values.numel() < 1 << 32
+    return values.numel() if alike and _known(values, *others) else UNKNOWN
+
+
+def _magnitudes(values: Tensor, *settings: float | None, **named: float | None) -> int:
+    known = values.dtype in (torch.float32, torch.float64) and values.dim() == 1 and _known(values)
+    return values.numel() if known else UNKNOWN
+
+
 # What runs compiled, and from which size on, measured with one thread (docs/kernels.md): numbers of ids, elements of
 # matrices, bytes of buffers. Below 1024 nothing is worth the half second in which a process imports numba.
 nonzero_rows = _dispatched(reference.nonzero_rows, _dense, at_least=1 << 12)
-gather_rows = _dispatched(reference.gather_rows, _gathered, at_least=1 << 18)
+nonzero_rows_into = _dispatched(reference.nonzero_rows_into, lambda dense, ids, count: UNKNOWN, at_least=0)  # for GPUs
+gather_rows = _dispatched(reference.gather_rows, _gathered, at_least=1 << 20)
 scatter_rows = _dispatched(reference.scatter_rows, _scattered, at_least=1 << 17)
-sum_rows = _dispatched(reference.sum_rows, _pieces, at_least=1 << 11)
+sum_rows = ranged("sum")(_dispatched(reference.sum_rows, _pieces, at_least=1 << 11))
 _sum_rows_at = _dispatched(reference.sum_rows_at, _sum, at_least=1 << 13)
 union_places = _dispatched(reference.union_places, _united, at_least=1 << 11)
 mix = _dispatched(reference.mix, lambda ids, seed: _ids(ids), at_least=1 << 10)
@@ -221,7 +234,7 @@ dealt_ids = _dispatched(
     reference.dealt_ids, lambda owner, positions, world_size, seed: _ids(positions), at_least=1 << 10
 )
 group_by_owner = _dispatched(reference.group_by_owner, lambda owners, world_size: _ids(owners), at_least=1 << 10)
-pack_bits = _dispatched(reference_codes.pack_bits, lambda positions, size: _ids(positions), at_least=1 << 14)
+pack_bits = _dispatched(reference_codes.pack_bits, lambda positions, size: _ids(positions), at_least=1 << 10)
 unpack_bits = _dispatched(reference_codes.unpack_bits, lambda bitmap: _bytes(bitmap), at_least=1 << 12)
 elias_fano_encode = _dispatched(
     reference_codes.elias_fano_encode, lambda positions, size: _ids(positions), at_least=1 << 10
@@ -230,8 +243,40 @@ elias_fano_decode = _dispatched(
     reference_codes.elias_fano_decode, lambda data, count, size: _bytes(data), at_least=1 << 10
 )
 checksum = _dispatched(reference_codes.checksum, _words, at_least=1 << 16)
+magnitude_moments = _dispatched(reference_select.magnitude_moments, _magnitudes, at_least=1 << 12)
+sum_log_magnitudes = _dispatched(reference_select.sum_log_magnitudes, _magnitudes, at_least=1 << 12)
+count_at_least = _dispatched(reference_select.count_at_least, _magnitudes, at_least=1 << 14)
+select_at_least = _dispatched(reference_select.select_at_least, _magnitudes, at_least=1 << 12)
+leading_magnitudes = _dispatched(reference_select.leading_magnitudes, _magnitudes, at_least=1 << 12)
+top_magnitudes = _dispatched(reference_select.top_magnitudes, _magnitudes, at_least=1 << 12)
+largest_of_blocks = _dispatched(
+    reference_quantize.largest_of_blocks, lambda values, block: _floats(values), at_least=1 << 10
+)
+pack_signs = _dispatched(reference_quantize.pack_signs, lambda values, phase: _floats(values), at_least=1 << 10)
+add_signs = _dispatched(
+    reference_quantize.add_signs, lambda packed, scale, total: _floats(total, packed), at_least=1 << 10
+)
+quantize = _dispatched(
+    reference_quantize.quantize,
+    lambda values, steps, block, levels, bits, seed: _floats(values, steps),
+    at_least=1 << 10,
+)
+add_quantized = _dispatched(
+    reference_quantize.add_quantized,
+    lambda packed, steps, block, levels, bits, total: _floats(total, packed, steps),
+    at_least=1 << 10,
+)
+round_to_powers = _dispatched(
+    reference_quantize.round_to_powers, lambda values, base, seed: _floats(values), at_least=1 << 10
+)
+add_from_table = _dispatched(
+    reference_quantize.add_from_table,
+    lambda codes, table, steps, block, total: _floats(total, codes, table, steps),
+    at_least=1 << 10,
+)
 
 
+@ranged("sum")
 @wraps(reference.sum_rows_at)
 def sum_rows_at(
     pieces: Iterable[tuple[Tensor, Tensor]], num_rows: int, width: int, dtype: torch.dtype, scale: float = 1.0

@@ -1,6 +1,7 @@
 """All kernels for a GPU, by the names of their twins. Importing this imports Triton; `dispatch` does.
 
-The names that end in ``_into`` and ``_on_device`` have no twin: they never wait for the device.
+The names that end in ``_into`` and ``_on_device`` never wait for the device. Of them only `nonzero_rows_into` has a
+twin.
 """
 
 from thinwire.kernels.gpu_bits import pack_bits, unpack_bits, unpack_bits_into

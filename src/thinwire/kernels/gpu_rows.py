@@ -180,16 +180,16 @@ def _gather_scaled(
 
 
 @jit
-def _rounded(value, DTYPE: tl.constexpr):
-    """As torch rounds: to 16 bits by way of float32. To bfloat16 in integers, since Triton's interpreter cuts bits off."""
-    if DTYPE == tl.bfloat16:
+def _rounded(value, dtype: tl.constexpr):
+    """As torch rounds: to 16 bits by way of float32. To bfloat16 in integers: Triton's interpreter cuts bits off."""
+    if dtype == tl.bfloat16:
         bits = value.to(tl.float32).to(tl.uint32, bitcast=True)
         nearest = tl.where(value != value, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
         result = nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    elif DTYPE == tl.float16:
+    elif dtype == tl.float16:
         result = value.to(tl.float32).to(tl.float16)
     else:
-        result = value.to(DTYPE)
+        result = value.to(dtype)
     return result
 
 

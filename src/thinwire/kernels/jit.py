@@ -7,6 +7,7 @@ only `thinwire.kernels.dispatch` imports those modules, when the first kernel is
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable
 from functools import cache
@@ -55,6 +56,37 @@ def make_popcount() -> Callable[[Int64], int]:
         return word(word), lambda context, builder, signature, arguments: builder.ctpop(arguments[0])
 
     return popcount  # pyrefly: ignore [bad-return]
+
+
+def make_array_at() -> Callable[[Int64, Int64, np.ndarray], np.ndarray]:
+    """What makes an array [size], of the dtype of another one, of the memory at an address.
+
+    So a kernel takes any number of tensors: as an array of their addresses.
+    """
+    import numba
+    from numba.core import cgutils, config, types
+    from numba.extending import intrinsic
+
+    if config.DISABLE_JIT:  # pyrefly: ignore [missing-attribute]
+        return _view_memory
+
+    @intrinsic
+    def pointer(context, address):
+        def generate(context, builder, signature, arguments):
+            return builder.inttoptr(arguments[0], cgutils.voidptr_t)
+
+        return types.voidptr(address), generate
+
+    @numba.njit
+    def array_at(address, size, like):
+        return numba.carray(pointer(address), (size,), like.dtype)  # pyrefly: ignore [missing-argument]
+
+    return array_at  # pyrefly: ignore [bad-return]
+
+
+def _view_memory(address: Int64, size: Int64, like: np.ndarray) -> np.ndarray:
+    memory = (ctypes.c_uint8 * (int(size) * like.itemsize)).from_address(int(address))
+    return np.ctypeslib.as_array(memory).view(like.dtype)
 
 
 @cache

@@ -28,6 +28,23 @@ def nonzero_rows(dense: Tensor) -> Tensor:
     return (low != 0).logical_or_(high != 0).nonzero().flatten()
 
 
+def nonzero_rows_into(dense: Tensor, ids: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """The same into memory of a fixed size; Triton's twin waits for nothing.
+
+    Args:
+        ids: int64 [capacity], to which the first ids go, increasing; what lies behind them is left as it was.
+        count: int64 [2]. The first becomes the number of ids written, the second the number of those that did not fit.
+
+    Returns:
+        (ids, count).
+    """
+    found = nonzero_rows(dense)
+    fit = min(found.numel(), ids.numel())
+    ids[:fit] = found[:fit]
+    count[0], count[1] = fit, found.numel() - fit
+    return ids, count
+
+
 def row_words(matrix: Tensor) -> Tensor:
     """The bits of a matrix [num_rows, width] as the widest integers that divide its rows and its address.
 

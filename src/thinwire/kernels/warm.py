@@ -9,6 +9,7 @@ import torch
 from thinwire.kernels import dispatch
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_WORKING_DTYPES = (torch.float32, torch.float64)  # in which gradients are corrected and compressed
 
 
 def warm_up() -> float:
@@ -28,6 +29,9 @@ def warm_up() -> float:
             _call_id_kernels()
             for dtype in _DTYPES:
                 _call_row_kernels(dtype)
+            for dtype in _WORKING_DTYPES:
+                _call_select_kernels(dtype)
+                _call_quantizers(dtype)
     return time.perf_counter() - started
 
 
@@ -54,3 +58,24 @@ def _call_row_kernels(dtype: torch.dtype) -> None:
         rows = dispatch.gather_rows(dense, ids)
         dispatch.scatter_rows(dense, ids, rows)
     dispatch.sum_rows([(ids, rows), (ids, rows)])
+    dispatch.sum_rows_at([(ids, rows)], 3, 8, dtype)
+
+
+def _call_quantizers(dtype: torch.dtype) -> None:
+    values, steps = torch.ones(9, dtype=dtype), torch.ones(2, dtype=dtype)
+    dispatch.largest_of_blocks(values, 8)
+    dispatch.add_signs(dispatch.pack_signs(values, 0), 1.0, values)
+    for bits, seed in ((8, None), (4, 0)):
+        dispatch.add_quantized(dispatch.quantize(values, steps, 8, 7, bits, seed), steps, 8, 7, bits, values)
+    dispatch.add_from_table(dispatch.round_to_powers(values, 1, 0), torch.ones(256, dtype=dtype), steps, 8, values)
+
+
+def _call_select_kernels(dtype: torch.dtype) -> None:
+    values = torch.arange(1000, dtype=dtype)
+    dispatch.magnitude_moments(values)
+    dispatch.sum_log_magnitudes(values)
+    dispatch.count_at_least(values, 2.0)
+    dispatch.select_at_least(values, 2.0)
+    dispatch.leading_magnitudes(values, 10)
+    dispatch.top_magnitudes(values, 10)
+    dispatch.top_magnitudes(values, 1)  # in two passes

@@ -1,0 +1,123 @@
+"""What checkpoints in peers' memory need and reach on 16 to 1000 machines, as Markdown: the tables of the docs.
+
+    python benchmarks/checkpoint_capacity.py
+
+Computed by `thinwire.checkpoint.bounds` and `thinwire.checkpoint.recovery_probability`; nothing is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from thinwire.checkpoint import recovery_probability
+from thinwire.checkpoint.bounds import (
+    Hardware,
+    bounds,
+    high_frequency_wasted_seconds,
+    interval_iterations,
+    network_seconds,
+    restore_replaced_seconds,
+    seconds_to_loss,
+    strawman_wasted_seconds,
+    wasted_seconds,
+)
+from thinwire.checkpoint.schedule import GAMMA
+
+MACHINES = (16, 32, 64, 128, 256, 512, 1000)
+MODELS = {"100 billion parameters, 1.2 TB": 1.2e12, "540 billion parameters, 6.5 TB": 6.5e12}
+STATES = {"GPT-2 100B": 1.2e12, "Gopher 280B": 3.4e12, "MT-NLG 530B": 6.4e12, "PaLM 540B": 6.5e12}
+ITERATION_SECONDS, IDLE_SECONDS = 65.0, 10.0
+STORE_BYTES_PER_SECOND = 20e9 / 8
+COPY_BYTES_PER_SECOND = 12.6e9
+LINKS_GBIT = (400, 100, 25, 10)
+MTBF_SECONDS, REPAIR_SECONDS = 86400 / 0.015, 600.0
+YEAR_SECONDS = 365 * 86400
+
+
+def hardware(link_gbit: float) -> Hardware:
+    return Hardware(8, link_gbit * 1e9 / 8, COPY_BYTES_PER_SECOND)
+
+
+def rows(table: Iterable[list[str]]) -> None:
+    heads, *lines = table
+    print(f"| {' | '.join(heads)} |\n|{'---:|' * len(heads)}")
+    for line in lines:
+        print(f"| {' | '.join(line)} |")
+    print()
+
+
+def capacity(state_bytes: float) -> Iterable[list[str]]:
+    yield ["machines", "replicas", "GB a machine", "memory GB", "send s", "copy s", "restore s", "one lost s"] + [
+        f"every, {link} Gbit/s" for link in LINKS_GBIT
+    ]
+    for machines in MACHINES:
+        for replicas in (2, 3):
+            machine_bytes = round(state_bytes / machines)
+            best = bounds(
+                machine_bytes,
+                replicas,
+                hardware(400),
+                iteration_seconds=ITERATION_SECONDS,
+                idle_seconds=IDLE_SECONDS,
+                gamma=GAMMA,
+            )
+            intervals = (
+                interval_iterations(
+                    network_seconds(machine_bytes, replicas, hardware(link)),
+                    best.copy_seconds,
+                    ITERATION_SECONDS,
+                    IDLE_SECONDS,
+                    GAMMA,
+                )
+                for link in LINKS_GBIT
+            )
+            seconds = (
+                best.network_seconds,
+                best.copy_seconds,
+                best.restore_local_seconds,
+                best.restore_replaced_seconds,
+            )
+            sizes = (machine_bytes, best.memory_bytes)
+            yield [
+                str(machines),
+                str(replicas),
+                *(f"{size / 1e9:.1f}" for size in sizes),
+                *(f"{value:.2f}" for value in seconds),
+                *map(str, intervals),
+            ]
+
+
+def wasted() -> Iterable[list[str]]:
+    yield ["model", "state TB", "Strawman min", "HighFreq min", "peers' memory min"]
+    for name, state_bytes in STATES.items():
+        size = round(state_bytes)
+        retrieval = restore_replaced_seconds(size // 64, hardware(400))
+        minutes = (
+            strawman_wasted_seconds(size, STORE_BYTES_PER_SECOND) / 60,
+            high_frequency_wasted_seconds(size, STORE_BYTES_PER_SECOND) / 60,
+            wasted_seconds(ITERATION_SECONDS, ITERATION_SECONDS, retrieval) / 60,
+        )
+        yield [name, f"{size / 1e12:.1f}", *(f"{value:.1f}" for value in minutes)]
+
+
+def probability(replicas: int, losses: tuple[int, ...]) -> Iterable[list[str]]:
+    yield ["machines", *(f"{failed} lost" for failed in losses), "years to a loss"]
+    for machines in MACHINES:
+        years = seconds_to_loss(machines, replicas, MTBF_SECONDS, REPAIR_SECONDS) / YEAR_SECONDS
+        chances = (recovery_probability(machines, replicas, failed) for failed in losses)
+        yield [str(machines), *(f"{chance:.5f}" for chance in chances), f"{years:,.1f}"]
+
+
+def main() -> None:
+    for model, state_bytes in MODELS.items():
+        print(f"**{model}**\n")
+        rows(capacity(state_bytes))
+    print("**Time that a failure costs**\n")
+    rows(wasted())
+    for replicas, losses in ((2, (2, 3, 4, 8, 16)), (3, (3, 4, 8, 16, 32))):
+        print(f"**Probability that every shard has a copy left, {replicas} replicas**\n")
+        rows(probability(replicas, losses))
+
+
+if __name__ == "__main__":
+    main()

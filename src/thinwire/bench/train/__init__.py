@@ -1,0 +1,1 @@
+"""`thinwire bench train`: one training under many ways to synchronize its gradients."""

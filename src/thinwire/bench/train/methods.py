@@ -1,0 +1,202 @@
+"""The methods of `thinwire bench train` by name, and the settings that each runs with.
+
+``NAME`` takes the settings of the table below; ``NAME:density=0.001`` changes some of them. Every method of thinwire
+also takes ``warm_up``, the share of the steps over which `thinwire.compress.warm_up` leads to it, and ``exchange``,
+which is passed on to `thinwire.attach`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.bench.jobs.job import Job
+from thinwire.bench.train.account import Account, Attached
+
+DDP, BF16, POWER_SGD_TORCH, THINWIRE = "ddp", "bf16", "powersgd_torch", "thinwire"
+TORCH_METHODS = (DDP, BF16, POWER_SGD_TORCH)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method ready for one job.
+
+    Args:
+        attach: puts it on a model; called on all ranks, once.
+        compresses: whether it compresses a parameter of this name. The next three are about those only.
+        optimizer_momentum: whether the optimizer keeps the job's momentum; not where the method has it.
+        clips_after_sum: whether the job's clipping of the synchronized gradient stays; not where the method clips.
+        learning_rate_scale: for methods whose steps have another length than the gradient.
+        one_bucket: whether DDP must put all gradients into one bucket.
+    """
+
+    attach: Callable[[DistributedDataParallel], Attached]
+    compresses: Callable[[str, Tensor], bool] = lambda name, parameter: False
+    optimizer_momentum: bool = True
+    clips_after_sum: bool = True
+    learning_rate_scale: float = 1.0
+    one_bucket: bool = False
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a constructor of `thinwire.compress` is called: with ``arguments``, and what ``of_run`` makes of the run."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    of_run: Callable[[Job, int], dict[str, Any]] | None = None
+    optimizer_momentum: bool = True
+    clips_after_sum: bool = True
+    learning_rate_scale: float = 1.0
+
+
+def _dgc_of_run(job: Job, steps: int) -> dict[str, Any]:
+    """The job's momentum, and a warm-up in four stairs over a tenth of the run."""
+    return {"momentum": job.momentum, "nesterov": True, "steps_per_epoch": max(1, steps // 40)}
+
+
+SETTINGS: dict[str, Setting] = {
+    "top_k": Setting({"density": 0.01}),
+    "dgc": Setting({"density": 0.01}, _dgc_of_run, optimizer_momentum=False),
+    "gaussian_k": Setting({"density": 0.01}),
+    "redsync": Setting({"density": 0.01}),
+    "sidco": Setting({"density": 0.01}),
+    "ms_top_k": Setting({"density": 0.01}),
+    "random_k": Setting({"density": 0.1}),
+    "sign_sgd": Setting(
+        {"momentum": 0.9}, optimizer_momentum=False, clips_after_sum=False, learning_rate_scale=0.002
+    ),
+    "ef_sign_sgd": Setting(),
+    "qsgd": Setting({"bits": 8}),
+    "terngrad": Setting(),
+    "natural": Setting(),
+    "int8": Setting(),
+    "fp8": Setting(),
+    "fp16": Setting(),
+    "power_sgd": Setting({"rank": 4}),
+    "acp_sgd": Setting({"rank": 4}),
+    "atomo": Setting({"rank": 4}),
+}  # fmt: skip
+"""Of thinwire's own methods. What is not given here is the constructor's default."""
+
+
+def method_of(text: str, job: Job, steps: int) -> Method:
+    """The method that a text names, for a job of so many steps.
+
+    Raises:
+        ValueError: an unknown name, or settings that it does not take; the message says what is legal.
+    """
+    name, settings = parse(text)
+    if name in TORCH_METHODS:
+        return _torch_method(name, settings)
+    if name == THINWIRE:
+        _refuse(name, settings)
+        return Method(ThinwireMethod)
+    setting = SETTINGS[name]
+    arguments = dict(setting.arguments)
+    if setting.of_run is not None:
+        arguments |= setting.of_run(job, steps)
+    arguments |= settings
+    warm_up = arguments.pop("warm_up", 0.0)
+    attach_settings = {"exchange": arguments.pop("exchange")} if "exchange" in arguments else {}
+    compressor = _warmed_up(_construct(name, arguments), round(warm_up * steps))
+    return Method(
+        lambda model: ThinwireMethod(model, compress=compressor, **attach_settings),
+        _compressed_by(compressor),
+        setting.optimizer_momentum,
+        setting.clips_after_sum,
+        setting.learning_rate_scale,
+    )
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """``"top_k:density=0.001"`` as a name and settings; values are Python literals, or else texts.
+
+    Raises:
+        ValueError: an unknown name or a setting without a value.
+    """
+    name, *pairs = text.split(":")
+    legal = (*TORCH_METHODS, THINWIRE, *SETTINGS)
+    if name not in legal:
+        raise ValueError(f"unknown method {name!r}; legal are {', '.join(legal)}")
+    settings = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals and value):
+            raise ValueError(f"{text!r}: a setting is NAME=VALUE, as in top_k:density=0.001, not {pair!r}")
+        settings[key] = _literal(value)
+    return name, settings
+
+
+def _literal(value: str) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value
+
+
+def _refuse(name: str, settings: dict[str, Any]) -> None:
+    if settings:
+        raise ValueError(f"{name} has no setting {next(iter(settings))!r}")
+
+
+def _torch_method(name: str, settings: dict[str, Any]) -> Method:
+    from thinwire.bench.train.stock import POWER_SGD_RANK, Bf16AllReduce, StockDdp, TorchPowerSgd
+
+    if name == POWER_SGD_TORCH:
+        rank = settings.pop("rank", POWER_SGD_RANK)
+        _refuse(name, settings)
+        # Its callbacks wait for all-reduces on the threads that Gloo runs these on: two buckets at once dead-lock.
+        return Method(lambda model: TorchPowerSgd(model, rank), one_bucket=True)
+    _refuse(name, settings)
+    return Method({DDP: StockDdp, BF16: Bf16AllReduce}[name])
+
+
+def _construct(name: str, arguments: dict[str, Any]) -> Any:
+    from thinwire import compress
+
+    constructor = getattr(compress, name, None)
+    if constructor is None:
+        raise ValueError(f"this thinwire has no thinwire.compress.{name}")
+    try:
+        return constructor(**arguments)
+    except TypeError as error:
+        raise ValueError(f"thinwire.compress.{name} does not take these settings: {error}") from error
+
+
+def _warmed_up(compressor: Any, steps: int) -> Any:
+    from thinwire.compress import warm_up
+    from thinwire.compress.assign import with_memory
+
+    return warm_up(with_memory(compressor), steps) if steps else compressor
+
+
+def _compressed_by(compressor: Any) -> Callable[[str, Tensor], bool]:
+    """As `thinwire.attach` decides, for models without tables of embeddings."""
+    from thinwire.compress import leave_small
+    from thinwire.compress.base import Parameter
+
+    policy = leave_small(compressor)
+    return lambda name, tensor: policy(Parameter(name, tuple(tensor.shape), tensor.dtype)) is not None
+
+
+class ThinwireMethod:
+    """`thinwire.attach` on a model, with its settings; without ``compress`` the exact synchronization."""
+
+    def __init__(self, model: DistributedDataParallel, **settings: Any) -> None:
+        import thinwire
+
+        self._synchronizer = thinwire.attach(model, **settings)
+
+    def account(self) -> Account:
+        stats = self._synchronizer.stats()
+        encode, decode = stats.get("compress/encode_seconds", 0.0), stats.get("compress/decode_seconds", 0.0)
+        wire = stats.get("compress/wire_seconds", stats["comm/seconds"] - encode - decode)
+        return Account(encode, wire, decode, stats["comm/bytes_sent"])
+
+    def close(self) -> None:
+        self._synchronizer.detach()

@@ -1,0 +1,203 @@
+"""What checkpoints in peers' memory can reach at best: seconds, memory, interval, and the time lost to failures.
+
+The cost model of GEMINI (Wang et al., SOSP'23), section 2, and bounds that follow from bandwidths. A machine sends and
+receives at once (full duplex). Bytes of a machine are those of all its devices together; every device copies its own
+shard to host memory and also what it received for its peers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from thinwire.checkpoint.placement import placement
+
+PERSISTENT_SECONDS = 3 * 3600.0  # between two checkpoints in the remote store, as BLOOM did it: the Strawman
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """One machine of a cluster of equal machines.
+
+    Args:
+        devices: accelerators (or processes of a CPU job) per machine, each with a shard of its own.
+        network_bytes_per_second: of the machine, in one direction.
+        copy_bytes_per_second: of one device from its memory to the host's and back (12.6e9 measured on an A100, pinned).
+
+    Raises:
+        ValueError: a value that is not positive.
+    """
+
+    devices: int
+    network_bytes_per_second: float
+    copy_bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if min(self.devices, self.network_bytes_per_second, self.copy_bytes_per_second) <= 0:
+            raise ValueError(f"{self}: devices and bandwidths are positive")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """At best, for a job on a cluster; what was reached is printed beside it.
+
+    Args:
+        network_seconds: to send a checkpoint to the peers.
+        copy_seconds: to copy it, and those of the peers, to host memory.
+        interval_iterations: between two checkpoints that do not slow down training: 1 is every iteration.
+        restore_local_seconds: after all processes died: every shard from the memory of its own machine.
+        restore_replaced_seconds: after a machine was replaced: its shards from a peer, and back to its devices.
+        memory_bytes: of host memory on each machine, for all versions of its own shards and of those that it keeps.
+    """
+
+    network_seconds: float
+    copy_seconds: float
+    interval_iterations: int
+    restore_local_seconds: float
+    restore_replaced_seconds: float
+    memory_bytes: int
+
+
+def bounds(
+    machine_bytes: int,
+    replicas: int,
+    hardware: Hardware,
+    *,
+    iteration_seconds: float,
+    idle_seconds: float,
+    gamma: float = 1.0,
+    versions: int = 2,
+) -> Bounds:
+    """All bounds of a job.
+
+    Args:
+        machine_bytes: of one checkpoint of one machine.
+        replicas: copies of it, its own included.
+        iteration_seconds: between two optimizer steps.
+        idle_seconds: of these, in which the network is idle.
+        gamma: the part of the idle time that is used.
+        versions: kept of each shard, the one that is written included.
+
+    Raises:
+        ValueError: as the functions below do.
+
+    Example:
+        GPT-2 100B on 16 machines of 8 A100, 400 Gbit/s:
+
+        >>> a100 = Hardware(devices=8, network_bytes_per_second=50e9, copy_bytes_per_second=12.6e9)
+        >>> bounds(75_000_000_000, 2, a100, iteration_seconds=65, idle_seconds=10).network_seconds
+        1.5
+    """
+    network = network_seconds(machine_bytes, replicas, hardware)
+    copy = copy_seconds(machine_bytes, replicas, hardware)
+    return Bounds(
+        network,
+        copy,
+        interval_iterations(network, copy, iteration_seconds, idle_seconds, gamma),
+        restore_local_seconds(machine_bytes, hardware),
+        restore_replaced_seconds(machine_bytes, hardware),
+        memory_bytes(machine_bytes, replicas, versions),
+    )
+
+
+def network_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> float:
+    """To send one checkpoint to ``replicas - 1`` peers."""
+    _check(machine_bytes, replicas)
+    return (replicas - 1) * machine_bytes / hardware.network_bytes_per_second
+
+
+def copy_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> float:
+    """From the devices to host memory, all devices at once: a device's own shard, and ``replicas - 1`` received ones."""
+    _check(machine_bytes, replicas)
+    return replicas * machine_bytes / hardware.devices / hardware.copy_bytes_per_second
+
+
+def interval_iterations(
+    network_seconds: float, copy_seconds: float, iteration_seconds: float, idle_seconds: float, gamma: float = 1.0
+) -> int:
+    """Iterations between two checkpoints such that sending fits into idle timespans, and copying between two steps.
+
+    Raises:
+        ValueError: there is something to send and the network is never idle, gamma is not in (0, 1], or the idle time is
+            not within an iteration of more than 0 seconds.
+    """
+    if not 0 <= idle_seconds <= iteration_seconds or iteration_seconds == 0 or not 0 < gamma <= 1:
+        raise ValueError(f"{idle_seconds} s idle of {iteration_seconds} s, gamma {gamma}: what cannot be was measured")
+    if network_seconds > 0 and idle_seconds == 0:
+        raise ValueError("the network is never idle: no interval lets checkpoints through without slowing down training")
+    sending = network_seconds / (gamma * idle_seconds) if network_seconds > 0 else 0.0
+    return max(1, math.ceil(max(sending, copy_seconds / iteration_seconds)))
+
+
+def restore_local_seconds(machine_bytes: int, hardware: Hardware) -> float:
+    """From host memory to the devices, all devices at once."""
+    return machine_bytes / hardware.devices / hardware.copy_bytes_per_second
+
+
+def restore_replaced_seconds(machine_bytes: int, hardware: Hardware) -> float:
+    """All shards of a machine over its network, then to the devices."""
+    return machine_bytes / hardware.network_bytes_per_second + restore_local_seconds(machine_bytes, hardware)
+
+
+def memory_bytes(machine_bytes: int, replicas: int, versions: int = 2) -> int:
+    """Of host memory on each machine: it keeps ``replicas`` shards, its own one included, each ``versions`` times."""
+    _check(machine_bytes, replicas)
+    return versions * replicas * machine_bytes
+
+
+def wasted_seconds(checkpoint_seconds: float, interval_seconds: float, retrieval_seconds: float) -> float:
+    """Training time that one failure costs on average: t_ckpt + 1 / (2 f) + t_rtvl.
+
+    The time until a checkpoint is complete, half the interval between two, and the time to read it back. Finding out,
+    replacing machines and starting processes come on top, for every method alike.
+
+    Example:
+        A checkpoint in each iteration of 65 s, complete within the next one:
+
+        >>> wasted_seconds(65, 65, 0)
+        97.5
+    """
+    return checkpoint_seconds + interval_seconds / 2 + retrieval_seconds
+
+
+def strawman_wasted_seconds(
+    state_bytes: int, store_bytes_per_second: float, interval_seconds: float = PERSISTENT_SECONDS
+) -> float:
+    """The same with a remote store that all machines share, a checkpoint every 3 hours (or as often as it can take)."""
+    transfer = state_bytes / store_bytes_per_second
+    return wasted_seconds(transfer, max(interval_seconds, transfer), transfer)
+
+
+def high_frequency_wasted_seconds(
+    state_bytes: int, store_bytes_per_second: float, iteration_seconds: float = 0.0
+) -> float:
+    """The same with checkpoints as often as a remote store can take them: the paper's HighFreq.
+
+    With ``iteration_seconds`` the interval is a whole number of iterations.
+    """
+    transfer = state_bytes / store_bytes_per_second
+    iterations = max(1, math.ceil(transfer / iteration_seconds)) if iteration_seconds > 0 else 1
+    return wasted_seconds(transfer, iterations * iteration_seconds or transfer, transfer)
+
+
+def seconds_to_loss(machines: int, replicas: int, machine_mtbf_seconds: float, repair_seconds: float) -> float:
+    """Mean time until all copies of some shard are lost, so that only the persistent checkpoint is left.
+
+    As for disks in an array: a machine fails once in ``machine_mtbf_seconds``, independently of the others, and for
+    ``repair_seconds`` after that its copies are missing. For 2 replicas it is MTBF^2 / (N MTTR) if N is even. Valid while
+    repairs are much shorter than the time between failures.
+
+    Example:
+        1000 machines of which 1.5 % fail in a day, redundant again after 10 minutes, in days:
+
+        >>> round(seconds_to_loss(1000, 2, 86400 / 0.015, 600) / 86400)
+        640
+    """
+    host_sets = len({frozenset(hosts) for hosts in placement(machines, replicas)})
+    rate = host_sets * replicas / machine_mtbf_seconds * (repair_seconds / machine_mtbf_seconds) ** (replicas - 1)
+    return 1 / rate
+
+
+def _check(machine_bytes: int, replicas: int) -> None:
+    if machine_bytes < 0 or replicas < 1:
+        raise ValueError(f"{replicas} replicas of {machine_bytes} bytes: at least 1 of at least 0")

@@ -1,0 +1,146 @@
+"""What a checkpoint version is called, and what is known of its bytes; strict about what others claim."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from thinwire.errors import CorruptMessageError
+
+CHUNK_BYTES = 4 << 20  # a digest is over this much, still warm in the cache when it has just arrived
+MAX_PAYLOAD_BYTES = 1 << 44
+MAX_LAYOUT_BYTES = 64 << 20
+_MAX_NAME = 256
+
+
+def topology_digest(topology: dict[str, Any]) -> str:
+    """Name of a topology: 16 hexadecimal digits of the SHA-256 of its canonical JSON. Order of keys does not matter."""
+    text = json.dumps(topology, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def field(values: Any, name: str, kind: type, low: int = 0, high: int = 1 << 62) -> Any:
+    """A field of a JSON object; CorruptMessageError unless it is there, of that type, and in range.
+
+    For texts, ``high`` bounds the length; a bool is no int.
+    """
+    value = values.get(name) if isinstance(values, dict) else None
+    if type(value) is not kind:
+        raise CorruptMessageError(f"{name!r} is {type(value).__name__}, expected {kind.__name__}")
+    size = len(value) if kind in (str, list) else value
+    if kind in (str, list, int) and not low <= size <= high:
+        raise CorruptMessageError(f"{name!r} is out of range: {str(value)[:40]}")
+    return value
+
+
+@dataclass(frozen=True)
+class ShardId:
+    """The state of one rank: of which run, in which topology (see ``topology_digest``), and its global rank there."""
+
+    run_id: str
+    topology: str
+    owner: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Any) -> ShardId:
+        """Raises CorruptMessageError for anything that is not a shard's name."""
+        return cls(
+            field(values, "run_id", str, 1, _MAX_NAME),
+            field(values, "topology", str, 1, _MAX_NAME),
+            field(values, "owner", int, 0, 1 << 31),
+        )
+
+    def __str__(self) -> str:
+        return f"shard {self.owner} of run {self.run_id!r}, topology {self.topology}"
+
+
+@dataclass(frozen=True)
+class Version:
+    """One complete copy as an inventory lists it.
+
+    ``attempt`` counts restarts of the run, so that a step that was trained twice is not taken for one version.
+    ``digest`` names the bytes: copies with the same digest are the same. ``role`` is ``own`` on the host of a
+    registered trainer, else ``replica``.
+    """
+
+    shard: ShardId
+    step: int
+    attempt: int
+    payload_bytes: int
+    digest: str
+    role: str = "replica"
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Any) -> Version:
+        """Raises CorruptMessageError for anything that is not a version."""
+        return cls(
+            ShardId.from_json(field(values, "shard", dict)),
+            field(values, "step", int),
+            field(values, "attempt", int),
+            field(values, "payload_bytes", int, 0, MAX_PAYLOAD_BYTES),
+            field(values, "digest", str, 16, 16),
+            field(values, "role", str, 1, 16),
+        )
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All that is needed to check a copy: lengths in bytes, and the CRC-32 of the layout and of each payload chunk."""
+
+    shard: ShardId
+    step: int
+    attempt: int
+    payload_bytes: int
+    chunk_bytes: int
+    chunk_crcs: tuple[int, ...]
+    layout_bytes: int
+    layout_crc: int
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Any) -> Manifest:
+        """Raises CorruptMessageError if anything is missing, above all a digest: it fails closed."""
+        crcs = field(values, "chunk_crcs", list)
+        if not all(type(crc) is int and 0 <= crc < 1 << 32 for crc in crcs):
+            raise CorruptMessageError("a digest is not a CRC-32")
+        manifest = cls(
+            ShardId.from_json(field(values, "shard", dict)),
+            field(values, "step", int),
+            field(values, "attempt", int),
+            field(values, "payload_bytes", int, 0, MAX_PAYLOAD_BYTES),
+            field(values, "chunk_bytes", int, 1, 1 << 30),
+            tuple(crcs),
+            field(values, "layout_bytes", int, 0, MAX_LAYOUT_BYTES),
+            field(values, "layout_crc", int, 0, (1 << 32) - 1),
+        )
+        if len(crcs) != chunk_count(manifest.payload_bytes, manifest.chunk_bytes):
+            raise CorruptMessageError(f"{len(crcs)} digests for {manifest.payload_bytes} bytes: some are missing")
+        return manifest
+
+    @property
+    def version(self) -> Version:
+        text = json.dumps(self.to_json(), sort_keys=True)
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        return Version(self.shard, self.step, self.attempt, self.payload_bytes, digest)
+
+    def listed(self, role: str) -> Version:
+        return replace(self.version, role=role)
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Newest last: a later attempt went on from a version of an earlier one."""
+        return self.attempt, self.step
+
+
+def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:
+    return -(-payload_bytes // chunk_bytes)

@@ -1,0 +1,97 @@
+"""``thinwire bench train``: a real training under each method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from thinwire.bench.jobs.named import JOBS
+from thinwire.bench.train.benchmark import TrainBenchmark, run
+from thinwire.bench.train.methods import SETTINGS, THINWIRE, TORCH_METHODS
+from thinwire.bench.train.report import write_report
+from thinwire.bench.train.summary import COLUMNS, conditions, table_rows, verdict
+from thinwire.cli.output import STDOUT, clear_errors, console_for, write_json
+from thinwire.testbed.launch import RanksFailed
+from thinwire.testbed.network import Link, NetAdminError
+
+
+def train(
+    job: str = typer.Option("lstm", help=f"What to train: {', '.join(JOBS)}."),
+    methods: str = typer.Option(
+        "ddp,bf16,top_k,ef_sign_sgd,power_sgd",
+        help=f"Comma-separated, of: {', '.join((*TORCH_METHODS, THINWIRE, *SETTINGS))}."
+        " Settings behind a colon: top_k:density=0.001.",
+    ),
+    hosts: int = typer.Option(8, help="Emulated hosts, one rank each."),
+    link: str = typer.Option("100mbit", help="Speed of each host's link, such as 100mbit or 1gbit; none for loopback."),
+    seeds: int = typer.Option(3, help="Runs of each method, from other initial parameters and orders of the data."),
+    steps: int = typer.Option(None, help="Training steps; by default the job's own number.", show_default=False),
+    extra: float = typer.Option(0.25, help="Share of the steps that a method may need more to reach ddp's loss."),
+    json_path: Path = typer.Option(
+        None, "--json", help="Write the rows here; - for standard output.", show_default=False
+    ),
+    html: Path = typer.Option(None, help="Write a page with pictures here.", show_default=False),
+) -> None:
+    """Train one job by each method in turn: step times, bytes, loss against steps and against time."""
+    for option, path in (("--html", html), ("--json", json_path)):
+        if path is not None and path != STDOUT and not path.parent.is_dir():
+            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
+    console = console_for(json_path)
+    with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
+        benchmark = TrainBenchmark(
+            job=job,
+            methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
+            hosts=hosts,
+            link=Link.parse(link),
+            seeds=seeds,
+            steps=steps,
+            extra=extra,
+        )
+        result = _run(benchmark, console)
+    _print(result, console)
+    if html is not None:
+        write_report(result, html)
+        console.print(f"Pictures: [bold]{html}[/bold]")
+    write_json(result, json_path)
+
+
+def _run(benchmark: TrainBenchmark, console: Console) -> dict[str, Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting hosts", total=benchmark.num_steps)
+
+        def on_step(method: str, seed: int, step: int, loss: float) -> None:
+            total = benchmark.num_steps if step <= benchmark.num_steps else benchmark.max_steps
+            description = f"seed {seed}, {method}, loss {loss:.3f}"
+            progress.update(task, completed=step, total=total, description=description)
+
+        return run(benchmark, on_step)
+
+
+def _print(result: dict[str, Any], console: Console) -> None:
+    rows = result["rows"]
+    table = Table(
+        title=conditions(result),
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        caption="Medians over seeds. MB: sent a step by the busiest rank; faster: than ddp; exposed: seconds of a step"
+        " after the last gradient; final loss: held out, mean of the last 10 % of the steps; to ddp's loss: until the"
+        " smoothed held-out loss is ddp's final loss.",
+        caption_justify="left",
+    )
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for cells in table_rows(rows):
+        table.add_row(*cells)
+    console.print(table)
+    unequal = sorted({row["method"] for row in rows if not row["bitwise_equal_across_ranks"]})
+    if unequal:
+        console.print(f"Parameters are not the same bits on all ranks: {', '.join(unequal)}")
+    console.print(verdict(rows), soft_wrap=True)

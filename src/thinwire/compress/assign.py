@@ -1,0 +1,89 @@
+"""What users write as ``compress=``, and the compressor that each parameter has by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+
+from thinwire.compress.base import Compressor, Parameter, Policy
+from thinwire.compress.memory import with_memory
+from thinwire.compress.policy import leave_small
+
+Compress = Compressor | Policy | Mapping[str, Compressor | None]
+"""What `thinwire.attach` takes as ``compress``."""
+
+
+def assign(compress: Compress, parameters: Sequence[Parameter]) -> dict[str, Compressor]:
+    """The compressor of each parameter that has one, by name, with error feedback where it is needed.
+
+    Args:
+        compress: a compressor, for which `leave_small` decides; a policy; or compressors by name pattern, as
+            ``fnmatch`` has it, of which the first that fits counts and None stands for an exact all-reduce.
+        parameters: all that can be compressed.
+
+    Raises:
+        ValueError: a pattern that fits no parameter; something else than a compressor; a compressor that refuses a
+            parameter.
+    """
+    policy = _policy(compress, parameters)
+    found: dict[str, Compressor] = {}
+    for parameter in parameters:
+        compressor = policy(parameter)
+        if compressor is not None:
+            compressor.check(parameter)
+            found[parameter.name] = with_memory(compressor)
+    return found
+
+
+def _policy(compress: Compress, parameters: Sequence[Parameter]) -> Policy:
+    if isinstance(compress, Compressor):
+        return leave_small(compress)
+    if isinstance(compress, Mapping):
+        return _by_pattern(dict(compress), parameters)
+    if not callable(compress):
+        raise ValueError(
+            f"compress is {compress!r}: pass a compressor such as thinwire.compress.top_k(0.01), a policy (a function"
+            " from a Parameter to a compressor or None), or a dict of name patterns and compressors"
+        )
+    return _called(compress)
+
+
+def _called(policy: Callable[[Parameter], object]) -> Policy:
+    """A policy whose mistakes say so: ``compress=top_k`` is a function of a density, not of a parameter."""
+    name = getattr(policy, "__name__", repr(policy))
+
+    def call(parameter: Parameter) -> Compressor | None:
+        try:
+            answer = policy(parameter)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the policy {name} failed for parameter {parameter.name!r}: {error} (a compressor is made by calling"
+                " its constructor, as in compress=thinwire.compress.top_k(0.01))"
+            ) from error
+        return None if answer is None else _compressor(answer, f"{name} answers for parameter {parameter.name!r}")
+
+    return call
+
+
+def _by_pattern(patterns: dict[str, Compressor | None], parameters: Sequence[Parameter]) -> Policy:
+    for pattern, compressor in patterns.items():
+        if compressor is not None:
+            _compressor(compressor, f"compress has for {pattern!r}")
+        if not any(fnmatchcase(parameter.name, pattern) for parameter in parameters):
+            names = ", ".join(parameter.name for parameter in parameters)
+            raise ValueError(
+                f"no parameter that can be compressed has a name like {pattern!r}; tables of embeddings cannot, these"
+                f" can: {names}"
+            )
+
+    def first(parameter: Parameter) -> Compressor | None:
+        fitting = (compressor for pattern, compressor in patterns.items() if fnmatchcase(parameter.name, pattern))
+        return next(fitting, None)
+
+    return first
+
+
+def _compressor(value: object, where: str) -> Compressor:
+    if not isinstance(value, Compressor):
+        raise ValueError(f"{where} {value!r}, which is not a compressor such as thinwire.compress.top_k(0.01)")
+    return value

@@ -1,0 +1,69 @@
+"""Sixteen bits for each value: casts that a process group can sum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.compress.base import Compressor, Parameter, Payload, State, Traits
+from thinwire.compress.packing import PartSpec
+
+_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+@dataclass(frozen=True)
+class Cast(Compressor):
+    """Rounds each value to a 16-bit number. ``parts``: the gradient in that dtype [n].
+
+    Values beyond the largest finite number of the dtype become that number, never infinite.
+    """
+
+    dtype: torch.dtype
+
+    traits = Traits(summable=True, memory_optional=True)
+
+    @property
+    def name(self) -> str:
+        return _NAMES[self.dtype]
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        del parameter, state
+        flat = gradient.view(-1)
+        largest = torch.finfo(self.dtype).max
+        if self._overflows(flat):
+            flat = flat.clamp(-largest, largest)
+        return Payload((flat.to(self.dtype),))
+
+    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
+        return payload.parts[0].to(parameter.working_dtype).view(parameter.shape)
+
+    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
+        return (PartSpec(self.dtype, parameter.numel),)
+
+    def _overflows(self, flat: Tensor) -> bool:
+        """Whether the cast would make an infinity: reading the gradient once is faster than clamping it."""
+        return (
+            flat.numel() > 0 and float(kernels.largest_of_blocks(flat, flat.numel())[0]) > torch.finfo(self.dtype).max
+        )
+
+
+def fp16() -> Cast:
+    """float16: 11 significant bits, from 6e-8 to 65504. Larger values become 65504 (in an all-reduce the sum cannot
+    overflow either, because each part is divided by the world size first), smaller ones zero: gradients that are
+    not scaled lose their small values. Half the bytes of float32.
+
+    Example:
+        >>> compressor = fp16()
+        >>> parameter = Parameter("weight", (2,))
+        >>> compressor.compress(torch.tensor([1.0, 1e9]), parameter, compressor.init(parameter)).parts[0].tolist()
+        [1.0, 65504.0]
+    """
+    return Cast(torch.float16)
+
+
+def bf16() -> Cast:
+    """bfloat16: 8 significant bits and the range of float32. Half the bytes, and what other methods must beat."""
+    return Cast(torch.bfloat16)

@@ -1,0 +1,141 @@
+"""One bit for each value: majority vote, and signs with a scale under error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.compress.base import Compressor, Parameter, Payload, State, Traits
+from thinwire.compress.memory import ErrorFeedback
+from thinwire.compress.packing import PartSpec, unpack
+from thinwire.compress.randomness import counters
+from thinwire.errors import CorruptMessageError
+
+
+@dataclass(frozen=True)
+class ScaledSign(Compressor):
+    """``(||p||_1 / n) sign(p)``. ``parts``: the signs, eight in a byte (uint8 [ceil(n / 8)]); the scale [1].
+
+    A zero, for which one bit has no room, has the sign of its index, of the step and of the rank: the signs of zeros
+    cancel out between steps.
+    """
+
+    traits = Traits()
+
+    @property
+    def name(self) -> str:
+        return "scaled_sign"
+
+    def init(self, parameter: Parameter) -> State:
+        del parameter
+        return counters()
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        flat = gradient.view(-1)
+        return self._signed(flat, kernels.magnitude_moments(flat).sum / max(1, flat.numel()), state)
+
+    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
+        total = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
+        self.accumulate(payload, parameter, total)
+        return total
+
+    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
+        kernels.add_signs(payload.parts[0], float(payload.parts[1]), total.view(-1))
+
+    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
+        kernels.add_signs(payload.parts[0], -float(payload.parts[1]), gradient.view(-1))
+
+    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
+        sign_bytes = kernels.packed_codes_bytes(parameter.numel, 1)
+        return PartSpec(torch.uint8, sign_bytes), PartSpec(parameter.working_dtype, 1)
+
+    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
+        parts = unpack(data, self.part_specs(parameter))
+        self.check_scale(float(parts[1]))
+        return Payload(parts)
+
+    def check_scale(self, scale: float) -> None:
+        """Raises CorruptMessageError for a scale that no rank sends."""
+        if not 0.0 <= scale < float("inf"):
+            raise CorruptMessageError(f"signs with the scale {scale:g}, which is a mean of magnitudes")
+
+    @staticmethod
+    def _signed(flat: Tensor, scale: float, state: State) -> Payload:
+        signs = kernels.pack_signs(flat, state["step"] + state["salt"])
+        state["step"] += 1
+        return Payload((signs, torch.tensor([scale], dtype=flat.dtype)))
+
+
+@dataclass(frozen=True)
+class SignSGD(ScaledSign):
+    """See `sign_sgd`. The scale is 1, or 0 where all of a gradient is zero: such a rank does not vote."""
+
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum is in [0, 1), not {self.momentum!r}; 0.9 makes Signum of it")
+
+    @property
+    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
+        return Traits(has_memory=True, elementwise=self.momentum == 0.0)
+
+    @property
+    def name(self) -> str:
+        return "sign_sgd" if self.momentum == 0.0 else f"sign_sgd({self.momentum:g})"
+
+    def init(self, parameter: Parameter) -> State:
+        state = counters()
+        if self.momentum:
+            state["momentum"] = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
+        return state
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        if self.momentum:
+            gradient = state["momentum"].mul_(self.momentum).add_(gradient, alpha=1.0 - self.momentum)
+        flat = gradient.view(-1)
+        votes = flat.numel() > 0 and float(kernels.largest_of_blocks(flat, flat.numel())[0]) > 0.0
+        return self._signed(flat, float(votes), state)
+
+    def combine(self, payloads: Sequence[Payload], parameter: Parameter) -> Tensor:
+        """The majority's sign: -1, 1, or 0 for a tie."""
+        return super().combine(payloads, parameter).sign_()
+
+    def check_scale(self, scale: float) -> None:
+        if scale not in (0.0, 1.0):
+            raise CorruptMessageError(f"votes that count {scale:g} times")
+
+
+def sign_sgd(momentum: float = 0.0) -> SignSGD:
+    """signSGD with majority vote (Bernstein et al., ICML'18 and ICLR'19): the sign of the sum of the ranks' signs.
+
+    One bit a value, and every element of the result is -1, 1, or 0 for a tie: **the learning rate must be some hundred
+    times smaller than with gradients**, as for Adam. Magnitudes are gone for good, so error feedback around it makes no
+    sense; `ef_sign_sgd` has them.
+
+    Args:
+        momentum: vote with the sign of ``m = momentum m + (1 - momentum) g`` (Signum), kept by each rank; 0 with that
+            of the gradient. The optimizer then has no momentum of its own.
+
+    Raises:
+        ValueError: momentum outside [0, 1).
+    """
+    return SignSGD(momentum)
+
+
+def ef_sign_sgd(decay: float = 1.0) -> ErrorFeedback:
+    """Signs with a scale under error feedback (Karimireddy et al., ICML'19, Algorithm 1): ``(||p||_1 / n) sign(p)``.
+
+    One bit a value and one scale a parameter; with the memory it converges at the rate of SGD, with its learning rate.
+
+    Args:
+        decay: of the memory, as in `error_feedback`.
+
+    Raises:
+        ValueError: a decay outside [0, 1].
+    """
+    return ErrorFeedback(ScaledSign(), decay)

@@ -1,0 +1,153 @@
+"""States as values: copied, compared, and dealt to another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.compress.base import State
+
+
+def copied(state: Mapping[str, Any]) -> State:
+    """A deep copy."""
+    return {
+        name: copied(entry) if isinstance(entry, Mapping) else entry.clone() if isinstance(entry, Tensor) else entry
+        for name, entry in state.items()
+    }
+
+
+def check_fits(state: Mapping[str, Any], pattern: Mapping[str, Any], where: str) -> None:
+    """Raises ValueError, naming the entry, unless ``state`` has the names, types, shapes and dtypes of ``pattern``."""
+    unknown = set(state) ^ set(pattern)
+    if unknown:
+        raise ValueError(f"{where}: {min(unknown)!r} is in one of the states only, so they are of different methods")
+    for name, entry in pattern.items():
+        found = state[name]
+        if isinstance(entry, Mapping) and isinstance(found, Mapping):
+            check_fits(found, entry, f"{where}, {name}")
+        elif isinstance(entry, Tensor) and entry.numel() == 0 and isinstance(found, Tensor):
+            continue  # grows with the first step
+        elif _kind(found) != _kind(entry):
+            raise ValueError(f"{where}: {name!r} is {_kind(found)} in the state, and {_kind(entry)} here")
+
+
+def redistribute(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
+    """States of a synchronization for another number of ranks, from those of all ranks it had.
+
+    Every new rank gets the mean of the memories of the old ones. The mean over the ranks is what the memories will
+    add to coming gradients, so it is conserved (up to the rounding of the mean): nothing that was not sent is lost.
+    In two shots, pieces and what their owners kept of them are cut anew. Counters are taken over, ``salt`` entries set
+    to the new rank. Pure: nothing is communicated, and the states given are not changed.
+
+    Args:
+        states: what `Synchronizer.state_dict` returned on each rank, in rank order.
+        world_size: of the synchronization that will load them.
+
+    Returns:
+        For each new rank what its `Synchronizer.load_state_dict` takes.
+
+    Raises:
+        ValueError: states that are not those of all ranks of one synchronization, or have no compression in them.
+
+    Example:
+        >>> states = [torch.load(f"sync-{rank}.pt") for rank in range(8)]                # doctest: +SKIP
+        >>> sync.load_state_dict(thinwire.compress.redistribute(states, 4)[sync_rank])   # doctest: +SKIP
+    """
+    if world_size < 1:
+        raise ValueError(f"a state for {world_size} ranks; give 1 or more")
+    parts = [state["compress"] for state in states if state.get("compress") is not None]
+    if not parts or len(parts) < len(states):
+        raise ValueError("these states have no compression in them, and exact ones fit any number of ranks as they are")
+    found = [(part["rank"], part["world_size"]) for part in parts]
+    if found != [(rank, len(parts)) for rank in range(len(parts))]:
+        raise ValueError(f"states of (rank, world_size) {found}: give those of all ranks of one run, in rank order")
+    old = [part["states"] for part in parts]
+    if any(set(of_rank) != set(old[0]) for of_rank in old):
+        raise ValueError("states with different parameters are not of one synchronization")
+    dealt = {name: _dealt([of_rank[name] for of_rank in old], world_size) for name in old[0]}
+    return [
+        {
+            **states[0],
+            "compress": {
+                **parts[0],
+                "rank": rank,
+                "world_size": world_size,
+                "states": {name: of_ranks[rank] for name, of_ranks in dealt.items()},
+            },
+        }
+        for rank in range(world_size)
+    ]
+
+
+def _dealt(states: Sequence[State], world_size: int) -> list[State]:
+    if set(states[0]) != {"pieces", "server"}:
+        return [_merged(states, _mean, rank) for rank in range(world_size)]
+    whole = [_merged(list(state["pieces"].values()), _joined, 0) for state in states]
+    server = _merged([state["server"] for state in states], _joined, 0)
+    return [
+        {
+            "pieces": {
+                str(owner): _cut(_merged(whole, _mean, rank), owner, world_size, rank) for owner in range(world_size)
+            },
+            "server": _cut(server, rank, world_size, rank),
+        }
+        for rank in range(world_size)
+    ]
+
+
+def _merged(states: Sequence[State], merge: Callable[[list[Any], int], Any], rank: int) -> State:
+    """One state of several of one structure, for a new rank."""
+    merged: State = {}
+    for name, first in states[0].items():
+        entries = [state[name] for state in states]
+        if name == "salt":
+            merged[name] = rank
+        elif isinstance(first, Mapping):
+            merged[name] = _merged(entries, merge, rank)
+        else:
+            merged[name] = merge(entries, rank)
+    return merged
+
+
+def _mean(entries: list[Any], rank: int) -> Any:
+    """What ranks have in common, the mean of what is real, and in turn what else they have."""
+    first = entries[0]
+    if isinstance(first, Tensor):
+        if all(torch.equal(first, entry) for entry in entries):
+            return first.clone()
+        if first.is_floating_point():
+            return torch.stack([entry.to(torch.float64) for entry in entries]).mean(0).to(first.dtype)
+        return entries[rank % len(entries)].clone()
+    if all(entry == first for entry in entries):
+        return first
+    return sum(entries) / len(entries) if isinstance(first, float) else entries[rank % len(entries)]
+
+
+def _joined(entries: list[Any], rank: int) -> Any:
+    """Vectors that belong to consecutive pieces as one; of anything else the mean."""
+    first = entries[0]
+    return torch.cat(entries) if isinstance(first, Tensor) and first.dim() == 1 else _mean(entries, rank)
+
+
+def _cut(state: State, owner: int, world_size: int, rank: int) -> State:
+    """The state of a piece."""
+
+    def cut(entries: list[Any], rank: int) -> Any:
+        del rank
+        (entry,) = entries
+        if not isinstance(entry, Tensor) or entry.dim() != 1:
+            return entry.clone() if isinstance(entry, Tensor) else entry
+        start, stop = next(pairwise([entry.numel() * place // world_size for place in (owner, owner + 1)]))
+        return entry[start:stop].clone()
+
+    return _merged([state], cut, rank)
+
+
+def _kind(entry: object) -> str:
+    if isinstance(entry, Tensor):
+        return f"a tensor of {str(entry.dtype).removeprefix('torch.')} {list(entry.shape)}"
+    return "a state" if isinstance(entry, Mapping) else type(entry).__name__

@@ -1,0 +1,59 @@
+"""Pinned memory of the lane: handed out front to back during a job, taken back all at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+ALIGNMENT_BYTES = 64
+FIRST_BYTES = 4 << 20
+LIMIT_BYTES = 256 << 20
+
+
+class Arena:
+    """One piece of memory, which is larger after a job that asked for more, up to a limit.
+
+    To pin memory makes the device wait, so it is done as rarely as sizes double: not any more after the first steps.
+
+    Args:
+        allocate: gives uint8 [num_bytes] of pinned memory.
+        first_bytes, limit_bytes: what the first job has, and what no job has more of.
+    """
+
+    def __init__(
+        self, allocate: Callable[[int], Tensor], first_bytes: int = FIRST_BYTES, limit_bytes: int = LIMIT_BYTES
+    ) -> None:
+        self._allocate = allocate
+        self._limit_bytes = limit_bytes
+        self._wanted_bytes = min(first_bytes, limit_bytes)
+        self._memory: Tensor | None = None
+        self._taken_bytes = self._asked_bytes = 0
+
+    @property
+    def capacity_bytes(self) -> int:
+        return 0 if self._memory is None else self._memory.numel()
+
+    def begin(self) -> None:
+        """Take everything back. Nothing that was handed out may be in use, also by the device."""
+        if self._memory is None or self._wanted_bytes > self._memory.numel():
+            self._memory = None  # before the next is made
+            self._memory = self._allocate(self._wanted_bytes)
+        self._taken_bytes = self._asked_bytes = 0
+
+    def take(self, num_bytes: int) -> Tensor | None:
+        """uint8 [num_bytes] of this job, aligned; None where so much is not left."""
+        assert self._memory is not None, "an arena begins before it is taken from"
+        aligned = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        self._asked_bytes += aligned
+        if self._asked_bytes > self.capacity_bytes:
+            self._wanted_bytes = min(max(self._wanted_bytes, _power_of_two(self._asked_bytes)), self._limit_bytes)
+        start = self._taken_bytes
+        if start + num_bytes > self.capacity_bytes:
+            return None
+        self._taken_bytes += aligned
+        return self._memory[start : start + num_bytes]
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()

@@ -1,0 +1,246 @@
+"""How gradients of a device reach the lane, whose process group is of the CPU, and how results come back.
+
+The training stream waits for nothing. Where DDP hands a bucket over, an event is recorded. The lane's stream waits for
+it, finds what is not zero, and copies only that to pinned memory; the lane's *thread* waits for that copy. Results are
+copied back on the same stream, and the future that DDP has is completed on it: whoever waits for the future makes its
+own stream wait for an event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from thinwire.cuda.arena import FIRST_BYTES, LIMIT_BYTES, Arena
+from thinwire.cuda.device import CudaDevice, Device, Event
+
+BOUNCE_BYTES = 1 << 20
+CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, eq=False)
+class Handover:
+    """Tensors that are written once ``event`` is reached."""
+
+    tensors: tuple[Tensor, ...]
+    event: Event | None = None
+
+
+class Staging(Protocol):
+    """Between the device of the gradients and the lane."""
+
+    is_host: bool
+
+    def future(self) -> Future[Tensor]:
+        """One that can be completed with a tensor of the device."""
+        ...
+
+    def hand_over(self, tensors: Sequence[Tensor]) -> Handover:
+        """Called where the tensors were written, on the thread and the stream that did so."""
+        ...
+
+    def taking(self, handover: Handover) -> AbstractContextManager[object]:
+        """Around a job of the lane: inside, the tensors may be used, and results are written and handed back."""
+        ...
+
+    def to_host(self, *tensors: Tensor) -> list[Tensor]:
+        """Copies on the host, until the job ends. The lane's thread waits for them."""
+        ...
+
+    def to_device(self, *tensors: Tensor) -> list[Tensor]:
+        """Copies on the device, for work that follows on the lane's stream. Nobody waits."""
+        ...
+
+    def all_reduce(self, tensor: Tensor, all_reduce: Callable[[Tensor], None], world_size: int) -> None:
+        """Have ``all_reduce`` sum a contiguous tensor of the device over the ranks, in place, on the host."""
+        ...
+
+    def stats(self) -> dict[str, float]:
+        """For `Synchronizer.stats`."""
+        ...
+
+
+class HostStaging:
+    """For gradients on the CPU: there is nothing to do."""
+
+    is_host = True
+
+    def future(self) -> Future[Tensor]:
+        return Future()
+
+    def hand_over(self, tensors: Sequence[Tensor]) -> Handover:
+        return Handover(tuple(tensors))
+
+    def taking(self, handover: Handover) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def to_host(self, *tensors: Tensor) -> list[Tensor]:
+        return list(tensors)
+
+    def to_device(self, *tensors: Tensor) -> list[Tensor]:
+        return list(tensors)
+
+    def all_reduce(self, tensor: Tensor, all_reduce: Callable[[Tensor], None], world_size: int) -> None:
+        all_reduce(tensor)
+
+    def stats(self) -> dict[str, float]:
+        return {}
+
+
+class DeviceStaging:
+    """For gradients on a device. Everything but `hand_over`, `future` and `stats` is of the lane's thread.
+
+    Pinned memory: an `Arena` for compact rows, of the size that the jobs so far needed, and two chunks for dense
+    tensors. What does not fit the arena goes in rounds through a small buffer, exactly, and is counted; the next job
+    has a larger arena.
+
+    The lane's stream does one thing after the other. So a copy to the host never overtakes an earlier copy from the
+    same memory to the device; only before the *host* writes to memory anew it has to wait, at the beginning of a job.
+    """
+
+    is_host = False
+
+    def __init__(
+        self,
+        device: Device,
+        first_bytes: int = FIRST_BYTES,
+        limit_bytes: int = LIMIT_BYTES,
+        bounce_bytes: int = BOUNCE_BYTES,
+        chunk_bytes: int = CHUNK_BYTES,
+    ) -> None:
+        self._device = device
+        self._arena = Arena(device.pinned, first_bytes, limit_bytes)
+        self._bounce_bytes, self._chunk_bytes = bounce_bytes, chunk_bytes
+        self._bounce: Tensor | None = None
+        self._chunks: list[Tensor] = []
+        self._last_job: Event | None = None
+        self._overflow_rounds = 0
+
+    def future(self) -> Future[Tensor]:
+        return self._device.future()
+
+    def hand_over(self, tensors: Sequence[Tensor]) -> Handover:
+        return Handover(tuple(tensors), self._device.record())
+
+    @contextmanager
+    def taking(self, handover: Handover) -> Iterator[None]:
+        with self._device.lane_stream():
+            if self._last_job is not None:
+                self._device.synchronize(self._last_job)
+            self._arena.begin()
+            assert handover.event is not None
+            self._device.wait(handover.event)
+            for tensor in handover.tensors:
+                for part in _strided(tensor):
+                    self._device.keep(part)
+            try:
+                yield
+            finally:
+                self._last_job = self._device.record()
+
+    def to_host(self, *tensors: Tensor) -> list[Tensor]:
+        tensors = tuple(tensor.contiguous() for tensor in tensors)
+        rooms = [self._arena.take(tensor.nbytes) for tensor in tensors]
+        for tensor, room in zip(tensors, rooms, strict=True):
+            if room is not None:
+                self._device.copy(room, _bytes(tensor))
+        self._device.synchronize(self._device.record())
+        return [
+            self._to_host_in_rounds(tensor) if room is None else room.view(tensor.dtype).view(tensor.shape)
+            for tensor, room in zip(tensors, rooms, strict=True)
+        ]
+
+    def to_device(self, *tensors: Tensor) -> list[Tensor]:
+        return [self._to_device(tensor.contiguous()) for tensor in tensors]
+
+    def all_reduce(self, tensor: Tensor, all_reduce: Callable[[Tensor], None], world_size: int) -> None:
+        """In chunks: one is summed while the next is on its way to the host and the last one on its way back.
+
+        Chunks are multiples of the world size, so that together they are the bytes of one all-reduce.
+        """
+        assert tensor.is_contiguous(), "an all-reduce is in place"
+        self._chunks = self._chunks or [self._device.pinned(self._chunk_bytes) for _ in range(2)]
+        elements = max(1, self._chunk_bytes // tensor.element_size() // world_size) * world_size
+        parts = tensor.view(-1).split(elements) if tensor.numel() else ()
+        following = self._download(parts[0], 0) if parts else None
+        for number, part in enumerate(parts):
+            host, event = following  # pyrefly: ignore [not-iterable]
+            following = self._download(parts[number + 1], number + 1) if number + 1 < len(parts) else None
+            self._device.synchronize(event)
+            all_reduce(host)
+            self._device.copy(part, host)
+
+    def stats(self) -> dict[str, float]:
+        """``cuda/pinned_bytes`` of the host, and ``cuda/overflow_rounds``: copies of what did not fit them."""
+        bounce = 0 if self._bounce is None else self._bounce.numel()
+        chunks = sum(chunk.numel() for chunk in self._chunks)
+        return {
+            "cuda/pinned_bytes": float(self._arena.capacity_bytes + bounce + chunks),
+            "cuda/overflow_rounds": float(self._overflow_rounds),
+        }
+
+    def _download(self, part: Tensor, number: int) -> tuple[Tensor, Event]:
+        """Into the chunk from which the part before last is copied back, which the stream does first."""
+        host = self._chunks[number % 2][: part.nbytes].view(part.dtype)
+        self._device.copy(host, part)
+        return host, self._device.record()
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        target = self._device.empty_like(tensor)
+        room = self._arena.take(tensor.nbytes)
+        if room is None:
+            for there, here in zip(self._rounds(target), self._rounds(tensor), strict=True):
+                bounce = self._taken_bounce(here)
+                bounce.copy_(here)
+                self._device.copy(there, bounce)
+                self._device.synchronize(self._device.record())
+        else:
+            room.copy_(_bytes(tensor))
+            self._device.copy(_bytes(target), room)
+        return target
+
+    def _to_host_in_rounds(self, tensor: Tensor) -> Tensor:
+        target = torch.empty(tensor.shape, dtype=tensor.dtype)
+        for there, here in zip(self._rounds(target), self._rounds(tensor), strict=True):
+            bounce = self._taken_bounce(here)
+            self._device.copy(bounce, here)
+            self._device.synchronize(self._device.record())
+            there.copy_(bounce)
+        return target
+
+    def _rounds(self, tensor: Tensor) -> Sequence[Tensor]:
+        return _bytes(tensor).split(self._bounce_bytes)
+
+    def _taken_bounce(self, part: Tensor) -> Tensor:
+        if self._bounce is None:
+            self._bounce = self._device.pinned(self._bounce_bytes)
+        self._overflow_rounds += 1
+        return self._bounce[: part.numel()]
+
+
+def staging_for(device: torch.device) -> Staging:
+    """That of gradients on a device.
+
+    Raises:
+        ValueError: a device that is neither a CPU nor a CUDA device.
+    """
+    if device.type == "cpu":
+        return HostStaging()
+    if device.type == "cuda":
+        return DeviceStaging(CudaDevice(device))
+    raise ValueError(f"parameters are on {device}: thinwire synchronizes gradients on CPU and CUDA devices")
+
+
+def _strided(tensor: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that hold the memory of one."""
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

@@ -1,0 +1,276 @@
+"""The jobs, curves, rows and words of `thinwire bench train`, and a whole run without a link."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from thinwire.bench.jobs.digits import DigitsJob
+from thinwire.bench.jobs.job import Data, Job, Samples
+from thinwire.bench.jobs.named import JOBS, get_job
+from thinwire.bench.train.account import covered_seconds
+from thinwire.bench.train.curve import Curve, evaluation_steps, smoothed, window_of
+from thinwire.bench.train.methods import SETTINGS, TORCH_METHODS, method_of, parse
+from thinwire.bench.train.rank import RankRecord, StepRecord, Training
+from thinwire.bench.train.report import build_report
+from thinwire.bench.train.rows import curve_of, row_of
+from thinwire.bench.train.summary import summarize, verdict
+from thinwire.cli.main import app
+
+CONTRACT = {
+    "job", "method", "hosts", "link_mbit", "seed", "step_seconds_median", "step_seconds_p10", "step_seconds_p90",
+    "backward_seconds", "encode_seconds", "wire_seconds", "decode_seconds", "exposed_seconds", "bytes_sent_max",
+    "bytes_source", "final_loss", "seconds_to_dense_loss", "loss_curve", "seconds_curve", "curve_steps", "density",
+    "parameters",
+}  # fmt: skip
+
+
+def random_text(job: Job, count: int = 256) -> Data:
+    """Words that follow from the one before, so that there is something to learn."""
+    words = torch.randint(0, 50, (count, 1)) + torch.arange(25)
+    samples = Samples((words[:, :-1] % 50).short(), (words[:, 1:] % 50).short())
+    return Data(samples, samples)
+
+
+def random_images(count: int = 320) -> Data:
+    labels = torch.randint(0, 10, (count,)).short()
+    images = torch.randn(10, 1, 8, 8)[labels.long()] + 0.1 * torch.randn(count, 1, 8, 8)
+    return Data(Samples(images, labels), Samples(images[:32], labels[:32]))
+
+
+def data_of(job: Job) -> Data:
+    return random_images() if job.name == "digits" else random_text(job)
+
+
+@pytest.fixture(params=JOBS.values(), ids=JOBS)
+def job(request: pytest.FixtureRequest) -> Job:
+    return request.param
+
+
+def test_a_model_follows_from_its_seed_alone(job: Job) -> None:
+    models = [job.model(seed) for seed in (3, 3, 4)]
+    first, same, other = (torch.cat([parameter.flatten() for parameter in model.parameters()]) for model in models)
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
+    assert 4e6 < 4 * first.numel() < 12e6, "gradients that a link of 100 Mbit/s feels"
+    state = torch.random.get_rng_state()
+    job.model(5)
+    assert torch.equal(torch.random.get_rng_state(), state)
+
+
+def test_no_table_of_embeddings_escapes_compression(job: Job) -> None:
+    assert not [module for module in job.model(0).modules() if isinstance(module, nn.Embedding)]
+
+
+def test_ranks_share_each_batch_of_one_rank(job: Job) -> None:
+    """The batches of 4 ranks together are one of a job that has four times the batch: no sample twice in an epoch."""
+    data = Data(Samples(torch.arange(500), torch.arange(500)), Samples(torch.arange(4), torch.arange(4)))
+    ranks = [list(islice(job.batches(data, rank, 4, seed=1), 16)) for rank in range(4)]
+    again = list(islice(job.batches(data, 2, 4, seed=1), 16))
+    assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(ranks[2], again, strict=True))
+    per_epoch = 500 // (4 * job.batch_size)
+    epoch = torch.cat([batch.inputs for batches in ranks for batch in batches[:per_epoch]])
+    assert epoch.unique().numel() == epoch.numel() == per_epoch * 4 * job.batch_size
+    with pytest.raises(ValueError, match="too few"):
+        next(job.batches(data, 0, 1000, seed=0))
+
+
+def test_a_few_steps_lower_the_loss(job: Job) -> None:
+    model, data = job.model(0), data_of(job)
+    optimizer = job.optimizer(model.parameters())
+    losses = []
+    for step, batch in enumerate(islice(job.batches(data, 0, 1, 0), 15)):
+        for group in optimizer.param_groups:
+            group["lr"] = job.learning_rate * job.learning_rate_share(step, 100)
+        optimizer.zero_grad()
+        loss = job.loss(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm or math.inf)
+        optimizer.step()
+        losses.append(loss.item())
+    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
+
+
+def test_the_learning_rate_rises_falls_and_stays() -> None:
+    job = get_job("lstm")
+    shares = [job.learning_rate_share(step, 300) for step in range(400)]
+    assert shares[0] == pytest.approx(1 / job.warm_up_steps)
+    assert max(shares) <= 1.0
+    assert shares.index(max(shares)) in range(job.warm_up_steps - 1, job.warm_up_steps + 1)
+    assert shares[300:] == [pytest.approx(0.05)] * 100
+
+
+def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "sklearn.datasets", None)
+    with pytest.raises(ImportError, match=r"pip install 'thinwire\[train\]'"):
+        DigitsJob().load()
+
+
+def test_the_digits_are_split() -> None:
+    pytest.importorskip("sklearn")
+    data = DigitsJob().load()
+    assert (len(data.train), len(data.held_out)) == (1437, 360)
+    assert data.train.inputs.aminmax() == (0.0, 1.0)
+    assert data.held_out.targets.bincount().min() > 20
+
+
+def test_smoothing_is_as_wide_as_the_end_of_a_run() -> None:
+    assert smoothed([3.0, 1.0, 2.0], 2) == [3.0, 2.0, 1.5]
+    assert evaluation_steps(300)[-3:] == (280, 290, 300)
+    assert window_of(300) == 3
+    assert evaluation_steps(4) == (1, 2, 3, 4)
+    assert window_of(1) == 1
+
+
+def test_time_to_a_loss() -> None:
+    curve = Curve((1, 2, 3, 4), (10.0, 20.0, 30.0, 40.0), (4.0, 3.0, 1.0, 0.5), planned_steps=3)
+    assert curve.final_loss == 1.0, "the fourth step is extra"
+    assert curve.seconds_to(4.5) == 10.0
+    assert curve.seconds_to(2.0) == 25.0
+    assert curve.seconds_to(curve.final_loss) == 30.0
+    assert curve.seconds_to(0.4) is None
+    assert Curve((1, 2), (1.0, 2.0), (math.nan, 1.0), 2).seconds_to(1.0) == 2.0
+
+
+def test_the_dense_run_reaches_its_own_final_loss_at_its_end() -> None:
+    losses = tuple(5.0 - 0.1 * i for i in range(30))
+    curve = Curve(evaluation_steps(300), tuple(range(30)), losses, 300)
+    assert curve.seconds_to(curve.final_loss) == 29
+
+
+def test_the_first_step_is_told_apart() -> None:
+    """It counts as a median step in the clock of the curve, and has a field of its own."""
+    seconds = [9.0, 1.0, 3.0]
+    records = [
+        RankRecord(
+            parameters=1000,
+            steps=[StepRecord(each - late, late, 0.0, 0.1, None, 0.2, 4000.0 + rank) for each in seconds],
+            held_out_losses=[(1, 3.0), (2, 2.0), (3, 1.0)],
+        )
+        for rank, late in enumerate((0.25, 0.75))
+    ]
+    training = Training(get_job("lstm"), "top_k", seed=0, steps=3)
+    assert curve_of(training, records).seconds == (3.0, 4.0, 7.0)
+    made = row_of(training, records, link_mbit=None)
+    assert (made["first_step_seconds"], made["step_seconds_median"]) == (9.0, 3.0)
+    assert (made["exposed_seconds"], made["encode_seconds"], made["wire_seconds"]) == (0.5, 0.1, None)
+    assert (made["bytes_sent_max"], made["bytes_source"], made["bytes_link_max"]) == (4001, "counted", None)
+
+
+def test_intervals_in_flight_together_count_once() -> None:
+    assert covered_seconds([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]) == 4.0
+
+
+def test_settings_are_read_from_the_name_of_a_method() -> None:
+    assert parse("top_k:density=0.001:values=x") == ("top_k", {"density": 0.001, "values": "x"})
+    with pytest.raises(ValueError, match="NAME=VALUE"):
+        parse("top_k:0.001")
+
+
+@pytest.mark.parametrize("name", [*TORCH_METHODS, *SETTINGS])
+def test_every_setting_fits_its_constructor(name: str) -> None:
+    method_of(name, get_job("lstm"), steps=100)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("top_k:warm_up=0.1:density=0", "density"),
+        ("zip", "legal are ddp, bf16"),
+        ("top_k:densty=1", "densty"),
+        ("ddp:rank=4", "no setting 'rank'"),
+    ],
+)
+def test_unknown_methods_and_settings(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        method_of(text, get_job("lstm"), steps=100)
+
+
+def row(method: str, seconds: float | None, seed: int = 0, loss: float | None = 1.0) -> dict[str, Any]:
+    return {
+        "method": method, "seed": seed, "bytes_sent_max": 1e6, "step_seconds_median": 0.1, "exposed_seconds": 0.0,
+        "final_loss": loss, "loss_vs_dense": 0.0, "seconds_to_dense_loss": seconds,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds", "says"),
+    [
+        ({"ddp": 10.0, "bf16": 8.0, "top_k": 4.0}, "Compression pays on this link: top_k .* 2.50x .* and 2.00x"),
+        ({"ddp": 10.0, "bf16": 10.4, "top_k": 11.0}, "does not pay on this link: the best, bf16, .* 0.96x"),
+        ({"ddp": 10.0, "bf16": 5.0, "top_k": 6.0}, "nothing beats bf16 .* top_k, 1.67x"),
+        ({"ddp": 10.0, "top_k": None}, "does not pay .* no other method reached .* within its steps: top_k"),
+        ({"top_k": 1.0}, "add ddp"),
+        ({"ddp": 10.0}, "Only stock DDP"),
+        ({"ddp": 10.0, "top_k": 5.0}, r"bf16 to --methods"),
+    ],
+)
+def test_the_verdict_is_plain(seconds: dict[str, float | None], says: str) -> None:
+    assert re.search(says, verdict([row(method, value) for method, value in seconds.items()]))
+
+
+def test_a_median_over_seeds_counts_runs_that_never_got_there() -> None:
+    rows = [row("ddp", 10.0, seed) for seed in range(3)]
+    rows += [row("top_k", seconds, seed) for seed, seconds in enumerate((5.0, None, None))]
+    rows += [row("dgc", seconds, seed) for seed, seconds in enumerate((5.0, 8.0, None))]
+    by_method = {summary.method: summary for summary in summarize(rows)}
+    assert by_method["top_k"].seconds_to_dense_loss is None
+    assert by_method["dgc"].speedup == 10.0 / 8.0
+
+
+def test_a_run_without_a_link(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    rows_file, page = tmp_path / "out.json", tmp_path / "out.html"
+    result = CliRunner().invoke(
+        app,
+        ["bench", "train", "--job", "digits", "--methods", "top_k,ddp", "--hosts", "2", "--link", "none",
+         "--seeds", "1", "--steps", "4", "--json", str(rows_file), "--html", str(page)],
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    written = json.loads(rows_file.read_text())
+    dense, top_k = written["rows"]
+    assert (dense["method"], top_k["method"]) == ("ddp", "top_k"), "stock DDP is first"
+    for each in (dense, top_k):
+        assert each.keys() >= CONTRACT
+        assert each["bitwise_equal_across_ranks"]
+        assert each["link_mbit"] is None
+        parts = each["backward_seconds"] + each["exposed_seconds"] + each["optimizer_seconds"]
+        assert parts == pytest.approx(each["step_seconds_median"], rel=0.5)
+        assert len(each["loss_curve"]) == len(each["seconds_curve"]) == len(each["curve_steps"])
+    assert dense["bytes_sent_max"] == 4 * dense["parameters"], "2 (n - 1) / n of the gradients, of two ranks"
+    assert dense["bytes_source"] == "formula"
+    assert (top_k["bytes_source"], top_k["density"] < 0.05) == ("counted", True)
+    assert dense["seconds_to_dense_loss"] == pytest.approx(dense["seconds_curve"][-1])
+    html = page.read_text()
+    assert html.count("<svg") == 3
+    assert verdict(written["rows"]).split(":")[0] in html
+    assert build_report(written).html() == html
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--job", "resnet"], "legal are lstm, digits, gpt"),
+        (["--methods", "ddp,zip"], "legal are ddp"),
+        (["--methods", "ddp,ddp"], "named twice"),
+        (["--hosts", "0"], "at least one"),
+        (["--extra", "-1"], "at least 0"),
+        (["--link", "fast"], "100mbit"),
+        (["--html", "/nowhere/page.html"], "not a directory"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(arguments: list[str], says: str) -> None:
+    result = CliRunner().invoke(app, ["bench", "train", "--link", "none", *arguments], terminal_width=200)
+    assert result.exit_code == 2
+    assert says in result.output
+    assert "Traceback" not in result.output

@@ -1,0 +1,106 @@
+"""Which twin of a kernel gets tensors of a GPU, and that a line says so where it is not Triton's. No GPU is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.kernels import dispatch, reference, reference_codes
+
+
+class OnGpu(Tensor):
+    """Says that it is on a GPU, and is not."""
+
+    is_cuda = True  # pyrefly: ignore [bad-override]
+
+
+@pytest.fixture
+def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Triton kernels that say so, for tensors `OnGpu`."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    compiled = SimpleNamespace(
+        mix=lambda ids, seed: "triton",
+        sum_rows=lambda pieces, scale=1.0: "triton",
+        sum_rows_at=lambda pieces, *_: f"triton, {len(list(pieces))} pieces",
+    )
+    monkeypatch.setattr(dispatch, "_triton", lambda: compiled)
+    return compiled
+
+
+def on_gpu(tensor: Tensor) -> Tensor:
+    return tensor.as_subclass(OnGpu)
+
+
+def test_cuda_tensors_go_to_triton(as_on_gpu: SimpleNamespace) -> None:
+    ids, values = on_gpu(torch.arange(3)), on_gpu(torch.ones(3, 2))
+    assert kernels.mix(ids, 0) == "triton"
+    assert kernels.sum_rows([(ids, values)]) == "triton"
+    for pieces in ([(ids, values)] * 2, iter([(ids, values)] * 2)):
+        assert kernels.sum_rows_at(pieces, 3, 2, torch.float32) == "triton, 2 pieces"
+    assert torch.equal(kernels.mix(torch.arange(3), 0), reference.mix(torch.arange(3), 0)), "those of the CPU do not"
+    total = kernels.sum_rows_at(iter([(torch.arange(3), torch.ones(3, 2))] * 2), 3, 2, torch.float32)
+    assert torch.equal(total, torch.full((3, 2), 2.0))
+
+
+def test_what_triton_does_not_know_goes_to_the_reference(as_on_gpu: SimpleNamespace) -> None:
+    assert kernels.mix(on_gpu(torch.arange(3, dtype=torch.int32)), 0).dtype == torch.int32
+    with kernels.using("reference"):
+        assert kernels.mix(on_gpu(torch.arange(3)), 0).tolist() == reference.mix(torch.arange(3), 0).tolist()
+
+
+def test_without_triton_the_reference_runs_and_one_line_says_so() -> None:
+    code = """
+import logging, sys
+sys.modules["triton"] = None
+logging.basicConfig(level=logging.INFO)
+import torch
+from thinwire import kernels
+torch.cuda.get_device_capability = lambda *_: (9, 0)
+from thinwire.kernels import dispatch
+assert dispatch.gpu_kernels(torch.ones(1)) is None
+assert dispatch.gpu_kernels(torch.ones(1)) is None
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("INFO:thinwire:") == 1
+    assert "kernels on the GPU run in plain torch" in result.stderr
+
+
+def test_a_gpu_that_is_too_old_gets_the_reference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (6, 1))
+    dispatch._triton.cache_clear()
+    try:
+        with caplog.at_level("INFO", "thinwire"):
+            assert dispatch.gpu_kernels(torch.ones(1)) is None
+    finally:
+        dispatch._triton.cache_clear()
+    assert "compute capability 7.0" in caplog.text
+
+
+def test_the_reference_on_a_gpu_takes_codes_through_the_host(as_on_gpu: SimpleNamespace) -> None:
+    """They are numpy's. What Triton's module has no kernel for goes to the reference as well."""
+    ids = torch.tensor([1, 5, 9])
+    assert torch.equal(kernels.pack_bits(on_gpu(ids), 12), reference_codes.pack_bits(ids, 12))
+    room, count = on_gpu(torch.zeros(4, dtype=torch.int64)), on_gpu(torch.zeros(2, dtype=torch.int64))
+    dense = torch.tensor([[0.0], [2.0], [0.0], [3.0]])
+    with kernels.using("reference"):
+        kernels.nonzero_rows_into(on_gpu(dense), room, count)
+    assert room.tolist() == [1, 3, 0, 0]
+    assert count.tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("capacity", [0, 1, 2, 3])
+def test_what_does_not_fit_is_counted(capacity: int) -> None:
+    room, count = torch.full((capacity,), -7), torch.full((2,), -7)
+    kernels.nonzero_rows_into(torch.tensor([[0.0], [2.0], [0.0], [3.0]]), room, count)
+    assert count.tolist() == [min(capacity, 2), max(0, 2 - capacity)]
+    assert room.tolist() == [1, 3, -7][:capacity]

@@ -1,0 +1,403 @@
+"""Casts, small integers, floats and signs: what arrives, what is kept, and what is refused."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire import compress
+from thinwire.compress import memory
+from thinwire.compress.base import Compressor, Parameter, Payload, State
+from thinwire.compress.exchange import salted
+from thinwire.errors import CorruptMessageError
+
+METHODS: dict[str, Compressor] = {
+    compressor.name: compressor
+    for compressor in (
+        compress.fp16(),
+        compress.bf16(),
+        compress.int8(),
+        compress.int8(7, stochastic=True),
+        compress.fp8(),
+        compress.fp8("e5m2", 16),
+        compress.qsgd(),
+        compress.qsgd(4),
+        compress.qsgd(3, 100),
+        compress.qsgd(2, norm="l2"),
+        compress.terngrad(),
+        compress.terngrad(2.5),
+        compress.natural(),
+        compress.sign_sgd(),
+        compress.sign_sgd(0.9),
+        compress.ef_sign_sgd(),
+        memory.ErrorFeedback(compress.int8()),
+        memory.ErrorFeedback(compress.bf16()),
+    )
+}
+SHAPES = ((0,), (), (1,), (7,), (1023,), (1025,), (37, 53), (3, 4, 5))
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+
+every_method = pytest.mark.parametrize("compressor", METHODS.values(), ids=METHODS)
+every_unbiased = pytest.mark.parametrize(
+    "compressor", [method for method in METHODS.values() if method.traits.unbiased], ids=lambda method: method.name
+)
+with_memory = [method for method in METHODS.values() if isinstance(method, memory.ErrorFeedback)]
+with_memory += [memory.ErrorFeedback(compress.fp8()), memory.ErrorFeedback(compress.fp16())]
+every_memory = pytest.mark.parametrize("compressor", with_memory, ids=lambda method: method.name)
+
+
+def state_of(compressor: Compressor, parameter: Parameter, rank: int = 0) -> State:
+    return salted(compressor.init(parameter), rank)
+
+
+def gradient_of(parameter: Parameter, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(parameter.shape, generator=generator, dtype=parameter.working_dtype)
+
+
+def arrived(compressor: Compressor, payload: Payload, parameter: Parameter) -> Tensor:
+    return compressor.decompress(compressor.unpack(compressor.pack(payload, parameter), parameter), parameter)
+
+
+def sent(compressor: Compressor, gradient: Tensor, state: State | None = None) -> Tensor:
+    parameter = Parameter("weight", tuple(gradient.shape), gradient.dtype)
+    state = state_of(compressor, parameter) if state is None else state
+    return arrived(compressor, compressor.compress(gradient, parameter, state), parameter)
+
+
+@every_method
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_shape_travels_in_the_bytes_that_were_said(
+    compressor: Compressor, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    parameter = Parameter("weight", shape, dtype)
+    gradient = gradient_of(parameter)
+    before = gradient.clone()
+    payload = compressor.compress(gradient, parameter, state_of(compressor, parameter))
+    assert torch.equal(gradient, before), "the gradient is not written to"
+    data = compressor.pack(payload, parameter)
+    assert data.dtype == torch.uint8
+    assert data.numel() == compressor.packed_bytes(parameter)
+    unpacked = compressor.unpack(data, parameter)
+    for one, other in zip(payload.parts, unpacked.parts, strict=True):
+        assert one.dtype == other.dtype
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    result = compressor.decompress(unpacked, parameter)
+    assert (result.shape, result.dtype) == (parameter.shape, parameter.working_dtype)
+    total = torch.ones(shape, dtype=parameter.working_dtype)
+    compressor.accumulate(payload, parameter, total)
+    assert torch.equal(total, 1.0 + result)
+    rest = gradient.clone()
+    compressor.residual(rest, payload, parameter)
+    assert torch.equal(rest, gradient - result)
+
+
+@every_unbiased
+@pytest.mark.parametrize("salted_by", ["rank", "step"])
+def test_unbiased_methods_are(compressor: Compressor, salted_by: str) -> None:
+    """10 000 draws of a small vector, 100 at once, by other ranks or in other steps, at 4 sigma of the mean."""
+    at_once, times = 100, 100
+    vector = torch.tensor([3.0, -1.0, 0.26, 0.0, 0.1, -0.003, 1e-5, 1.7, -2.999, 0.5])
+    gradient, draws = vector.repeat(at_once, 1), at_once * times
+    parameter = Parameter("weight", tuple(gradient.shape))
+    state, values = state_of(compressor, parameter), []
+    for draw in range(times):
+        if salted_by == "rank":
+            state = state_of(compressor, parameter, rank=draw)
+        values.append(compressor.decompress(compressor.compress(gradient, parameter, state), parameter).double())
+    drawn = torch.cat(values)
+    sigma = drawn.std(0) / draws**0.5
+    rare = 4 * float(vector.abs().max()) / draws  # what is drawn less than four times has no sigma
+    assert bool(((drawn.mean(0) - vector).abs() <= 4 * sigma + 1e-6 + (sigma == 0) * rare).all())
+    assert bool((sigma[:3] > 0).any()), "it is random"
+
+
+@every_unbiased
+@pytest.mark.parametrize("scale", [1e30, 1.0, 1e-30])
+def test_the_mean_of_many_elements_is_right_at_every_scale(compressor: Compressor, scale: float) -> None:
+    """Each of 512 equal elements is a draw; the first is the largest."""
+    gradient = torch.full((8, 512), 0.3) * scale
+    gradient[:, 0] = scale
+    value = sent(compressor, gradient).double() / scale
+    others = value[:, 1:].flatten()
+    assert abs(float(others.mean()) - 0.3) <= 4 * float(others.std()) / math.sqrt(others.numel()) + 1e-6
+
+
+@every_memory
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_error_feedback_loses_nothing(compressor: memory.ErrorFeedback, shape: tuple[int, ...]) -> None:
+    """What arrives and what is kept are the corrected gradient, to the rounding of one subtraction."""
+    parameter = Parameter("weight", shape)
+    state = state_of(compressor, parameter)
+    for step in range(4):
+        gradient = gradient_of(parameter, step)
+        corrected = state["error"] + gradient
+        payload = compressor.compress(gradient, parameter, state)
+        value = arrived(compressor, payload, parameter)
+        assert torch.equal(state["error"], corrected - value), "bitwise"
+        assert torch.allclose(state["error"] + value, corrected, rtol=1e-6, atol=1e-6)
+
+
+@every_method
+@pytest.mark.parametrize("fill", [0.0, -0.0, 2.5, -1e30, 3e38, 1e-38, 1e-45])
+def test_constants_of_every_size_decode_to_finite_values(compressor: Compressor, fill: float) -> None:
+    gradient = torch.full((3, 401), fill)
+    value = sent(compressor, gradient)
+    assert bool(value.isfinite().all())
+    if fill == 0.0:
+        assert not value.any()
+
+
+@every_method
+def test_one_huge_value_among_small_and_denormal_ones(compressor: Compressor) -> None:
+    gradient = torch.tensor([1e30, 1e-30, -1e-40, 0.0, 1.0] * 20)
+    assert bool(sent(compressor, gradient).isfinite().all())
+
+
+@given(
+    values=st.lists(st.floats(-(2.0**120), 2.0**120, width=32), min_size=1, max_size=40),
+    block=st.integers(1, 50),
+)
+@settings(deadline=None, max_examples=200)
+def test_int8_is_wrong_by_at_most_half_a_step(values: list[float], block: int) -> None:
+    gradient = torch.tensor(values)
+    error = (sent(compress.int8(block), gradient).double() - gradient.double()).abs()
+    steps = torch.tensor([float(piece.abs().max()) / 127 for piece in gradient.split(block)]).double()
+    steps = steps.clamp_min(torch.finfo(torch.float32).tiny).repeat_interleave(block)[: len(values)]
+    assert bool((error <= 0.5001 * steps).all())
+
+
+@pytest.mark.parametrize(("format", "relative", "smallest"), [("e4m3", 1 / 16, 2.0**-10), ("e5m2", 1 / 8, 2.0**-17)])
+def test_fp8_is_wrong_by_half_of_its_last_bit(format: str, relative: float, smallest: float) -> None:
+    gradient = torch.randn(5000) * torch.exp(3 * torch.randn(5000))
+    limits = torch.finfo({"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}[format]).max
+    steps = torch.cat([piece.abs().max().expand(piece.numel()) for piece in gradient.split(512)]) / limits
+    error = (sent(compress.fp8(format), gradient) - gradient).abs()  # type: ignore[arg-type]
+    assert bool((error <= 1.0001 * torch.maximum(gradient.abs() * relative, steps * smallest)).all())
+
+
+@pytest.mark.parametrize(("method", "bits", "levels"), [(compress.qsgd(2), 2, 1), (compress.qsgd(4), 4, 7)])
+def test_qsgd_rounds_to_a_neighbouring_level(method: Compressor, bits: int, levels: int) -> None:
+    gradient = torch.randn(4096)
+    step = gradient.view(-1, 512).abs().amax(1).repeat_interleave(512) / levels
+    multiples = sent(method, gradient) / step
+    assert bool(((multiples - multiples.round()).abs() < 1e-4).all())
+    assert bool(((multiples - gradient / step).abs() < 1.0001).all())
+    assert method.packed_bytes(Parameter("weight", (4096,))) == 8 + 4096 * bits // 8 + 8 + 8 * 4
+
+
+def test_the_scale_of_qsgd_is_the_norm_that_was_asked_for() -> None:
+    parameter, gradient = Parameter("weight", (4,)), torch.tensor([3.0, -4.0, 0.0, 0.0])
+    for norm, expected in (("max", 4.0), ("l2", 5.0)):
+        method = compress.qsgd(8, norm=norm)  # type: ignore[arg-type]
+        payload = method.compress(gradient, parameter, state_of(method, parameter))
+        assert float(payload.parts[1]) * 127 == pytest.approx(expected)
+
+
+def test_terngrad_has_three_values_and_clips() -> None:
+    gradient = torch.cat([torch.ones(999), torch.tensor([100.0])])
+    assert set(sent(compress.terngrad(), gradient).tolist()) <= {0.0, 100.0}
+    limit = 2.5 * math.sqrt((999 + 1e4) / 1000)
+    assert sorted(set(sent(compress.terngrad(2.5), gradient).tolist())) == pytest.approx([0.0, limit])
+
+
+def test_natural_compression_has_the_variance_of_its_theorem() -> None:
+    """At most an eighth of the square (Theorem 1), which 1.5 times a power of two nearly reaches."""
+    gradient = 1.0 + torch.arange(1000) / 1000
+    squares = (sent(compress.natural(), gradient.repeat(200, 1)) - gradient).square().mean(0)
+    assert bool((squares <= 0.125 * gradient.square() * 1.6).all())
+    assert float((squares / gradient.square()).mean()) == pytest.approx(0.0794, abs=0.002)  # integral of (2-x)(x-1)/x^2
+    powers = torch.tensor([1.0, -2.0, 2.0**-120, 0.0])
+    assert torch.equal(sent(compress.natural(), powers), powers)
+
+
+def test_natural_compression_saturates_at_the_highest_power() -> None:
+    value = sent(compress.natural(), torch.tensor([3.4e38, -3.4e38, 4.0]))
+    assert value.tolist() == [2.0**127, -(2.0**127), 4.0]
+
+
+@pytest.mark.parametrize(("method", "largest"), [(compress.fp16(), 65504.0), (compress.bf16(), 3.3895e38)])
+def test_casts_saturate(method: Compressor, largest: float) -> None:
+    value = sent(method, torch.tensor([3.4028e38, -3.4028e38, 1.0]))
+    assert value.tolist() == pytest.approx([largest, -largest, 1.0], rel=1e-4)
+
+
+@every_method
+def test_ranks_round_differently_and_equal_states_alike(compressor: Compressor) -> None:
+    parameter = Parameter("weight", (2000,))
+    gradient = gradient_of(parameter)
+    one, same, other = (compressor.compress(gradient, parameter, state_of(compressor, parameter, r)) for r in (0, 0, 1))
+    assert all(map(torch.equal, one.parts, same.parts))
+    draws = compressor.traits.unbiased or compressor.name == "terngrad(2.5)"
+    assert all(map(torch.equal, one.parts, other.parts)) != draws
+
+
+@every_unbiased
+def test_seeds_names_and_steps_draw_differently(compressor: Compressor) -> None:
+    parameter = Parameter("weight", (2000,))
+    gradient, state = gradient_of(parameter), state_of(compressor, parameter)
+    first = compressor.compress(gradient, parameter, state).parts[0]
+    second = compressor.compress(gradient, parameter, state).parts[0]
+    renamed = Parameter("bias", (2000,))
+    named = compressor.compress(gradient, renamed, state_of(compressor, renamed)).parts[0]
+    reseeded = replace(compressor, random_seed=1)  # type: ignore[type-var]
+    seeded = reseeded.compress(gradient, parameter, state_of(compressor, parameter)).parts[0]
+    assert len({tuple(part.tolist()) for part in (first, second, named, seeded)}) == 4
+
+
+@every_method
+def test_a_state_that_was_saved_continues_bitwise(compressor: Compressor) -> None:
+    parameter = Parameter("weight", (37, 53))
+    state = state_of(compressor, parameter, rank=3)
+    for step in range(3):
+        compressor.compress(gradient_of(parameter, step), parameter, state)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    for step in range(3, 6):
+        gradient = gradient_of(parameter, step)
+        one, other = (compressor.compress(gradient, parameter, each) for each in (state, loaded))
+        assert all(map(torch.equal, one.parts, other.parts))
+
+
+@every_method
+@given(data=st.data())
+@settings(deadline=None, max_examples=40)
+def test_bytes_that_no_rank_packed_are_refused_or_decode_to_finite_values(
+    compressor: Compressor, data: st.DataObject
+) -> None:
+    parameter = Parameter("weight", (37,))
+    packed = compressor.pack(
+        compressor.compress(gradient_of(parameter), parameter, state_of(compressor, parameter)), parameter
+    )
+    kind = data.draw(st.sampled_from(["short", "long", "flipped", "random"]))
+    if kind == "short":
+        packed = packed[: data.draw(st.integers(0, packed.numel() - 1))]
+    elif kind == "long":
+        packed = torch.cat([packed, torch.zeros(8 * data.draw(st.integers(1, 3)), dtype=torch.uint8)])
+    elif kind == "flipped":
+        for _ in range(data.draw(st.integers(1, 5))):
+            packed[data.draw(st.integers(0, packed.numel() - 1))] ^= data.draw(st.integers(1, 255))
+    else:
+        packed = torch.tensor(data.draw(st.lists(st.integers(0, 255), max_size=100)), dtype=torch.uint8)
+    if kind in ("short", "long"):
+        with pytest.raises(CorruptMessageError):
+            compressor.unpack(packed.clone(), parameter)
+        return
+    try:
+        payload = compressor.unpack(packed.clone(), parameter)
+    except CorruptMessageError:
+        return
+    value = compressor.decompress(payload, parameter)
+    checks_values = not compressor.traits.summable
+    assert value.shape == (37,)
+    assert not checks_values or bool(value.isfinite().all())
+
+
+@pytest.mark.parametrize("method", [compress.int8(), compress.qsgd(4), compress.fp8(), compress.ef_sign_sgd()])
+@pytest.mark.parametrize("scale", [math.nan, math.inf, -1.0, 3.4e38])
+def test_scales_that_are_none_are_refused(method: Compressor, scale: float) -> None:
+    parameter = Parameter("weight", (5,))
+    payload = method.compress(gradient_of(parameter), parameter, state_of(method, parameter))
+    payload.parts[1].fill_(scale)
+    if scale == 3.4e38 and method.name.startswith("error_feedback"):
+        assert bool(arrived(method, payload, parameter).isfinite().all())
+        return
+    with pytest.raises(CorruptMessageError, match=r"step|scale"):
+        method.unpack(method.pack(payload, parameter), parameter)
+
+
+def vote(gradients: list[Tensor], momentum: float = 0.0) -> Tensor:
+    method = compress.sign_sgd(momentum)
+    parameter = Parameter("weight", tuple(gradients[0].shape))
+    payloads = [
+        method.compress(gradient, parameter, state_of(method, parameter, rank))
+        for rank, gradient in enumerate(gradients)
+    ]
+    return method.combine(payloads, parameter)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
+def test_the_majority_decides(world_size: int) -> None:
+    gradients = [torch.randn(37, 53) for _ in range(world_size)]
+    assert torch.equal(vote(gradients), sum(gradient.sign() for gradient in gradients).sign())  # type: ignore[union-attr]
+
+
+def test_ties_are_zero_and_ranks_with_nothing_do_not_vote() -> None:
+    assert vote([torch.ones(3), -torch.ones(3)]).tolist() == [0.0, 0.0, 0.0]
+    assert vote([torch.zeros(3), -torch.ones(3), torch.zeros(3)]).tolist() == [-1.0, -1.0, -1.0]
+    assert vote([torch.zeros(3), torch.zeros(3)]).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_zeros_cancel_out_between_steps_and_ranks() -> None:
+    """A row that is not used moves back and forth, never away."""
+    method, parameter = compress.sign_sgd(), Parameter("weight", (101,))
+    gradient = torch.zeros(101).index_fill_(0, torch.tensor([3]), 1.0)
+    states = [state_of(method, parameter, rank) for rank in range(3)]
+    total = torch.zeros(101)
+    for _ in range(10):
+        total += method.combine([method.compress(gradient, parameter, state) for state in states], parameter)
+    assert float(total[3]) == 10.0
+    total[3] = 0.0
+    assert not total.any()
+
+
+def test_signum_votes_with_the_momentum() -> None:
+    method, parameter = compress.sign_sgd(0.9), Parameter("weight", (2,))
+    state = state_of(method, parameter)
+    momentum = torch.zeros(2)
+    for step in range(5):
+        gradient = torch.tensor([1.0, -1.0]) if step < 2 else torch.tensor([-0.1, 0.1])
+        momentum = 0.9 * momentum + 0.1 * gradient
+        assert torch.allclose(state["momentum"].clone().mul_(0.9).add_(gradient, alpha=0.1), momentum)
+        assert torch.equal(method.decompress(method.compress(gradient, parameter, state), parameter), momentum.sign())
+
+
+def test_ef_sign_sgd_sends_the_mean_magnitude() -> None:
+    method, parameter = compress.ef_sign_sgd(), Parameter("weight", (4,))
+    state = state_of(method, parameter)
+    value = arrived(method, method.compress(torch.tensor([1.0, -3.0, 2.0, -2.0]), parameter, state), parameter)
+    assert value.tolist() == [2.0, -2.0, 2.0, -2.0]
+    assert state["error"].tolist() == [-1.0, -1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: compress.qsgd(1), "ef_sign_sgd"),
+        (lambda: compress.qsgd(9), "2 to 8 bits"),
+        (lambda: compress.qsgd(8, 0), "at least 1 element"),
+        (lambda: compress.qsgd(norm="l1"), '"max" or "l2"'),  # type: ignore[arg-type]
+        (lambda: compress.int8(0), "at least 1 element"),
+        (lambda: compress.fp8("e3m4"), "e4m3 and e5m2"),  # type: ignore[arg-type]
+        (lambda: compress.fp8(block=-1), "at least 1 element"),
+        (lambda: compress.terngrad(0.0), "None never"),
+        (lambda: compress.sign_sgd(1.0), r"momentum is in \[0, 1\)"),
+        (lambda: compress.ef_sign_sgd(2.0), r"\[0, 1\]"),
+        (lambda: memory.ErrorFeedback(compress.sign_sgd()), "leave error_feedback out"),
+    ],
+)
+def test_bad_settings_are_refused_with_advice(make: Callable[[], object], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        make()
+
+
+@every_method
+def test_integer_parameters_are_refused(compressor: Compressor) -> None:
+    with pytest.raises(ValueError, match="only floating-point gradients"):
+        compressor.check(Parameter("count", (3,), torch.int64))
+
+
+def test_names_tell_settings_apart() -> None:
+    """`METHODS` is keyed by them, and methods of one name would be one."""
+    assert len(METHODS) == 18

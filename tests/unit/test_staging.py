@@ -1,0 +1,463 @@
+"""Gradients of a device on their way to the lane and back: in which order, and that no memory is used too early.
+
+The device here is a fake with the hazards of a real one. What it copies to the host is there only after the host has
+waited for it, and is garbage before; what it copies from the host must not change until the host has waited.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.futures import Future
+
+from loopback import LoopbackExchange, run_ranks
+from thinwire.attach import _check_parameters
+from thinwire.cuda.arena import Arena
+from thinwire.cuda.device import Event
+from thinwire.cuda.staging import DeviceStaging, HostStaging, staging_for
+from thinwire.hooks.buckets import Buckets
+from thinwire.hooks.gradients import GradientSync
+from thinwire.hooks.staged import StagedTable, staged
+from thinwire.hooks.table import TableGradient
+from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
+from thinwire.sync.channel import Channel, Subject
+
+GARBAGE = 0xAB
+
+
+@dataclass(frozen=True)
+class FakeEvent:
+    stream: str
+    number: int
+
+
+class FakeDevice:
+    """Tensors of the CPU stand for those of the device. ``log`` is what was asked for, by which stream or thread."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.kept: list[Tensor] = []
+        self._stream = threading.local()
+        self._downloads: list[tuple[int, Tensor, Tensor]] = []  # number, target, what arrives there
+        self._uploads: list[tuple[int, Tensor, Tensor]] = []  # number, source, what it was
+        self._number = 0
+        self._pinned: list[Tensor] = []
+
+    def record(self) -> FakeEvent:
+        self._note(f"record on {self.current}")
+        return FakeEvent(self.current, self._number)
+
+    @contextmanager
+    def lane_stream(self) -> Iterator[None]:
+        self._stream.name = "lane"
+        try:
+            yield
+        finally:
+            self._stream.name = "training"
+
+    def wait(self, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        self._note(f"wait for {event.stream}")
+
+    def synchronize(self, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        assert event.stream == "lane", "nobody waits on the host for the training stream"
+        self._note("synchronize")
+        for number, target, arrived in self._downloads:
+            if number <= event.number:
+                target.copy_(arrived)
+        for number, source, was in self._uploads:
+            if number <= event.number:
+                assert torch.equal(source, was), "memory was written while the device copied from it"
+        self._downloads = [copy for copy in self._downloads if copy[0] > event.number]
+        self._uploads = [copy for copy in self._uploads if copy[0] > event.number]
+
+    def keep(self, tensor: Tensor) -> None:
+        self._note("keep")
+        self.kept.append(tensor)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        assert self.current == "lane", "copies do not burden the training stream"
+        assert target.shape == source.shape
+        assert target.dtype == source.dtype
+        if self._is_pinned(target):
+            self._note("download")
+            for _, uploaded, was in self._uploads:
+                assert torch.equal(uploaded, was), "memory was written while the device copied from it"
+            self._uploads = [copy for copy in self._uploads if not _overlap(copy[1], target)]  # the stream's order
+            self._downloads.append((self._number, target, source.clone()))
+            target.view(torch.uint8).fill_(GARBAGE)
+        else:
+            assert self._is_pinned(source), "the device copies from pinned memory"
+            self._note("upload")
+            self._uploads.append((self._number, source, source.clone()))
+            target.copy_(source)
+
+    def empty_like(self, host: Tensor) -> Tensor:
+        return torch.empty_like(host)
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        self._note(f"pin {num_bytes}")
+        self._pinned.append(torch.full((num_bytes,), GARBAGE, dtype=torch.uint8))
+        return self._pinned[-1]
+
+    def future(self) -> Future[Tensor]:
+        future: Future[Tensor] = Future()
+        future.add_done_callback(lambda _: self._note(f"future done on {self.current}"))
+        return future
+
+    @property
+    def current(self) -> str:
+        return getattr(self._stream, "name", "training")
+
+    def _note(self, what: str) -> None:
+        self._number += 1
+        self.log.append(what)
+
+    def _is_pinned(self, tensor: Tensor) -> bool:
+        storage = tensor.untyped_storage().data_ptr()
+        return any(memory.untyped_storage().data_ptr() == storage for memory in self._pinned)
+
+
+def _overlap(some: Tensor, other: Tensor) -> bool:
+    return some.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and (
+        some.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < some.data_ptr() + some.nbytes
+    )
+
+
+def small_staging(limit_bytes: int = 1 << 16) -> tuple[FakeDevice, DeviceStaging]:
+    device = FakeDevice()
+    return device, DeviceStaging(device, first_bytes=1024, limit_bytes=limit_bytes, bounce_bytes=100, chunk_bytes=64)
+
+
+def some_table(num_rows: int, width: int, dtype: torch.dtype, rank: int, density: float = 0.2) -> Tensor:
+    source = torch.Generator().manual_seed(rank)
+    dense = torch.randn(num_rows, width, generator=source).to(dtype)
+    dense[torch.rand(num_rows, generator=source) >= density] = 0
+    return dense
+
+
+# --- memory
+
+
+@given(st.lists(st.lists(st.integers(0, 3000), max_size=6), min_size=1, max_size=5))
+def test_an_arena_hands_nothing_out_twice_and_grows_to_what_was_asked_for(jobs: list[list[int]]) -> None:
+    made: list[int] = []
+
+    def allocate(num_bytes: int) -> Tensor:
+        made.append(num_bytes)
+        return torch.zeros(num_bytes, dtype=torch.uint8)
+
+    arena = Arena(allocate, first_bytes=256, limit_bytes=4096)
+    for job in [*jobs, jobs[-1]]:
+        arena.begin()
+        taken = [(size, arena.take(size)) for size in job]
+        rooms = [room for _, room in taken if room is not None]
+        assert all(room.numel() == size for size, room in taken if room is not None)
+        assert not any(_overlap(one, other) for place, one in enumerate(rooms) for other in rooms[:place])
+        assert sum(room.numel() for room in rooms) <= arena.capacity_bytes <= 4096
+    if sum(-(-size // 64) * 64 for size in jobs[-1]) <= 4096:
+        assert len(rooms) == len(jobs[-1]), "what a job asked for is there for the next"
+    assert made == sorted(set(made)), "memory is only made anew to have more"
+
+
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 300])
+def test_tensors_come_to_the_host_and_back_whether_they_fit_or_not(num_rows: int, dtype: torch.dtype) -> None:
+    device, staging = small_staging()
+    tensors = [torch.arange(num_rows), some_table(num_rows, 7, dtype, 0)]
+    rounds = []
+    for _ in range(3):
+        with staging.taking(staging.hand_over(tensors)):
+            hosts = staging.to_host(*tensors)
+            assert all(map(torch.equal, hosts, tensors))
+            assert all(map(torch.equal, staging.to_device(*hosts), tensors))
+        rounds.append(staging.stats()["cuda/overflow_rounds"])
+    assert (rounds[0] > 0) == (num_rows == 300)
+    assert rounds[0] == rounds[1] == rounds[2], "after an overflow the capacity is larger"
+    pins = [line for line in device.log if line.startswith("pin")]
+    assert staging.stats()["cuda/pinned_bytes"] <= sum(int(line.split()[1]) for line in pins)
+    assert all(any(kept is tensor for kept in device.kept) for tensor in tensors)
+
+
+def test_an_overflow_that_no_growth_ends_is_exact_and_counted() -> None:
+    _, staging = small_staging(limit_bytes=1024)
+    dense = some_table(1000, 3, torch.float32, 1)
+    for step in range(1, 4):
+        with staging.taking(staging.hand_over([dense])):
+            (host,) = staging.to_host(dense)
+            assert torch.equal(host, dense)
+        assert staging.stats()["cuda/overflow_rounds"] == 120 * step, "12,000 bytes by 100"
+        assert staging.stats()["cuda/pinned_bytes"] == 1024 + 100
+
+
+def test_the_device_sees_an_error_of_the_order() -> None:
+    """The fake must notice what it is there for."""
+    device, staging = small_staging()
+    dense = torch.ones(4)
+    memory = device.pinned(16).view(torch.float32)
+    with device.lane_stream():
+        device.copy(memory, dense)
+        assert not torch.equal(memory, dense), "nobody has waited"
+        device.synchronize(device.record())
+        assert torch.equal(memory, dense)
+        device.copy(dense, memory)
+        memory.zero_()
+        with pytest.raises(AssertionError, match="written while"):
+            device.synchronize(device.record())
+    with pytest.raises(AssertionError, match="training stream"):
+        device.copy(memory, dense)
+    with pytest.raises(AssertionError, match="nobody waits"):
+        device.synchronize(device.record())
+    del staging
+
+
+# --- the order of things
+
+
+class FakeLane:
+    """Runs a job where it is submitted, as the lane's thread would."""
+
+    def __init__(self, exchange: LoopbackExchange, staging: DeviceStaging) -> None:
+        self.exchange = _Staged(exchange, staging)
+        self.world_size, self.rank = exchange.world_size, exchange.rank
+        self._sequence = 0
+
+    def submit(self, job: Any) -> None:
+        job(self)
+
+    def channel(self, subject: Subject) -> Channel:
+        self._sequence += 1
+        return Channel(self.exchange, subject, self._sequence)  # pyrefly: ignore [bad-argument-type]
+
+
+class _Staged:
+    """A loopback exchange that all-reduces as `StagedExchange` does, and notes what it is asked for."""
+
+    def __init__(self, inner: LoopbackExchange, staging: DeviceStaging) -> None:
+        self._inner, self._staging = inner, staging
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("swap", "swap_records"):
+            self._staging._device.log.append("exchange")  # type: ignore[attr-defined]
+        return getattr(self._inner, name)
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        def summed(chunk: Tensor) -> None:
+            self._staging._device.log.append("exchange")  # type: ignore[attr-defined]
+            self._inner.all_reduce(chunk)
+
+        self._staging.all_reduce(tensor, summed, self._inner.world_size)
+
+
+class FakeBucket:
+    def __init__(self, buffer: Tensor, parameters: Sequence[nn.Parameter], sizes: Sequence[int] = ()) -> None:
+        self._buffer, self._parameters, self._sizes = buffer, parameters, sizes
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+    def parameters(self) -> Sequence[nn.Parameter]:
+        return self._parameters
+
+    def gradients(self) -> list[Tensor]:
+        parts = self._buffer.split(list(self._sizes))
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self._parameters, strict=True)]
+
+    def is_last(self) -> bool:
+        return True
+
+    def index(self) -> int:
+        return 0
+
+
+class Lookups:
+    def __init__(self, *parameters: nn.Parameter) -> None:
+        self.parameters = parameters
+
+    def take(self, parameter: nn.Parameter) -> Tensor | None:
+        return torch.tensor([0])  # wrong on purpose: on a device rows are looked for
+
+
+def _one_step(exchange: LoopbackExchange, kind: str, scheme: str) -> tuple[Tensor, Tensor, list[str], dict[str, float]]:
+    """What DDP gets for a bucket of a table and a dense layer, or of a sparse table, and what should be in it."""
+    device, staging = small_staging()
+    table, layer = nn.Parameter(torch.zeros(200, 4)), nn.Parameter(torch.zeros(57))
+    everyone = [some_table(200, 4, torch.float32, rank) for rank in range(exchange.world_size)]
+    layers = [torch.full((57,), float(rank)) for rank in range(exchange.world_size)]
+    mine = everyone[exchange.rank]
+    mean = torch.stack(everyone).sum(0) * (1 / exchange.world_size)
+    gradients = GradientSync(scheme)
+    names = {id(table): "table", id(layer): "layer"}
+    lane = FakeLane(exchange, staging)
+    lookups: Any = Lookups(table)
+    buckets = Buckets(gradients, lookups, names, lane, staging)  # pyrefly: ignore [bad-argument-type]
+    if kind == "sparse":
+        ids = mine.any(1).nonzero().flatten()
+        twice = torch.cat([ids.flip(0), ids])
+        values = torch.cat([mine[ids.flip(0)] * 0.25, mine[ids] * 0.75])
+        bucket = FakeBucket(torch.sparse_coo_tensor(twice[None], values, (200, 4), check_invariants=False), [table])
+        expected = mean
+    else:
+        buffer = torch.cat([mine.flatten(), layers[exchange.rank]])
+        bucket = FakeBucket(buffer, [table, layer], [800, 57])
+        expected = torch.cat([mean.flatten(), torch.stack(layers).mean(0)])
+    result = buckets.add(bucket).wait()  # type: ignore[arg-type]
+    got = result.to_dense() if result.is_sparse else result
+    return got, expected, device.log, staging.stats()
+
+
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
+@pytest.mark.parametrize("scheme", ["zen", "dense", "agsparse"])
+def test_a_step_is_the_mean_and_happens_in_order(kind: str, scheme: str) -> None:
+    for outcome in run_ranks(3, lambda exchange: _one_step(exchange, kind, scheme)):
+        got, expected, log, stats = outcome.get()
+        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-6)
+        assert log[0] == "record on training", "what DDP wrote is marked first"
+        lane = log.index("wait for training")
+        assert lane < log.index("keep") < log.index("download") < log.index("upload")
+        assert log.index("download") < log.index("synchronize") < len(log) - 1 - log[::-1].index("exchange")
+        last_upload = len(log) - 1 - log[::-1].index("upload")
+        assert last_upload < log.index("future done on lane"), "the future's event is behind the copies"
+        assert log.count("record on training") == 1
+        assert stats["cuda/pinned_bytes"] > 0
+
+
+def _failing(exchange: LoopbackExchange) -> str:
+    device, staging = small_staging()
+    table = nn.Parameter(torch.zeros(200, 4))
+    lane = FakeLane(exchange, staging)
+    lookups: Any = Lookups(table)
+    buckets = Buckets(GradientSync("zen"), lookups, {id(table): "t"}, lane, staging)  # pyrefly: ignore [bad-argument-type]
+
+    def no_memory(num_bytes: int) -> Tensor:
+        raise RuntimeError(f"cannot pin {num_bytes} bytes")
+
+    device.pinned = no_memory  # type: ignore[method-assign]
+    staging._arena._allocate = no_memory
+    waiting: list[Future[Tensor]] = []
+    make_future = staging.future
+
+    def future() -> Future[Tensor]:
+        waiting.append(make_future())
+        return waiting[-1]
+
+    staging.future = future  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="cannot pin"):
+        buckets.add(FakeBucket(torch.ones(800), [table], [800]))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="cannot pin"):
+        waiting[0].wait()
+    return "told"
+
+
+def test_where_no_memory_can_be_pinned_ddp_is_told() -> None:
+    """The future must not be left open: DDP waits for it."""
+    assert [outcome.get() for outcome in run_ranks(1, _failing)] == ["told"]
+
+
+@pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
+@pytest.mark.parametrize("size", [0, 1, 16, 17, 1000])
+def test_an_all_reduce_in_chunks_is_one_all_reduce(size: int, dtype: torch.dtype) -> None:
+    """The same sums and, as a ring sends, the same bytes; while a chunk is summed the next is on its way."""
+
+    def summed(exchange: LoopbackExchange) -> tuple[Tensor, int, Tensor, int, list[str]]:
+        device, staging = small_staging()
+        mine = (torch.randn(size, generator=torch.Generator().manual_seed(exchange.rank)) * 10).to(dtype)
+        whole = mine.clone()
+        exchange.all_reduce(whole)
+        of_whole = exchange.traffic.sent_bytes
+        _Staged(exchange, staging)
+        with staging.taking(staging.hand_over([mine])):
+            _Staged(exchange, staging).all_reduce(mine)
+        return mine, exchange.traffic.sent_bytes - of_whole, whole, of_whole, device.log
+
+    for outcome in run_ranks(3, summed):
+        mine, sent, whole, of_whole, log = outcome.get()
+        assert torch.equal(mine, whole)
+        assert sent == of_whole
+        steps = [line for line in log if line in ("download", "exchange", "upload")]
+        if size == 1000:
+            assert steps[:6] == ["download", "download", "exchange", "upload", "download", "exchange"]
+        assert steps.count("download") == steps.count("upload") == steps.count("exchange")
+
+
+# --- who gets which staging
+
+
+def test_a_table_of_the_cpu_is_left_as_it_is() -> None:
+    table = TableGradient("t", torch.ones(2, 2))
+    assert staged(table, HostStaging()) is table
+    assert isinstance(staged(table, small_staging()[1]), StagedTable)
+    with HostStaging().taking(HostStaging().hand_over([table.gradient])):
+        assert HostStaging().to_host(table.gradient)[0] is table.gradient
+        assert HostStaging().to_device(table.gradient)[0] is table.gradient
+
+
+def test_rows_of_a_staged_table_are_those_of_the_plain_one() -> None:
+    for gradient in (some_table(90, 5, torch.float32, 4), some_table(90, 5, torch.float32, 4).to_sparse(1)):
+        _, staging = small_staging()
+        with staging.taking(staging.hand_over([gradient])):
+            rows = staged(TableGradient("t", gradient), staging).rows()
+            plain = TableGradient("t", gradient).rows()
+            assert isinstance(rows, SparseRows)
+            assert torch.equal(rows.ids, plain.ids)
+            assert torch.equal(rows.values, plain.values)
+
+
+def test_devices_that_are_not_supported_are_named() -> None:
+    with pytest.raises(ValueError, match=r"meta: .* CPU and CUDA"):
+        staging_for(torch.device("meta"))
+    with pytest.raises(ValueError, match=r"1.weight.*is on meta, others are on cpu"):
+        _check_parameters(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
+
+
+def test_the_lane_stream_is_left_again() -> None:
+    device, staging = small_staging()
+
+    def failing() -> None:
+        with staging.taking(staging.hand_over([])):
+            assert device.current == "lane"
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        failing()
+    assert device.current == "training"
+
+
+class Tripled:
+    """A compressor that triples what it is given, of which it may be given no more than it asked for."""
+
+    plans = frozenset({"layer"})
+
+    def synchronize(self, lane: object, compressed: Any, others: Any, account: str) -> None:
+        assert [name for name, _ in compressed] == ["layer"]
+        for tensor in (*(gradient for _, gradient in compressed), *others):
+            tensor.mul_(3)
+
+
+def _compressed(exchange: LoopbackExchange) -> tuple[Tensor, list[str]]:
+    device, staging = small_staging()
+    layer, bias = nn.Parameter(torch.zeros(30, 20)), nn.Parameter(torch.zeros(7))
+    lookups: Any = Lookups()
+    lane: Any = FakeLane(exchange, staging)
+    compressed: Any = Tripled()
+    names = {id(layer): "layer", id(bias): "bias"}
+    buckets = Buckets(GradientSync("zen"), lookups, names, lane, staging, None, compressed)
+    bucket: Any = FakeBucket(torch.arange(607.0), [layer, bias], [600, 7])
+    return buckets.add(bucket).wait(), device.log
+
+
+def test_compressed_gradients_go_to_the_host_and_come_back() -> None:
+    for outcome in run_ranks(1, _compressed):
+        result, log = outcome.get()
+        assert torch.equal(result, torch.arange(607.0) * 3)
+        assert log.index("download") < log.index("upload") < log.index("future done on lane")

@@ -11,11 +11,10 @@ from collections.abc import Iterable
 
 from thinwire.checkpoint import recovery_probability
 from thinwire.checkpoint.bounds import (
+    Bounds,
     Hardware,
     bounds,
     high_frequency_wasted_seconds,
-    interval_iterations,
-    network_seconds,
     restore_replaced_seconds,
     seconds_to_loss,
     strawman_wasted_seconds,
@@ -46,45 +45,26 @@ def rows(table: Iterable[list[str]]) -> None:
     print()
 
 
+def at_best(state_bytes: float, machines: int, replicas: int, link_gbit: float) -> Bounds:
+    times = {"iteration_seconds": ITERATION_SECONDS, "idle_seconds": IDLE_SECONDS, "gamma": GAMMA}
+    return bounds(round(state_bytes / machines), replicas, hardware(link_gbit), **times)
+
+
 def capacity(state_bytes: float) -> Iterable[list[str]]:
-    yield ["machines", "replicas", "GB a machine", "memory GB", "send s", "copy s", "restore s", "one lost s"] + [
-        f"every, {link} Gbit/s" for link in LINKS_GBIT
-    ]
+    intervals = (f"every, {link} Gbit/s" for link in LINKS_GBIT)
+    yield ["machines", "replicas", "memory GB", "send s", "copy s", "restore s", "one lost s", *intervals]
     for machines in MACHINES:
         for replicas in (2, 3):
-            machine_bytes = round(state_bytes / machines)
-            best = bounds(
-                machine_bytes,
-                replicas,
-                hardware(400),
-                iteration_seconds=ITERATION_SECONDS,
-                idle_seconds=IDLE_SECONDS,
-                gamma=GAMMA,
-            )
-            intervals = (
-                interval_iterations(
-                    network_seconds(machine_bytes, replicas, hardware(link)),
-                    best.copy_seconds,
-                    ITERATION_SECONDS,
-                    IDLE_SECONDS,
-                    GAMMA,
-                )
-                for link in LINKS_GBIT
-            )
+            best = at_best(state_bytes, machines, replicas, LINKS_GBIT[0])
             seconds = (
                 best.network_seconds,
                 best.copy_seconds,
                 best.restore_local_seconds,
                 best.restore_replaced_seconds,
             )
-            sizes = (machine_bytes, best.memory_bytes)
-            yield [
-                str(machines),
-                str(replicas),
-                *(f"{size / 1e9:.1f}" for size in sizes),
-                *(f"{value:.2f}" for value in seconds),
-                *map(str, intervals),
-            ]
+            every = (at_best(state_bytes, machines, replicas, link).interval_iterations for link in LINKS_GBIT)
+            memory = f"{best.memory_bytes / 1e9:,.0f}"
+            yield [str(machines), str(replicas), memory, *(f"{value:.2f}" for value in seconds), *map(str, every)]
 
 
 def wasted() -> Iterable[list[str]]:
@@ -105,7 +85,7 @@ def probability(replicas: int, losses: tuple[int, ...]) -> Iterable[list[str]]:
     for machines in MACHINES:
         years = seconds_to_loss(machines, replicas, MTBF_SECONDS, REPAIR_SECONDS) / YEAR_SECONDS
         chances = (recovery_probability(machines, replicas, failed) for failed in losses)
-        yield [str(machines), *(f"{chance:.5f}" for chance in chances), f"{years:,.1f}"]
+        yield [str(machines), *(f"{chance:.5f}" for chance in chances), f"{years:,.{0 if years >= 100 else 1}f}"]
 
 
 def main() -> None:
@@ -114,7 +94,7 @@ def main() -> None:
         rows(capacity(state_bytes))
     print("**Time that a failure costs**\n")
     rows(wasted())
-    for replicas, losses in ((2, (2, 3, 4, 8, 16)), (3, (3, 4, 8, 16, 32))):
+    for replicas, losses in ((2, (2, 3, 4, 8, 16)), (3, (3, 4, 8, 16))):
         print(f"**Probability that every shard has a copy left, {replicas} replicas**\n")
         rows(probability(replicas, losses))
 

@@ -55,6 +55,8 @@ class Traits:
         residual_after_sum: what was lost is known only when the sum over the ranks is, see
             `Compressor.residual_of_sum`.
         elementwise: a piece of a flat gradient can be compressed for itself, as two-shot exchanges do.
+        own_exchange: the name of the one exchange that the method is made of, see `thinwire.compress.choose`; empty
+            for all that are codes and leave the exchange to others.
     """
 
     summable: bool = False
@@ -65,6 +67,7 @@ class Traits:
     memory_optional: bool = False
     residual_after_sum: bool = False
     elementwise: bool = True
+    own_exchange: str = ""
 
 
 @dataclass(frozen=True, eq=False)

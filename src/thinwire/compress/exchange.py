@@ -77,6 +77,14 @@ class Peers(Protocol):
     def rank(self) -> int: ...
     @property
     def world_size(self) -> int: ...
+    @property
+    def hosts(self) -> Sequence[Sequence[int]]:
+        """The ranks of each host; every rank is on exactly one."""
+        ...
+
+    def among(self, ranks: Sequence[int]) -> Peers:
+        """Some of the ranks, this one among them, numbered in the order given; no `all_reduce`, no `sparse_sum`."""
+        ...
 
     def attempt(self, prepare: Callable[[], T]) -> T:
         """What ``prepare`` returns, where the next call is `all_reduce`, which cannot tell peers of a failure."""

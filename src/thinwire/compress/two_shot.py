@@ -42,7 +42,7 @@ class TwoShot(Exchange):
         owned = pieces(parameter, world_size)
         return {
             "pieces": {str(owner): salted(compressor.init(piece), rank) for owner, piece in enumerate(owned)},
-            "server": salted(server_side(compressor).init(owned[rank]), rank),
+            "server": salted(server_side(compressor).init(owned[rank]), world_size + rank),  # draws of its own
         }
 
     def run(self, tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> list[Result]:

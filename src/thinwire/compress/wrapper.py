@@ -66,3 +66,10 @@ class Wrapper(Compressor):
 
     def packed_bytes(self, parameter: Parameter) -> int | None:
         return self.inner.packed_bytes(parameter)
+
+
+def unwrapped(compressor: Compressor, state: State) -> tuple[Compressor, State]:
+    """The compressor inside all wrappers, and its state."""
+    while isinstance(compressor, Wrapper):
+        compressor, state = compressor.inner, state["inner"]
+    return compressor, state

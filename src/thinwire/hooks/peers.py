@@ -12,6 +12,7 @@ from thinwire.errors import LostPeerError
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel, Draft, Subject
 from thinwire.sync.cost_two_level import expected_bytes
+from thinwire.sync.hosts import Hosts, ranks_of_hosts
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.synchronize import agree, synchronize
 from thinwire.sync.two_level import TwoLevel
@@ -57,6 +58,16 @@ class ChannelPeers:
     @property
     def world_size(self) -> int:
         return self._channel.world_size
+
+    @property
+    def hosts(self) -> Hosts:
+        return ranks_of_hosts(self._channel.exchange.hosts)
+
+    def among(self, ranks: Sequence[int]) -> ChannelPeers:
+        subject, exchange = self._channel.subject, self._channel.exchange.subset(ranks)
+        name = f"{subject.name} (among ranks {', '.join(map(str, ranks))}, which count from 0 here)"
+        channel = Channel(exchange, Subject(name, subject.description), self._channel.sequence)
+        return ChannelPeers(channel, self._next_channel)
 
     def attempt(self, prepare: Callable[[], T]) -> T:
         """What ``prepare`` returns. If it raises, this rank hangs up: its peers wait in an all-reduce, which it fails.

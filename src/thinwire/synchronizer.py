@@ -189,14 +189,16 @@ class Synchronizer:
 
     def _make_plug(self) -> Plug:
         is_ddp = isinstance(self._model, DistributedDataParallel)
-        self._lookups = LookupRows(self._module, own_hooks=1 if is_ddp else 2)
+        plans = {} if self._compressed is None else self._compressed.plans
+        compressed = [name for name, _ in self._module.named_parameters() if name in plans]
+        weights = {id(self._module.get_parameter(name)) for name in compressed}
+        self._lookups = LookupRows(self._module, own_hooks=1 if is_ddp else 2, compressed=weights)
         self._buckets = buckets = Buckets(
             self._gradients, self._lookups, self._names, self._lane, self._staging, self._native, self._compressed
         )
         try:
             if isinstance(self._model, DistributedDataParallel):
                 return DdpPlug(self._model, buckets, self._begin_backward, self._in_flight.append)
-            compressed = () if self._compressed is None else tuple(self._compressed.plans)
             trained = trained_parameters(self._module, self._lookups, self._names, compressed)
             return ParameterHooks(
                 trained, buckets, self._lookups, self._lane, self._begin_backward, self._in_flight.append

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from itertools import combinations, permutations
 from math import comb
 from random import Random
@@ -87,7 +88,7 @@ def test_the_examples_of_the_paper() -> None:
     ],
 )
 def test_what_cannot_be_placed_is_refused(machines: int, replicas: int, says: str) -> None:
-    for function in (placement, ring_sizes, lambda *sizes: recovery_probability(*sizes, 0)):
+    for function in (placement, ring_sizes, partial(recovery_probability, failed=0)):
         with pytest.raises(ValueError, match=says):
             function(machines, replicas)
 
@@ -249,7 +250,8 @@ def test_ranks_replicate_to_other_machines(counts: list[int], replicas: int, ran
         assert tuple(machine_of[peer] for peer in beside) == of_machines[machine_of[rank]]
     if len(set(counts)) == 1:
         assert Counter(peer for beside in holders for peer in beside) == dict.fromkeys(machine_of, replicas)
-        assert all(machines[machine_of[p]].index(p) == machines[machine_of[b[0]]].index(b[0]) for b in holders for p in b)
+        local_ranks = {rank: of_machine.index(rank) for of_machine in machines for rank in of_machine}
+        assert all(local_ranks[peer] == local_ranks[beside[0]] for beside in holders for peer in beside)
 
 
 @pytest.mark.parametrize("machines", [[[0, 1], [1]], [[0], [2]], [[0, 1], []], [[-1], [0]]])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinwire.checkpoint import schedule
 from thinwire.checkpoint.schedule import GAMMA, Budget, Chunk, Plan, partition, profile, spread
 
 BUDGETS = st.builds(
@@ -150,10 +151,11 @@ def test_a_network_that_is_never_idle_is_said() -> None:
     assert partition([0.5, 0.1], 100, 2, budget).num_bytes == 100, "which waits at the end instead"
 
 
-def test_more_chunks_than_anyone_wants_are_refused() -> None:
-    with pytest.raises(ValueError, match="larger buffer_bytes"):
+def test_more_chunks_than_anyone_wants_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="more than 100,000 chunks: pass larger buffer_bytes"):
         partition([1.0], 10**7, 2, Budget(1e6, buffer_bytes=4))
-    with pytest.raises(ValueError, match="more than 100,000 chunks"):
+    monkeypatch.setattr(schedule, "MAX_CHUNKS", 2500)
+    with pytest.raises(ValueError, match="more than 2,500 chunks: 3 iterations sent 3,000"):
         spread([1.0] * 1000, 10**9, 2, Budget(2.0))
 
 

@@ -31,6 +31,7 @@ MATRICES = (Parameter("a.weight", (33, 17)), Parameter("b.weight", (5, 3)), Para
 SCHEME = "zen"
 ALL_EXCHANGES = (*EXCHANGES, SCHEME)
 NO_CONSTRUCTORS = {"redistribute", "warm_up", "leave_small", "error_feedback", "momentum_correction"}
+NO_CONSTRUCTORS |= {"ok_topk", "hi_top_k"}  # exchanges of their own, with tests of their own
 SETTINGS: dict[str, dict[str, object]] = {
     "threshold": {"value": 1.5},
     "power_sgd": {"rank": 1},

@@ -22,7 +22,7 @@ class Hardware:
     Args:
         devices: accelerators (or processes of a CPU job) per machine, each with a shard of its own.
         network_bytes_per_second: of the machine, in one direction.
-        copy_bytes_per_second: of one device from its memory to the host's and back (12.6e9 measured on an A100, pinned).
+        copy_bytes_per_second: of one device from its memory to the host's and back (an A100 and pinned memory: 12.6e9).
 
     Raises:
         ValueError: a value that is not positive.
@@ -107,7 +107,7 @@ def network_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> fl
 
 
 def copy_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> float:
-    """From the devices to host memory, all devices at once: a device's own shard, and ``replicas - 1`` received ones."""
+    """From all devices at once to host memory: of each its own shard, and ``replicas - 1`` that it received."""
     _check(machine_bytes, replicas)
     return replicas * machine_bytes / hardware.devices / hardware.copy_bytes_per_second
 
@@ -118,13 +118,15 @@ def interval_iterations(
     """Iterations between two checkpoints such that sending fits into idle timespans, and copying between two steps.
 
     Raises:
-        ValueError: there is something to send and the network is never idle, gamma is not in (0, 1], or the idle time is
-            not within an iteration of more than 0 seconds.
+        ValueError: there is something to send and the network is never idle, gamma is not in (0, 1], or the idle time
+            is not within an iteration of more than 0 seconds.
     """
     if not 0 <= idle_seconds <= iteration_seconds or iteration_seconds == 0 or not 0 < gamma <= 1:
         raise ValueError(f"{idle_seconds} s idle of {iteration_seconds} s, gamma {gamma}: what cannot be was measured")
     if network_seconds > 0 and idle_seconds == 0:
-        raise ValueError("the network is never idle: no interval lets checkpoints through without slowing down training")
+        raise ValueError(
+            "the network is never idle: no interval lets checkpoints through without slowing down training"
+        )
     sending = network_seconds / (gamma * idle_seconds) if network_seconds > 0 else 0.0
     return max(1, math.ceil(max(sending, copy_seconds / iteration_seconds)))
 
@@ -184,8 +186,8 @@ def seconds_to_loss(machines: int, replicas: int, machine_mtbf_seconds: float, r
     """Mean time until all copies of some shard are lost, so that only the persistent checkpoint is left.
 
     As for disks in an array: a machine fails once in ``machine_mtbf_seconds``, independently of the others, and for
-    ``repair_seconds`` after that its copies are missing. For 2 replicas it is MTBF^2 / (N MTTR) if N is even. Valid while
-    repairs are much shorter than the time between failures.
+    ``repair_seconds`` after that its copies are missing. For 2 replicas it is MTBF^2 / (N MTTR) if N is even. Valid
+    while repairs are much shorter than the time between failures.
 
     Example:
         1000 machines of which 1.5 % fail in a day, redundant again after 10 minutes, in days:

@@ -16,7 +16,7 @@ import json
 import os
 import socket
 import struct
-import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -64,7 +64,7 @@ class Frame:
 
 
 class Connection:
-    """One end of an authenticated conversation. One thread receives; sends may come from any thread."""
+    """One end of a conversation; for one thread at a time, but for ``close``."""
 
     def __init__(self, sock: socket.socket, timeout_seconds: float, take_descriptors: bool = False) -> None:
         self._socket, self._timeout_seconds = sock, timeout_seconds
@@ -72,7 +72,6 @@ class Connection:
         self._send_key = self._receive_key = b""
         self._sent = self._received = 0
         self._max_json, self._max_payload = _STRANGER_JSON_BYTES, 0
-        self._send_lock = threading.Lock()
         sock.settimeout(timeout_seconds)
 
     def greet(self, secret: bytes) -> None:
@@ -118,7 +117,8 @@ class Connection:
         text = json.dumps(content or {}, separators=(",", ":")).encode()
         if len(text) > MAX_JSON_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
             raise ValueError(f"a frame of {len(text)} + {len(payload)} bytes is too large")
-        with self._send_lock, self._lost_peer("send"):
+        with self._lost_peer("send"):
+            self._socket.settimeout(self._timeout_seconds)
             header = _HEADER.pack(_MAGIC, kind, len(text), len(payload), self._sent)
             head = header + _tag(self._send_key, header, text)
             if descriptors:
@@ -194,7 +194,7 @@ class Connection:
         return bytes(data)
 
     @contextlib.contextmanager
-    def _lost_peer(self, what: str) -> Any:
+    def _lost_peer(self, what: str) -> Iterator[None]:
         try:
             yield
         except TimeoutError as error:
@@ -219,6 +219,16 @@ class Connection:
     def send_error(self, error: Exception) -> None:
         kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "failed")
         self.send(Kind.ERROR, {"kind": kind, "message": str(error)})
+
+    @property
+    def lost(self) -> bool:
+        """Whether the other side has closed, as far as the socket knows; for when nothing is expected from it."""
+        try:
+            return not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def close(self) -> None:
         """Also wakes the thread that waits in ``receive``."""

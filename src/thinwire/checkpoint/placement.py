@@ -1,8 +1,8 @@
 """Which machines keep a copy of whose shard, and how likely a copy is left when machines are lost.
 
 GEMINI (Wang et al., SOSP'23), section 4 and Algorithm 1, the mixed strategy: groups of ``replicas`` machines that keep
-each other's shards, and one ring of the machines that are left over. A group is a ring too, of as many machines as there
-are replicas: in every ring a machine keeps its own shard and sends it to the next ``replicas - 1``.
+each other's shards, and one ring of the machines that are left over. A group is a ring too, of as many machines as
+there are replicas: in every ring a machine keeps its own shard and sends it to the next ``replicas - 1``.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ def replicas_of_ranks(
 ) -> Holders:
     """For each rank, the ranks beside whose state its shard is held: itself first.
 
-    The j-th rank of a machine goes to the j-th ranks of other machines, so that all network interfaces work, and the loss
-    of a machine takes one copy of a shard, never two. To a machine with fewer ranks, j wraps around.
+    The j-th rank of a machine goes to the j-th ranks of other machines, so that all network interfaces work, and the
+    loss of a machine takes one copy of a shard, never two. To a machine with fewer ranks, j wraps around.
 
     Args:
         ranks_of_machines: the ranks on each machine, in the order of their local ranks.
@@ -145,8 +145,9 @@ def recovery_probability(machines: int, replicas: int, failed: int) -> float:
 def ring_survivals(size: int, replicas: int, failed: int) -> int:
     """In how many ways ``failed`` machines of one ring can be lost so that every shard has a copy left.
 
-    That is, no ``replicas`` neighbours are lost. Cut before each machine that is left, the ring is a sequence of runs of
-    lost machines, each shorter than ``replicas``; every set is met once for each machine that is left.
+    That is, no ``replicas`` neighbours are lost. Cut at a machine that is left, the ring is a sequence of runs of lost
+    machines, one after each machine that is left, all shorter than ``replicas``. Such sequences at all places to cut
+    meet every set once for each machine that is left.
     """
     left = size - failed
     if left == 0:
@@ -203,6 +204,8 @@ def _spread_evenly(ring: list[int], domains: Sequence[Hashable]) -> list[int]:
         members.setdefault(domains[machine], []).append(machine)
     spread: list[int] = []
     for domain in sorted(members.values(), key=len):
-        places = [((place + 0.5) / len(part), machine) for part in (domain, spread) for place, machine in enumerate(part)]
+        places = [
+            ((place + 0.5) / len(part), machine) for part in (domain, spread) for place, machine in enumerate(part)
+        ]
         spread = [machine for _, machine in sorted(places, key=lambda place: place[0])]
     return spread

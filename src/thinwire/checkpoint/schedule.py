@@ -1,7 +1,7 @@
 """Which bytes of a checkpoint are sent in which network-idle timespan, so that training does not wait for them.
 
-GEMINI (Wang et al., SOSP'23), section 5: timespans are profiled over some iterations, discounted for how much they vary,
-and filled with chunks no larger than a sub-buffer (Algorithm 2). All seconds here are of one machine's clock.
+GEMINI (Wang et al., SOSP'23), section 5: timespans are profiled over some iterations, discounted for how much they
+vary, and filled with chunks no larger than a sub-buffer (Algorithm 2). All seconds are of one machine's clock.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Budget:
 
     def __post_init__(self) -> None:
         if not 0 < self.bytes_per_second < math.inf or not 0 <= self.alpha_seconds < math.inf:
-            raise ValueError(f"a link of {self.bytes_per_second} bytes/s and {self.alpha_seconds} s a chunk: measure it")
+            raise ValueError(
+                f"a link of {self.bytes_per_second} bytes/s and {self.alpha_seconds} s a chunk: measure it"
+            )
         if not 0 < self.gamma <= 1:
             raise ValueError(f"gamma={self.gamma}: the used part of a timespan is above 0 and at most 1")
         if not 1 <= self.sub_buffers <= self.buffer_bytes:
@@ -163,9 +165,7 @@ def _check(spans: Sequence[float], payload_bytes: int, replicas: int, budget: Bu
         )
 
 
-def _fill(
-    spans: Sequence[float], payload_bytes: int, replicas: int, budget: Budget, sent: int = 0
-) -> tuple[Plan, int]:
+def _fill(spans: Sequence[float], payload_bytes: int, replicas: int, budget: Budget, sent: int = 0) -> tuple[Plan, int]:
     """Chunks from byte ``sent`` of all that is to be sent, replica after replica; and the first byte that is left."""
     filled = []
     for span in spans:

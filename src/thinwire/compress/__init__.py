@@ -7,10 +7,12 @@ from thinwire.compress.cast import bf16, fp16
 from thinwire.compress.dgc import dgc
 from thinwire.compress.fp8 import fp8
 from thinwire.compress.gaussian_k import gaussian_k
+from thinwire.compress.hi_top_k import hi_top_k
 from thinwire.compress.int8 import int8
 from thinwire.compress.memory import error_feedback, momentum_correction
 from thinwire.compress.ms_top_k import ms_top_k
 from thinwire.compress.natural import natural
+from thinwire.compress.ok_topk import ok_topk
 from thinwire.compress.policy import leave_small
 from thinwire.compress.power_sgd import power_sgd
 from thinwire.compress.qsgd import qsgd
@@ -37,11 +39,13 @@ __all__ = [
     "fp8",
     "fp16",
     "gaussian_k",
+    "hi_top_k",
     "int8",
     "leave_small",
     "momentum_correction",
     "ms_top_k",
     "natural",
+    "ok_topk",
     "power_sgd",
     "qsgd",
     "random_k",

@@ -7,11 +7,14 @@ from thinwire.compress.all_reduce import AllReduce
 from thinwire.compress.base import Compressor, Parameter
 from thinwire.compress.by_scheme import ByScheme
 from thinwire.compress.exchange import Exchange, ring_bytes
+from thinwire.compress.hi_top_k_exchange import HiTopKExchange
+from thinwire.compress.ok_topk_exchange import OkTopkExchange
 from thinwire.compress.two_shot import TwoShot
 
 AUTO = "auto"
 _GENERIC: dict[str, Exchange] = {exchange.name: exchange for exchange in (AllReduce(), AllGather(), TwoShot())}
 EXCHANGES = tuple(_GENERIC)
+_OWN: dict[str, Exchange] = {exchange.name: exchange for exchange in (OkTopkExchange(), HiTopKExchange())}
 _WORTH_A_SECOND_CODING = 0.9
 """Two shots code twice and lose twice: only for at least a tenth fewer bytes."""
 
@@ -22,7 +25,7 @@ def exchange_for(name: str, compressor: Compressor, parameter: Parameter, world_
     A rank sends, of ``b`` packed bytes (sums of rounds for an all-reduce) on ``n`` ranks: inside an all-reduce and in
     two shots ``2 (n - 1) / n b``, gathered ``(n - 1) b``. Sparse payloads are gathered: two shots would choose
     again among what the ranks chose. A scheme is never taken by itself: what it saves depends on how often ranks choose
-    the same elements, which nobody knows beforehand.
+    the same elements, which nobody knows beforehand. Methods that are an exchange too (`Traits.own_exchange`) have it.
 
     Raises:
         ValueError: the compressor cannot be exchanged that way.
@@ -32,6 +35,14 @@ def exchange_for(name: str, compressor: Compressor, parameter: Parameter, world_
         >>> exchange_for("auto", Identity(), Parameter("fc.weight", (8, 8)), world_size=4).name
         'all_reduce'
     """
+    own = _OWN.get(compressor.traits.own_exchange)
+    if own is not None:
+        if name != AUTO:
+            raise ValueError(
+                f"{compressor.name} is a method with an exchange of its own, so {name} cannot average its payloads"
+                f' (parameter {parameter.name!r}): leave exchange="auto"'
+            )
+        return own
     if name != AUTO:
         exchange = _GENERIC.get(name) or ByScheme(name)
         exchange.check(compressor, parameter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -38,9 +39,10 @@ class LookupRows:
     Args:
         module: what is trained.
         own_hooks: how many post-accumulate-gradient hooks thinwire has on each parameter, this object's included.
+        compressed: ``id()`` of weights that are compressed, so that nobody asks for their rows.
     """
 
-    def __init__(self, module: nn.Module, own_hooks: int = 1) -> None:
+    def __init__(self, module: nn.Module, own_hooks: int = 1, compressed: Collection[int] = ()) -> None:
         self._own_hooks = own_hooks
         self._pending: dict[int, _Lookup] = {}  # by id() of parameters that this object keeps alive
         self._known: dict[int, Tensor] = {}
@@ -48,7 +50,8 @@ class LookupRows:
         self.parameters: list[nn.Parameter] = []
         self._handles.append(module.register_forward_pre_hook(self._before_forward))
         for table in filter(_has_dense_gradient, module.modules()):
-            self._watch(table)
+            if id(table.weight) not in compressed:
+                self._watch(table)
 
     def take(self, parameter: nn.Parameter) -> Tensor | None:
         """Ids (any order, with repetitions) of all rows that can be non-zero in the gradient just made, or None."""
@@ -102,9 +105,23 @@ class LookupRows:
 
 
 def tables_of(module: nn.Module) -> list[nn.Parameter]:
-    """The weights that are synchronized as rows: of embeddings with sparse gradients, and of large ones with dense."""
+    """The weights whose gradients have rows: of embeddings with sparse gradients, and of large ones with dense.
+
+    Not of an embedding that shares its weight with another kind of module, such as the output layer of a language
+    model: that gradient is as dense as any other.
+    """
     embeddings = [entry for entry in module.modules() if isinstance(entry, (nn.Embedding, nn.EmbeddingBag))]
-    weights = [entry.weight for entry in embeddings if entry.sparse or _has_dense_gradient(entry)]
+    shared = {
+        id(weight)
+        for entry in module.modules()
+        if not isinstance(entry, (nn.Embedding, nn.EmbeddingBag))
+        for weight in entry.parameters(recurse=False)
+    }
+    weights = [
+        entry.weight
+        for entry in embeddings
+        if entry.sparse or (_has_dense_gradient(entry) and id(entry.weight) not in shared)
+    ]
     return [weight for weight in weights if isinstance(weight, nn.Parameter)]
 
 

@@ -80,6 +80,8 @@ SETTINGS: dict[str, Setting] = {
     "power_sgd": Setting({"rank": 4}),
     "acp_sgd": Setting({"rank": 4}),
     "atomo": Setting({"rank": 4}),
+    "ok_topk": Setting({"density": 0.01}),
+    "hi_top_k": Setting({"density": 0.01}),
 }  # fmt: skip
 """Of thinwire's own methods. What is not given here is the constructor's default."""
 

@@ -1,0 +1,140 @@
+"""Which checkpoint to go back to, and who supplies each shard: a pure function of what all holders have.
+
+Every rank decides from the same gathered inventories, so that no second vote is needed. A shard is named by its owner,
+a rank of the stored topology, never by where it lies: a host that comes back under other ranks still supplies what it
+keeps.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from thinwire.checkpoint.version import Version
+
+MAX_REASONS = 20
+
+_Copies = dict[int, dict[str, Version]]  # of one step: for each owner, the copy of each holder that has one
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The step to restore, if there is one, and where from.
+
+    Args:
+        step: None if no step is complete; what follows is empty then.
+        attempt: that wrote it.
+        sources: for each owner, the address of the holder that supplies its shard.
+        versions: for each owner, the version that this holder has.
+        fetched: owners whose shard comes from another host than the one that they are on now.
+        reasons: why newer steps, and whatever else holders have, were not taken: sentences for a message.
+    """
+
+    step: int | None
+    attempt: int = 0
+    sources: tuple[str, ...] = ()
+    versions: tuple[Version, ...] = ()
+    fetched: tuple[int, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+
+def choose(inventories: Mapping[str, Iterable[Version]], holders: Sequence[str], run_id: str, topology: str) -> Choice:
+    """The newest step of which someone holds every owner's shard, of the newest attempt that has such a step.
+
+    Steps of two attempts do not mix: after a restart from step 10, step 12 of the attempt before is another history
+    than step 12 of this one. The source of a shard is its owner's own host if that has a copy; else the holder that has
+    fewest bytes to send, the first by name of those. Where copies of a shard differ, none of them is taken.
+
+    Args:
+        inventories: for each holder, by its address, all that it has verified. A holder that is gone is left out.
+        holders: for each rank of the job that starts now, the address of its host's holder. There are as many as the
+            topology has ranks.
+        run_id: only versions of this run are taken.
+        topology: and only of this topology (`topology_digest`).
+
+    Example:
+        >>> has = [Version(ShardId("run", "a1", owner), 7, 0, 100, "0123456789abcdef") for owner in (0, 1)]
+        >>> choose({"a:1": has, "b:1": []}, holders=["a:1", "b:1"], run_id="run", topology="a1").sources
+        ('a:1', 'a:1')
+    """
+    reasons = [f"holder {holder} gave no inventory" for holder in sorted(set(holders) - set(inventories))]
+    copies, unlike, left_out = _sift(inventories, len(holders), run_id, topology)
+    reasons.extend(left_out)
+    for attempt, step in sorted(copies, reverse=True):
+        of_step = copies[attempt, step]
+        missing = [owner for owner in range(len(holders)) if owner not in of_step]
+        differing = sorted(unlike[attempt, step])
+        if not missing and not differing:
+            sources = _sources(of_step, holders)
+            versions = tuple(of_step[owner][source] for owner, source in enumerate(sources))
+            fetched = tuple(owner for owner, holder in enumerate(holders) if sources[owner] != holder)
+            return Choice(step, attempt, sources, versions, fetched, _shortened(reasons))
+        texts = [f"nobody has a copy of {_shards(missing)}"] if missing else []
+        texts += [f"copies of {_shards(differing)} differ"] if differing else []
+        reasons.append(f"step {step} of attempt {attempt}: {', '.join(texts)}")
+    return Choice(None, reasons=_shortened(reasons))
+
+
+def _sift(
+    inventories: Mapping[str, Iterable[Version]], world_size: int, run_id: str, topology: str
+) -> tuple[dict[tuple[int, int], _Copies], dict[tuple[int, int], set[int]], list[str]]:
+    """By attempt and step: copies, owners of whose copies some differ; and what is said about all else."""
+    copies: dict[tuple[int, int], _Copies] = {}
+    unlike: dict[tuple[int, int], set[int]] = {}
+    left_out: Counter[str] = Counter()
+    for holder in sorted(inventories):
+        for version in inventories[holder]:
+            reason = _why_not(version, world_size, run_id, topology)
+            if reason:
+                left_out[f"holder {holder} has {reason}"] += 1
+                continue
+            order, owner = (version.attempt, version.step), version.shard.owner
+            of_shard = copies.setdefault(order, {}).setdefault(owner, {})
+            differing = unlike.setdefault(order, set())
+            if any(_contents(copy) != _contents(version) for copy in of_shard.values()):
+                differing.add(owner)
+            of_shard.setdefault(holder, version)
+    return copies, unlike, [f"{text} ({times} left out)" for text, times in sorted(left_out.items())]
+
+
+def _why_not(version: Version, world_size: int, run_id: str, topology: str) -> str:
+    """Empty for a version that can be restored."""
+    shard = version.shard
+    if shard.run_id != run_id:
+        return f"versions of run {shard.run_id!r}, and this is {run_id!r}"
+    if shard.topology != topology:
+        return (
+            f"versions of topology {shard.topology}, and this is {topology}:"
+            " the number of ranks, their machines or the shapes of the state have changed"
+        )
+    if not 0 <= shard.owner < world_size:
+        return f"shards of ranks beyond the {world_size} of this job"
+    return ""
+
+
+def _contents(version: Version) -> tuple[int, str]:
+    return version.payload_bytes, version.digest
+
+
+def _sources(copies: _Copies, holders: Sequence[str]) -> tuple[str, ...]:
+    """Own hosts first. Of the other shards, those that few holders have are given out first, then the large ones."""
+    sources = list(holders)
+    sizes = {owner: next(iter(copies[owner].values())).payload_bytes for owner in range(len(holders))}
+    elsewhere = [owner for owner, holder in enumerate(holders) if holder not in copies[owner]]
+    load_bytes: Counter[str] = Counter()
+    for owner in sorted(elsewhere, key=lambda owner: (len(copies[owner]), -sizes[owner], owner)):
+        sources[owner] = min(sorted(copies[owner]), key=lambda holder: load_bytes[holder])
+        load_bytes[sources[owner]] += sizes[owner]
+    return tuple(sources)
+
+
+def _shards(owners: list[int]) -> str:
+    more = f" and {len(owners) - 8} more" if len(owners) > 8 else ""
+    return f"shard {', '.join(map(str, owners[:8]))}{more}"
+
+
+def _shortened(reasons: list[str]) -> tuple[str, ...]:
+    """A holder full of old runs does not fill the log."""
+    more = len(reasons) - MAX_REASONS
+    return tuple(reasons) if more <= 0 else (*reasons[:MAX_REASONS], f"and {more} reasons more")

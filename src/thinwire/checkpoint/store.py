@@ -1,0 +1,256 @@
+"""What a holder holds: shards with two slots each, within a budget of memory. Knows nothing of sockets."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from thinwire.checkpoint.memory import BudgetError
+from thinwire.checkpoint.slots import Slot, SlotSize, SlotView, choose_slot
+from thinwire.checkpoint.version import Manifest, ShardId, Version
+from thinwire.errors import CorruptMessageError, ThinwireError
+
+SLOTS_PER_SHARD = 2
+
+
+class Replica(Protocol):
+    """What a shard needs to know of one who sends its versions to a peer."""
+
+    def is_settled(self, digest: str) -> bool: ...
+    def has(self, digest: str) -> bool: ...
+    def stop(self) -> None: ...
+
+
+@dataclass(eq=False)
+class Holding:
+    """A slot and what is in it. ``manifest`` is there exactly while the slot is complete."""
+
+    slot: Slot
+    number: int
+    manifest: Manifest | None = None
+    layout: bytes = b""
+    writing: bool = False
+    readers: int = 0
+
+    @property
+    def busy(self) -> bool:
+        return self.writing or self.readers > 0
+
+
+@dataclass(eq=False)
+class Shard:
+    """The slots of one shard on this host. ``trainer``: whoever is connected as its owner, or None."""
+
+    id: ShardId
+    size: SlotSize
+    holdings: list[Holding]
+    role: str = "replica"
+    trainer: object | None = None
+    receiver: Any = None
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    last_error: str = ""
+
+    def complete(self) -> list[Holding]:
+        """Complete versions, newest last."""
+        found = [holding for holding in self.holdings if holding.manifest is not None]
+        return sorted(found, key=lambda holding: holding.manifest.order if holding.manifest else ())
+
+    def newest(self, replicated: bool = False) -> int | None:
+        """Step of the newest complete version, or of the newest that all replicas have too."""
+        for holding in reversed(self.complete()):
+            manifest = holding.manifest
+            if manifest and (not replicated or all(r.has(manifest.version.digest) for r in self.replicas.values())):
+                return manifest.step
+        return None
+
+    def order_of(self, step: int | None) -> tuple[int, int] | None:
+        orders = [h.manifest.order for h in self.complete() if h.manifest and h.manifest.step == step]
+        return max(orders, default=None)
+
+    def views(self) -> list[SlotView]:
+        return [self._view(holding) for holding in self.holdings]
+
+    def _view(self, holding: Holding) -> SlotView:
+        if holding.manifest is None:
+            return SlotView(None, holding.busy)
+        digest = holding.manifest.version.digest
+        return SlotView(
+            holding.manifest.order, holding.busy, all(r.is_settled(digest) for r in self.replicas.values())
+        )
+
+
+class Store:
+    """All shards of a host. ``changed`` is the lock of everything here, and is notified when a version comes or goes."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.shards: dict[ShardId, Shard] = {}
+        self.changed = threading.Condition()
+        self._registering = threading.Lock()
+        self._slot_number = 0
+
+    @property
+    def used_bytes(self) -> int:
+        with self.changed:
+            return sum(shard.size.total_bytes * len(shard.holdings) for shard in self.shards.values())
+
+    def register(self, shard_id: ShardId, size: SlotSize) -> Shard:
+        """The shard, with slots of at least that size; those that are there stay, with what they hold.
+
+        Raises BudgetError, ValueError if there are complete versions in slots that are too small.
+        """
+        with self._registering:
+            shard = self.shards.get(shard_id)
+            if shard is not None:
+                room = shard.size
+                if room.payload_bytes >= size.payload_bytes and room.layout_bytes >= size.layout_bytes:
+                    return shard
+                if shard.complete() or any(holding.busy for holding in shard.holdings):
+                    raise ValueError(f"{shard_id} is held in slots for {room}, too small for {size}; forget it first")
+                self._remove(shard)
+            self._check_budget(shard_id, SLOTS_PER_SHARD * size.total_bytes)
+            holdings = self._allocate(size)
+            with self.changed:
+                self.shards[shard_id] = shard = Shard(shard_id, size, holdings)
+            return shard
+
+    def _check_budget(self, shard_id: ShardId, needed: int) -> None:
+        used = self.used_bytes
+        if used + needed > self.budget_bytes:
+            runs = ", ".join(sorted({repr(held.run_id) for held in self.shards})) or "none"
+            raise BudgetError(
+                f"{shard_id} needs {needed:,} bytes, available are {self.budget_bytes - used:,} of the memory budget of"
+                f" {self.budget_bytes:,}; runs held: {runs}. Forget a run, or start the holder with a larger"
+                " --memory-budget"
+            )
+
+    def _allocate(self, size: SlotSize) -> list[Holding]:
+        holdings: list[Holding] = []
+        try:
+            for _ in range(SLOTS_PER_SHARD):
+                self._slot_number += 1
+                holdings.append(Holding(Slot.allocate(size), self._slot_number))
+        except OSError as error:
+            for holding in holdings:
+                holding.slot.close()
+            raise BudgetError(f"no shared memory for a slot of {size.total_bytes:,} bytes: {error}") from error
+        return holdings
+
+    def begin(self, shard: Shard, keep: tuple[int, int] | None) -> Holding | None:
+        """A slot to write to, no longer holding what it held; None if none may be overwritten (``choose_slot``)."""
+        with self.changed:
+            index = choose_slot(shard.views(), keep)
+            if index is None or self.shards.get(shard.id) is not shard:
+                return None
+            holding = shard.holdings[index]
+            holding.manifest, holding.layout, holding.writing = None, b"", True
+            holding.slot.begin()
+            return holding
+
+    def seal(self, holding: Holding, manifest: Manifest, layout: bytes) -> None:
+        """What is in the slot is a version from now on."""
+        holding.slot.publish(manifest, layout)
+        with self.changed:
+            holding.manifest, holding.layout, holding.writing = manifest, layout, False
+            self.changed.notify_all()
+
+    def abandon(self, holding: Holding) -> None:
+        """What was being written is not a version."""
+        with self.changed:
+            if holding.writing:
+                holding.slot.clear()
+                holding.writing = False
+            self.changed.notify_all()
+
+    @contextmanager
+    def reading(self, version: Version) -> Iterator[Holding]:
+        """The slot with exactly this version, kept from being overwritten. Raises ThinwireError if it is not here."""
+        holding = self.pin(version)
+        try:
+            yield holding
+        finally:
+            self.unpin(holding)
+
+    def pin(self, version: Version) -> Holding:
+        with self.changed:
+            shard = self.shards.get(version.shard)
+            for holding in shard.holdings if shard else []:
+                if holding.manifest is not None and holding.manifest.version.digest == version.digest:
+                    holding.readers += 1
+                    return holding
+        raise ThinwireError(f"{version.shard}, step {version.step}: no such complete version here")
+
+    def unpin(self, holding: Holding) -> None:
+        with self.changed:
+            holding.readers -= 1
+            self.changed.notify_all()
+
+    def verified(self, run_id: str, verify: bool) -> list[Version]:
+        """Complete versions of a run; each slot is read and compared with its digests if ``verify``."""
+        with self.changed:
+            shards = [shard for shard in self.shards.values() if shard.id.run_id == run_id]
+            listed = [h.manifest.listed(shard.role) for shard in shards for h in shard.complete() if h.manifest]
+        return [version for version in listed if not verify or self.verify(version)]
+
+    def verify(self, version: Version) -> bool:
+        """Whether this host has that version unaltered; what was altered is not a version any more."""
+        try:
+            with self.reading(version) as holding:
+                manifest, _ = holding.slot.verify()
+            if manifest.version.digest == version.digest:
+                return True
+            raise CorruptMessageError(f"{version.shard}, step {version.step}: the slot holds another version")
+        except CorruptMessageError as error:
+            self.discard(version, str(error))
+        except ThinwireError:
+            pass
+        return False
+
+    def discard(self, version: Version, reason: str) -> None:
+        with self.changed:
+            shard = self.shards.get(version.shard)
+            for holding in shard.holdings if shard else []:
+                if shard and holding.manifest and holding.manifest.version.digest == version.digest:
+                    holding.manifest, shard.last_error = None, reason
+                    holding.slot.clear()
+            self.changed.notify_all()
+
+    def forget(self, run_id: str, topology: str | None = None) -> int:
+        """Free the shards of a run, or of one topology of it, and say how many. ValueError while a trainer uses one."""
+        with self._registering:
+            with self.changed:
+                shards = [
+                    shard
+                    for shard in self.shards.values()
+                    if shard.id.run_id == run_id and topology in (None, shard.id.topology)
+                ]
+                used = [shard for shard in shards if shard.trainer is not None]
+            if used:
+                raise ValueError(f"{used[0].id} is in use by a trainer")
+            for shard in shards:
+                self._remove(shard)
+            return len(shards)
+
+    def _remove(self, shard: Shard) -> None:
+        with self.changed:
+            self.shards.pop(shard.id, None)
+            self.changed.notify_all()
+        if shard.receiver is not None:
+            shard.receiver.close()
+        for replica in shard.replicas.values():
+            replica.stop()
+        deadline = time.monotonic() + 1.0
+        with self.changed:
+            self.changed.wait_for(
+                lambda: not any(h.busy for h in shard.holdings), max(0.0, deadline - time.monotonic())
+            )
+            for holding in shard.holdings:
+                holding.slot.close()
+
+    def close(self) -> None:
+        for shard in list(self.shards.values()):
+            self._remove(shard)

@@ -1,0 +1,207 @@
+"""The version that all ranks go back to: complete, of one history, from the nearest copy, and the same for everyone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.checkpoint.choice import MAX_REASONS, choose
+from thinwire.checkpoint.placement import placement, survives
+from thinwire.checkpoint.version import ShardId, Version
+
+Inventories = dict[str, list[Version]]
+
+
+def copy(
+    owner: int,
+    step: int,
+    attempt: int = 0,
+    payload_bytes: int = 100,
+    digest: str = "",
+    run_id: str = "run",
+    topology: str = "a1",
+) -> Version:
+    digest = digest or f"{owner}-{step}-{attempt}".ljust(16, "0")
+    return Version(ShardId(run_id, topology, owner), step, attempt, payload_bytes, digest)
+
+
+def held(machines: int, replicas: int, steps: list[int]) -> Inventories:
+    """What the holders have after these steps, one rank a machine."""
+    inventories: Inventories = {f"h{machine}": [] for machine in range(machines)}
+    for owner, hosts in enumerate(placement(machines, replicas)):
+        for host in hosts:
+            inventories[f"h{host}"].extend(copy(owner, step) for step in steps)
+    return inventories
+
+
+def hosts_of(machines: int) -> list[str]:
+    return [f"h{machine}" for machine in range(machines)]
+
+
+def test_all_processes_died() -> None:
+    """Machines are alive: everything is local, of the newest step."""
+    chosen = choose(held(5, 2, [6, 7]), hosts_of(5), "run", "a1")
+    assert (chosen.step, chosen.attempt, chosen.fetched, chosen.reasons) == (7, 0, (), ())
+    assert chosen.sources == tuple(hosts_of(5))
+    assert [version.shard.owner for version in chosen.versions] == [0, 1, 2, 3, 4]
+
+
+def test_a_machine_was_replaced() -> None:
+    inventories = held(5, 2, [6, 7])
+    del inventories["h3"]
+    chosen = choose(inventories | {"new": []}, ["h0", "h1", "h2", "new", "h4"], "run", "a1")
+    assert (chosen.step, chosen.fetched, chosen.sources[3]) == (7, (3,), "h4"), "placement(5, 2)[3] is (3, 4)"
+
+
+@given(st.data(), st.integers(2, 9), st.integers(1, 4))
+def test_a_step_is_found_when_every_shard_survives(data: st.DataObject, machines: int, replicas: int) -> None:
+    """And only then: the choice and the placement agree on what can be lost."""
+    replicas = min(replicas, machines)
+    lost = data.draw(st.sets(st.integers(0, machines - 1)))
+    inventories = {name: has for name, has in held(machines, replicas, [4]).items() if int(name[1:]) not in lost}
+    chosen = choose(inventories | {f"h{machine}": [] for machine in lost}, hosts_of(machines), "run", "a1")
+    if not survives(placement(machines, replicas), lost):
+        assert chosen.step is None
+        assert chosen.reasons or len(lost) == machines
+        return
+    assert (chosen.step, set(chosen.fetched)) == (4, lost)
+    for owner, source in enumerate(chosen.sources):
+        assert chosen.versions[owner] == copy(owner, 4)
+        assert chosen.versions[owner] in inventories[source]
+
+
+def test_ranks_that_come_back_in_another_order_fetch_their_shards() -> None:
+    chosen = choose(held(4, 2, [7]), ["h2", "h1", "h0", "h3"], "run", "a1")
+    assert (chosen.step, chosen.fetched) == (7, (0, 2))
+    assert chosen.sources[1:4:2] == ("h1", "h3")
+    assert chosen.sources[0] in ("h0", "h1")
+    assert chosen.sources[2] in ("h2", "h3")
+
+
+def test_an_older_step_is_taken_if_a_shard_of_the_newest_is_nowhere() -> None:
+    inventories = held(4, 2, [6, 7])
+    for has in inventories.values():
+        has[:] = [version for version in has if (version.shard.owner, version.step) != (2, 7)]
+    chosen = choose(inventories, hosts_of(4), "run", "a1")
+    assert chosen.step == 6
+    assert chosen.reasons == ("step 7 of attempt 0: nobody has a copy of shard 2",)
+
+
+def test_ranks_in_different_steps_meet_at_the_one_that_all_have() -> None:
+    inventories = {"h0": [copy(0, 7), copy(0, 8)], "h1": [copy(1, 6), copy(1, 7)], "h2": [copy(2, 7), copy(2, 8)]}
+    assert choose(inventories, hosts_of(3), "run", "a1").step == 7
+    inventories["h1"] = [copy(1, 5), copy(1, 6)]
+    chosen = choose(inventories, hosts_of(3), "run", "a1")
+    assert chosen.step is None
+    assert len(chosen.reasons) == 4, "one for each of the steps 5 to 8"
+
+
+def test_steps_of_two_attempts_are_two_histories() -> None:
+    """Attempt 1 went on from step 10 and trained step 12 anew; the host of rank 1 comes back with the old step 12."""
+    inventories = {
+        "h0": [copy(0, 11, 1), copy(0, 12, 1), copy(0, 10)],
+        "h1": [copy(1, 11, 1), copy(1, 12, 0), copy(1, 10)],
+    }
+    chosen = choose(inventories, hosts_of(2), "run", "a1")
+    assert (chosen.attempt, chosen.step) == (1, 11)
+    assert chosen.reasons == ("step 12 of attempt 1: nobody has a copy of shard 1",)
+
+
+def test_an_abandoned_history_is_not_resumed_for_its_higher_step() -> None:
+    old, new = [copy(0, 30), copy(1, 30)], [copy(0, 11, 1), copy(1, 11, 1)]
+    assert choose({"h0": old + new}, ["h0", "h0"], "run", "a1").step == 11
+    assert choose({"h0": [*old, new[0]]}, ["h0", "h0"], "run", "a1").step == 30, "unless the newer has nothing complete"
+
+
+@pytest.mark.parametrize(
+    ("stranger", "says"),
+    [
+        (copy(1, 9, run_id="other"), "run 'other'"),
+        (copy(1, 9, topology="ffff"), "topology ffff, and this is a1: the number of ranks"),
+        (copy(2, 9), "beyond the 2 of this job"),
+    ],
+)
+def test_what_does_not_belong_is_left_out_and_said(stranger: Version, says: str) -> None:
+    inventories = {"h0": [copy(0, 7), copy(0, 9)], "h1": [copy(1, 7), stranger, stranger]}
+    chosen = choose(inventories, hosts_of(2), "run", "a1")
+    assert chosen.step == 7
+    assert chosen.reasons[0].startswith("holder h1 has ")
+    assert says in chosen.reasons[0]
+    assert "(2 left out)" in chosen.reasons[0]
+    alone = choose({"h0": [stranger], "h1": [stranger]}, hosts_of(2), "run", "a1")
+    assert (alone.step, alone.sources, len(alone.reasons)) == (None, (), 2)
+
+
+@pytest.mark.parametrize("second", [copy(1, 8, payload_bytes=99), copy(1, 8, digest="f" * 16)])
+@pytest.mark.parametrize("where", ["h0", "h1"])
+def test_copies_that_differ_are_not_taken(second: Version, where: str) -> None:
+    inventories = {"h0": [copy(0, 7), copy(1, 7), copy(0, 8)], "h1": [copy(1, 7), copy(1, 8)]}
+    assert choose(inventories, hosts_of(2), "run", "a1").step == 8
+    inventories[where].append(second)
+    chosen = choose(inventories, hosts_of(2), "run", "a1")
+    assert chosen.step == 7
+    assert chosen.reasons == ("step 8 of attempt 0: copies of shard 1 differ",)
+
+
+def test_own_and_replica_of_the_same_bytes_are_the_same() -> None:
+    own = Version(ShardId("run", "a1", 0), 7, 0, 100, "0" * 16, role="own")
+    replica = Version(ShardId("run", "a1", 0), 7, 0, 100, "0" * 16)
+    assert choose({"h0": [own], "h1": [replica]}, ["h1"], "run", "a1").versions == (replica,)
+
+
+def test_holders_share_the_sending() -> None:
+    """Eight ranks of a lost host with copies on two others: each sends half the bytes, though sizes differ."""
+    shards = [copy(owner, 7, payload_bytes=size) for owner, size in enumerate([10, 80, 30, 40, 20, 60, 70, 50])]
+    chosen = choose({"h1": shards, "h2": shards, "new": []}, ["new"] * 8, "run", "a1")
+    sent = Counter[str]()
+    for source, version in zip(chosen.sources, chosen.versions, strict=True):
+        sent[source] += version.payload_bytes
+    assert sent == {"h1": 180, "h2": 180}
+    bound = [*shards[:4], copy(9, 7)]
+    chosen = choose({"h1": bound, "h2": shards, "new": []}, ["new"] * 8, "run", "a1")
+    assert chosen.sources[4:] == ("h2",) * 4
+    assert chosen.sources[:4] == ("h1",) * 4, "h2 alone has the others"
+
+
+def test_a_holder_that_is_gone_is_said() -> None:
+    chosen = choose({"h0": [copy(0, 7), copy(1, 7)]}, hosts_of(2), "run", "a1")
+    assert (chosen.step, chosen.sources, chosen.fetched) == (7, ("h0", "h0"), (1,))
+    assert chosen.reasons == ("holder h1 gave no inventory",)
+
+
+def test_nothing_at_all() -> None:
+    assert choose({"h0": []}, ["h0"], "run", "a1").step is None
+    assert choose({}, ["h0"], "run", "a1").reasons == ("holder h0 gave no inventory",)
+
+
+def test_a_holder_full_of_old_runs_does_not_fill_the_log() -> None:
+    rubbish = [copy(0, 1, run_id=f"run {number}") for number in range(1000)]
+    chosen = choose({"h0": [*rubbish, copy(0, 7)]}, ["h0"], "run", "a1")
+    assert chosen.step == 7
+    assert len(chosen.reasons) == MAX_REASONS + 1
+    assert chosen.reasons[-1] == "and 980 reasons more"
+    missing = choose({"h0": [copy(0, 7)]}, ["h0"] * 100, "run", "a1")
+    assert missing.reasons[0].endswith("shard 1, 2, 3, 4, 5, 6, 7, 8 and 91 more")
+
+
+COPIES = st.builds(copy, st.integers(0, 3), st.integers(0, 3), st.integers(0, 1), st.integers(0, 2))
+
+
+@given(st.dictionaries(st.sampled_from(hosts_of(4)), st.lists(COPIES, max_size=8)), st.randoms(use_true_random=False))
+def test_the_order_in_which_inventories_come_is_of_no_matter(inventories: Inventories, random: Random) -> None:
+    """All ranks decide alike; and whatever is decided holds."""
+    chosen = choose(inventories, hosts_of(3), "run", "a1")
+    names = random.sample(list(inventories), len(inventories))
+    shuffled = {name: random.sample(inventories[name], len(inventories[name])) for name in names}
+    assert choose(shuffled, hosts_of(3), "run", "a1") == chosen
+    if chosen.step is None:
+        return
+    for owner, (source, version) in enumerate(zip(chosen.sources, chosen.versions, strict=True)):
+        assert version in inventories[source]
+        assert (version.shard.owner, version.step, version.attempt) == (owner, chosen.step, chosen.attempt)
+    assert all(one.step == other.step for one, other in pairwise(chosen.versions))

@@ -1,9 +1,10 @@
-"""HiTopKComm on ranks that are threads, on hosts that the test deals: what is exact, what is kept, what crosses hosts."""
+"""HiTopKComm on ranks that are threads: what is exact, what is kept, and what crosses hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ LAYOUTS: tuple[Hosts, ...] = (
     ((0, 2), (1, 3)),
     ((0, 1, 2), (3,), (4, 5)),
     ((0, 1, 2, 3), (4, 5, 6, 7)),
-    ((5, 1, 0), (2, 3, 4, 6)),
+    ((0, 1, 5), (2, 3, 4, 6)),
 )
 every_layout = pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
 
@@ -109,7 +110,7 @@ def on_hosts(hosts: Hosts, compressor: Compressor, **more: object) -> list[Seen]
 
 def spans(parameter: Parameter, num_shards: int) -> list[slice]:
     ends = [parameter.numel * place // num_shards for place in range(num_shards + 1)]
-    return [slice(start, stop) for start, stop in zip(ends, ends[1:], strict=False)]
+    return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
 @every_layout
@@ -181,19 +182,12 @@ def test_bytes_between_hosts_fall_with_the_square_of_the_ranks_of_a_host(hosts: 
     parameters, ranks_per_host = [Parameter("a", (40_000,))], len(hosts[0])
     ours = on_hosts(hosts, hi_top_k(0.02), parameters=parameters, num_steps=2)
     flat = on_hosts(hosts, with_memory(compress.top_k(0.02)), parameters=parameters, num_steps=2)
-    header = Header.NUM_BYTES
 
     def per_host(ranks: Sequence[Seen]) -> int:
         return max(sum(ranks[rank].between_hosts_bytes[1] for rank in members) for members in hosts)
 
-    opening = header * ranks_per_host * (len(ranks_of(hosts)) - ranks_per_host)
-    sent, sent_flat = per_host(ours) - opening, per_host(flat) - opening
-    assert sent < sent_flat / ranks_per_host
-    assert 0.9 * ranks_per_host**2 < sent_flat / sent < 1.1 * ranks_per_host**2
-
-
-def ranks_of(hosts: Hosts) -> list[int]:
-    return [rank for members in hosts for rank in members]
+    ratio = per_host(flat) / per_host(ours)
+    assert 0.9 * ranks_per_host**2 < ratio < 1.1 * ranks_per_host**2
 
 
 # --- what goes wrong
@@ -229,13 +223,8 @@ def test_a_corrupt_message_names_its_sender_and_stops_its_host(source: int, targ
         assert isinstance(outcomes[3].error, PeerError)
 
 
-def test_a_rank_that_fails_stops_all_in_time() -> None:
-    def gradient(parameter: Parameter, rank: int, step: int) -> Tensor:
-        return normal(parameter, rank, step)
-
-    class Failing(HiTopKExchange):
-        pass
-
+def test_a_rank_that_fails_stops_all() -> None:
+    """Told from host to host; nobody waits for a timeout."""
     hosts = ((0, 1, 4), (2, 3))
 
     def run(network: LoopbackExchange) -> Seen:
@@ -245,7 +234,8 @@ def test_a_rank_that_fails_stops_all_in_time() -> None:
         return train(network, hosts, hi_top_k(0.1), PARAMETERS[:1], 1, states=states)
 
     outcomes = run_ranks(5, run, timeout_seconds=5.0)
-    assert all(outcome.error is not None for outcome in outcomes)
+    assert isinstance(outcomes[4].error, RuntimeError)
+    assert all(isinstance(outcome.error, PeerError) for outcome in outcomes[:4])
 
 
 # --- as a method

@@ -122,14 +122,14 @@ class Slot:
 
     def digest(self, shard: ShardId, step: int, attempt: int, payload_bytes: int, layout: bytes) -> Manifest:
         """The manifest of the payload as it is now. Raises ValueError if there is no room for that much."""
-        self._check_room(payload_bytes, len(layout))
+        self.check_room(payload_bytes, len(layout))
         with self.payload(payload_bytes) as payload:
             crcs = chunk_crcs(payload)
         return Manifest(shard, step, attempt, payload_bytes, CHUNK_BYTES, crcs, len(layout), zlib.crc32(layout))
 
     def publish(self, manifest: Manifest, layout: bytes) -> None:
         """WRITING to COMPLETE. The header is written last, in one store of a page that nobody else writes."""
-        self._check_room(manifest.payload_bytes, len(layout))
+        self.check_room(manifest.payload_bytes, len(layout))
         text = json.dumps(manifest.to_json(), separators=(",", ":")).encode()
         if _PAGE + len(text) + len(layout) > self.size.payload_offset:
             raise ValueError(f"the manifest of {len(text)} bytes does not fit beside the layout of {len(layout)}")
@@ -174,7 +174,8 @@ class Slot:
             os.close(self.descriptor)
             self.descriptor = -1
 
-    def _check_room(self, payload_bytes: int, layout_bytes: int) -> None:
+    def check_room(self, payload_bytes: int, layout_bytes: int) -> None:
+        """Raises ValueError if a version of that much does not fit."""
         if not 0 <= payload_bytes <= self.size.payload_bytes or layout_bytes > self.size.layout_bytes:
             raise ValueError(
                 f"a version with {payload_bytes} bytes of payload and {layout_bytes} of layout does not fit a slot with"

@@ -43,7 +43,11 @@ class Holding:
 
 @dataclass(eq=False)
 class Shard:
-    """The slots of one shard on this host. ``trainer``: whoever is connected as its owner, or None."""
+    """The slots of one shard on this host.
+
+    ``trainer``: whoever is connected as its owner. ``receiver``: the connection on which a version is arriving.
+    ``keep``: (attempt, step) of the newest version that the trainer says is complete everywhere.
+    """
 
     id: ShardId
     size: SlotSize
@@ -51,6 +55,7 @@ class Shard:
     role: str = "replica"
     trainer: object | None = None
     receiver: Any = None
+    keep: tuple[int, int] | None = None
     replicas: dict[str, Replica] = field(default_factory=dict)
     last_error: str = ""
 
@@ -111,7 +116,7 @@ class Store:
                     return shard
                 if shard.complete() or any(holding.busy for holding in shard.holdings):
                     raise ValueError(f"{shard_id} is held in slots for {room}, too small for {size}; forget it first")
-                self._remove(shard)
+                self.remove(shard)
             self._check_budget(shard_id, SLOTS_PER_SHARD * size.total_bytes)
             holdings = self._allocate(size)
             with self.changed:
@@ -232,10 +237,11 @@ class Store:
             if used:
                 raise ValueError(f"{used[0].id} is in use by a trainer")
             for shard in shards:
-                self._remove(shard)
+                self.remove(shard)
             return len(shards)
 
-    def _remove(self, shard: Shard) -> None:
+    def remove(self, shard: Shard) -> None:
+        """Free the memory of a shard, stopping all that is done with it."""
         with self.changed:
             self.shards.pop(shard.id, None)
             self.changed.notify_all()
@@ -253,4 +259,4 @@ class Store:
 
     def close(self) -> None:
         for shard in list(self.shards.values()):
-            self._remove(shard)
+            self.remove(shard)

@@ -5,35 +5,29 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
-from thinwire import kernels
 from thinwire.compress import messages, packing
-from thinwire.compress.base import Compressor, Parameter, Payload, State
+from thinwire.compress.base import Compressor, Parameter, Payload
 from thinwire.compress.exchange import Arrived, Exchange, Peers, Phase, Plan, Result, Stopwatch, Task
-from thinwire.compress.ok_topk import OK_TOPK, OkTopk, is_reusable, nudged, smallest_magnitude
+from thinwire.compress.ok_topk import OK_TOPK
 from thinwire.compress.ok_topk_regions import (
-    Tally,
     boundaries,
     mean_bounds,
     parse_boundaries,
     parse_tallies,
-    region,
     saved_by_balance,
     shares,
     tally_bytes,
 )
-from thinwire.compress.sparsify import Selection
-from thinwire.compress.wrapper import unwrapped
+from thinwire.compress.ok_topk_task import OkTopkTask, mean_of
 
 T = TypeVar("T")
 
-_GLOBAL_STEP = 1.008
-_GLOBAL_TOLERANCE = (2 / 3, 4 / 3)
 _WORTH_A_ROUND = 1024
 """Pairs, 6 to 8 kB: what a 100 Mbit/s link carries in the half millisecond that one more round takes at the least."""
 
@@ -65,93 +59,11 @@ class OkTopkExchange(Exchange):
         return 0 if world_size == 1 else None
 
 
-class _One:
-    """What a run knows of one task. Ids are those of the parameter, or, in ``reduced`` and ``kept``, of the region."""
-
-    def __init__(self, task: Task) -> None:
-        core, self.state = unwrapped(task.compressor, task.state)
-        assert isinstance(core, OkTopk)
-        self.task, self.core, self.parameter = task, core, task.parameter
-        self.selected: Selection
-        self.reduced: Selection  # of this rank's region: means that are not zero
-        self.counts: list[int] = []  # that each owner keeps
-        self.threshold = 0.0  # that this step's result reaches; 0 where counts alone tell what is kept
-        self.kept: Selection
-        self.share: Selection | None = None  # what this rank sends to all instead, after balancing
-        self.packed_bytes = 0
-
-    @property
-    def k(self) -> int:
-        return self.state["k"]
-
-    def select(self) -> None:
-        payload = self.task.compressor.compress(self.task.gradient, self.parameter, self.task.state)
-        ids, values = payload.parts
-        self.selected = ids, values
-
-    def pack(self, selection: Selection, piece: Parameter) -> Tensor:
-        data = self.core.pack(Payload(selection), piece)
-        self.packed_bytes += data.numel()
-        return data
-
-    def start(self, owner: int) -> int:
-        return int(self.state["bounds"][owner])
-
-    def plan(self, owner: int) -> Plan:
-        """How pairs of a region travel."""
-        return self.core, region(self.parameter, self.state["bounds"], owner)
-
-    def tally(self, world_size: int) -> Tally:
-        values, threshold = self.reduced[1], self.state["global_threshold"]
-        fair = -(-self.k // world_size)
-        enough = 0 < fair <= values.numel()
-        return Tally(
-            held=values.numel(),
-            passing=kernels.count_at_least(values, threshold) if threshold > 0.0 else 0,
-            bound=smallest_magnitude(kernels.top_magnitudes(values, fair)[1]) if enough else 0.0,
-        )
-
-    def decide(self, tallies: Sequence[Tally]) -> bool:
-        """Counts and threshold of this step, unless the threshold has to be found first."""
-        held, passing = sum(tally.held for tally in tallies), sum(tally.passing for tally in tallies)
-        if held <= self.k:
-            self.counts = [tally.held for tally in tallies]
-            return True
-        threshold = self.state["global_threshold"]
-        if threshold > 0.0 and is_reusable(passing, self.k):
-            self.counts, self.threshold = [tally.passing for tally in tallies], threshold
-            self.state["global_threshold"] = nudged(threshold, passing, self.k, _GLOBAL_STEP, _GLOBAL_TOLERANCE)
-            return True
-        return False
-
-    def candidates(self, bound: float) -> Tensor:
-        """Magnitudes of this region that can be among the k largest, if those of all owners' are at least ``bound``."""
-        values = self.reduced[1]
-        return kernels.top_magnitudes(values, min(self.k, kernels.count_at_least(values, bound)))[1].abs()
-
-    def decide_exactly(self, candidates: Sequence[Tensor]) -> None:
-        """The k largest of all candidates; of equal ones the first, in the order of owners and ids."""
-        together = torch.cat(list(candidates))
-        places, chosen = kernels.top_magnitudes(together, min(self.k, together.numel()))
-        ends = list(accumulate((piece.numel() for piece in candidates), initial=0))
-        cuts = torch.searchsorted(places, torch.tensor(ends)).tolist()
-        self.counts = [stop - start for start, stop in pairwise(cuts)]
-        self.state["global_threshold"] = smallest_magnitude(chosen)
-
-    def keep(self, rank: int) -> None:
-        ids, values = self.reduced
-        if self.threshold > 0.0:
-            places, values = kernels.select_at_least(values, self.threshold)
-        else:
-            places, values = kernels.top_magnitudes(values, min(self.counts[rank], values.numel()))
-        self.kept = ids[places], values
-
-
 class _Run:
     def __init__(self, tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> None:
         self._peers, self._stopwatch = peers, stopwatch
         self._rank, self._world_size = peers.rank, peers.world_size
-        self._ones = [_One(task) for task in tasks]
+        self._ones = [OkTopkTask(task) for task in tasks]
 
     def results(self) -> list[Result]:
         self._told(Phase.COMPRESS, self._select)
@@ -192,7 +104,7 @@ class _Run:
             with self._stopwatch.phase(Phase.DECOMPRESS):
                 payloads = [message.read(partial(messages.unpack, plans=plans)) for message in arrived]
                 for place, one in enumerate(self._ones):
-                    one.reduced = _mean([of_rank[place] for of_rank in payloads])
+                    one.reduced = mean_of([of_rank[place] for of_rank in payloads])
                 return torch.cat([one.tally(self._world_size).packed() for one in self._ones])
 
         return self._peers.all_gather(prepare, tally_bytes(len(self._ones)))
@@ -208,7 +120,7 @@ class _Run:
                     packed[owner].append(one.pack(inside, one.plan(owner)[1]))
             return list(map(messages.join, packed))
 
-    def _decide(self, arrived: Sequence[Arrived]) -> list[tuple[_One, float]]:
+    def _decide(self, arrived: Sequence[Arrived]) -> list[tuple[OkTopkTask, float]]:
         """What each owner keeps; returns what has no threshold yet, and a magnitude that it is not below."""
         tallies = []
         for owner, message in enumerate(arrived):
@@ -222,7 +134,7 @@ class _Run:
                 undecided.append((one, min(tally.bound for tally in of_owners)))
         return undecided
 
-    def _find_thresholds(self, undecided: Sequence[tuple[_One, float]]) -> None:
+    def _find_thresholds(self, undecided: Sequence[tuple[OkTopkTask, float]]) -> None:
         def specs(owner: int) -> list[packing.PartSpec]:
             return [
                 packing.PartSpec(one.parameter.working_dtype, None, min(one.k, one.plan(owner)[1].numel))
@@ -246,7 +158,7 @@ class _Run:
 
         self._told(Phase.DECOMPRESS, decide)
 
-    def _balance(self) -> tuple[Sequence[Arrived], list[_One]]:
+    def _balance(self) -> tuple[Sequence[Arrived], list[OkTopkTask]]:
         """Shares of what owners keep to all ranks, of tasks where one owner has far too much."""
         saved = [saved_by_balance(one.counts) for one in self._ones]
         if sum(saved) < _WORTH_A_ROUND:
@@ -265,10 +177,10 @@ class _Run:
 
         return self._peers.all_to_all(prepare, most), balanced
 
-    def _gather(self, arrived: Sequence[Arrived], balanced: Sequence[_One]) -> list[Result]:
+    def _gather(self, arrived: Sequence[Arrived], balanced: Sequence[OkTopkTask]) -> list[Result]:
         """What passes to all, from its owners or from those who got shares of it."""
 
-        def plan(one: _One, owner: int) -> Plan:
+        def plan(one: OkTopkTask, owner: int) -> Plan:
             return (one.core, one.parameter) if one in balanced else one.plan(owner)
 
         def prepare() -> Tensor:
@@ -289,7 +201,7 @@ class _Run:
                 for place, one in enumerate(self._ones)
             ]
 
-    def _take_shares(self, arrived: Sequence[Arrived], balanced: Sequence[_One]) -> None:
+    def _take_shares(self, arrived: Sequence[Arrived], balanced: Sequence[OkTopkTask]) -> None:
         found = [
             message.read(partial(messages.unpack, plans=[one.plan(owner) for one in balanced]))
             for owner, message in enumerate(arrived)
@@ -314,16 +226,7 @@ class _Run:
         raise AssertionError("an exchange of messages raises what its preparation raises")
 
 
-def _mean(payloads: Sequence[Payload]) -> Selection:
-    """Of all ranks' pairs of a region, added in rank order; without the places where they cancel out."""
-    pieces = [(ids, values.view(-1, 1)) for ids, values in (payload.parts for payload in payloads)]
-    ids, total = kernels.sum_rows(pieces)
-    values = total.view(-1).div_(len(payloads))
-    present = values != 0
-    return (ids, values) if bool(present.all()) else (ids[present], values[present])
-
-
-def _result(one: _One, payloads: Sequence[Payload], is_balanced: bool) -> Result:
+def _result(one: OkTopkTask, payloads: Sequence[Payload], is_balanced: bool) -> Result:
     task, parameter = one.task, one.parameter
     flat = torch.zeros(parameter.numel, dtype=parameter.working_dtype)
     for owner, payload in enumerate(payloads):

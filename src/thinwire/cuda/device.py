@@ -50,7 +50,7 @@ class Device(Protocol):
         ...
 
     def future(self) -> Future[Tensor]:
-        """One that notes where the current stream is when it is completed; streams of those who wait for it wait for that."""
+        """One that, completed, notes where the current stream is; streams of those who wait for it wait for that."""
         ...
 
 

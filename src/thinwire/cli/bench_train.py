@@ -81,9 +81,8 @@ def _print(result: dict[str, Any], console: Console) -> None:
         box=box.SIMPLE_HEAD,
         pad_edge=False,
         padding=(0, 1, 0, 0),
-        caption="Medians over seeds. MB: sent a step by the busiest rank; faster: than ddp; exposed: seconds of a step"
-        " after the last gradient; final loss: held out, mean of the last 10 % of the steps; to ddp's loss: until the"
-        " smoothed held-out loss is ddp's final loss.",
+        caption="Medians over seeds. MB: sent a step by the busiest rank; faster: than ddp; loss: held out, mean of the"
+        " last 10 % of the steps; to loss: until the smoothed held-out loss is ddp's final loss.",
         caption_justify="left",
     )
     for name in COLUMNS:

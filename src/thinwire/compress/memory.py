@@ -26,7 +26,6 @@ class ErrorFeedback(Wrapper):
         ValueError: a decay outside [0, 1]; a compressor that has a memory already.
     """
 
-    inner: Compressor
     decay: float = 1.0
 
     def __post_init__(self) -> None:
@@ -130,7 +129,6 @@ class MomentumCorrection(Wrapper):
         ValueError: momentum outside [0, 1); a compressor that has a memory already.
     """
 
-    inner: Compressor
     momentum: float = 0.9
     nesterov: bool = False
     clip_norm: float | None = None

@@ -21,7 +21,8 @@ _GLOBAL_TOLERANCE = (2 / 3, 4 / 3)
 
 
 class OkTopkTask:
-    """What a run of Ok-Topk knows of one task. Ids are those of the parameter, or, in ``reduced`` and ``kept``, of the region."""
+    """What a run of Ok-Topk knows of one task. Ids count from 0 in the parameter; in ``reduced`` and ``kept``, in the
+    region."""
 
     def __init__(self, task: Task) -> None:
         core, self.state = unwrapped(task.compressor, task.state)

@@ -34,7 +34,6 @@ class WarmUp(Wrapper):
             than steps; a compressor whose error is known after the sum only, without error feedback around it.
     """
 
-    inner: Compressor  # pyrefly: ignore [bad-override]
     steps: int
     start_density: float = 0.25
     stairs: int | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -10,8 +11,9 @@ from thinwire.compress.base import Compressor, Parameter, Payload, State, Traits
 from thinwire.compress.packing import PartSpec
 
 
+@dataclass(frozen=True)
 class Wrapper(Compressor):
-    """Passes everything on to ``inner``, with the state of it under the name ``inner``. Subclasses change some of it."""
+    """Passes everything on to ``inner``, whose state has the name ``inner``. Subclasses change some of it."""
 
     inner: Compressor
 

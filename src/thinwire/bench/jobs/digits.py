@@ -23,7 +23,7 @@ class DigitsJob(Job):
 
     name = "digits"
 
-    steps: int = 200
+    steps: int = 400
     batch_size: int = 16
     learning_rate: float = 0.1
     label_smoothing: float = 0.1

@@ -60,8 +60,8 @@ def _dgc_of_run(job: Job, steps: int) -> dict[str, Any]:
 
 
 SETTINGS: dict[str, Setting] = {
-    "top_k": Setting({"density": 0.01}),
-    "dgc": Setting({"density": 0.01}, _dgc_of_run, optimizer_momentum=False),
+    "top_k": Setting({"density": 0.03}),
+    "dgc": Setting({"density": 0.01, "masking": False}, _dgc_of_run, optimizer_momentum=False),
     "gaussian_k": Setting({"density": 0.01}),
     "redsync": Setting({"density": 0.01}),
     "sidco": Setting({"density": 0.01}),

@@ -9,7 +9,7 @@ from typing import Any
 
 from thinwire.bench.train.methods import BF16, DDP, TORCH_METHODS, parse
 
-COLUMNS = ("method", "MB", "step s", "faster", "exposed", "final loss", "vs ddp", "to ddp's loss", "faster")
+COLUMNS = ("method", "MB", "step s", "faster", "loss", "vs ddp", "to loss", "faster")
 _PAYS_FROM = 1.05  # less is within the noise of a machine that plays all hosts
 
 
@@ -25,7 +25,6 @@ class MethodSummary:
     method: str
     bytes_sent_max: float
     step_seconds: float
-    exposed_seconds: float
     final_loss: float | None
     loss_vs_dense: float | None
     seconds_to_dense_loss: float | None
@@ -52,7 +51,6 @@ def _summary(method: str, rows: list[dict[str, Any]], dense: list[dict[str, Any]
         method=method,
         bytes_sent_max=median("bytes_sent_max"),
         step_seconds=median("step_seconds_median"),
-        exposed_seconds=median("exposed_seconds"),
         final_loss=_median_or_none(rows, "final_loss"),
         loss_vs_dense=_median_or_none(rows, "loss_vs_dense"),
         seconds_to_dense_loss=seconds,
@@ -137,7 +135,6 @@ def _cells(summary: MethodSummary) -> list[str]:
         f"{summary.bytes_sent_max / 1e6:.3f}",
         f"{summary.step_seconds:.3f}",
         _times(summary.step_speedup),
-        f"{summary.exposed_seconds:.3f}",
         "diverged" if summary.final_loss is None else f"{summary.final_loss:.4f}",
         "-" if summary.loss_vs_dense is None else f"{summary.loss_vs_dense:+.2%}",
         "never" if seconds is None else f"{seconds:.1f} s",

@@ -38,7 +38,6 @@ class Grants:
         self._changed = changed
         self._bytes = 0
         self._unlimited = True
-        self._closed = False
 
     def add(self, num_bytes: int) -> None:
         self._set(self._bytes + num_bytes, self._unlimited)
@@ -49,17 +48,12 @@ class Grants:
     def revoke(self) -> None:
         self._set(0, False)
 
-    def close(self) -> None:
+    def take(self, num_bytes: int, stopping: threading.Event) -> int:
+        """Wait until something is granted; at most ``num_bytes`` of it. 0 once ``stopping``."""
         with self._changed:
-            self._closed = True
-            self._changed.notify_all()
-
-    def take(self, num_bytes: int) -> int:
-        """Wait until something is granted; at most ``num_bytes`` of it. 0 once closed."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._unlimited or self._bytes > 0 or self._closed)
-            if self._closed or self._unlimited:
-                return 0 if self._closed else num_bytes
+            self._changed.wait_for(lambda: self._unlimited or self._bytes > 0 or stopping.is_set())
+            if stopping.is_set() or self._unlimited:
+                return 0 if stopping.is_set() else num_bytes
             taken = min(num_bytes, self._bytes)
             self._bytes -= taken
             return taken
@@ -284,8 +278,8 @@ class Replicator:
         done = 0
         with holding.slot.payload(manifest.payload_bytes) as payload:
             while done < manifest.payload_bytes:
-                count = self._grants.take(min(PIECE_BYTES, manifest.payload_bytes - done))
-                if count == 0 or self._stopping.is_set():
+                count = self._grants.take(min(PIECE_BYTES, manifest.payload_bytes - done), self._stopping)
+                if count == 0:
                     raise ThinwireError("the holder stops")
                 started = time.monotonic()
                 with payload[done : done + count] as piece:

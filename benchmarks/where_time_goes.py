@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -48,10 +47,10 @@ def watch() -> dict[str, float]:
     receive = Parcels.receive
 
     def timed_receive(self: Parcels, source: int, place: int, num_bytes: int) -> Receive:
-        wait: Callable[[], torch.Tensor] = receive(self, source, place, num_bytes)
+        wait = receive(self, source, place, num_bytes)
 
-        def timed() -> torch.Tensor:
-            data = wait()
+        def timed(num_bytes: int | None = None) -> torch.Tensor:
+            data = wait(num_bytes)
             if "summed" not in moments:
                 moments["pushed"] = time.perf_counter()
             return data

@@ -178,7 +178,7 @@ def test_settings_are_read_from_the_name_of_a_method() -> None:
 
 @pytest.mark.parametrize("name", [*TORCH_METHODS, *SETTINGS])
 def test_every_setting_fits_its_constructor(name: str) -> None:
-    method_of(name, get_job("lstm"), steps=100)
+    method_of(name, get_job("lstm"), steps=100, world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_every_setting_fits_its_constructor(name: str) -> None:
 )
 def test_unknown_methods_and_settings(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
-        method_of(text, get_job("lstm"), steps=100)
+        method_of(text, get_job("lstm"), steps=100, world_size=2)
 
 
 def row(method: str, seconds: float | None, seed: int = 0, loss: float | None = 1.0) -> dict[str, Any]:

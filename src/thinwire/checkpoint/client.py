@@ -193,8 +193,8 @@ class HolderClient:
             self._connection.send(Kind.CAST, content)
 
     def status(self) -> dict[str, Any]:
-        """Of this shard: newest_local and newest_replicated (steps or None), bytes_pending, bytes_sent, dropped, writing,
-        last_error, versions, and replicas by address."""
+        """Of this shard: newest_local and newest_replicated (steps or None), bytes_pending, bytes_sent, dropped,
+        writing, last_error, versions, and replicas by address."""
         return self.request("status")
 
     def holder_status(self) -> dict[str, Any]:

@@ -26,7 +26,7 @@ def enter_packages() -> None:
 
 
 def main(options: dict[str, Any]) -> int:
-    """Serve until SIGTERM or SIGINT; say on standard output, in one line of JSON, that it is ready, or why it is not."""
+    """Serve until SIGTERM or SIGINT. One line of JSON on standard output says that it is ready, or why it is not."""
     if options.get("detach"):
         return _detach(options)
     return _serve(options, sys.stdout.fileno())
@@ -65,6 +65,8 @@ def _serve(options: dict[str, Any], ready: int) -> int:
         signal.signal(number, lambda *_: holder.stopping.set())
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     status = {key: holder.status()[key] for key in ("pid", "socket", "address", "budget_bytes")}
+    if options.get("ready_file"):
+        Path(options["ready_file"]).write_text(json.dumps(status, indent=2) + "\n")
     _say(ready, {"ready": True, **status})
     holder.stopping.wait()
     holder.stop()

@@ -131,7 +131,7 @@ class Connection:
             self._sent += 1
 
     def receive(self, first_seconds: float | None = None) -> Frame:
-        """The next frame. Waits ``first_seconds`` for its first byte (None: without end), then the timeout for the rest.
+        """The next frame. Waits ``first_seconds`` for its first byte (None: forever), then the timeout for the rest.
 
         Raises LostPeerError if the other side is gone or stops in the middle, CorruptMessageError for anything that is
         not the next frame of this conversation. After an error there is nothing to do but ``close``.

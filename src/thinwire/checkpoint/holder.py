@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ class HolderConfig:
     budget_bytes: int
     bind: str = "127.0.0.1"
     port: int = 0
-    times: PeerTimes = PeerTimes()
+    times: PeerTimes = field(default_factory=PeerTimes)
     drain_seconds: float = 5.0
 
 
@@ -106,9 +106,7 @@ class Holder:
                 self._sessions.discard(connection)
 
     @contextlib.contextmanager
-    def into(
-        self, shard: Shard, keep: tuple[int, int] | None, manifest: Manifest, layout: bytes
-    ) -> Iterator[Holding]:
+    def into(self, shard: Shard, keep: tuple[int, int] | None, manifest: Manifest, layout: bytes) -> Iterator[Holding]:
         """A slot to receive a version into: a version when the block ends well, else nothing.
 
         Raises ThinwireError if no slot is free, ValueError if it does not fit.
@@ -253,6 +251,8 @@ def _listen_tcp(config: HolderConfig) -> tuple[socket.socket, str]:
         listener.listen(64)
     except OSError as error:
         listener.close()
-        raise ValueError(f"cannot bind to {config.bind}, port {config.port}: {error}; give an address of this host") from error
+        raise ValueError(
+            f"cannot bind to {config.bind}, port {config.port}: {error}; give an address of this host"
+        ) from error
     host, port = listener.getsockname()[:2]
     return listener, f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

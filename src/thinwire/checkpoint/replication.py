@@ -125,7 +125,7 @@ def receive_payload(connection: Connection, slot: Slot, manifest: Manifest, idle
 
 
 class Replicator:
-    """Keeps one peer's holder supplied with the versions of one shard, in a thread of its own; it blocks nobody else."""
+    """Keeps one peer's holder supplied with the versions of one shard, in a thread of its own, blocking nobody."""
 
     def __init__(
         self, store: Store, shard: Shard, address: str, secret: bytes, grants: Grants, times: PeerTimes
@@ -180,7 +180,7 @@ class Replicator:
         }
 
     def connect(self) -> None:
-        """Have the peer make room, and learn what it has. Raises ValueError if it has none, ThinwireError if it is lost."""
+        """Have the peer make room, and learn what it has. ValueError if it has no room, ThinwireError if it is lost."""
         connection = call(self.address, self._secret, self._times.timeout_seconds)
         size = self._shard.size
         room = {"payload_bytes": size.payload_bytes, "layout_bytes": size.layout_bytes}
@@ -222,9 +222,7 @@ class Replicator:
         """The oldest version that the peer lacks, pinned; None after a while without one."""
 
         def lacking() -> list[Holding]:
-            return [
-                h for h in self._shard.complete() if h.manifest and not self.is_settled(h.manifest.version.digest)
-            ]
+            return [h for h in self._shard.complete() if h.manifest and not self.is_settled(h.manifest.version.digest)]
 
         with self._store.changed:
             self._store.changed.wait_for(lambda: lacking() or self._stopping.is_set(), _IDLE_SECONDS)

@@ -114,7 +114,7 @@ class TrainerSession(Session):
         self.opened: dict[int, Holding] = {}
 
     def end(self) -> None:
-        """Death of a trainer: what is complete is kept and sent without limit; what is half written is not a version."""
+        """Death of a trainer: what is complete is kept, and sent without limit; what is half written is nothing."""
         for holding in self.opened.values():
             self.store.unpin(holding)
         if self.writing is not None:

@@ -137,7 +137,7 @@ class Slot:
         self._write_header(State.COMPLETE, text, layout)
 
     def read(self) -> tuple[Manifest, bytes]:
-        """Manifest and layout of a complete slot; CorruptMessageError if it is not one. The payload is not looked at."""
+        """Manifest and layout of a complete slot, CorruptMessageError for another; the payload is not looked at."""
         state, manifest_bytes, manifest_crc, layout_bytes, layout_crc = self._header()
         if state != State.COMPLETE:
             raise CorruptMessageError("the slot holds no complete version")
@@ -162,7 +162,8 @@ class Slot:
         wrong = [i for i, (found, said) in enumerate(zip(crcs, manifest.chunk_crcs, strict=True)) if found != said]
         if wrong:
             raise CorruptMessageError(
-                f"{manifest.shard}, step {manifest.step}: {len(wrong)} of {len(crcs)} chunks were altered, first {wrong[0]}"
+                f"{manifest.shard}, step {manifest.step}: {len(wrong)} of {len(crcs)} chunks were altered, the first is"
+                f" {wrong[0]}"
             )
         return manifest, layout
 

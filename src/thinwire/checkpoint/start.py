@@ -28,7 +28,7 @@ class HolderOptions:
     """How to start a holder; None for the defaults: half of the available memory, this user's socket, its secret.
 
     ``bind`` is the address on which peers reach this host, ``port`` 0 takes a free one. With ``detach`` the holder
-    outlives whoever starts it, and logs to ``<socket>.log``.
+    outlives whoever starts it, and logs to ``<socket>.log``. ``ready_file`` gets the address and the like, as JSON.
     """
 
     bind: str = "127.0.0.1"
@@ -40,6 +40,7 @@ class HolderOptions:
     deadline_seconds: float = 30.0
     drain_seconds: float = 5.0
     detach: bool = False
+    ready_file: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         path = socket_path(self.socket)

@@ -83,13 +83,11 @@ class Shard:
         if holding.manifest is None:
             return SlotView(None, holding.busy)
         digest = holding.manifest.version.digest
-        return SlotView(
-            holding.manifest.order, holding.busy, all(r.is_settled(digest) for r in self.replicas.values())
-        )
+        return SlotView(holding.manifest.order, holding.busy, all(r.is_settled(digest) for r in self.replicas.values()))
 
 
 class Store:
-    """All shards of a host. ``changed`` is the lock of everything here, and is notified when a version comes or goes."""
+    """All shards of a host. ``changed`` is the lock of all of it, and is notified when a version comes or goes."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes

@@ -8,6 +8,7 @@ from thinwire import __version__
 from thinwire.cli.analyze import CONTEXT_SETTINGS, analyze
 from thinwire.cli.bench import bench
 from thinwire.cli.demo import demo
+from thinwire.cli.holder import holder
 
 app = typer.Typer(
     name="thinwire",
@@ -19,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command(context_settings=CONTEXT_SETTINGS)(analyze)
+app.command(epilog="Example: thinwire holder --bind 10.0.0.1 --secret-file job.secret --memory-budget 64GiB")(holder)
 app.add_typer(bench, name="bench")
 
 

@@ -11,8 +11,8 @@ from typing import NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.compress import messages, packing
-from thinwire.compress.base import Compressor, Parameter, Payload
+from thinwire.compress import packing, stacked
+from thinwire.compress.base import Compressor, Parameter
 from thinwire.compress.exchange import Arrived, Exchange, Peers, Phase, Plan, Result, Stopwatch, Task
 from thinwire.compress.ok_topk import OK_TOPK
 from thinwire.compress.ok_topk_regions import (
@@ -25,6 +25,7 @@ from thinwire.compress.ok_topk_regions import (
     tally_bytes,
 )
 from thinwire.compress.ok_topk_task import OkTopkTask, mean_of
+from thinwire.compress.sparsify import Selection
 
 T = TypeVar("T")
 
@@ -98,27 +99,29 @@ class _Run:
     def _reduce(self) -> Sequence[Arrived]:
         """Selected pairs to the owners of their regions; what each then holds, to all."""
         plans = [one.plan(self._rank) for one in self._ones]
-        arrived = self._peers.all_to_all(self._push, messages.max_bytes(plans))
+        arrived = self._peers.all_to_all(self._push, stacked.max_bytes(plans))
 
         def prepare() -> Tensor:
             with self._stopwatch.phase(Phase.DECOMPRESS):
-                payloads = [message.read(partial(messages.unpack, plans=plans)) for message in arrived]
+                found = [message.read(partial(stacked.unpack, plans=plans)) for message in arrived]
                 for place, one in enumerate(self._ones):
-                    one.reduced = mean_of([of_rank[place] for of_rank in payloads])
+                    one.reduced = mean_of([of_rank[place] for of_rank in found])
                 return torch.cat([one.tally(self._world_size).packed() for one in self._ones])
 
         return self._peers.all_gather(prepare, tally_bytes(len(self._ones)))
 
     def _push(self) -> list[Tensor]:
         with self._stopwatch.phase(Phase.COMPRESS):
-            packed: list[list[Tensor]] = [[] for _ in range(self._world_size)]
+            pushed: list[list[Selection]] = [[] for _ in range(self._world_size)]
             for one in self._ones:
                 ids, values = one.selected
                 cuts = torch.searchsorted(ids, one.state["bounds"]).tolist()
                 for owner, (start, stop) in enumerate(pairwise(cuts)):
-                    inside = ids[start:stop] - one.start(owner), values[start:stop]
-                    packed[owner].append(one.pack(inside, one.plan(owner)[1]))
-            return list(map(messages.join, packed))
+                    pushed[owner].append(one.sent((ids[start:stop] - one.start(owner), values[start:stop])))
+            return [
+                stacked.pack(selections, [one.plan(owner) for one in self._ones])
+                for owner, selections in enumerate(pushed)
+            ]
 
     def _decide(self, arrived: Sequence[Arrived]) -> list[tuple[OkTopkTask, float]]:
         """What each owner keeps; returns what has no threshold yet, and a magnitude that it is not below."""
@@ -164,16 +167,17 @@ class _Run:
         if sum(saved) < _WORTH_A_ROUND:
             return [], []
         balanced = [one for one, pairs in zip(self._ones, saved, strict=True) if pairs]
-        most = max(messages.max_bytes([one.plan(owner) for one in balanced]) for owner in range(self._world_size))
+        most = max(stacked.max_bytes([one.plan(owner) for one in balanced]) for owner in range(self._world_size))
 
         def prepare() -> list[Tensor]:
             with self._stopwatch.phase(Phase.COMPRESS):
-                packed: list[list[Tensor]] = [[] for _ in range(self._world_size)]
+                dealt: list[list[Selection]] = [[] for _ in range(self._world_size)]
                 for one in balanced:
-                    (ids, values), piece = one.kept, one.plan(self._rank)[1]
+                    ids, values = one.kept
                     for rank, (start, stop) in enumerate(shares(one.counts, self._rank)):
-                        packed[rank].append(one.pack((ids[start:stop], values[start:stop]), piece))
-                return list(map(messages.join, packed))
+                        dealt[rank].append(one.sent((ids[start:stop], values[start:stop])))
+                plans = [one.plan(self._rank) for one in balanced]
+                return [stacked.pack(selections, plans) for selections in dealt]
 
         return self._peers.all_to_all(prepare, most), balanced
 
@@ -186,28 +190,27 @@ class _Run:
         def prepare() -> Tensor:
             with self._stopwatch.phase(Phase.COMPRESS):
                 self._take_shares(arrived, balanced)
-                packed = [one.pack(one.share or one.kept, plan(one, self._rank)[1]) for one in self._ones]
-                return messages.join(packed)
+                return stacked.pack([one.sent(one.share or one.kept) for one in self._ones], plans[self._rank])
 
         plans = [[plan(one, owner) for one in self._ones] for owner in range(self._world_size)]
-        gathered = self._peers.all_gather(prepare, max(map(messages.max_bytes, plans)))
+        gathered = self._peers.all_gather(prepare, max(map(stacked.max_bytes, plans)))
         with self._stopwatch.phase(Phase.DECOMPRESS):
-            payloads = [
-                message.read(partial(messages.unpack, plans=of_owner))
+            found = [
+                message.read(partial(stacked.unpack, plans=of_owner))
                 for message, of_owner in zip(gathered, plans, strict=True)
             ]
             return [
-                _result(one, [of_owner[place] for of_owner in payloads], one in balanced)
+                _result(one, [of_owner[place] for of_owner in found], one in balanced)
                 for place, one in enumerate(self._ones)
             ]
 
     def _take_shares(self, arrived: Sequence[Arrived], balanced: Sequence[OkTopkTask]) -> None:
         found = [
-            message.read(partial(messages.unpack, plans=[one.plan(owner) for one in balanced]))
+            message.read(partial(stacked.unpack, plans=[one.plan(owner) for one in balanced]))
             for owner, message in enumerate(arrived)
         ]
         for place, one in enumerate(balanced):
-            parts = [of_owner[place].parts for of_owner in found]
+            parts = [of_owner[place] for of_owner in found]
             ids = torch.cat([ids + one.start(owner) for owner, (ids, _) in enumerate(parts)])
             one.share = ids, torch.cat([values for _, values in parts])
 
@@ -226,13 +229,12 @@ class _Run:
         raise AssertionError("an exchange of messages raises what its preparation raises")
 
 
-def _result(one: OkTopkTask, payloads: Sequence[Payload], is_balanced: bool) -> Result:
+def _result(one: OkTopkTask, selections: Sequence[Selection], is_balanced: bool) -> Result:
     task, parameter = one.task, one.parameter
     flat = torch.zeros(parameter.numel, dtype=parameter.working_dtype)
-    for owner, payload in enumerate(payloads):
-        ids, values = payload.parts
+    for owner, (ids, values) in enumerate(selections):
         flat[ids if is_balanced else ids + one.start(owner)] = values
     mean = flat.view(parameter.shape)
     sent = one.selected[0].numel() / max(1, parameter.numel)
     task.compressor.finish(mean, parameter, task.state)
-    return Result(mean, one.packed_bytes, sent)
+    return Result(mean, one.sent_bytes, sent)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compress.base import Parameter, Payload
 from thinwire.compress.exchange import Plan, Task
 from thinwire.compress.ok_topk import OkTopk, is_reusable, nudged, smallest_magnitude
 from thinwire.compress.ok_topk_regions import Tally, region
@@ -34,7 +33,7 @@ class OkTopkTask:
         self.threshold = 0.0  # that this step's result reaches; 0 where counts alone tell what is kept
         self.kept: Selection
         self.share: Selection | None = None  # what this rank sends to all instead, after balancing
-        self.packed_bytes = 0
+        self.sent_bytes = 0  # as plain ids and values
 
     @property
     def k(self) -> int:
@@ -45,10 +44,10 @@ class OkTopkTask:
         ids, values = payload.parts
         self.selected = ids, values
 
-    def pack(self, selection: Selection, piece: Parameter) -> Tensor:
-        data = self.core.pack(Payload(selection), piece)
-        self.packed_bytes += data.numel()
-        return data
+    def sent(self, selection: Selection) -> Selection:
+        """The same, counted."""
+        self.sent_bytes += selection[0].numel() * (8 + selection[1].element_size())
+        return selection
 
     def start(self, owner: int) -> int:
         return int(self.state["bounds"][owner])
@@ -103,10 +102,10 @@ class OkTopkTask:
         self.kept = ids[places], values
 
 
-def mean_of(payloads: Sequence[Payload]) -> Selection:
+def mean_of(selections: Sequence[Selection]) -> Selection:
     """Of all ranks' pairs of a region, added in rank order; without the places where they cancel out."""
-    pieces = [(ids, values.view(-1, 1)) for ids, values in (payload.parts for payload in payloads)]
+    pieces = [(ids, values.view(-1, 1)) for ids, values in selections]
     ids, total = kernels.sum_rows(pieces)
-    values = total.view(-1).div_(len(payloads))
+    values = total.view(-1).div_(len(selections))
     present = values != 0
     return (ids, values) if bool(present.all()) else (ids[present], values[present])

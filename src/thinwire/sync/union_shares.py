@@ -25,10 +25,11 @@ MIN_ALONE_BYTES = 16 * 1024
 """Rows that one rank alone holds go straight to all if those of a rank have so many bytes; else a message for each peer
 costs more than they save."""
 
-MAX_ALONE_RANKS = 8
+MAX_ALONE_RANKS = 4
 """Columns of rows that one rank alone holds go straight to all on up to so many ranks. What it saves falls as 1 / n,
-and the ids have to be known first. Seconds without and with it at 100 Mbit/s, on two cores: nmt on 4 hosts 0.511 and
-0.458, on 8 hosts 0.888 and 0.862; lstm on 8 hosts 0.308 and 0.310; on 16 hosts at 50 Mbit/s 0.945 and 1.022."""
+while the messages that it takes cost processor time, and the ids have to be known first. Seconds without and with it at
+100 Mbit/s, all ranks on two cores: nmt 0.511 and 0.458 on 4 hosts, 0.881 and 0.863 on 8; bert 0.248 and 0.227 on 4 hosts,
+0.444 and 0.466 on 8; lstm on 16 hosts at 50 Mbit/s 0.945 and 1.022. Hosts with cores of their own could go higher."""
 
 
 EARLY_SHARE = 4

@@ -56,7 +56,7 @@ class TrainBenchmark:
         if len(set(self.methods)) < len(self.methods):
             raise ValueError("a method is named twice")
         for method in self.methods:
-            method_of(method, self.the_job, self.num_steps)
+            method_of(method, self.the_job, self.num_steps, self.hosts)
 
     @property
     def the_job(self) -> Job:

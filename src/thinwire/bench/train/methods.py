@@ -8,6 +8,7 @@ which is passed on to `thinwire.attach`.
 from __future__ import annotations
 
 import ast
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,20 +49,22 @@ class Setting:
     """How a constructor of `thinwire.compress` is called: with ``arguments``, and what ``of_run`` makes of the run."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
-    of_run: Callable[[Job, int], dict[str, Any]] | None = None
+    of_run: Callable[[Job, int, int], dict[str, Any]] | None = None
     optimizer_momentum: bool = True
     clips_after_sum: bool = True
     learning_rate_scale: float = 1.0
 
 
-def _dgc_of_run(job: Job, steps: int) -> dict[str, Any]:
-    """The job's momentum, and a warm-up in four stairs over a tenth of the run."""
-    return {"momentum": job.momentum, "nesterov": True, "steps_per_epoch": max(1, steps // 40)}
+def _dgc_of_run(job: Job, steps: int, world_size: int) -> dict[str, Any]:
+    """The job's momentum, its clipping as section 3.2 of the paper has it, and a warm-up over a tenth of the run."""
+    clip_norm = None if job.clip_norm is None else job.clip_norm / math.sqrt(world_size)
+    steps_per_epoch = max(1, steps // 40)
+    return {"momentum": job.momentum, "nesterov": True, "clip_norm": clip_norm, "steps_per_epoch": steps_per_epoch}
 
 
 SETTINGS: dict[str, Setting] = {
     "top_k": Setting({"density": 0.03}),
-    "dgc": Setting({"density": 0.01, "masking": False}, _dgc_of_run, optimizer_momentum=False),
+    "dgc": Setting({"density": 0.01}, _dgc_of_run, optimizer_momentum=False, clips_after_sum=False),
     "gaussian_k": Setting({"density": 0.01}),
     "redsync": Setting({"density": 0.01}),
     "sidco": Setting({"density": 0.01}),
@@ -86,8 +89,8 @@ SETTINGS: dict[str, Setting] = {
 """Of thinwire's own methods. What is not given here is the constructor's default."""
 
 
-def method_of(text: str, job: Job, steps: int) -> Method:
-    """The method that a text names, for a job of so many steps.
+def method_of(text: str, job: Job, steps: int, world_size: int) -> Method:
+    """The method that a text names, for a job of so many steps on so many ranks.
 
     Raises:
         ValueError: an unknown name, or settings that it does not take; the message says what is legal.
@@ -101,7 +104,7 @@ def method_of(text: str, job: Job, steps: int) -> Method:
     setting = SETTINGS[name]
     arguments = dict(setting.arguments)
     if setting.of_run is not None:
-        arguments |= setting.of_run(job, steps)
+        arguments |= setting.of_run(job, steps, world_size)
     arguments |= settings
     warm_up = arguments.pop("warm_up", 0.0)
     attach_settings = {"exchange": arguments.pop("exchange")} if "exchange" in arguments else {}

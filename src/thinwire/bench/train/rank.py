@@ -122,7 +122,7 @@ class _Trainer:
     def __init__(self, context: RankContext, training: Training, data: Data) -> None:
         self.context, self.training = context, training
         self.job = training.job
-        method = method_of(training.method, self.job, training.steps)
+        method = method_of(training.method, self.job, training.steps, context.world_size)
         # All ranks draw the same parameters, so DDP need not broadcast them.
         model = self.job.model(training.seed)
         bucket_cap_mb = _ONE_BUCKET_MB if method.one_bucket else None

@@ -1,0 +1,139 @@
+"""`thinwire holder`: the process of a host that keeps checkpoints in memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.cli.output import STDOUT, clear_errors, console_for, write_json
+
+if TYPE_CHECKING:
+    from thinwire.checkpoint.client import HolderClient
+    from thinwire.checkpoint.start import HolderOptions
+
+
+def holder(
+    bind: str = typer.Option("127.0.0.1", help="Address of this host on which the peers' holders reach it."),
+    port: int = typer.Option(0, min=0, max=65535, help="TCP port; 0 takes a free one and says which."),
+    socket: Path = typer.Option(
+        None, help="Unix socket for the trainers of this host; default $THINWIRE_HOLDER.", show_default=False
+    ),
+    secret_file: Path = typer.Option(
+        None,
+        help="Secret that all holders and trainers of the job share; default $THINWIRE_SECRET.",
+        show_default=False,
+    ),
+    memory_budget: str = typer.Option(
+        None, help="Memory for all slots, such as 64GiB; default half of what is available.", show_default=False
+    ),
+    timeout: float = typer.Option(10.0, min=0.1, help="Seconds after which a silent peer is lost."),
+    deadline: float = typer.Option(30.0, min=0.1, help="Seconds without progress after which a version is dropped."),
+    detach: bool = typer.Option(False, "--detach", help="Return when it is ready, and leave it running."),
+    status: bool = typer.Option(False, "--status", help="Show what the holder of this host has."),
+    stop: bool = typer.Option(False, "--stop", help="Send what is pending, end the holder, and free its memory."),
+    forget: str = typer.Option(None, metavar="RUN", help="Free the memory of one run.", show_default=False),
+    json_path: Path = typer.Option(
+        None, "--json", metavar="FILE", help="Write address or status here; - for standard output.", show_default=False
+    ),
+) -> None:
+    """Keep checkpoints in this host's memory, whatever becomes of the trainers; one holder for each host."""
+    from thinwire.checkpoint.start import HolderOptions
+    from thinwire.errors import ThinwireError
+
+    options = HolderOptions(
+        bind=bind,
+        port=port,
+        socket=str(socket) if socket else None,
+        secret_file=str(secret_file.absolute()) if secret_file else None,
+        memory_budget=memory_budget,
+        timeout_seconds=timeout,
+        deadline_seconds=deadline,
+    )
+    console = console_for(json_path)
+    with clear_errors(ValueError, OSError, ThinwireError):
+        if stop or status or forget is not None:
+            _talk(options, console, stop, forget, json_path)
+        elif detach:
+            _start(options, console, json_path)
+        else:
+            _become(options, json_path)
+
+
+def _talk(options: HolderOptions, console: Console, stop: bool, forget: str | None, json_path: Path | None) -> None:
+    from thinwire.checkpoint.start import stop_holder
+
+    with _connect(options) as client:
+        if forget is not None:
+            console.print(f"Forgot {client.forget(forget)} shards of run {forget}.", highlight=False)
+        status = client.holder_status()
+        if stop:
+            stop_holder(client)
+            console.print(f"Stopped the holder at {status['address']}.", highlight=False)
+        else:
+            _print(status, console)
+    write_json(status, json_path)
+
+
+def _connect(options: HolderOptions) -> HolderClient:
+    from thinwire.checkpoint.client import HolderClient
+    from thinwire.checkpoint.start import load_secret, socket_path
+
+    path = socket_path(options.socket)
+    if not path.exists():
+        raise ValueError(f"no holder at {path}; start one with: thinwire holder --bind ADDRESS")
+    return HolderClient.connect(path, load_secret(path, options.secret_file))
+
+
+def _start(options: HolderOptions, console: Console, json_path: Path | None) -> None:
+    from thinwire.checkpoint.start import start_holder
+
+    said = start_holder(options)
+    console.print(f"Holder at {said['address']}, process {said['pid']}, socket {said['socket']}", highlight=False)
+    write_json(said, json_path)
+
+
+def _become(options: HolderOptions, json_path: Path | None) -> None:
+    """This process turns into the holder, which needs nothing of what has been imported here.
+
+    Its first line on standard output is JSON: the address, when it is ready, or the error.
+    """
+    from dataclasses import replace
+
+    from thinwire.checkpoint.start import command
+
+    if json_path is not None and json_path != STDOUT:
+        options = replace(options, ready_file=str(json_path.absolute()))
+    line = command(options)
+    os.execv(line[0], line)
+
+
+def _print(status: dict[str, Any], console: Console) -> None:
+    used, budget = status["used_bytes"] / 1e9, status["budget_bytes"] / 1e9
+    console.print(
+        f"Holder at {status['address']}, process {status['pid']}: {used:.2f} of {budget:.2f} GB", highlight=False
+    )
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in ("run", "owner", "role", "steps", "replicated", "pending", "replicas", "last error"):
+        table.add_column(column, overflow="fold")
+    for shard in status["shards"]:
+        speeds = [
+            f"{address} {replica['mb_per_second'] or 0:.0f} MB/s" for address, replica in shard["replicas"].items()
+        ]
+        table.add_row(
+            shard["shard"]["run_id"],
+            str(shard["shard"]["owner"]),
+            shard["role"],
+            ", ".join(str(version["step"]) for version in shard["versions"]) or "none",
+            "none" if shard["newest_replicated"] is None else str(shard["newest_replicated"]),
+            f"{shard['bytes_pending'] / 1e6:.1f} MB",
+            "\n".join(speeds),
+            shard["last_error"],
+        )
+    if status["shards"]:
+        console.print(table)

@@ -1,0 +1,212 @@
+"""A state goes through JSON and bytes, and comes back bit for bit."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from thinwire.checkpoint.layout import ALIGNMENT_BYTES, Layout, flatten, load_into, unflatten, views, write
+from thinwire.errors import CorruptMessageError
+
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.uint16,
+    torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn,
+)  # fmt: skip
+
+
+def bits(tensor: Tensor) -> bytes:
+    return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def same(left: Any, right: Any) -> bool:
+    if isinstance(left, Tensor):
+        alike = isinstance(right, Tensor) and left.dtype == right.dtype and left.shape == right.shape
+        return alike and bits(left) == bits(right)
+    if isinstance(left, float):
+        return type(right) is float and struct.pack("d", left) == struct.pack("d", right)
+    if isinstance(left, dict):
+        return type(right) is dict and list(left) == list(right) and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)):
+        return type(left) is type(right) and len(left) == len(right) and all(map(same, left, right))
+    return type(left) is type(right) and left == right
+
+
+def stored(state: Any) -> tuple[Layout, memoryview]:
+    layout, tensors = flatten(state)
+    buffer = memoryview(bytearray(layout.payload_bytes))
+    write(layout, tensors, buffer)
+    return Layout.from_bytes(layout.to_bytes()), buffer
+
+
+@st.composite
+def any_tensor(draw: st.DrawFn) -> Tensor:
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(st.lists(st.integers(0, 5), max_size=3))
+    count = math.prod(shape) * dtype.itemsize
+    raw = draw(st.binary(min_size=count, max_size=count))
+    if dtype == torch.bool:
+        raw = bytes(byte & 1 for byte in raw)
+    tensor = torch.frombuffer(bytearray(raw), dtype=dtype).view(shape) if count else torch.empty(shape, dtype=dtype)
+    return tensor.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else tensor
+
+
+keys = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.tuples(st.integers(), st.text()))
+leaves = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=8), st.binary(max_size=8),
+    any_tensor(),
+)  # fmt: skip
+states = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(keys, inner, max_size=4),
+    ),
+    max_leaves=12,
+)
+
+
+@given(states)
+def test_every_state_comes_back_bit_for_bit(state: Any) -> None:
+    layout, buffer = stored(state)
+    assert same(state, unflatten(layout, views(layout, buffer)))
+    assert all(where.offset % ALIGNMENT_BYTES == 0 for where in layout.slices)
+
+
+@given(states)
+def test_loading_into_an_equal_state_changes_nothing_and_allocates_no_tensor(state: Any) -> None:
+    layout, buffer = stored(state)
+    _, before = flatten(state)
+    loaded = load_into(state, layout, views(layout, buffer))
+    _, after = flatten(loaded)
+    assert same(state, loaded)
+    assert [tensor.data_ptr() for tensor in before] == [tensor.data_ptr() for tensor in after]
+
+
+@given(states)
+def test_a_loaded_state_does_not_depend_on_the_buffer(state: Any) -> None:
+    layout, buffer = stored(state)
+    loaded = load_into(None, layout, views(layout, buffer))
+    buffer[:] = bytes(len(buffer))
+    assert same(state, loaded)
+
+
+def test_nan_and_infinity_keep_their_kind() -> None:
+    layout, buffer = stored([math.nan, math.inf, -math.inf, -0.0])
+    back = unflatten(layout, views(layout, buffer))
+    assert math.isnan(back[0])
+    assert same([math.inf, -math.inf, -0.0], back[1:])
+
+
+def test_views_are_the_buffer_itself() -> None:
+    layout, buffer = stored({"a": torch.arange(5.0), "b": torch.tensor(3)})
+    views(layout, buffer)[0].fill_(7)
+    assert views(layout, buffer)[0].tolist() == [7.0] * 5
+
+
+def test_tied_tensors_are_stored_once_and_come_back_tied() -> None:
+    weight = torch.randn(8, 8)
+    state = {"embedding": weight, "head": weight, "transposed": weight.t(), "row": weight[0]}
+    layout, buffer = stored(state)
+    assert layout.payload_bytes == 2 * 256 + 32
+    back = unflatten(layout, views(layout, buffer))
+    assert back["embedding"].data_ptr() == back["head"].data_ptr()
+    assert same(state, back)
+
+
+def test_a_module_and_its_optimizer_are_loaded_in_place() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    saved = {"model": dict(model.state_dict()), "optimizer": optimizer.state_dict()}
+    layout, buffer = stored(saved)
+    expected = [tensor.clone() for tensor in flatten(saved)[1]]
+    where = [parameter.data_ptr() for parameter in model.parameters()]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    loaded = load_into({"model": dict(model.state_dict())}, layout, views(layout, buffer))
+    assert [parameter.data_ptr() for parameter in model.parameters()] == where
+    assert all(map(same, expected, flatten(loaded)[1]))
+    assert same(loaded["model"], dict(model.state_dict()))
+
+
+def test_another_shape_or_dtype_is_replaced_not_filled() -> None:
+    layout, buffer = stored({"a": torch.ones(3), "b": torch.ones(3)})
+    state = {"a": torch.zeros(4), "b": torch.zeros(3, dtype=torch.float64), "c": 5}
+    loaded = load_into(state, layout, views(layout, buffer))
+    assert same(loaded, {"a": torch.ones(3), "b": torch.ones(3)})
+    assert state["a"].tolist() == [0.0] * 4
+
+
+def test_a_conjugated_view_is_stored_as_its_values() -> None:
+    tensor = torch.tensor([1 + 2j, 3 - 4j])
+    state = {"plain": tensor, "conjugated": tensor.conj()}
+    layout, buffer = stored(state)
+    back = unflatten(layout, views(layout, buffer))
+    assert back["conjugated"].tolist() == [1 - 2j, 3 + 4j]
+    assert same(state, back)
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"a": [1, {2}]}, "a.1: a set"),
+        ({"a": object()}, "a: a object"),
+        (torch.ones(2).to_sparse(), "torch.sparse_coo"),
+        (torch.empty(2, device="meta"), "meta"),
+    ],
+)
+def test_what_cannot_be_stored_is_named(state: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        flatten(state)
+
+
+def test_a_buffer_that_is_too_small_is_refused() -> None:
+    layout, tensors = flatten({"a": torch.ones(100)})
+    with pytest.raises(ValueError, match="smaller"):
+        write(layout, tensors, memoryview(bytearray(399)))
+    with pytest.raises(CorruptMessageError):
+        views(layout, memoryview(bytearray(399)))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"offset": 64}, {"offset": -64}, {"offset": 1}, {"nbytes": 13}, {"nbytes": 1 << 60}, {"shape": [-3]},
+        {"shape": [3.0]}, {"dtype": "object"}, {"dtype": None}, {"offset": True}, {"shape": [1 << 40]},
+    ],
+)  # fmt: skip
+def test_a_layout_that_points_elsewhere_is_refused(change: dict[str, Any]) -> None:
+    content = json.loads(flatten({"a": torch.ones(3)})[0].to_bytes())
+    content["slices"][0].update(change)
+    with pytest.raises(CorruptMessageError):
+        Layout.from_bytes(json.dumps(content).encode())
+
+
+@given(
+    st.binary(max_size=60)
+    | st.recursive(st.none() | st.text(max_size=4), st.lists).map(lambda x: json.dumps(x).encode())
+)
+def test_no_text_but_a_layout_is_one(text: bytes) -> None:
+    with pytest.raises(CorruptMessageError):
+        Layout.from_bytes(text)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [{"tensor": 1}, {"tensor": -1}, {"tensor": "0"}, {"float": 1}, {"bytes": "!"}, {"what": 1}, {}, 1.5, {"dict": [1]}],
+)  # fmt: skip
+def test_a_tree_that_is_none_is_refused(tree: Any) -> None:
+    layout, tensors = flatten([torch.ones(3)])
+    with pytest.raises(CorruptMessageError):
+        unflatten(Layout(tree, layout.slices, layout.payload_bytes), tensors)

@@ -1,0 +1,246 @@
+"""A slot holds the old version, the new one, or none; never something in between."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.checkpoint.client import SlotReader
+from thinwire.checkpoint.directory import SlotDirectory
+from thinwire.checkpoint.memory import available_bytes, parse_bytes
+from thinwire.checkpoint.slots import Slot, SlotSize, SlotView, State, choose_slot
+from thinwire.checkpoint.version import CHUNK_BYTES, Manifest, ShardId, Version, topology_digest
+from thinwire.errors import CorruptMessageError, ThinwireError
+
+SHARD = ShardId("run", "0123456789abcdef", 3)
+ODD = 2 * CHUNK_BYTES + 17
+
+
+def fill(slot: Slot, step: int, payload: bytes, layout: bytes = b"{}") -> Manifest:
+    slot.begin()
+    slot.payload()[: len(payload)] = payload
+    manifest = slot.digest(SHARD, step, 0, len(payload), layout)
+    slot.publish(manifest, layout)
+    return manifest
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4096, CHUNK_BYTES, ODD])
+def test_what_was_published_is_read_back(num_bytes: int) -> None:
+    slot = Slot.allocate(SlotSize(num_bytes, 100))
+    payload = bytes(range(256)) * (num_bytes // 256) + bytes(num_bytes % 256)
+    manifest = fill(slot, 7, payload, b"layout")
+    assert slot.verify() == (manifest, b"layout")
+    assert bytes(slot.payload()) == payload
+    assert manifest.chunk_crcs == tuple(
+        zlib.crc32(payload[start : start + CHUNK_BYTES]) for start in range(0, num_bytes, CHUNK_BYTES)
+    )
+    slot.close()
+
+
+def test_a_slot_that_is_being_written_holds_nothing() -> None:
+    slot = Slot.allocate(SlotSize(100, 10))
+    assert slot.state is State.EMPTY
+    fill(slot, 1, b"old")
+    assert slot.state is State.COMPLETE
+    slot.begin()
+    assert slot.state is State.WRITING
+    with pytest.raises(CorruptMessageError):
+        slot.read()
+    slot.close()
+
+
+@given(st.data())
+def test_no_bit_can_be_flipped_unseen(data: st.DataObject) -> None:
+    """In the header, the manifest, the layout or the payload: all that a reader relies on."""
+    slot = Slot.allocate(SlotSize(1000, 20))
+    manifest = fill(slot, 1, b"payload" * 100, b"the layout")
+    text = len(json.dumps(manifest.to_json(), separators=(",", ":")))
+    covered = [
+        *range(64),
+        *range(4096, 4096 + text + 10),
+        *range(slot.size.payload_offset, slot.size.payload_offset + 700),
+    ]
+    place = data.draw(st.sampled_from(covered))
+    slot._map[place] ^= 1 << data.draw(st.integers(0, 7))
+    with pytest.raises(CorruptMessageError):
+        slot.verify()
+    slot.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"chunk_crcs": []}, {"chunk_crcs": None}, {"chunk_crcs": [1]}, {"chunk_crcs": [1, -1, 2]},
+        {"chunk_crcs": [1, 2, True]}, {"layout_crc": None}, {"payload_bytes": -1}, {"step": 1.0}, {"shard": None},
+        {"chunk_bytes": 0}, {"payload_bytes": 1 << 60},
+    ],
+)  # fmt: skip
+def test_a_manifest_without_its_digests_is_none(change: dict[str, object]) -> None:
+    good = Manifest(SHARD, 1, 0, ODD, CHUNK_BYTES, (1, 2, 3), 2, 5).to_json()
+    assert Manifest.from_json(json.loads(json.dumps(good))).chunk_crcs == (1, 2, 3)
+    with pytest.raises(CorruptMessageError):
+        Manifest.from_json({**good, **change})
+    for name in good:
+        with pytest.raises(CorruptMessageError):
+            Manifest.from_json({key: value for key, value in good.items() if key != name})
+
+
+def test_a_version_is_named_by_its_bytes_too() -> None:
+    manifest = Manifest(SHARD, 1, 0, 10, CHUNK_BYTES, (1,), 2, 5)
+    others = [replace(manifest, chunk_crcs=(2,)), replace(manifest, attempt=1), replace(manifest, layout_crc=6)]
+    assert len({m.version.digest for m in [manifest, *others]}) == 4
+    assert Version.from_json(json.loads(json.dumps(manifest.version.to_json()))) == manifest.version
+
+
+def test_what_does_not_fit_is_refused_with_the_room_there_is() -> None:
+    slot = Slot.allocate(SlotSize(100, 10))
+    slot.begin()
+    for payload_bytes, layout in ((101, b""), (100, b"eleven byte")):
+        with pytest.raises(ValueError, match="room for 100 and 10"):
+            slot.digest(SHARD, 1, 0, payload_bytes, layout)
+    slot.close()
+
+
+@given(
+    st.lists(
+        st.builds(SlotView, st.none() | st.tuples(st.integers(0, 1), st.integers(0, 4)), st.booleans(), st.booleans()),
+        min_size=2,
+        max_size=3,
+    ),
+    st.none() | st.tuples(st.integers(0, 1), st.integers(0, 4)),
+)
+def test_a_chosen_slot_never_costs_the_last_version_or_the_one_to_keep(
+    slots: list[SlotView], keep: tuple[int, int] | None
+) -> None:
+    index = choose_slot(slots, keep)
+    if index is None:
+        return
+    chosen, others = slots[index], [slot for i, slot in enumerate(slots) if i != index]
+    assert not chosen.busy
+    if chosen.order is not None:
+        assert chosen.order != keep
+        assert any(slot.order is not None for slot in others)
+        assert all(slot.order is not None or slot.busy for slot in others)
+        assert chosen.settled or (keep is not None and chosen.order < keep)
+
+
+def test_which_slot_is_next() -> None:
+    def complete(step: int, settled: bool = True) -> SlotView:
+        return SlotView((0, step), False, settled)
+
+    empty, writing = SlotView(None, False), SlotView(None, True)
+    assert choose_slot([empty, empty]) == 0
+    assert choose_slot([complete(1), empty]) == 1
+    assert choose_slot([complete(1), writing]) is None
+    assert choose_slot([complete(2), complete(1)]) == 1
+    assert choose_slot([complete(1), complete(2)], keep=(0, 1)) == 1
+    assert choose_slot([complete(1), complete(2, settled=False)], keep=(0, 1)) is None
+    assert choose_slot([complete(1, settled=False), complete(2)], keep=(0, 2)) == 0
+
+
+def test_sizes_of_memory() -> None:
+    assert [parse_bytes(text) for text in ("5", "2k", "1.5 MB", "64GiB")] == [5, 2000, 1_500_000, 64 << 30]
+    for text in ("", "x", "-1", "5 bytes", "1e9"):
+        with pytest.raises(ValueError, match="legal forms"):
+            parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "files", "expected"),
+    [
+        ("0::/a/b\n", {"a/b/memory.max": "max", "a/b/memory.current": "5"}, 8_192_000),
+        ("0::/a/b\n", {"a/memory.max": "1000", "a/memory.current": "300"}, 700),
+        ("4:memory:/j\n0::/\n", {"memory/j/memory.limit_in_bytes": "9", "memory/j/memory.usage_in_bytes": "10"}, 0),
+        ("", {}, 8_192_000),
+    ],
+)
+def test_available_memory_is_what_the_control_groups_leave(
+    tmp_path: Path, cgroup: str, files: dict[str, str], expected: int
+) -> None:
+    for name, text in {"proc/meminfo": "MemTotal: 1 kB\nMemAvailable:   8000 kB\n", "proc/self/cgroup": cgroup}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    for name, text in files.items():
+        path = tmp_path / "sys/fs/cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert available_bytes(tmp_path) == expected
+
+
+def write_step(slots: SlotDirectory, step: int, payload: bytes, keep_step: int | None = None) -> bool:
+    writer = slots.slot(step, keep_step)
+    if writer is None:
+        return False
+    writer.payload[: len(payload)] = payload
+    writer.publish(b"{}", len(payload))
+    writer.payload.release()
+    return True
+
+
+def test_a_directory_of_slots_survives_its_process(tmp_path: Path) -> None:
+    with SlotDirectory(tmp_path) as slots:
+        slots.hello("run", {"n": 1}, 0, 1000)
+        assert [write_step(slots, step, bytes([step]) * 1000) for step in (1, 2, 3)] == [True] * 3
+        writer = slots.slot(4)  # and it dies here
+        assert writer is not None
+        writer.payload[:] = bytes(1000)
+        writer.payload.release()
+    with SlotDirectory(tmp_path) as slots:
+        slots.hello("run", {"n": 1}, 0, 1000)
+        (version,) = slots.inventory()
+        assert (version.step, version.shard.topology) == (3, topology_digest({"n": 1}))
+        assert slots.inventory("another run") == []
+        with slots.open(version) as reader:
+            assert isinstance(reader, SlotReader)
+            assert bytes(reader.payload) == b"\3" * 1000
+        assert slots.status()["newest_local"] == 3
+        with pytest.raises(ValueError, match="alive"), SlotDirectory(tmp_path) as second:
+            second.hello("run", {"n": 1}, 0, 1000)
+    with SlotDirectory(tmp_path) as slots:
+        assert slots.forget("run") == 1
+        assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_of_a_directory_keeps_its_version(tmp_path: Path) -> None:
+    with SlotDirectory(tmp_path) as slots:
+        slots.hello("run", {}, 0, 10)
+        assert write_step(slots, 1, b"1")
+        assert write_step(slots, 2, b"2")
+        with slots.open(slots.inventory()[0]) as reader:
+            assert reader.manifest.step == 1
+            assert write_step(slots, 3, b"3")
+            assert bytes(reader.payload) == b"1"
+        assert sorted(version.step for version in slots.inventory()) == [1, 3]
+
+
+def test_an_altered_file_is_no_version(tmp_path: Path) -> None:
+    with SlotDirectory(tmp_path) as slots:
+        slots.hello("run", {}, 0, 10)
+        write_step(slots, 1, b"1")
+        (path,) = [
+            path
+            for path in tmp_path.glob("*.slot")
+            if b"TWSLOT" in path.read_bytes() and b'"step":1' in path.read_bytes()
+        ]
+        content = bytearray(path.read_bytes())
+        content[-4096] ^= 1
+        path.write_bytes(content)
+        assert slots.inventory() == []
+
+
+def test_a_directory_says_what_it_cannot_do(tmp_path: Path) -> None:
+    with SlotDirectory(tmp_path) as slots:
+        with pytest.raises(ValueError, match="no replicas"):
+            slots.hello("run", {}, 0, 10, replicas=["10.0.0.1:1"])
+        slots.hello("run", {}, 0, 10)
+        version = Version(SHARD, 1, 0, 10, "0" * 16)
+        with pytest.raises(ValueError, match="holder on each host"):
+            slots.fetch(version, "10.0.0.1:1")
+        with pytest.raises(ThinwireError, match="no such"):
+            slots.open(version)

@@ -24,6 +24,7 @@ class SlotWriter:
     def __init__(self, client: HolderClient, slot: Slot, number: int, step: int) -> None:
         self._client, self._number, self.step = client, number, step
         self.payload: memoryview = slot.payload()
+        self._room_bytes = len(self.payload)
 
     def publish(self, layout: bytes, payload_bytes: int | None = None, wait: bool = False) -> None:
         """Make it a version: the first ``payload_bytes`` of the payload (default all), described by ``layout``.
@@ -31,7 +32,7 @@ class SlotWriter:
         Returns at once; the holder computes the digests, even if this process dies now. With ``wait``, returns when
         the version is complete on this host. Raises ValueError if it does not fit, ThinwireError if it failed.
         """
-        num_bytes = len(self.payload) if payload_bytes is None else payload_bytes
+        num_bytes = self._room_bytes if payload_bytes is None else payload_bytes
         content = {"slot": self._number, "step": self.step, "payload_bytes": num_bytes, "wait": wait}
         self._client.request("publish", content, layout, seconds=_SLOW_SECONDS)
 

@@ -25,10 +25,11 @@ class FileWriter:
     def __init__(self, slots: SlotDirectory, slot: Slot, step: int) -> None:
         self._slots, self._slot, self.step = slots, slot, step
         self.payload: memoryview = slot.payload()
+        self._room_bytes = len(self.payload)
 
     def publish(self, layout: bytes, payload_bytes: int | None = None, wait: bool = True) -> None:
         """As ``SlotWriter.publish``, always complete on return. Raises ValueError if it does not fit."""
-        num_bytes = len(self.payload) if payload_bytes is None else payload_bytes
+        num_bytes = self._room_bytes if payload_bytes is None else payload_bytes
         self._slots.publish(self._slot, self.step, num_bytes, layout)
 
     def abandon(self) -> None:

@@ -102,8 +102,8 @@ class Connection:
         return frame.json
 
     def _trust(self, secret: bytes, nonces: bytes, me: bytes, other: bytes) -> None:
-        self._send_key = hmac.digest(secret, b"key " + me + nonces, "sha256")
-        self._receive_key = hmac.digest(secret, b"key " + other + nonces, "sha256")
+        self._send_key = _derived(secret, b"key " + me + nonces)
+        self._receive_key = _derived(secret, b"key " + other + nonces)
         self._max_json, self._max_payload = MAX_JSON_BYTES, MAX_PAYLOAD_BYTES
 
     def send(
@@ -134,37 +134,43 @@ class Connection:
         """The next frame. Waits ``first_seconds`` for its first byte (None: forever), then the timeout for the rest.
 
         Raises LostPeerError if the other side is gone or stops in the middle, CorruptMessageError for anything that is
-        not the next frame of this conversation. After an error there is nothing to do but ``close``.
+        not the next frame of this conversation. Either closes the connection: an answer that comes late must not be
+        taken for that to a later question.
         """
-        with self._lost_peer("receive"):
-            self._socket.settimeout(first_seconds)
-            first, descriptors = self._first_byte()
-            self._socket.settimeout(self._timeout_seconds)
+        descriptors: tuple[int, ...] = ()
         try:
-            head = first + self._read(_HEADER.size + _TAG_BYTES - 1)
-            header, tag = head[: _HEADER.size], head[_HEADER.size :]
-            magic, kind, json_bytes, payload_bytes, sequence = _HEADER.unpack(header)
-            if magic != _MAGIC or json_bytes > self._max_json or payload_bytes > self._max_payload:
-                raise CorruptHeaderError("not a frame of this protocol, or a length beyond its limits")
-            text = self._read(json_bytes)
-            if not hmac.compare_digest(tag, _tag(self._receive_key, header, text)) or sequence != self._received:
-                raise CorruptHeaderError("a frame was altered, forged, or is out of order")
-            if kind not in list(Kind):
-                raise CorruptHeaderError(f"unknown kind of frame {kind}")
-            content = parse_json(text)
-            if not isinstance(content, dict):
-                raise CorruptMessageError("a frame's JSON is not an object")
+            with self._lost_peer("receive"):
+                self._socket.settimeout(first_seconds)
+                first, descriptors = self._first_byte()
+                self._socket.settimeout(self._timeout_seconds)
+            return self._rest_of_frame(first, descriptors)
         except BaseException:
             for descriptor in descriptors:
                 os.close(descriptor)
+            self.close()
             raise
+
+    def _rest_of_frame(self, first: bytes, descriptors: tuple[int, ...]) -> Frame:
+        head = first + self._read(_HEADER.size + _TAG_BYTES - 1)
+        header, tag = head[: _HEADER.size], head[_HEADER.size :]
+        magic, kind, json_bytes, payload_bytes, sequence = _HEADER.unpack(header)
+        if magic != _MAGIC or json_bytes > self._max_json or payload_bytes > self._max_payload:
+            raise CorruptHeaderError("not a frame of this protocol, or a length beyond its limits")
+        text = self._read(json_bytes)
+        if not hmac.compare_digest(tag, _tag(self._receive_key, header, text)) or sequence != self._received:
+            raise CorruptHeaderError("a frame was altered, forged, or is out of order")
+        if kind not in list(Kind):
+            raise CorruptHeaderError(f"unknown kind of frame {kind}")
+        content = parse_json(text)
+        if not isinstance(content, dict):
+            raise CorruptMessageError("a frame's JSON is not an object")
         self._received += 1
         return Frame(Kind(kind), content, payload_bytes, descriptors)
 
     def _first_byte(self) -> tuple[bytes, tuple[int, ...]]:
         descriptors: list[int] = []
         if self._take_descriptors:
-            first, descriptors, _, _ = socket.recv_fds(self._socket, 1, 8)
+            first, descriptors, _, _ = socket.recv_fds(self._socket, 1, 8, socket.MSG_CMSG_CLOEXEC)
         else:
             first = self._socket.recv(1)
         if not first:
@@ -198,8 +204,11 @@ class Connection:
         try:
             yield
         except TimeoutError as error:
-            raise LostPeerError(f"{what}: no answer within {self._socket.gettimeout()} seconds") from error
+            seconds = self._socket.gettimeout()
+            self.close()
+            raise LostPeerError(f"{what}: no answer within {seconds} seconds") from error
         except OSError as error:
+            self.close()
             raise LostPeerError(f"{what}: {error}") from error
 
     def request(self, op: str, content: dict[str, Any], payload: bytes = b"", seconds: float | None = None) -> Frame:
@@ -242,7 +251,12 @@ def _nonce(content: dict[str, Any]) -> str:
 
 
 def _proof(secret: bytes, who: bytes, nonces: bytes) -> str:
-    return hmac.digest(secret, b"proof " + who + nonces, "sha256").hex()
+    return _derived(secret, b"proof " + who + nonces).hex()
+
+
+def _derived(secret: bytes, purpose: bytes) -> bytes:
+    # hashed first: to HMAC itself, a secret with zero bytes behind it is the same secret
+    return hmac.digest(hashlib.sha256(secret).digest(), purpose, "sha256")
 
 
 def _tag(key: bytes, header: bytes, text: bytes) -> bytes:

@@ -185,8 +185,10 @@ class Holder:
             time.sleep(0.02)
 
     def stop(self) -> None:
-        """Drain, end all connections, and free the memory."""
+        """Drain, end all connections, and free the memory. A second call does nothing."""
         self.stopping.set()
+        if self._claim < 0:
+            return
         for listener in (self._tcp, self._unix):
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
@@ -201,6 +203,7 @@ class Holder:
         with contextlib.suppress(FileNotFoundError):
             self.config.socket_path.unlink()
         os.close(self._claim)
+        self._claim = -1
 
 
 def _traffic(name: str, total: tuple[int, float]) -> dict[str, Any]:

@@ -215,8 +215,10 @@ class Replicator:
         self._disconnect()
 
     def _retry_to_connect(self) -> None:
-        with contextlib.suppress(ThinwireError, ValueError):
+        try:
             self.connect()
+        except (ThinwireError, ValueError) as error:
+            self.last_error = f"{self.address}: {error}"
 
     def _next(self) -> Holding | None:
         """The oldest version that the peer lacks, pinned; None after a while without one."""
@@ -260,8 +262,9 @@ class Replicator:
     def _note(self, held: str | None = None, given_up: str | None = None) -> None:
         with self._store.changed:
             self._sending = None
-            self._held |= {held} if held else set()
-            self._given_up |= {given_up} if given_up else set()
+            here = {holding.manifest.version.digest for holding in self._shard.complete() if holding.manifest}
+            self._held = (self._held | {held} if held else self._held) & here
+            self._given_up = (self._given_up | {given_up} if given_up else self._given_up) & here
             self._store.changed.notify_all()
 
     def _send(self, holding: Holding, manifest: Manifest) -> None:

@@ -51,7 +51,10 @@ def socket_path(given: str | Path | None = None) -> Path:
     """Where the holder of this host listens: as given, or as $THINWIRE_HOLDER says, or in this user's own directory."""
     named = given or os.environ.get(SOCKET_VARIABLE)
     if named:
-        return Path(named).absolute()
+        path = Path(named).absolute()
+        if not path.parent.is_dir():
+            raise ValueError(f"{path.parent} is not a directory")
+        return path
     directory = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"thinwire-{os.getuid()}"
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = directory.lstat()
@@ -119,8 +122,6 @@ def config_of(options: dict[str, Any]) -> Any:
     from thinwire.checkpoint.replication import PeerTimes
 
     path = Path(options["socket"])
-    if not path.parent.is_dir():
-        raise ValueError(f"{path.parent} is not a directory")
     return HolderConfig(
         socket_path=path,
         secret=_secret_for(options["bind"], path, options["secret_file"]),

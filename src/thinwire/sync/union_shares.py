@@ -28,7 +28,7 @@ costs more than they save."""
 MAX_ALONE_RANKS = 4
 """Columns of rows that one rank alone holds go straight to all on up to so many ranks. What it saves falls as 1 / n,
 while the messages that it takes cost processor time, and the ids have to be known first. Seconds without and with it at
-100 Mbit/s, all ranks on two cores: nmt 0.511 and 0.458 on 4 hosts, 0.881 and 0.863 on 8; bert 0.248 and 0.227 on 4 hosts,
+100 Mbit/s, all ranks on two cores: nmt 0.511 and 0.458 on 4 hosts, 0.881 and 0.863 on 8; bert 0.248 and 0.227 on 4,
 0.444 and 0.466 on 8; lstm on 16 hosts at 50 Mbit/s 0.945 and 1.022. Hosts with cores of their own could go higher."""
 
 

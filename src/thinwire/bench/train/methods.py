@@ -64,7 +64,7 @@ def _dgc_of_run(job: Job, steps: int, world_size: int) -> dict[str, Any]:
 
 SETTINGS: dict[str, Setting] = {
     "top_k": Setting({"density": 0.03}),
-    "dgc": Setting({"density": 0.01}, _dgc_of_run, optimizer_momentum=False, clips_after_sum=False),
+    "dgc": Setting({"density": 0.03, "masking": False}, _dgc_of_run, optimizer_momentum=False, clips_after_sum=False),
     "gaussian_k": Setting({"density": 0.01}),
     "redsync": Setting({"density": 0.01}),
     "sidco": Setting({"density": 0.01}),
@@ -80,7 +80,7 @@ SETTINGS: dict[str, Setting] = {
     "int8": Setting(),
     "fp8": Setting(),
     "fp16": Setting(),
-    "power_sgd": Setting({"rank": 4}),
+    "power_sgd": Setting({"rank": 8}),
     "acp_sgd": Setting({"rank": 4}),
     "atomo": Setting({"rank": 4}),
     "ok_topk": Setting({"density": 0.01}),

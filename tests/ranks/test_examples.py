@@ -20,7 +20,9 @@ SMALLER = {
     "demo": ["--link", "none", "--workers", "2", "--steps", "2", "--report", "{directory}/report.html"],
     "analyze": ["--workers", "2", "--steps", "2", "--report", "{directory}/report.html"],
     "bench sync": ["--link", "none", "--hosts", "2", "--repeat", "1", "--scale", "0.01"],
+    "bench train": ["--link", "none", "--hosts", "2", "--steps", "2", "--methods", "ddp,power_sgd"],
 }
+EXAMPLES = [["demo"], ["analyze"], ["holder"], ["bench", "sync"], ["bench", "train"]]
 
 
 def commands(language: str) -> list[str]:
@@ -76,10 +78,10 @@ def test_every_name_in_python_blocks_exists() -> None:
             assert hasattr(thinwire.Synchronizer, name)
 
 
-@pytest.mark.parametrize("command", [[], ["demo"], ["analyze"], ["bench"], ["bench", "sync"]])
+@pytest.mark.parametrize("command", [[], *EXAMPLES, ["bench"]])
 def test_every_command_has_help_with_an_example(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])
     assert result.exit_code == 0
-    if command in (["demo"], ["analyze"], ["bench", "sync"]):
+    if command in EXAMPLES:
         assert "Example: thinwire" in result.output
         assert "--json" in result.output

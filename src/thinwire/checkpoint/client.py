@@ -249,8 +249,9 @@ class HolderClient:
         return field(self.request("forget", {"run_id": run_id, "topology": topology}), "shards", int)
 
     def stop_holder(self) -> None:
-        """Ask the holder to send what is pending, for a few seconds, and end."""
-        self.request("stop")
+        """Ask the holder to send what is pending, for a few seconds, and end. It may be gone before it has answered."""
+        with contextlib.suppress(LostPeerError):
+            self.request("stop")
 
 
 def _close_all(frame: Frame) -> None:

@@ -37,7 +37,10 @@ def documented(first_word: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("line", documented("thinwire"))
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(line, marks=pytest.mark.slow if "--design-space" in line else ()) for line in documented("thinwire")],
+)
 def test_thinwire_commands(line: str, tmp_path: Path) -> None:
     arguments = shlex.split(line)[1:]
     options = next(options for name, options in SMALLER.items() if " ".join(arguments).startswith(name))

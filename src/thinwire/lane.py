@@ -108,6 +108,7 @@ class Lane:
         self._group: dist.ProcessGroup | None = group
         self.exchange: Exchange = StagedExchange(group, staging or HostStaging())
         self.busy_seconds = 0.0
+        self.watcher: Callable[[float, float], None] | None = None  # told when each job started and ended
         self._sequence = 0
         self._broken: Exception | None = None
         self._machine: Machine | None = None
@@ -141,7 +142,10 @@ class Lane:
             else:
                 future.set_result(result)
             finally:
-                self.busy_seconds += time.perf_counter() - started
+                ended = time.perf_counter()
+                self.busy_seconds += ended - started
+                if self.watcher is not None:
+                    self.watcher(started, ended)
 
         self._jobs.put(run)
         return future

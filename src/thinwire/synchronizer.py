@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -172,6 +172,13 @@ class Synchronizer:
         self._gradients.choices = {name: str(scheme) for name, scheme in state["choices"].items()}
         self._gradients.pauses = {name: int(steps) for name, steps in state["pauses"].items()}
         self._gradients.unions = {name: int(rows) for name, rows in state["unions"].items()}
+
+    def watch_lane(self, watcher: Callable[[float, float], None] | None) -> None:
+        """Have ``watcher`` called with the start and end (`time.perf_counter`) of each job of the lane, on its thread.
+
+        That is when the network is busy. None ends it.
+        """
+        self._lane.watcher = watcher
 
     def detach(self) -> None:
         """Take all hooks off and release the lane, on all ranks; a DDP model is stock again. Twice does nothing."""

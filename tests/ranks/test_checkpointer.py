@@ -1,0 +1,399 @@
+"""Trainings whose processes, hosts and holders are killed: what is restored is bitwise what was, or nothing is."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import multiprocessing
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire.checkpoint.client import HolderClient
+from thinwire.checkpoint.start import HolderOptions, start_holder, stop_holder
+from thinwire.errors import LostPeerError
+
+SECRET = "a secret of the tests, long enough"
+STEPS, SLOW_SECONDS = 14, 0.05
+
+
+@dataclass(frozen=True)
+class Job:
+    """One start of a training. ``sockets``: of the holder of each rank; ranks with the same one are on one host."""
+
+    directory: str
+    sockets: tuple[str, ...]
+    name: str
+    steps: int = STEPS
+    step_seconds: float = SLOW_SECONDS
+    width: int = 64
+    attached: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def path(self, rank: int, what: str) -> Path:
+        return Path(self.directory) / f"{self.name}.{rank}.{what}"
+
+
+class Net(nn.Module):
+    """With random numbers in the forward pass, and a buffer that changes."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, width), nn.BatchNorm1d(width), nn.Dropout(0.3), nn.Linear(width, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """Of all bits of parameters, buffers, moments, and what the next random numbers depend on."""
+    states = [*model.state_dict().values()]
+    states += [value for entry in optimizer.state_dict()["state"].values() for value in entry.values()]
+    states += [torch.get_rng_state(), torch.tensor(random.getstate()[1])]
+    text = b"".join(state.contiguous().numpy().tobytes() for state in states)
+    return hashlib.sha256(text + repr(np.random.get_state()).encode()).hexdigest()
+
+
+def trainer(job: Job, rank: int) -> None:
+    """A rank: what it restored, how far it came, what it warned of and its parameters go to files."""
+    os.environ["THINWIRE_SECRET"] = SECRET
+    torch.set_num_threads(1)
+    store = f"file://{job.directory}/{job.name}.store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=len(job.sockets))
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(rank)
+    model = DistributedDataParallel(Net(job.width))
+    synchronizer = thinwire.attach(model) if job.attached else None
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 5, gamma=0.5)
+    parts = {"scheduler": scheduler, "synchronizer": synchronizer, "holder_socket": job.sockets[rank]}
+    with warnings.catch_warnings(record=True) as caught, contextlib.ExitStack() as stack:
+        warnings.simplefilter("always")
+        try:
+            options = {"run_id": "run", **job.options}
+            checkpointer = stack.enter_context(thinwire.checkpoint.Checkpointer(model, optimizer, **parts, **options))
+            first = checkpointer.restore()
+        except (ValueError, thinwire.ThinwireError) as error:
+            job.path(rank, "refused").write_text(f"{type(error).__name__}: {error}")
+            return
+        job.path(rank, "restored").write_text(f"{first}")
+        job.path(rank, "restored_digest").write_text(digest(model, optimizer))
+        for step in range(first or 0, job.steps):
+            x = torch.randn(6, 8) + random.random() + float(np.random.rand())
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            scheduler.step()
+            job.path(rank, f"digest.{step + 1}").write_text(digest(model, optimizer))
+            checkpointer.step()
+            job.path(rank, "step").write_text(f"{step + 1}")
+            job.path(rank, "stats").write_text(repr(checkpointer.stats()))
+            time.sleep(job.step_seconds)
+        torch.save([*model.state_dict().values()], job.path(rank, "parameters"))
+        job.path(rank, "warned").write_text("\n".join(str(warning.message) for warning in caught))
+        dist.barrier()
+
+
+class Running:
+    """The processes of a job."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch._dynamo", "thinwire.testbed.launch"])
+        self.processes: list[BaseProcess] = []
+        for rank in range(len(job.sockets)):
+            process = context.Process(target=trainer, args=(job, rank), daemon=True)
+            process.start()
+            self.processes.append(process)
+
+    def reached(self) -> int:
+        """The step that all ranks have reached."""
+        return min(int(self.read(rank, "step") or 0) for rank in range(len(self.processes)))
+
+    def read(self, rank: int, what: str) -> str:
+        path = self.job.path(rank, what)
+        return path.read_text() if path.exists() else ""
+
+    def kill(self, at: int) -> int:
+        """SIGKILL to all of them once all have reached a step; which step they had reached by then."""
+        wait_for(lambda: self.reached() >= at)
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        return self.reached()
+
+    def finish(self) -> list[str]:
+        """What each rank restored, or ``refused``."""
+        for process in self.processes:
+            process.join(30)
+            assert process.exitcode == 0, f"rank ended with {process.exitcode}"
+        return [self.read(rank, "restored") or "refused" for rank in range(len(self.processes))]
+
+    def parameters(self) -> list[list[Tensor]]:
+        return [torch.load(self.job.path(rank, "parameters")) for rank in range(len(self.processes))]
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.005)
+
+
+@dataclass
+class Hosts:
+    """Emulated hosts, each with a holder."""
+
+    directory: Path
+    pids: dict[str, int] = field(default_factory=dict)
+
+    def start(self, name: str) -> str:
+        options = HolderOptions(socket=str(self.directory / name), memory_budget="60MB", drain_seconds=0.0)
+        said = start_holder(options)
+        self.pids[name] = said["pid"]
+        return said["socket"]
+
+    def lose(self, name: str) -> None:
+        pid = self.pids.pop(name)
+        os.kill(pid, signal.SIGKILL)
+        wait_for(lambda: not alive(pid))
+
+    def wait_until_sent(self, name: str) -> None:
+        """With no trainer, a holder sends all that is complete."""
+
+        def sent() -> bool:
+            with HolderClient.connect(self.directory / name, SECRET.encode()) as client:
+                shards = [shard for shard in client.holder_status()["shards"] if shard["role"] == "own"]
+            return all(shard["newest_local"] == shard["newest_replicated"] for shard in shards)
+
+        wait_for(sent)
+
+    def job(self, name: str, *hosts: str, **options: Any) -> Running:
+        sockets = tuple(str(self.directory / host) for host in hosts)
+        return Running(Job(str(self.directory), sockets, name, **options))
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
+    return False
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    monkeypatch.setenv("THINWIRE_SECRET", SECRET)
+    made = Hosts(tmp_path)
+    try:
+        yield made
+    finally:
+        for name in list(made.pids):
+            made.lose(name)
+        for child in multiprocessing.active_children():
+            child.kill()
+            child.join()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[list[Tensor]]:
+    """Parameters and buffers of both ranks of a training that nothing happens to."""
+    directory = tmp_path_factory.mktemp("undisturbed")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("THINWIRE_SECRET", SECRET)
+        made = Hosts(directory)
+        made.start("a")
+        try:
+            running = made.job("job", "a", "a", step_seconds=0.0, options={"replicas": 1})
+            assert running.finish() == ["None", "None"]
+            return running.parameters()
+        finally:
+            made.lose("a")
+
+
+def same(found: list[list[Tensor]], expected: list[list[Tensor]]) -> bool:
+    return all(
+        torch.equal(a, b) for rank, other in zip(found, expected, strict=True) for a, b in zip(rank, other, strict=True)
+    )
+
+
+def test_a_killed_training_goes_on_bitwise(hosts: Hosts, undisturbed: list[list[Tensor]]) -> None:
+    """All trainers are killed twice, at whatever point; the second time they come back on the other host."""
+    hosts.start("a"), hosts.start("b")
+    reached = hosts.job("first", "a", "b").kill(at=5)
+    second = hosts.job("second", "a", "b")
+    again = second.kill(at=reached + 3)
+    restored = [int(second.read(rank, "restored")) for rank in (0, 1)]
+    assert restored[0] == restored[1] >= reached - 1
+    third = hosts.job("third", "b", "a")
+    assert len(set(third.finish())) == 1
+    assert int(third.read(0, "restored")) >= again - 1
+    assert same(third.parameters(), undisturbed)
+
+
+def test_a_lost_host_is_restored_from_its_peer(hosts: Hosts, undisturbed: list[list[Tensor]]) -> None:
+    """And what cannot be restored is refused or left alone: other ranks, another model, another run."""
+    hosts.start("a"), hosts.start("b")
+    reached = hosts.job("first", "a", "b").kill(at=6)
+    hosts.wait_until_sent("b")
+    hosts.lose("b")
+    hosts.start("b")
+    for name, places, options, reason in (
+        ("more", ("a", "b", "b"), {}, "Start as many ranks"),
+        ("wider", ("a", "b"), {"width": 65}, "Start as many ranks of the same model"),
+        ("four", ("a", "b"), {"options": {"replicas": 4}}, "4 replicas need 4 machines"),
+    ):
+        refused = hosts.job(name, *places, **options)
+        assert refused.finish() == ["refused"] * len(places)
+        assert reason in refused.read(0, "refused")
+    assert hosts.job("other", "a", "b", steps=1, options={"run_id": "other"}).finish() == ["None", "None"]
+    again = hosts.job("again", "a", "b")
+    restored = again.finish()
+    assert restored[0] == restored[1]
+    assert int(restored[0]) >= reached - 1
+    assert same(again.parameters(), undisturbed)
+    assert "'checkpoint/replicas': 2.0" in again.read(0, "stats")
+
+
+def test_a_killed_holder_does_not_stop_training(hosts: Hosts, undisturbed: list[list[Tensor]]) -> None:
+    """Nor does one that comes back at another address: checkpoints go on with it."""
+    hosts.start("a"), hosts.start("b")
+    running = hosts.job("job", "a", "b")
+    wait_for(lambda: running.reached() >= 3)
+    hosts.lose("b")
+    wait_for(lambda: running.reached() >= 6)
+    hosts.start("b")
+    assert running.finish() == ["None", "None"]
+    assert same(running.parameters(), undisturbed)
+    assert "training goes on without checkpoints" in running.read(1, "warned")
+    stats = eval(running.read(0, "stats"), {"inf": float("inf")})
+    assert stats["checkpoint/skipped"] >= 2
+    assert stats["checkpoint/replicated_step"] >= 10
+
+
+def test_the_persistent_tier_is_read_when_the_memory_is_gone(hosts: Hosts, undisturbed: list[list[Tensor]]) -> None:
+    """Bitwise too, in what differs between ranks; a checkpoint that is damaged gives way to the one before."""
+    hosts.start("a")
+    options = {"replicas": 1, "persistent": str(hosts.directory / "disk"), "persistent_every": 0.01}
+    first = hosts.job("first", "a", "a", steps=9, options=options)
+    assert first.finish() == ["None", "None"]
+    hosts.lose("a")
+    hosts.start("a")
+    older, newest = sorted((hosts.directory / "disk").glob("step-*"))
+    next(newest.glob("*.distcp")).unlink()
+    refused = hosts.job("more", "a", "a", "a", options=options)
+    assert refused.finish() == ["refused"] * 3
+    assert "checkpoints of 2 ranks" in refused.read(0, "refused")
+    again = hosts.job("again", "a", "a", options=options)
+    assert again.finish() == [str(int(older.name.removeprefix("step-")))] * 2
+    assert same(again.parameters(), undisturbed)
+
+
+def test_ranks_of_a_host_with_thinwire_attached(hosts: Hosts) -> None:
+    """Four ranks on two hosts, and bytes go in the gaps of the lane."""
+    hosts.start("a"), hosts.start("b")
+    options: dict[str, Any] = {"attached": True, "steps": 40, "step_seconds": 0.02}
+    first = hosts.job("first", "a", "a", "b", "b", **options)
+    first.kill(at=26)
+    stats = eval(first.read(0, "stats"), {"inf": float("inf")})
+    assert "idle timespans" in stats["checkpoint/grants"]
+    assert 0 < stats["checkpoint/idle_seconds"] < stats["checkpoint/iteration_seconds"]
+    assert stats["checkpoint/bytes_sent"] >= 10 * stats["checkpoint/bytes"]
+    hosts.wait_until_sent("b")
+    hosts.lose("b")
+    hosts.start("b")
+    again = hosts.job("again", "a", "a", "b", "b", **{**options, "steps": 28})
+    steps = again.finish()
+    assert len(set(steps)) == 1
+    assert int(steps[0]) >= 22
+    for rank in range(4):  # not of later steps: DDP sums in another order until it has rebuilt its buckets
+        assert again.read(rank, "restored_digest") == first.read(rank, f"digest.{steps[0]}") != ""
+
+
+@pytest.fixture
+def alone(tmp_path: Path) -> Iterator[None]:
+    """A process group of this process."""
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_limit_of_age_raises_and_nothing_else_does(hosts: Hosts) -> None:
+    model = nn.Linear(3, 3)
+    with thinwire.checkpoint.Checkpointer(
+        model, run_id="run", replicas=1, holder_socket=hosts.start("a"), max_age_steps=3
+    ) as checkpointer:
+        assert checkpointer.restore() is None
+        for _ in range(5):
+            checkpointer.step()
+            time.sleep(0.02)
+        assert [record.skipped for record in checkpointer.records()] == [""] * 5
+        hosts.lose("a")
+        with pytest.warns(UserWarning, match="training goes on without checkpoints"):
+            checkpointer.step()
+
+        def go_on() -> None:
+            for _ in range(5):
+                checkpointer.step()
+
+        with pytest.raises(thinwire.ThinwireError, match=r"4 steps old, and max_age_steps is 3: .*holder"):
+            go_on()
+
+
+@pytest.mark.usefixtures("alone")
+def test_what_cannot_be_is_refused_at_once(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    socket = str(hosts.directory / "nobody")
+    for options, reason in (
+        ({"every": 0}, "every=0"),
+        ({"persistent_every": "soon"}, "not a time"),
+        ({"run_id": None}, "a run needs a name"),
+        ({}, "no holder at"),
+        ({"holder_socket": hosts.start("a"), "replicas": 0}, "at least one copy"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            thinwire.checkpoint.Checkpointer(
+                nn.Linear(3, 3), **{"run_id": "run", "holder_socket": socket, "replicas": 1, **options}
+            )
+
+
+@pytest.mark.slow
+def test_the_example_survives(tmp_path: Path) -> None:
+    """torchrun starts the killed workers anew, and they start the holder themselves."""
+    example = Path(__file__).parents[2] / "examples" / "survive_kill.py"
+    socket = tmp_path / "holder.sock"
+    variables = {"THINWIRE_HOLDER": str(socket), "THINWIRE_RUN_ID": "demo", "THINWIRE_SECRET": SECRET}
+    variables |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["--max-restarts", "1", str(example), "--steps", "20", "--kill-at", "12"]
+    try:
+        ended = subprocess.run(
+            command, env={**os.environ, **variables}, capture_output=True, text=True, timeout=100, check=False
+        )
+    finally:
+        with contextlib.suppress(LostPeerError), HolderClient.connect(socket, SECRET.encode()) as client:
+            stop_holder(client)
+    assert ended.returncode == 0, ended.stderr
+    starts = re.findall(r"starts at step (\d+)", ended.stdout)
+    assert starts[0] == "0"
+    assert starts[1] in ("11", "12")
+    assert "step 20: loss" in ended.stdout

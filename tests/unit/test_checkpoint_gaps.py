@@ -1,0 +1,110 @@
+"""Grants: all bytes, none twice, at the times when the network is idle."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from thinwire.checkpoint.gaps import Pacer, even_grants, gap_grants, idle_timespans
+from thinwire.checkpoint.registration import peers_of, room_bytes
+from thinwire.checkpoint.schedule import PROFILED_ITERATIONS, profile
+
+periods = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 3)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
+
+
+@given(periods)
+def test_gaps_are_where_nothing_is_busy(busy: list[tuple[float, float]]) -> None:
+    """And, with what is busy, they are the whole iteration."""
+    gaps = idle_timespans(busy, 0.0, 14.0, least_gap=0.0)
+    for start, length in gaps:
+        assert 0 <= start <= start + length <= 14.0 + 1e-9
+        middle = start + length / 2
+        assert not any(begin < middle < end for begin, end in busy)
+    points = [i * 14 / 1000 + 0.007 for i in range(1000)]
+    idle = sum(not any(begin <= point <= end for begin, end in busy) for point in points)
+    assert sum(length for _, length in gaps) == pytest.approx(idle * 0.014, abs=0.4)
+
+
+def test_short_pauses_are_no_gaps() -> None:
+    assert idle_timespans([(1.0, 2.0), (2.1, 3.0)], 0.0, 4.0) == [(0.0, 1.0), (3.0, 1.0)]
+    assert idle_timespans([(0.0, 4.0)], 0.0, 4.0) == []
+
+
+@given(st.integers(0, 10**9), st.floats(0, 100), st.integers(1, 40))
+def test_even_grants_are_all_bytes_within_the_iteration(num_bytes: int, seconds: float, count: int) -> None:
+    grants = even_grants(num_bytes, seconds, count)
+    assert sum(grant.num_bytes for grant in grants) == num_bytes
+    assert all(0 <= grant.seconds <= seconds for grant in grants)
+    assert max(g.num_bytes for g in grants) - min(g.num_bytes for g in grants) <= 1
+
+
+@given(st.lists(st.floats(0.01, 2), min_size=1, max_size=5), st.integers(1, 10**6))
+def test_gap_grants_are_all_bytes_in_gaps(lengths: list[float], num_bytes: int) -> None:
+    """A gap never gets more than fits into it at that speed."""
+    iteration = [(3.0 * place, length) for place, length in enumerate(lengths)]
+    found, speed = profile([iteration]), 1e5
+    grants = gap_grants(found, num_bytes, speed, iteration_seconds=20.0)
+    assert sum(grant.num_bytes for grant in grants) == num_bytes
+    room = {start: length * speed for start, length in iteration}
+    for grant in grants:
+        start = min(room, key=lambda start: abs(start - grant.seconds % 20.0))
+        assert grant.seconds % 20.0 == pytest.approx(start, abs=1e-6)
+        assert grant.num_bytes <= room[start]
+
+
+def test_the_pacer_grants_what_is_offered_and_no_more() -> None:
+    granted: list[int] = []
+    done = threading.Event()
+
+    def grant(num_bytes: int) -> None:
+        granted.append(num_bytes)
+        if sum(granted) >= 1600:
+            done.set()
+
+    pacer = Pacer(grant, every=1, watched=False)
+    try:
+        assert "evenly" in pacer.how
+        pacer.offer(1600, None)
+        assert done.wait(10)
+        time.sleep(0.02)
+        assert sum(granted) == 1600
+        pacer.offer(0, None)
+        time.sleep(0.02)
+        assert sum(granted) == 1600
+    finally:
+        pacer.close()
+
+
+def test_the_pacer_profiles_the_lane() -> None:
+    pacer = Pacer(lambda num_bytes: None, every=1, watched=True)
+    try:
+        pacer.note_step()
+        for _ in range(PROFILED_ITERATIONS):
+            started = time.perf_counter()
+            time.sleep(0.004)
+            pacer.note_busy(started, started + 0.003)
+            pacer.note_step()
+        assert pacer.profile is not None
+        assert 0 < pacer.idle_seconds < pacer.iteration_seconds
+        assert "idle timespans" in pacer.how
+    finally:
+        pacer.close()
+
+
+def test_ranks_with_one_holder_are_one_machine() -> None:
+    holders = ["a:1", "a:1", "b:1", "b:1"]
+    assert [peers_of(rank, holders, 2) for rank in range(4)] == [["b:1"], ["b:1"], ["a:1"], ["a:1"]]
+    assert peers_of(0, ["a:1", "a:1"], 1) == []
+    with pytest.raises(ValueError, match="3 replicas need 3 machines"):
+        peers_of(0, holders, 3)
+
+
+@given(st.integers(0, 10**9))
+def test_what_fits_a_slot_asks_for_the_same_slot(num_bytes: int) -> None:
+    room = room_bytes(num_bytes)
+    assert room >= num_bytes
+    assert room_bytes(room) == room

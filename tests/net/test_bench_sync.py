@@ -132,6 +132,7 @@ def net() -> None:
 
 @pytest.mark.net
 @pytest.mark.usefixtures("net")
+@pytest.mark.slow
 def test_on_a_link_the_wire_time_dominates() -> None:
     benchmark = SyncBenchmark(
         "lstm", hosts=4, link=Link.parse("50mbit"), methods=("zen", "agsparse", "dense"), repeat=3, scale=0.02

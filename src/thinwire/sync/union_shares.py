@@ -160,9 +160,11 @@ class Plan:
     @property
     def num_early(self) -> int:
         """Columns that are pushed before the ids are known; as many for each owner."""
+        if not self.by_columns:
+            return 0
         if self.world_size > MAX_ALONE_RANKS:
-            return self.width if self.by_columns else 0
-        return self.width // EARLY_SHARE // self.world_size * self.world_size if self.by_columns else 0
+            return self.width
+        return self.width // EARLY_SHARE // self.world_size * self.world_size
 
     @property
     def ids_lead(self) -> bool:

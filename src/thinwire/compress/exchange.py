@@ -174,6 +174,23 @@ class Exchange(ABC):
         """What `run` will send, headers included; None if it depends on the gradients."""
 
 
+class OwnExchange(Exchange):
+    """The exchange of one compressor, which needs it and which nothing else can take; see ``Traits.own_exchange``."""
+
+    title: str  # of the method, as its paper writes it
+
+    def check(self, compressor: Compressor, parameter: Parameter) -> None:
+        if compressor.traits.own_exchange != self.name:
+            raise ValueError(
+                f"{compressor.name} is not {self.title}, whose exchange this is (parameter {parameter.name!r}): use"
+                ' exchange="auto"'
+            )
+
+    def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
+        del plans, rank
+        return 0 if world_size == 1 else None
+
+
 def salted(state: State, rank: int) -> State:
     """The state with every ``salt`` in it set to the rank, so that ranks draw different random numbers."""
     return {

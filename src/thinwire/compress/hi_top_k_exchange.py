@@ -12,8 +12,8 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.compress import messages, packing
-from thinwire.compress.base import Compressor, Parameter, Payload
-from thinwire.compress.exchange import Arrived, Exchange, Peers, Phase, Plan, Result, Stopwatch, Task
+from thinwire.compress.base import Parameter, Payload
+from thinwire.compress.exchange import Arrived, OwnExchange, Peers, Phase, Plan, Result, Stopwatch, Task
 from thinwire.compress.hi_top_k import HI_TOP_K, HiTopK
 from thinwire.compress.ms_top_k import MsTopK
 from thinwire.compress.schedule import DensePayload
@@ -25,28 +25,18 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class HiTopKExchange(Exchange):
+class HiTopKExchange(OwnExchange):
     """Reduce-scatter inside each host, all-gather of selections among ranks of one place, all-gather inside the host.
 
     Sums are in the order of the ranks of a host and then of the hosts, so all ranks get the same bits.
     """
 
     name = HI_TOP_K
-
-    def check(self, compressor: Compressor, parameter: Parameter) -> None:
-        if compressor.traits.own_exchange != self.name:
-            raise ValueError(
-                f"{compressor.name} is not HiTopKComm, whose exchange this is (parameter {parameter.name!r}): use"
-                ' exchange="auto"'
-            )
+    title = "HiTopKComm"
 
     def run(self, tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> list[Result]:
         with stopwatch.phase(Phase.EXCHANGE):
             return _Run(tasks, peers, stopwatch).results()
-
-    def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
-        del plans, rank
-        return 0 if world_size == 1 else None
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from thinwire.compress import packing, stacked
-from thinwire.compress.base import Compressor, Parameter
-from thinwire.compress.exchange import Arrived, Exchange, Peers, Phase, Plan, Result, Stopwatch, Task
+from thinwire.compress.exchange import Arrived, OwnExchange, Peers, Phase, Plan, Result, Stopwatch, Task
 from thinwire.compress.ok_topk import OK_TOPK
 from thinwire.compress.ok_topk_regions import (
     boundaries,
@@ -34,7 +33,7 @@ _WORTH_A_ROUND = 1024
 
 
 @dataclass(frozen=True)
-class OkTopkExchange(Exchange):
+class OkTopkExchange(OwnExchange):
     """The O(k) sparse all-reduce of Li and Hoefler (PPoPP'22, section 3). Each parameter has regions and thresholds.
 
     Rounds of messages: selected pairs to the owners of regions; counts of what passes; where they show that one owner
@@ -43,21 +42,11 @@ class OkTopkExchange(Exchange):
     """
 
     name = OK_TOPK
-
-    def check(self, compressor: Compressor, parameter: Parameter) -> None:
-        if compressor.traits.own_exchange != self.name:
-            raise ValueError(
-                f"{compressor.name} is not Ok-Topk, whose exchange this is (parameter {parameter.name!r}): use"
-                ' exchange="auto"'
-            )
+    title = "Ok-Topk"
 
     def run(self, tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> list[Result]:
         with stopwatch.phase(Phase.EXCHANGE):
             return _Run(tasks, peers, stopwatch).results()
-
-    def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
-        del plans, rank
-        return 0 if world_size == 1 else None
 
 
 class _Run:

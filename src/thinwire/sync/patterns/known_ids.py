@@ -7,8 +7,8 @@ every n-th row (imbalance exactly 1 in the pull). It pays when few wide rows are
 Once ranks have told each other how many rows they hold, the sizes of all ids and columns are known, and the sizes of
 everything else once the ids are there. So no header travels, and everything runs as one stream, in which the share of
 an owner is cut into chunks: while one is on the wire, the next is gathered, and an earlier one is summed and sent back.
-The first columns are pushed right behind the ids (all of them where there are many ranks). For the others the ranks know
-by then which rows one of them alone holds, and send those to all instead of to an owner.
+The first columns (of many ranks all of them) are pushed with the ids. For the others the ranks know by then
+which rows one of them alone holds, and send those to all instead of to an owner.
 """
 
 from __future__ import annotations

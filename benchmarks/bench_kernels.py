@@ -195,6 +195,14 @@ def sum_operations(inputs: Inputs) -> Iterator[Operation]:
     narrow = [(ids, values.bfloat16()) for ids, values in wide]
     yield Operation("sum 8, rows of 64", lambda: kernels.sum_rows(wide), wide_bytes, total_bytes)
     yield Operation("sum 8, bf16 rows of 64", lambda: kernels.sum_rows(narrow), wide_bytes // 2, total_bytes // 2)
+    num_rows, values = wide[0][1].shape[0], wide[0][1]
+    same = [(torch.arange(num_rows), torch.roll(values, piece, dims=0)) for piece in range(NUM_PIECES)]
+    yield Operation(
+        "sum 8 at, the same rows of 64",
+        lambda: kernels.sum_rows_at(same, num_rows, ROW_ELEMENTS, values.dtype),
+        NUM_PIECES * (8 * num_rows + values.nbytes),
+        values.nbytes,
+    )
 
 
 def seconds(call: Callable[[], object], times: int) -> float:

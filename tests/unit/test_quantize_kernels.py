@@ -73,11 +73,27 @@ def test_signs(size: int, dtype: torch.dtype) -> None:
     for phase in (0, 1, 7):
         packed = assert_same(lambda phase=phase: kernels.pack_signs(values, phase))
         assert packed.numel() == kernels.packed_codes_bytes(size, 1)
-        added(kernels.add_signs, packed, 0.3, total=total)
-        signs = added(kernels.add_signs, packed, 1.0, total=torch.zeros(size, dtype=dtype))
+        for block in (3, 8, 50, 512, max(1, size)):
+            scales = torch.rand(-(-size // block), dtype=dtype)
+            added(kernels.add_signs, packed, scales, block, total=total)
+        one = torch.ones(min(1, size), dtype=dtype)
+        signs = added(kernels.add_signs, packed, one, max(1, size), total=torch.zeros(size, dtype=dtype))
         zero = values == 0
         assert torch.equal(signs[~zero], values[~zero].sign())
         assert torch.equal(signs[zero], 1.0 - 2.0 * ((torch.arange(size)[zero] + phase) % 2).to(dtype))
+
+
+@every_dtype
+@every_size
+def test_mean_of_blocks(size: int, dtype: torch.dtype) -> None:
+    values = make(size, dtype)
+    for block in (1, 8, 64, 100, 512, max(1, size)):
+        expected, found = twins(lambda block=block: kernels.mean_of_blocks(values, block))
+        exact = torch.tensor([float(piece.double().abs().mean()) for piece in values.split(block)][: found.numel()])
+        assert expected.shape == found.shape == (-(-size // block),)
+        assert expected.dtype == found.dtype == dtype
+        assert torch.allclose(expected, found, rtol=1e-6 if dtype == torch.float32 else 1e-12, atol=0.0)
+        assert torch.allclose(found.float(), exact, rtol=1e-6)
 
 
 @every_dtype

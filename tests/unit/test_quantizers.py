@@ -363,8 +363,18 @@ def test_signum_votes_with_the_momentum() -> None:
         assert torch.equal(method.decompress(method.compress(gradient, parameter, state), parameter), momentum.sign())
 
 
-def test_ef_sign_sgd_sends_the_mean_magnitude() -> None:
-    method, parameter = compress.ef_sign_sgd(), Parameter("weight", (4,))
+def test_ef_sign_sgd_sends_the_mean_magnitude_of_each_block() -> None:
+    method, parameter = compress.ef_sign_sgd(block=8), Parameter("weight", (2, 9))
+    gradient = torch.arange(-9.0, 9.0).view(2, 9)
+    value = arrived(method, method.compress(gradient, parameter, state_of(method, parameter)), parameter).view(-1)
+    assert value[:8].tolist() == [-5.5] * 8
+    assert value[10:16].tolist() == [2.75] * 6
+    assert value[16:].tolist() == [7.5] * 2
+    assert [part.numel for part in method.inner.part_specs(parameter)] == [3, 3]
+
+
+def test_ef_sign_sgd_with_one_scale_sends_the_mean_magnitude() -> None:
+    method, parameter = compress.ef_sign_sgd(block=None), Parameter("weight", (4,))
     state = state_of(method, parameter)
     value = arrived(method, method.compress(torch.tensor([1.0, -3.0, 2.0, -2.0]), parameter, state), parameter)
     assert value.tolist() == [2.0, -2.0, 2.0, -2.0]
@@ -384,6 +394,7 @@ def test_ef_sign_sgd_sends_the_mean_magnitude() -> None:
         (lambda: compress.terngrad(0.0), "None never"),
         (lambda: compress.sign_sgd(1.0), r"momentum is in \[0, 1\)"),
         (lambda: compress.ef_sign_sgd(2.0), r"\[0, 1\]"),
+        (lambda: compress.ef_sign_sgd(block=12), "8, 16, 24"),
         (lambda: memory.ErrorFeedback(compress.sign_sgd()), "leave error_feedback out"),
     ],
 )

@@ -18,17 +18,28 @@ from thinwire.errors import CorruptMessageError
 
 @dataclass(frozen=True)
 class ScaledSign(Compressor):
-    """``(||p||_1 / n) sign(p)``. ``parts``: the signs, eight in a byte (uint8 [ceil(n / 8)]); the scale [1].
+    """``(||p||_1 / n) sign(p)`` of each block. Parts: signs, eight in a byte (uint8), and scales [blocks].
 
     A zero, for which one bit has no room, has the sign of its index, of the step and of the rank: the signs of zeros
     cancel out between steps.
+
+    Args:
+        block: consecutive values that have one scale; None for all values of a parameter.
+
+    Raises:
+        ValueError: a block of less than 8 values, or of part of a byte.
     """
 
+    block: int | None = None
     traits = Traits()
+
+    def __post_init__(self) -> None:
+        if self.block is not None and not (isinstance(self.block, int) and self.block >= 8 and self.block % 8 == 0):
+            raise ValueError(f"blocks of signs are of 8, 16, 24 ... elements, not {self.block!r}; None for one scale")
 
     @property
     def name(self) -> str:
-        return "scaled_sign"
+        return "scaled_sign" if self.block is None else f"scaled_sign({self.block})"
 
     def init(self, parameter: Parameter) -> State:
         del parameter
@@ -36,7 +47,7 @@ class ScaledSign(Compressor):
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
         flat = gradient.view(-1)
-        return self._signed(flat, kernels.magnitude_moments(flat).sum / max(1, flat.numel()), state)
+        return self._signed(flat, kernels.mean_of_blocks(flat, self._block_elements(parameter)), state)
 
     def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
         total = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
@@ -44,36 +55,44 @@ class ScaledSign(Compressor):
         return total
 
     def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
-        kernels.add_signs(payload.parts[0], float(payload.parts[1]), total.view(-1))
+        signs, scales = payload.parts
+        kernels.add_signs(signs, scales, self._block_elements(parameter), total.view(-1))
 
     def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
-        kernels.add_signs(payload.parts[0], -float(payload.parts[1]), gradient.view(-1))
+        signs, scales = payload.parts
+        kernels.add_signs(signs, scales.neg(), self._block_elements(parameter), gradient.view(-1))
 
     def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
         sign_bytes = kernels.packed_codes_bytes(parameter.numel, 1)
-        return PartSpec(torch.uint8, sign_bytes), PartSpec(parameter.working_dtype, 1)
+        scales = -(-parameter.numel // self._block_elements(parameter))
+        return PartSpec(torch.uint8, sign_bytes), PartSpec(parameter.working_dtype, scales)
 
     def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
-        parts = unpack(data, self.part_specs(parameter))
-        self.check_scale(float(parts[1]))
-        return Payload(parts)
+        signs, scales = unpack(data, self.part_specs(parameter))
+        self.check_scales(scales)
+        return Payload((signs, scales))
 
-    def check_scale(self, scale: float) -> None:
-        """Raises CorruptMessageError for a scale that no rank sends."""
-        if not 0.0 <= scale < float("inf"):
-            raise CorruptMessageError(f"signs with the scale {scale:g}, which is a mean of magnitudes")
+    def check_scales(self, scales: Tensor) -> None:
+        """Raises CorruptMessageError for scales that no rank sends."""
+        low, high = (float(bound) for bound in scales.aminmax()) if scales.numel() else (0.0, 0.0)
+        if not 0.0 <= low <= high < float("inf"):
+            raise CorruptMessageError(f"signs with scales from {low:g} to {high:g}, which are means of magnitudes")
+
+    def _block_elements(self, parameter: Parameter) -> int:
+        return self.block or max(1, parameter.numel)
 
     @staticmethod
-    def _signed(flat: Tensor, scale: float, state: State) -> Payload:
+    def _signed(flat: Tensor, scales: Tensor, state: State) -> Payload:
         signs = kernels.pack_signs(flat, state["step"] + state["salt"])
         state["step"] += 1
-        return Payload((signs, torch.tensor([scale], dtype=flat.dtype)))
+        return Payload((signs, scales))
 
 
 @dataclass(frozen=True)
 class SignSGD(ScaledSign):
     """See `sign_sgd`. The scale is 1, or 0 where all of a gradient is zero: such a rank does not vote."""
 
+    block: None = None  # all magnitudes are one
     momentum: float = 0.0
 
     def __post_init__(self) -> None:
@@ -99,15 +118,15 @@ class SignSGD(ScaledSign):
             gradient = state["momentum"].mul_(self.momentum).add_(gradient, alpha=1.0 - self.momentum)
         flat = gradient.view(-1)
         votes = flat.numel() > 0 and float(kernels.largest_of_blocks(flat, flat.numel())[0]) > 0.0
-        return self._signed(flat, float(votes), state)
+        return self._signed(flat, flat.new_full((min(1, flat.numel()),), float(votes)), state)
 
     def combine(self, payloads: Sequence[Payload], parameter: Parameter) -> Tensor:
         """The majority's sign: -1, 1, or 0 for a tie."""
         return super().combine(payloads, parameter).sign_()
 
-    def check_scale(self, scale: float) -> None:
-        if scale not in (0.0, 1.0):
-            raise CorruptMessageError(f"votes that count {scale:g} times")
+    def check_scales(self, scales: Tensor) -> None:
+        if any(scale not in (0.0, 1.0) for scale in scales.tolist()):
+            raise CorruptMessageError(f"votes that count {scales.tolist()} times")
 
 
 def sign_sgd(momentum: float = 0.0) -> SignSGD:
@@ -124,18 +143,20 @@ def sign_sgd(momentum: float = 0.0) -> SignSGD:
     Raises:
         ValueError: momentum outside [0, 1).
     """
-    return SignSGD(momentum)
+    return SignSGD(momentum=momentum)
 
 
-def ef_sign_sgd(decay: float = 1.0) -> ErrorFeedback:
-    """Signs with a scale under error feedback (Karimireddy et al., ICML'19, Algorithm 1): ``(||p||_1 / n) sign(p)``.
+def ef_sign_sgd(decay: float = 1.0, block: int | None = 128) -> ErrorFeedback:
+    """Signs with scales under error feedback (Karimireddy et al., ICML'19, Algorithm 1): ``(||p||_1 / n) sign(p)``.
 
-    One bit a value and one scale a parameter; with the memory it converges at the rate of SGD, with its learning rate.
+    One bit a value and one scale a block; with the memory it converges at the rate of SGD, with its learning rate.
 
     Args:
         decay: of the memory, as in `error_feedback`.
+        block: consecutive values that have one scale. At 128 scales cost 1/4 bit a value, and most blocks lie within
+            one row of an embedding: rows differ by orders of magnitude. None has one scale a parameter, as the paper.
 
     Raises:
-        ValueError: a decay outside [0, 1].
+        ValueError: a decay outside [0, 1]; a block that is no multiple of 8.
     """
-    return ErrorFeedback(ScaledSign(), decay)
+    return ErrorFeedback(ScaledSign(block), decay)

@@ -13,6 +13,7 @@ from thinwire.kernels.jit import njit
 from thinwire.kernels.reference_quantize import POWER_CODES, RANDOM_BITS, packed_codes_bytes
 
 _CHUNK = 1024  # values whose codes wait in the cache to be packed
+_LANES = 64  # sums in flight, so that adding is vectorized
 _UINT32_MASK = 0xFFFFFFFF
 _UINT8_VALUES = 256
 
@@ -75,20 +76,48 @@ def _pack_signs(values: np.ndarray, phase: int, packed: np.ndarray) -> None:
             packed[(start >> 3) + byte] = (eights[byte] * np.uint64(0x0102040810204080)) >> np.uint64(56)
 
 
-def add_signs(packed: Tensor, scale: float, total: Tensor) -> None:
-    array = total.numpy()
-    _add_signs(packed.numpy(), array.dtype.type(scale), array)
+def mean_of_blocks(values: Tensor, block: int) -> Tensor:
+    array = values.numpy()
+    means = np.empty(-(-array.size // block), dtype=array.dtype)
+    _mean_magnitudes(array, block, means)
+    return as_tensor(means)
 
 
 @njit
-def _add_signs(packed: np.ndarray, scale: np.floating, total: np.ndarray) -> None:
-    whole = total.size >> 3
-    for byte in range(whole):
-        bits = np.uint32(packed[byte])
-        for bit in range(8):
-            total[8 * byte + bit] += -scale if np.uint32(bits >> np.uint32(bit)) & np.uint32(1) else scale
-    for place in range(8 * whole, total.size):
-        total[place] += -scale if (packed[whole] >> (place & 7)) & 1 else scale
+def _mean_magnitudes(values: np.ndarray, block: int, means: np.ndarray) -> None:
+    wide, sums = np.empty(_LANES), np.empty(_LANES)
+    for number in range(means.size):
+        chunk = values[number * block : (number + 1) * block]
+        sums[:] = 0.0
+        whole = chunk.size // _LANES * _LANES
+        for start in range(0, whole, _LANES):
+            for lane in range(_LANES):
+                wide[lane] = np.float64(abs(chunk[start + lane]))
+            for lane in range(_LANES):
+                sums[lane] += wide[lane]
+        for place in range(whole, chunk.size):
+            sums[place - whole] += np.float64(abs(chunk[place]))
+        means[number] = sums.sum() / chunk.size
+
+
+def add_signs(packed: Tensor, scales: Tensor, block: int, total: Tensor) -> None:
+    _add_signs(packed.numpy(), scales.numpy(), block, total.numpy())
+
+
+@njit
+def _add_signs(packed: np.ndarray, scales: np.ndarray, block: int, total: np.ndarray) -> None:
+    for number in range(scales.size):
+        scale = scales[number]
+        start, stop = number * block, min((number + 1) * block, total.size)
+        first = min((start + 7) >> 3, stop >> 3)  # of the bytes that belong to this block alone
+        for place in range(start, min(8 * first, stop)):
+            total[place] += -scale if (packed[place >> 3] >> (place & 7)) & 1 else scale
+        for byte in range(first, stop >> 3):
+            bits = np.uint32(packed[byte])
+            for bit in range(8):
+                total[8 * byte + bit] += -scale if np.uint32(bits >> np.uint32(bit)) & np.uint32(1) else scale
+        for place in range(max(start, 8 * (stop >> 3)), stop):
+            total[place] += -scale if (packed[place >> 3] >> (place & 7)) & 1 else scale
 
 
 def quantize(values: Tensor, steps: Tensor, block: int, levels: int, bits: int, seed: int | None) -> Tensor:

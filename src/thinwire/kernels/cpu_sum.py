@@ -17,7 +17,7 @@ from torch import Tensor
 from thinwire.kernels.cpu_memory import empty_rows
 from thinwire.kernels.jit import make_array_at, njit
 
-BLOCK_BYTES = 1 << 18  # of a sum as it is added up
+BLOCK_BYTES = 1 << 17  # of a sum as it is added up
 
 _array_at = make_array_at()
 

@@ -254,8 +254,9 @@ largest_of_blocks = _dispatched(
 )
 pack_signs = _dispatched(reference_quantize.pack_signs, lambda values, phase: _floats(values), at_least=1 << 10)
 add_signs = _dispatched(
-    reference_quantize.add_signs, lambda packed, scale, total: _floats(total, packed), at_least=1 << 10
+    reference_quantize.add_signs, lambda packed, scales, block, total: _floats(total, packed, scales), at_least=1 << 10
 )
+mean_of_blocks = _dispatched(reference_quantize.mean_of_blocks, lambda values, block: _floats(values), at_least=1 << 10)
 quantize = _dispatched(
     reference_quantize.quantize,
     lambda values, steps, block, levels, bits, seed: _floats(values, steps),

@@ -41,10 +41,29 @@ def pack_signs(values: Tensor, phase: int) -> Tensor:
     return _pack_codes(negative.to(torch.uint8), 1)
 
 
-def add_signs(packed: Tensor, scale: float, total: Tensor) -> None:
-    """Add ``scale`` or ``-scale``, by the signs from `pack_signs`, to each element of ``total`` [n]."""
+def mean_of_blocks(values: Tensor, block: int) -> Tensor:
+    """The mean magnitude of each ``block`` consecutive ``values`` [n], float32 or float64: [ceil(n / block)].
+
+    Added in float64; the order of additions is not defined, so only what a rank tells the others may follow from it.
+    """
+    count = values.numel()
+    if count == 0:
+        return values.new_empty(0)
+    whole, rest = values.abs().split([count // block * block, count % block])
+    means = [whole.view(count // block, block).mean(dim=1, dtype=torch.float64)]
+    if rest.numel():
+        means.append(rest.mean(dtype=torch.float64).view(1))
+    return torch.cat(means).to(values.dtype)
+
+
+def add_signs(packed: Tensor, scales: Tensor, block: int, total: Tensor) -> None:
+    """Add the scale of its block, or minus that, by the signs from `pack_signs`, to each element of ``total`` [n].
+
+    Args:
+        scales: of each ``block`` consecutive elements, of the dtype of the total.
+    """
     negative = _unpack_codes(packed, total.numel(), 1).to(torch.bool)
-    magnitude = torch.tensor(scale, dtype=total.dtype, device=total.device)
+    magnitude = scales.repeat_interleave(min(block, total.numel()))[: total.numel()]
     total.add_(torch.where(negative, -magnitude, magnitude))
 
 

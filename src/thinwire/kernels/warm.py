@@ -64,7 +64,8 @@ def _call_row_kernels(dtype: torch.dtype) -> None:
 def _call_quantizers(dtype: torch.dtype) -> None:
     values, steps = torch.ones(9, dtype=dtype), torch.ones(2, dtype=dtype)
     dispatch.largest_of_blocks(values, 8)
-    dispatch.add_signs(dispatch.pack_signs(values, 0), 1.0, values)
+    dispatch.mean_of_blocks(values, 8)
+    dispatch.add_signs(dispatch.pack_signs(values, 0), steps, 8, values)
     for bits, seed in ((8, None), (4, 0)):
         dispatch.add_quantized(dispatch.quantize(values, steps, 8, 7, bits, seed), steps, 8, 7, bits, values)
     dispatch.add_from_table(dispatch.round_to_powers(values, 1, 0), torch.ones(256, dtype=dtype), steps, 8, values)

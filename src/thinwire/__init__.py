@@ -16,7 +16,8 @@ from thinwire.sync.scheme import Scheme
 from thinwire.synchronizer import Synchronizer
 
 if TYPE_CHECKING:
-    from thinwire import checkpoint
+    from thinwire import checkpoint, fuse, plan
+    from thinwire.plan.plan import Plan
 
 __version__ = "0.1.0"
 
@@ -24,6 +25,7 @@ __all__ = [
     "CorruptMessageError",
     "MismatchError",
     "PeerError",
+    "Plan",
     "Scheme",
     "SparseRows",
     "Synchronizer",
@@ -31,13 +33,17 @@ __all__ = [
     "attach",
     "checkpoint",
     "compress",
+    "fuse",
+    "plan",
     "schemes",
     "sparse_all_reduce",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """``thinwire.checkpoint`` is imported on first use."""
-    if name == "checkpoint":
-        return import_module("thinwire.checkpoint")
+    """Rooms that a training script may do without are imported on first use."""
+    if name in ("checkpoint", "fuse", "plan"):
+        return import_module(f"thinwire.{name}")
+    if name == "Plan":
+        return import_module("thinwire.plan.plan").Plan
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,9 +15,15 @@ from thinwire.compress.base import Compressor, Parameter
 from thinwire.compress.choose import AUTO as AUTO_EXCHANGE
 from thinwire.compress.memory import MomentumCorrection
 from thinwire.compress.wrapper import Wrapper
-from thinwire.hooks.compression import Compression, GradScaler, Planned
+from thinwire.fuse.policy import Policy
+from thinwire.hooks.compression import Compression, GradScaler, Planned, PlannedCompression
+from thinwire.hooks.ddp_buckets import check_buckets
 from thinwire.hooks.embedding import tables_of
+from thinwire.hooks.intent import Intent
+from thinwire.hooks.refusal import telling_peers
 from thinwire.lane import resolve_group
+from thinwire.plan.plan import Plan
+from thinwire.plan.planner import default_policies
 from thinwire.sparse import SUPPORTED_DTYPES
 from thinwire.sync.named import AUTO, resolve
 from thinwire.sync.scheme import Scheme
@@ -34,6 +40,10 @@ def attach(
     exchange: str | Scheme | TwoLevel = AUTO_EXCHANGE,
     grad_scaler: GradScaler | None = None,
     optimizer: torch.optim.Optimizer | None = None,
+    fuse: Policy | None = None,
+    ahead: bool = True,
+    plan: Plan | None = None,
+    fallback: bool = False,
 ) -> Synchronizer:
     """Synchronize the gradients of a model: sparse ones sent as what they are, others exactly or compressed.
 
@@ -44,7 +54,8 @@ def attach(
 
     With ``compress`` large matrices that are not tables of embeddings are compressed, which is lossy; see
     docs/compress.md. A plain module needs no DDP: all ranks get the parameters and buffers of rank 0, and gradients are
-    averaged while ``backward`` runs.
+    averaged while ``backward`` runs. With ``fuse`` or ``plan`` they travel in groups that suit the link; see
+    docs/plan-execution.md.
 
     Args:
         model: a ``DistributedDataParallel``, or a plain module that is on all ranks of the default process group.
@@ -60,35 +71,62 @@ def attach(
         grad_scaler: the ``torch.amp.GradScaler`` of the training loop. Memories are then kept in units of unscaled
             gradients, and a step that the scaler skips leaves them as they were.
         optimizer: looked at only: with a compressor that corrects momentum it must not have its own.
+        fuse: a policy of `thinwire.fuse`, for a plain module on the CPU: after ten steps that are measured, gradients
+            travel in its groups.
+        ahead: whether each parameter is compressed for itself, and payloads are fused; False compresses what is
+            compressed of a group as one flat tensor.
+        plan: what to compress, and which gradients travel together. For DDP it must have the buckets of the plan, see
+            `thinwire.Plan.bucket_cap_mb_list`.
+        fallback: whether a plan that is slower than exact synchronization is dropped, on all ranks at the same step.
 
     Returns:
         A `Synchronizer`: statistics, state, `Synchronizer.no_sync`, and `Synchronizer.detach`.
 
     Raises:
         ValueError: a sharded (FSDP) model, one that has another hook or is attached already; an unknown scheme; a
-            compressor that refuses a parameter or cannot be exchanged as asked for; momentum twice.
-        MismatchError: ranks attach different models, schemes or compressors; on every rank.
+            compressor that refuses a parameter or cannot be exchanged as asked for; momentum twice; a plan of another
+            model or world size, or with other groups than the buckets of DDP.
+        MismatchError: ranks attach different models, schemes, compressors or plans; on every rank.
 
     Example:
         >>> model = DistributedDataParallel(model)                                        # doctest: +SKIP
         >>> sync = thinwire.attach(model)                                                 # doctest: +SKIP
         >>> sync = thinwire.attach(model, compress=thinwire.compress.top_k(0.01))         # doctest: +SKIP
+        >>> sync = thinwire.attach(module, plan=thinwire.Plan.load("plan.json"))          # doctest: +SKIP
     """
     _check_model(model)
     resolve(scheme)
     _check_parameters(module_of(model))
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
-    if compress is None:
-        if exchange != AUTO_EXCHANGE:
-            raise ValueError(f"exchange={exchange!r} is about compressed gradients: pass compress= too")
-        return Synchronizer(model, scheme, timeout)
-    compression = Compression(compress, exchange, grad_scaler)
+    if fallback:
+        _check_fallback(model, plan)
+    if plan is not None:
+        _check_alone(plan, {"compress": compress, "fuse": fuse, "exchange": exchange, "ahead": ahead})
+    if fuse is not None:
+        _check_fuse(model, fuse)
+    if plan is None and compress is None:
+        _check_exact(exchange, ahead)
+        intent = None if fuse is None else Intent(_names(model), (fuse,))
+        return Synchronizer(model, scheme, timeout, intent=intent)
     group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
-    plans = compression.plans(_dense_parameters(module_of(model)), group.size())
+    parameters = _dense_parameters(module_of(model))
+    compression: Compression | PlannedCompression
+    if plan is None:
+        assert compress is not None
+        compression = Compression(compress, exchange, grad_scaler, ahead)
+        plans = compression.plans(parameters, group.size())
+    else:
+        compression = PlannedCompression(plan, grad_scaler)
+        with telling_peers(group, timeout):
+            plan.check(parameters, group.size())
+            if isinstance(model, DistributedDataParallel):
+                check_buckets(model, tuple(entry.parameters for entry in plan.groups))
+            plans = compression.plans(parameters, group.size())
     if optimizer is not None:
         _check_momentum(optimizer, plans)
-    return Synchronizer(model, scheme, timeout, plans, compression)
+    intent = _intent(model, fuse, plan, fallback, any(_corrects_momentum(entry.compressor) for entry in plans.values()))
+    return Synchronizer(model, scheme, timeout, plans or None, compression if plans else None, intent)
 
 
 def _check_model(model: nn.Module) -> None:
@@ -102,6 +140,72 @@ def _check_model(model: nn.Module) -> None:
             )
         if isinstance(module, DistributedDataParallel) and module is not model:
             raise ValueError("there is a DistributedDataParallel inside of this module: attach that one instead")
+
+
+def _check_alone(plan: Plan, others: Mapping[str, object]) -> None:
+    """A plan says all that these could say."""
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan is {plan!r}: pass a thinwire.Plan, such as thinwire.Plan.load('plan.json')")
+    nothing = {"compress": None, "fuse": None, "exchange": AUTO_EXCHANGE, "ahead": True}
+    for name, value in others.items():
+        if value != nothing[name]:
+            raise ValueError(f"the plan says what to compress and what to fuse: leave out plan= or {name}=")
+
+
+def _check_fallback(model: nn.Module, plan: Plan | None) -> None:
+    if plan is None:
+        raise ValueError("fallback=True drops a plan that does not pay: pass plan= too")
+    if not _is_on_cpu(model):
+        raise ValueError(
+            "fallback=True times steps by the clock of the processor, and gradients are on another device: leave it out"
+        )
+
+
+def _is_on_cpu(model: nn.Module) -> bool:
+    return all(parameter.device.type == "cpu" for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _check_fuse(model: nn.Module, fuse: object) -> None:
+    if isinstance(fuse, type) or not callable(getattr(fuse, "groups", None)):
+        raise ValueError(f"fuse is {fuse!r}: pass a policy such as thinwire.fuse.cupcake()")
+    if isinstance(model, DistributedDataParallel):
+        raise ValueError(
+            "DDP fixed its buckets when it was built, so no policy can group gradients: attach the plain module"
+            " instead; or make a plan with `thinwire plan --measure`, and build"
+            " DistributedDataParallel(model, bucket_cap_mb_list=plan.bucket_cap_mb_list())"
+        )
+    if not _is_on_cpu(model):
+        raise ValueError(
+            "fuse= sees by the clock of the processor when gradients are ready, and they are on another device: make a"
+            " plan with `thinwire plan --measure`, which measures there, and pass plan="
+        )
+
+
+def _check_exact(exchange: object, ahead: bool) -> None:
+    if exchange != AUTO_EXCHANGE:
+        raise ValueError(f"exchange={exchange!r} is about compressed gradients: pass compress= too")
+    if not ahead:
+        raise ValueError("ahead=False is about compressed gradients: pass compress= too")
+
+
+def _intent(model: nn.Module, fuse: Policy | None, plan: Plan | None, fallback: bool, momentum: bool) -> Intent | None:
+    """What to follow, if anything."""
+    if plan is None:
+        return None if fuse is None else Intent(_names(model), (fuse,), momentum=momentum)
+    return Intent(
+        _names(model),
+        () if isinstance(model, DistributedDataParallel) else default_policies(),
+        tuple(group.parameters for group in plan.groups),
+        plan.predicted_seconds,
+        plan.dense_seconds,
+        fallback,
+        momentum,
+        is_watched=_is_on_cpu(model),
+    )
+
+
+def _names(model: nn.Module) -> tuple[str, ...]:
+    return tuple(parameter.name for parameter in _dense_parameters(module_of(model)))
 
 
 def _check_parameters(module: nn.Module) -> None:

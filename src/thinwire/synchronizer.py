@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -21,21 +21,30 @@ from torch.utils.hooks import RemovableHandle
 from thinwire import kernels
 from thinwire.cuda.staging import staging_for
 from thinwire.hooks.buckets import OTHERS, Buckets
-from thinwire.hooks.compressed import KIND, CompressedSync
-from thinwire.hooks.compression import Compression, Planned
+from thinwire.hooks.clock import Clock
+from thinwire.hooks.compressed import CompressedSync
+from thinwire.hooks.compression import Compression, Planned, PlannedCompression
+from thinwire.hooks.describe import configuration, first_step
 from thinwire.hooks.embedding import LookupRows
+from thinwire.hooks.execution import Execution
+from thinwire.hooks.following import Following
+from thinwire.hooks.fused import FusedSync
 from thinwire.hooks.gradients import GradientSync
+from thinwire.hooks.groups import places_of
+from thinwire.hooks.intent import Intent
 from thinwire.hooks.native import NativeAllReduce, is_native
 from thinwire.hooks.parameters import ParameterHooks, broadcast_module, trained_parameters
 from thinwire.hooks.plug import DdpPlug, Plug
+from thinwire.hooks.tracing import Trace
 from thinwire.lane import Lane, resolve_group
 from thinwire.observe.ledger import ParameterRecord
+from thinwire.observe.trace import Event
 from thinwire.sync.channel import Subject
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
 
 logger = logging.getLogger("thinwire")
-_STATE_VERSION = 2
+_STATE_VERSION = 3
 _attached: WeakSet[nn.Module] = WeakSet()
 
 
@@ -48,7 +57,8 @@ class Synchronizer:
         scheme: str | Scheme | TwoLevel,
         timeout: timedelta | None,
         plans: Mapping[str, Planned] | None = None,
-        compression: Compression | None = None,
+        compression: Compression | PlannedCompression | None = None,
+        intent: Intent | None = None,
     ) -> None:
         self._model = model
         self._module = module_of(model)
@@ -59,7 +69,10 @@ class Synchronizer:
         self._exposed_seconds = 0.0
         self._steps = 0
         self._forwards = 0
-        self._forward_hook: RemovableHandle | None = None
+        self._forward_hooks: list[RemovableHandle] = []
+        self._clock = Clock()
+        self._trace: Trace | None = None
+        self._intent = intent
         trained = (parameter.device for parameter in model.parameters() if parameter.requires_grad)
         device = next(trained, torch.device("cpu"))
         group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
@@ -67,18 +80,28 @@ class Synchronizer:
         self._native = NativeAllReduce(group, self._gradients, OTHERS) if is_native(group, device) else None
         self._lane = Lane(group, timeout, self._staging)
         self._compressed: CompressedSync | None = None
+        self._execution: Execution | None = None
         try:
             if plans is not None and compression is not None:
-                self._compressed = CompressedSync(plans, compression, self._lane, self._gradients.records)
+                kind = CompressedSync if compression.ahead else FusedSync
+                self._compressed = kind(plans, compression, self._lane, self._gradients.records)
             self._lane.submit(self._agree_on_configuration).wait()
             if not isinstance(model, DistributedDataParallel):
                 broadcast_module(model, group)
             self._plug = self._make_plug()
+            if intent is not None:
+                hooks = self._plug if isinstance(self._plug, ParameterHooks) else None
+                following = Following(intent.names, intent.groups, hooks, self._compressed)
+                ahead = compression is None or compression.ahead
+                self._execution = Execution(intent, self._lane, following, self._buckets.take_formed, ahead)
         except Exception:
             self._lane.close()
             raise
         self._lane.submit(lambda lane: kernels.warm_up())  # while the first forward runs
-        self._forward_hook = model.register_forward_pre_hook(self._before_forward)
+        self._forward_hooks = [
+            model.register_forward_pre_hook(self._before_forward),
+            model.register_forward_hook(self._after_forward),
+        ]
         _attached.add(model)
 
     def stats(self) -> dict[str, float]:
@@ -88,8 +111,14 @@ class Synchronizer:
         backward pass had to wait, ``comm/bytes_dense`` what all-reducing everything would have sent. With compression,
         ``compress/encode_seconds``, ``compress/wire_seconds`` and ``compress/decode_seconds`` are parts of the former,
         and ``compress/bytes_sent`` is what the jobs of compressed parameters sent, small ones that travel with them
-        included. On a GPU ``cuda/pinned_bytes`` is host memory that the lane has, and ``cuda/overflow_rounds`` counts
-        copies of what did not fit it.
+        included. ``compress/tensor_missing_rate`` is the part of the tensors of which a sparsifier chose no element.
+
+        With a plan or a fusion policy ``plan/groups`` are what gradients travel in, ``plan/replans`` tells how often
+        these were planned anew, and ``plan/dropped`` whether the plan was given up; ``plan/predicted_seconds`` and
+        ``plan/measured_seconds`` are those of a step, from the end of the model's forward until the last mean is there.
+
+        On a GPU ``cuda/pinned_bytes`` is host memory that the lane has, and ``cuda/overflow_rounds`` counts copies of
+        what did not fit it.
         """
         traffic = self._lane.exchange.traffic
         return {
@@ -102,6 +131,7 @@ class Synchronizer:
             "comm/exposed_seconds": self._exposed_seconds,
             **self._staging.stats(),
             **(self._compressed.stats() if self._compressed is not None else {}),
+            **(self._execution.stats() if self._execution is not None else {}),
         }
 
     def table(self) -> list[dict[str, str | int | float]]:
@@ -143,6 +173,7 @@ class Synchronizer:
             "pauses": dict(self._gradients.pauses),
             "unions": dict(self._gradients.unions),
             "compress": None if self._compressed is None else self._compressed.state_dict(),
+            "plan": None if self._execution is None else self._execution.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -167,11 +198,38 @@ class Synchronizer:
             raise ValueError(f"the state was saved {saved} compression, and attach was called {here} it")
         if self._compressed is not None:
             self._compressed.check_state(compressed)
+        if self._execution is not None and state["plan"] is not None:
+            self._execution.check_state(state["plan"])
+            self._execution.load_state_dict(state["plan"])
+        if self._compressed is not None:
             self._compressed.load_state_dict(compressed)
         self._steps = int(state["steps"])
         self._gradients.choices = {name: str(scheme) for name, scheme in state["choices"].items()}
         self._gradients.pauses = {name: int(steps) for name, steps in state["pauses"].items()}
         self._gradients.unions = {name: int(rows) for name, rows in state["unions"].items()}
+
+    def trace(self, steps: int | None = None) -> Trace:
+        """Record what happens when in the next steps: backward of each gradient, and each job with its phases.
+
+        Under DDP the backward of each bucket, which is all that it tells. On a GPU backward is seen as it is launched.
+
+        Args:
+            steps: end after so many; None to record until `Trace.stop`, or the end of a ``with`` block.
+
+        Raises:
+            ValueError: another trace is being recorded.
+
+        Example:
+            >>> with sync.trace() as trace:         # doctest: +SKIP
+            ...     train(steps=3)
+            >>> trace.save("step.json")             # doctest: +SKIP
+        """
+        if self._trace is not None:
+            raise ValueError("a trace is being recorded already: stop() it first")
+        self._trace = trace = Trace(self._stop_trace, steps, self._predicted_events)
+        if self._compressed is not None:
+            self._compressed.stopwatch.listener = self._clock.phase
+        return trace
 
     def watch_lane(self, watcher: Callable[[float, float], None] | None) -> None:
         """Have ``watcher`` called with the start and end (`time.perf_counter`) of each job of the lane, on its thread.
@@ -182,12 +240,13 @@ class Synchronizer:
 
     def detach(self) -> None:
         """Take all hooks off and release the lane, on all ranks; a DDP model is stock again. Twice does nothing."""
-        if self._forward_hook is None:
+        if not self._forward_hooks:
             return
         self._plug.remove()
         self._lookups.remove()
-        self._forward_hook.remove()
-        self._forward_hook = None
+        for handle in self._forward_hooks:
+            handle.remove()
+        self._forward_hooks.clear()
         self._lane.close()
         _attached.discard(self._model)
 
@@ -196,37 +255,36 @@ class Synchronizer:
 
     def _make_plug(self) -> Plug:
         is_ddp = isinstance(self._model, DistributedDataParallel)
-        plans = {} if self._compressed is None else self._compressed.plans
-        compressed = [name for name, _ in self._module.named_parameters() if name in plans]
-        weights = {id(self._module.get_parameter(name)) for name in compressed}
+        planned = () if self._intent is None else self._intent.names
+        dense = {*planned, *(() if self._compressed is None else self._compressed.plans)}
+        weights = {id(parameter) for name, parameter in self._module.named_parameters() if name in dense}
         self._lookups = LookupRows(self._module, own_hooks=1 if is_ddp else 2, compressed=weights)
         self._buckets = buckets = Buckets(
-            self._gradients, self._lookups, self._names, self._lane, self._staging, self._native, self._compressed
+            self._gradients,
+            self._lookups,
+            self._names,
+            self._lane,
+            self._staging,
+            self._native,
+            self._compressed,
+            self._clock,
         )
+        begin, expect = self._begin_backward, self._in_flight.append
         try:
             if isinstance(self._model, DistributedDataParallel):
-                return DdpPlug(self._model, buckets, self._begin_backward, self._in_flight.append)
-            trained = trained_parameters(self._module, self._lookups, self._names, compressed)
-            return ParameterHooks(
-                trained, buckets, self._lookups, self._lane, self._begin_backward, self._in_flight.append
-            )
+                return DdpPlug(self._model, buckets, begin, expect)
+            trained = trained_parameters(self._module, self._lookups, self._names)
+            names = None if self._intent is None else self._intent.groups
+            groups = None if names is None else places_of(trained, names)
+            return ParameterHooks(trained, buckets, self._lookups, self._lane, begin, expect, self._clock, groups)
         except Exception:
             self._lookups.remove()
             raise
 
     def _agree_on_configuration(self, lane: Lane) -> Tensor:
-        scheme = self._gradients.scheme
-        lines = [f"scheme={scheme if isinstance(scheme, str) else scheme.describe()}"]
-        for name, parameter in self._module.named_parameters():
-            frozen = "" if parameter.requires_grad else ", frozen"
-            lines.append(f"parameter {name!r}: {parameter.dtype} {list(parameter.shape)}{frozen}")
-        if not isinstance(self._model, DistributedDataParallel):
-            lines += [
-                f"buffer {name!r}: {buffer.dtype} {list(buffer.shape)}" for name, buffer in self._module.named_buffers()
-            ]
-        if self._compressed is not None:
-            lines += self._compressed.describe()
-        lane.channel(Subject("attach", "\n".join(lines))).open()
+        is_plain = not isinstance(self._model, DistributedDataParallel)
+        text = configuration(self._gradients.scheme, self._module, is_plain, self._compressed, self._intent)
+        lane.channel(Subject("attach", text)).open()
         return torch.empty(0)
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
@@ -238,6 +296,7 @@ class Synchronizer:
         if self._began:  # the last backward was broken off by an exception
             self._began = False
             self._plug.reset()
+            self._clock.reset()
         self._forwards += 1
         if self._forwards == 2 and self._steps == 0 and isinstance(self._model, DistributedDataParallel):
             text = (
@@ -246,6 +305,12 @@ class Synchronizer:
             )
             logger.warning(text)
             warnings.warn(text, stacklevel=3)
+
+    def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        """Backward begins now, as far as anybody but the training script knows."""
+        del args, output
+        if module.training and torch.is_grad_enabled() and self._plug.synchronizes:
+            self._clock.start()
 
     def _begin_backward(self) -> bool:
         """Have `_finish_backward` called at the end of the running backward; whether there is one."""
@@ -266,36 +331,38 @@ class Synchronizer:
         self._in_flight.clear()
         for future in in_flight:
             future.wait()
-        self._exposed_seconds += time.perf_counter() - started
+        times = self._clock.finish()
+        self._exposed_seconds += times.ended - started
         self._plug.deliver()
         self._gradients.finish_step()
         if self._compressed is not None:
             self._compressed.finish_step()
         self._steps += 1
         if self._steps == 1 and self._lane.rank == 0:
-            logger.info("%s", self._summary())
+            text = first_step(self._records(), len(self._names), self.stats(), self._lane.world_size)
+            logger.info("%s", text)
+        if self._trace is not None:
+            self._trace.add(times)
+        if self._execution is not None and not is_joining(self._model):
+            self._execution.finish_step(times)
 
-    def _summary(self) -> str:
-        records = self._records()
-        rows = [record for record in records if record.kind not in ("all-reduce", KIND)]
-        tables = "; ".join(
-            f"{record.name} ({record.kind}, {record.density:.2%} dense) by {record.scheme}" for record in rows
-        )
-        compressed = sorted({f"{record.formats} by {record.scheme}" for record in records if record.kind == KIND})
-        count = sum(record.kind == KIND for record in records)
-        saved = self.stats()
-        return (
-            f"thinwire synchronizes {len(rows)} of {len(self._names)} parameters as rows"
-            f"{': ' + tables if rows else ''};{f' {count} compressed: ' + ', '.join(compressed) + ';' if count else ''}"
-            f" the others are all-reduced. First step:"
-            f" {saved['comm/bytes_sent']:,.0f} bytes sent, {saved['comm/bytes_dense']:,.0f} for a dense all-reduce"
-            f" ({self._lane.world_size} ranks)"
-        )
+    def _stop_trace(self) -> None:
+        self._trace = None
+        if self._compressed is not None:
+            self._compressed.stopwatch.listener = None
+
+    def _predicted_events(self) -> Sequence[Event]:
+        return () if self._execution is None else self._execution.predicted_events()
 
 
 def is_attached(model: nn.Module) -> bool:
     """Whether a `Synchronizer` of this model was not detached yet."""
     return model in _attached
+
+
+def is_joining(model: nn.Module) -> bool:
+    """Whether ranks may run out of data before others, under ``model.join()``: nothing else can be agreed on then."""
+    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 
 def module_of(model: nn.Module) -> nn.Module:

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from torch import distributed as dist
 
 from thinwire.testbed import network as network_module
 from thinwire.testbed.launch import RankContext, run_ranks
-from thinwire.testbed.network import EmulatedNetwork, Link, NetAdminError, require_net_admin
+from thinwire.testbed.network import EmulatedNetwork, Link, NetAdminError, in_namespace, require_net_admin
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -142,6 +143,34 @@ def seconds_to_send_to_rank_0(context: RankContext, size_bytes: int) -> float:
     for work in works:
         work.wait()
     return time.perf_counter() - start
+
+
+def reaches(network: EmulatedNetwork, source: int, target: int) -> bool:
+    """Whether a connection is made within half a second."""
+
+    def connect(port: int) -> bool:
+        try:
+            socket.create_connection((network.address(target), port), timeout=0.5).close()
+        except TimeoutError:
+            return False
+        return True
+
+    with in_namespace(
+        network.namespace(target), lambda: socket.create_server((network.address(target), 0))
+    ) as listener:
+        return in_namespace(network.namespace(source), lambda: connect(listener.getsockname()[1]))
+
+
+@net_test
+def test_a_host_that_is_cut_off_hears_and_says_nothing_until_it_is_mended():
+    with EmulatedNetwork(3, Link(None)) as network:
+        assert reaches(network, 0, 1)
+        network.cut(1)
+        assert [reaches(network, *pair) for pair in ((0, 1), (1, 0), (0, 2))] == [False, False, True]
+        network.mend(1)
+        assert reaches(network, 0, 1)
+        with pytest.raises(ValueError, match="host must be"):
+            network.cut(3)
 
 
 @net_test

@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.checkpoint import copier
 from thinwire.checkpoint.client import HolderClient
 from thinwire.checkpoint.start import HolderOptions, start_holder, stop_holder
 from thinwire.errors import LostPeerError
@@ -250,14 +252,14 @@ def test_a_killed_training_goes_on_bitwise(hosts: Hosts, undisturbed: list[list[
 
 
 def test_a_lost_host_is_restored_from_its_peer(hosts: Hosts, undisturbed: list[list[Tensor]]) -> None:
-    """And what cannot be restored is refused or left alone: other ranks, another model, another run."""
+    """Also by another number of ranks; and what cannot be is refused or left alone: another model, another run."""
     hosts.start("a"), hosts.start("b")
-    reached = hosts.job("first", "a", "b").kill(at=6)
+    first = hosts.job("first", "a", "b")
+    reached = first.kill(at=6)
     hosts.wait_until_sent("b")
     hosts.lose("b")
     hosts.start("b")
     for name, places, options, reason in (
-        ("more", ("a", "b", "b"), {}, "Start as many ranks"),
         ("wider", ("a", "b"), {"width": 65}, "Start as many ranks of the same model"),
         ("four", ("a", "b"), {"options": {"replicas": 4}}, "4 replicas need 4 machines"),
     ):
@@ -265,6 +267,11 @@ def test_a_lost_host_is_restored_from_its_peer(hosts: Hosts, undisturbed: list[l
         assert refused.finish() == ["refused"] * len(places)
         assert reason in refused.read(0, "refused")
     assert hosts.job("other", "a", "b", steps=1, options={"run_id": "other"}).finish() == ["None", "None"]
+    more = hosts.job("more", "a", "b", "b", steps=1)
+    steps = set(more.finish())
+    assert len(steps) == 1
+    for rank in (0, 1):  # and rank 2 has random numbers of its own
+        assert more.read(rank, "restored_digest") == first.read(rank, f"digest.{next(iter(steps))}")
     again = hosts.job("again", "a", "b")
     restored = again.finish()
     assert restored[0] == restored[1]
@@ -276,7 +283,7 @@ def test_a_lost_host_is_restored_from_its_peer(hosts: Hosts, undisturbed: list[l
 def test_a_killed_holder_does_not_stop_training(hosts: Hosts, undisturbed: list[list[Tensor]]) -> None:
     """Nor does one that comes back at another address: checkpoints go on with it."""
     hosts.start("a"), hosts.start("b")
-    running = hosts.job("job", "a", "b")
+    running = hosts.job("job", "a", "b", step_seconds=0.15)
     wait_for(lambda: running.reached() >= 3)
     hosts.lose("b")
     wait_for(lambda: running.reached() >= 6)
@@ -299,11 +306,15 @@ def test_the_persistent_tier_is_read_when_the_memory_is_gone(hosts: Hosts, undis
     hosts.start("a")
     older, newest = sorted((hosts.directory / "disk").glob("step-*"))
     next(newest.glob("*.distcp")).unlink()
-    refused = hosts.job("more", "a", "a", "a", options=options)
-    assert refused.finish() == ["refused"] * 3
-    assert "checkpoints of 2 ranks" in refused.read(0, "refused")
+    step = str(int(older.name.removeprefix("step-")))
+    more = hosts.job("more", "a", "a", "a", steps=1, options=options)
+    assert more.finish() == [step] * 3
+    assert more.read(0, "restored_digest") == first.read(0, f"digest.{step}")
+    refused = hosts.job("wider", "a", "a", width=65, options=options)
+    assert refused.finish() == ["refused"] * 2
+    assert "of another model" in refused.read(0, "refused")
     again = hosts.job("again", "a", "a", options=options)
-    assert again.finish() == [str(int(older.name.removeprefix("step-")))] * 2
+    assert again.finish() == [step] * 2
     assert same(again.parameters(), undisturbed)
 
 
@@ -357,6 +368,142 @@ def test_a_limit_of_age_raises_and_nothing_else_does(hosts: Hosts) -> None:
 
         with pytest.raises(thinwire.ThinwireError, match=r"4 steps old, and max_age_steps is 3: .*holder"):
             go_on()
+
+
+class Whole:
+    """A training with every part that a checkpoint takes, on one rank, with a model that is copied beside it."""
+
+    def __init__(self, seed: int) -> None:
+        for each in (torch.manual_seed, random.seed, np.random.seed):
+            each(seed)
+        self.model = DistributedDataParallel(nn.Sequential(nn.Linear(160, 160), nn.Dropout(0.2), nn.Linear(160, 1)))
+        self.synchronizer = thinwire.attach(self.model, compress=thinwire.compress.top_k(0.1))
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2, gamma=0.5)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        self.data = Position()
+
+    def checkpointer(self, socket: str, **options: Any) -> thinwire.checkpoint.Checkpointer:
+        parts = {name: getattr(self, name) for name in ("scheduler", "scaler", "synchronizer", "data")}
+        return thinwire.checkpoint.Checkpointer(
+            self.model, self.optimizer, run_id="run", replicas=1, holder_socket=socket, **parts, **options
+        )
+
+    def train(self, steps: int, checkpointer: thinwire.checkpoint.Checkpointer | None = None) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            self.data.taken += 1
+            x = torch.randn(4, 160) + self.data.taken + random.random() + float(np.random.rand())
+            self.optimizer.zero_grad()
+            loss = self.model(x).square().mean()
+            self.scaler.scale(loss).backward()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.scheduler.step()
+            losses.append(loss.item())
+            if checkpointer is not None:
+                checkpointer.step()
+                assert checkpointer.flush(20)
+        return losses
+
+
+@dataclass
+class Position:
+    """In the data."""
+
+    taken: int = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken = state["taken"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_every_part_of_a_training_goes_on_bitwise(hosts: Hosts) -> None:
+    """Also memories of compressors, and however much is copied beside the training."""
+    socket = hosts.start("a")
+    first = Whole(seed=1)
+    with first.checkpointer(socket) as checkpointer:
+        assert checkpointer.restore() is None
+        first.train(5, checkpointer)
+        assert [record.skipped for record in checkpointer.records()] == [""] * 5
+    expected = first.train(3)
+    again = Whole(seed=2)
+    again.train(1)
+    with again.checkpointer(socket) as checkpointer:
+        assert checkpointer.restore() == 5
+    error = "0.weight"
+    assert again.synchronizer.state_dict()["compress"]["states"][error]["error"].count_nonzero() > 0
+    assert again.train(3) == expected
+    assert (again.scaler.get_scale(), again.data.taken) == (first.scaler.get_scale(), 8)
+    assert again.scheduler.state_dict() == first.scheduler.state_dict()
+    for training in (first, again):
+        training.synchronizer.detach()
+
+
+@pytest.mark.usefixtures("alone")
+def test_parameters_that_change_while_they_are_copied_make_no_version(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is dropped, and from then on copies are made before step returns."""
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    copying, written, real = threading.Event(), threading.Event(), copier.copy_bytes
+
+    def slow(target: Tensor, source: Tensor) -> None:
+        copying.set()
+        assert written.wait(10)
+        real(target, source)
+
+    options: dict[str, Any] = {"run_id": "run", "replicas": 1, "holder_socket": hosts.start("a")}
+    with thinwire.checkpoint.Checkpointer(model, optimizer, **options) as checkpointer:
+        checkpointer.restore()
+        with monkeypatch.context() as patch:
+            patch.setattr(copier, "copy_bytes", slow)
+            checkpointer.step()
+            assert copying.wait(10)
+            with torch.no_grad():
+                model.weight.add_(1)
+            written.set()
+            with pytest.warns(UserWarning, match="from now on step waits"):
+                checkpointer.step()
+        for _ in range(2):
+            expected = model.weight.detach().clone()
+            checkpointer.step()
+            with torch.no_grad():
+                model.weight.add_(1)
+            assert checkpointer.flush(20)
+        reasons = [record.skipped for record in checkpointer.records()]
+        assert ["written to" in reason for reason in reasons] == [True, False, False, False]
+    with thinwire.checkpoint.Checkpointer(model, optimizer, **options) as checkpointer:
+        assert checkpointer.restore() == 4
+        assert torch.equal(model.weight, expected)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_optimizer_waits_until_its_parameters_are_copied(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    options: dict[str, Any] = {"run_id": "run", "replicas": 1, "holder_socket": hosts.start("a")}
+    real = copier.copy_bytes
+    with thinwire.checkpoint.Checkpointer(model, optimizer, **options) as checkpointer:
+        checkpointer.restore()
+        monkeypatch.setattr(copier, "copy_bytes", lambda target, source: (time.sleep(0.1), real(target, source)))
+        expected = model.weight.detach().clone()
+        checkpointer.step()
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+        assert not torch.equal(model.weight, expected)
+        assert checkpointer.flush(20)
+        (record,) = checkpointer.records()
+        assert record.skipped == ""
+        assert record.blocking_seconds > 0.05, "the optimizer waited, and that counts"
+    with thinwire.checkpoint.Checkpointer(model, optimizer, **options) as checkpointer:
+        assert checkpointer.restore() == 1
+        assert torch.equal(model.weight, expected)
 
 
 @pytest.mark.usefixtures("alone")

@@ -19,13 +19,16 @@ from thinwire.bench.jobs.job import Data, Job, Samples
 from thinwire.bench.jobs.named import JOBS, get_job
 from thinwire.bench.train.account import covered_seconds
 from thinwire.bench.train.curve import Curve, evaluation_steps, smoothed, window_of
-from thinwire.bench.train.methods import SETTINGS, TORCH_METHODS, method_of, parse
+from thinwire.bench.train.methods import SETTINGS, TORCH_METHODS, method_of, method_of_plan, parse
+from thinwire.bench.train.planned import Planning
 from thinwire.bench.train.rank import RankRecord, StepRecord, Training
 from thinwire.bench.train.report import build_report
 from thinwire.bench.train.rows import curve_of, row_of
 from thinwire.bench.train.summary import summarize, verdict
 from thinwire.cli.main import app
+from thinwire.plan.plan import STOCK, Group, Plan
 
+BEHIND = "top_k:fuse=layerwise:ahead=False"
 CONTRACT = {
     "job", "method", "hosts", "link_mbit", "seed", "step_seconds_median", "step_seconds_p10", "step_seconds_p90",
     "backward_seconds", "encode_seconds", "wire_seconds", "decode_seconds", "exposed_seconds", "bytes_sent_max",
@@ -188,11 +191,39 @@ def test_every_setting_fits_its_constructor(name: str) -> None:
         ("zip", "legal are ddp, bf16"),
         ("top_k:densty=1", "densty"),
         ("ddp:rank=4", "no setting 'rank'"),
+        ("ddp:fuse=cupcake", "no setting 'fuse'"),
+        ("thinwire:fuse=cupcakes", "cupcakes"),
+        ("plan:policy=cupcake", "plan has no setting 'policy'"),
+        ("plan:file=/nowhere/plan.json", "cannot read the plan /nowhere/plan.json"),
+        ("plan:compressors=sidco", "sidco"),
     ],
 )
 def test_unknown_methods_and_settings(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         method_of(text, get_job("lstm"), steps=100, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "is_plain", "has_plan"),
+    [
+        ("thinwire", False, False),
+        ("thinwire:fuse=byte_cap(mb=4;first_mb=1)", True, False),
+        ("top_k:density=0.01:ahead=False", True, False),
+        ("qsgd:fuse=safusion(adapt=False)", True, False),
+        ("plan", False, True),
+        ("plan:compressors=bf16+top_k(density=0.01):fallback=True", False, True),
+    ],
+)
+def test_groups_need_a_plain_module_and_a_plan_decides(text: str, is_plain: bool, has_plan: bool) -> None:
+    method = method_of(text, get_job("lstm"), steps=100, world_size=2)
+    assert (method.is_plain, method.planning is not None) == (is_plain, has_plan)
+
+
+def test_a_plan_to_do_nothing_is_stock_ddp() -> None:
+    groups = (Group(("fc.weight",), 4096),)
+    nothing, other = (Plan(2, "", groups, 1.0, 1.0, choice=choice) for choice in (STOCK, "exact, cupcake"))
+    assert not method_of_plan(nothing, Planning()).is_plain
+    assert method_of_plan(other, Planning()).is_plain
 
 
 def row(method: str, seconds: float | None, seed: int = 0, loss: float | None = 1.0) -> dict[str, Any]:
@@ -233,14 +264,16 @@ def test_a_run_without_a_link(tmp_path: Path) -> None:
     rows_file, page = tmp_path / "out.json", tmp_path / "out.html"
     result = CliRunner().invoke(
         app,
-        ["bench", "train", "--job", "digits", "--methods", "top_k,ddp", "--hosts", "2", "--link", "none",
+        ["bench", "train", "--job", "digits", "--methods", f"{BEHIND},top_k,ddp", "--hosts", "2", "--link", "none",
          "--seeds", "1", "--steps", "4", "--json", str(rows_file), "--html", str(page)],
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     written = json.loads(rows_file.read_text())
-    dense, top_k = written["rows"]
-    assert (dense["method"], top_k["method"]) == ("ddp", "top_k"), "stock DDP is first"
-    for each in (dense, top_k):
+    dense, behind, top_k = written["rows"]
+    assert [each["method"] for each in written["rows"]] == ["ddp", BEHIND, "top_k"], "stock DDP is first"
+    assert (dense["groups"], dense["tensor_missing_rate"], top_k["tensor_missing_rate"]) == (None, None, 0.0)
+    assert behind["groups"] > 1
+    for each in written["rows"]:
         assert each.keys() >= CONTRACT
         assert each["bitwise_equal_across_ranks"]
         assert each["link_mbit"] is None

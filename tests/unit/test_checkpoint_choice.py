@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from itertools import combinations, pairwise
+from math import comb
 from random import Random
 
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire.checkpoint.choice import MAX_REASONS, choose
-from thinwire.checkpoint.placement import placement, survives
-from thinwire.checkpoint.version import ShardId, Version
+from thinwire.checkpoint.placement import placement, recovery_probability, survives
+from thinwire.checkpoint.version import ShardId, Version, next_attempt
 
 Inventories = dict[str, list[Version]]
 
@@ -73,6 +74,54 @@ def test_a_step_is_found_when_every_shard_survives(data: st.DataObject, machines
     for owner, source in enumerate(chosen.sources):
         assert chosen.versions[owner] == copy(owner, 4)
         assert chosen.versions[owner] in inventories[source]
+
+
+@pytest.mark.parametrize(("machines", "replicas"), [(n, m) for n in range(2, 10) for m in (2, 3) if m <= n])
+def test_every_set_of_machines_that_can_be_lost(machines: int, replicas: int) -> None:
+    """Restored exactly when every owner has a copy left: as often as `recovery_probability` says."""
+    holders, inventories = placement(machines, replicas), held(machines, replicas, [4])
+    for failed in range(machines + 1):
+        restored = 0
+        for lost in combinations(range(machines), failed):
+            left = {name: [] if int(name[1:]) in lost else has for name, has in inventories.items()}
+            chosen = choose(left, hosts_of(machines), "run", "a1")
+            assert (chosen.step == 4) == survives(holders, lost)
+            assert all(version in left[source] for version, source in zip(chosen.versions, chosen.sources, strict=True))
+            restored += chosen.step == 4
+        assert restored / comb(machines, failed) == recovery_probability(machines, replicas, failed)
+
+
+@given(st.integers(2, 9), st.sampled_from([2, 3]), st.floats(0, 0.6), st.randoms(use_true_random=False))
+def test_the_newest_step_of_which_every_shard_has_a_good_copy(
+    machines: int, replicas: int, share: float, random: Random
+) -> None:
+    """Copies that were altered are not in an inventory, wherever they are."""
+    replicas, steps = min(replicas, machines), (6, 7, 8)
+    holders = placement(machines, replicas)
+    copies = [(owner, host, step) for owner, hosts in enumerate(holders) for host in hosts for step in steps]
+    altered = {each for each in copies if random.random() < share}
+    inventories: Inventories = {name: [] for name in hosts_of(machines)}
+    for owner, host, step in sorted(set(copies) - altered):
+        inventories[f"h{host}"].append(copy(owner, step))
+    whole = [step for step in steps if all(any(has == copy(owner, step) for host in hosts for has in
+             inventories[f"h{host}"]) for owner, hosts in enumerate(holders))]  # fmt: skip
+    chosen = choose(inventories, hosts_of(machines), "run", "a1")
+    assert chosen.step == max(whole, default=None)
+    for owner, (version, source) in enumerate(zip(chosen.versions, chosen.sources, strict=True)):
+        assert version == copy(owner, chosen.step or 0)
+        assert version in inventories[source]
+        assert source == f"h{owner}" or version not in inventories[f"h{owner}"], "the own host goes first"
+
+
+def test_two_starts_of_a_run_that_did_not_see_each_other_are_two_histories() -> None:
+    """Both count as the first, and got to the same step; a host of each is there."""
+    first, second = next_attempt([], 0xA), next_attempt([], 0xB)
+    chosen = choose({"h0": [copy(0, 7, first)], "h1": [copy(1, 7, second)]}, hosts_of(2), "run", "a1")
+    assert chosen.step is None
+    assert chosen.reasons == (
+        "step 7 of attempt b: nobody has a copy of shard 0",
+        "step 7 of attempt a: nobody has a copy of shard 1",
+    )
 
 
 def test_ranks_that_come_back_in_another_order_fetch_their_shards() -> None:

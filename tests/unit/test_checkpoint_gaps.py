@@ -47,13 +47,20 @@ def test_gap_grants_are_all_bytes_in_gaps(lengths: list[float], num_bytes: int) 
     """A gap never gets more than fits into it at that speed."""
     iteration = [(3.0 * place, length) for place, length in enumerate(lengths)]
     found, speed = profile([iteration]), 1e5
-    grants = gap_grants(found, num_bytes, speed, iteration_seconds=20.0)
+    grants = gap_grants(found, num_bytes, speed)
     assert sum(grant.num_bytes for grant in grants) == num_bytes
     room = {start: length * speed for start, length in iteration}
     for grant in grants:
-        start = min(room, key=lambda start: abs(start - grant.seconds % 20.0))
-        assert grant.seconds % 20.0 == pytest.approx(start, abs=1e-6)
-        assert grant.num_bytes <= room[start]
+        assert grant.num_bytes <= room[grant.seconds]
+    places = [(grant.iteration, grant.seconds) for grant in grants]
+    assert places == sorted(set(places))
+
+
+def test_even_grants_begin_when_they_are_offered() -> None:
+    """And end as early as if they had been offered before."""
+    grants = even_grants(100, 10.0, count=4, past_seconds=4.0)
+    assert [grant.seconds for grant in grants] == [4.0, 5.0, 6.0, 7.0]
+    assert [grant.seconds for grant in even_grants(3, 1.0, count=2, past_seconds=9.0)] == [9.0, 9.0]
 
 
 def test_the_pacer_grants_what_is_offered_and_no_more() -> None:
@@ -91,6 +98,53 @@ def test_the_pacer_profiles_the_lane() -> None:
         assert pacer.profile is not None
         assert 0 < pacer.idle_seconds < pacer.iteration_seconds
         assert "idle timespans" in pacer.how
+    finally:
+        pacer.close()
+
+
+def iterate(pacer: Pacer, times: int, seconds: float) -> None:
+    """Half of each iteration the lane is busy."""
+    for _ in range(times):
+        started = time.perf_counter()
+        time.sleep(seconds)
+        pacer.note_busy(started, started + seconds / 2)
+        pacer.note_step()
+
+
+def test_iterations_that_take_another_time_are_profiled_anew() -> None:
+    pacer = Pacer(lambda num_bytes: None, every=1, watched=True)
+    try:
+        pacer.note_step()
+        iterate(pacer, PROFILED_ITERATIONS, 0.002)
+        first = pacer.profile
+        iterate(pacer, 2 * PROFILED_ITERATIONS, 0.008)
+        assert "anew" in pacer.how or pacer.profile is not first
+        iterate(pacer, PROFILED_ITERATIONS, 0.008)
+        assert first is not None
+        assert pacer.profile is not None
+        assert sum(pacer.profile.spans) > 1.5 * sum(first.spans)
+    finally:
+        pacer.close()
+
+
+def test_what_does_not_fit_an_iteration_waits_for_the_next_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    granted: list[int] = []
+    pacer = Pacer(granted.append, every=1, watched=True)
+    try:
+        pacer.note_step()
+        iterate(pacer, PROFILED_ITERATIONS, 0.004)
+        for _ in range(2):
+            granted.clear()
+            pacer.offer(1000, bytes_per_second=1000 / 0.004)  # 0.002 s are idle
+            needed = pacer.iterations_needed
+            assert needed >= 2
+            time.sleep(0.02)
+            assert sum(granted) < 1000
+            iterate(pacer, needed, 0.004)
+            time.sleep(0.02)
+            assert sum(granted) == 1000
+        assert "of iteration 2" in pacer.schedule
+        assert len([record for record in caplog.records if "versions in between are skipped" in record.message]) == 1
     finally:
         pacer.close()
 

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.checkpoint.layout import ALIGNMENT_BYTES, Layout, flatten, load_into, unflatten, views, write
+from thinwire.checkpoint.decode import load_into, unflatten
+from thinwire.checkpoint.encode import StateEncoder, flatten
+from thinwire.checkpoint.layout import ALIGNMENT_BYTES, Layout, views, write
 from thinwire.errors import CorruptMessageError
 
 DTYPES = (
@@ -79,6 +81,30 @@ def test_every_state_comes_back_bit_for_bit(state: Any) -> None:
     layout, buffer = stored(state)
     assert same(state, unflatten(layout, views(layout, buffer)))
     assert all(where.offset % ALIGNMENT_BYTES == 0 for where in layout.slices)
+
+
+@settings(max_examples=40)
+@given(states, states)
+def test_an_encoder_remembers_nothing_that_is_not_so_any_more(first: Any, second: Any) -> None:
+    """Whatever it encoded before, the result is that of a new one."""
+    encoder = StateEncoder()
+    for state in (first, second, second, first):
+        again, anew = encoder.encode(state), StateEncoder().encode(state)
+        assert again.to_bytes({"a": 1}) == anew.to_bytes({"a": 1})
+        assert [t.data_ptr() for t in again.tensors] == [t.data_ptr() for t in anew.tensors]
+
+
+def test_only_numbers_are_encoded_anew_while_shapes_stay() -> None:
+    encoder, weight = StateEncoder(), torch.randn(3)
+    first = encoder.encode({"weight": weight, "tied": weight, "step": 1, "random": torch.zeros(2)})
+    second = encoder.encode({"weight": weight, "tied": weight, "step": 2, "random": torch.ones(2)})
+    assert first.slices is second.slices
+    assert second.to_bytes() == StateEncoder().encode(
+        {"weight": weight, "tied": weight, "step": 2, "random": torch.ones(2)}
+    ).to_bytes()  # fmt: skip
+    for changed in ({"tied": weight.clone()}, {"weight": weight[:2]}, {"weight": weight.double()}, {"step": weight}):
+        state = {"weight": weight, "tied": weight, "step": 2, "random": torch.ones(2), **changed}
+        assert encoder.encode(state).to_bytes() == StateEncoder().encode(state).to_bytes()
 
 
 @given(states)
@@ -189,6 +215,22 @@ def test_a_buffer_that_is_too_small_is_refused() -> None:
 def test_a_layout_that_points_elsewhere_is_refused(change: dict[str, Any]) -> None:
     content = json.loads(flatten({"a": torch.ones(3)})[0].to_bytes())
     content["slices"][0].update(change)
+    with pytest.raises(CorruptMessageError):
+        Layout.from_bytes(json.dumps(content).encode())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": [2]}, {"offset": [1]}, {"offset": [-1]}, {"offset": []}, {"shape": [3.0]}, {"placements": None},
+        {"mesh": 5},
+    ],
+)  # fmt: skip
+def test_a_part_that_is_not_within_the_whole_is_refused(change: dict[str, Any]) -> None:
+    content = json.loads(flatten({"a": torch.ones(3)})[0].to_bytes())
+    content["slices"][0]["part"] = {"shape": [3], "offset": [0], "placements": ["shard 0"], "mesh": None}
+    assert Layout.from_bytes(json.dumps(content).encode()).slices[0].part is not None
+    content["slices"][0]["part"].update(change)
     with pytest.raises(CorruptMessageError):
         Layout.from_bytes(json.dumps(content).encode())
 

@@ -26,15 +26,21 @@ FOUNDATION = {
     "lane": {"errors", "sync", "cuda"},
     "all_reduce": {"sparse", "sync", "lane"},
     "compress": {"errors", "kernels", "sparse", "wire", "ranges"},
+    "fuse": {"plan"},
+    "plan": {"errors", "kernels", "sync", "compress", "fuse", "lane", "hooks", "observe"},
     "hooks": {
-        "errors", "kernels", "sparse", "wire", "sync", "compress", "lane", "observe", "ranges", "cuda",
+        "errors", "kernels", "sparse", "wire", "sync", "compress", "lane", "observe", "ranges", "cuda", "plan",
+        "fuse",
     },
     "synchronizer": {"kernels", "sync", "compress", "lane", "hooks", "observe", "cuda"},
-    "attach": {"sparse", "sync", "compress", "lane", "hooks", "cuda", "synchronizer"},
+    "attach": {"sparse", "sync", "compress", "lane", "hooks", "cuda", "synchronizer", "plan", "fuse"},
     "observe": {"sparse", "sync", "wire", "errors"},
     "testbed": {"errors"},
-    "checkpoint": {"errors", "lane"},
+    "checkpoint": {"errors", "lane", "cuda"},
 }  # fmt: skip
+
+# Of another room, the first one imports only these modules.
+ONLY_MODULES = {("fuse", "plan"): {"profile", "timeline"}}
 
 # Whoever exists, only these rooms import the named one.
 IMPORTED_ONLY_BY = {
@@ -59,7 +65,11 @@ OWNERS = {
 LAZY = {"numba", "triton", "matplotlib", "pyroute2", "sklearn"}
 
 # Rooms that see types and costs, never process groups.
-WITHOUT_PROCESS_GROUPS = {"errors", "kernels", "sparse", "wire", "observe", "schemes", "compress"}
+WITHOUT_PROCESS_GROUPS = {"errors", "kernels", "sparse", "wire", "observe", "schemes", "compress", "fuse", "plan"}
+
+# But for these modules, which measure; and only they import what runs on process groups.
+MEASURING = {"plan": {"measure", "link", "curves", "ready"}}
+RUNS_ON_PROCESS_GROUPS = {"lane", "hooks"}
 
 
 @dataclass(frozen=True)
@@ -94,12 +104,19 @@ def room_of(module: str) -> str | None:
     return parts[1] if parts[0] == "thinwire" and len(parts) > 1 else None
 
 
-def violations(source: str, room: str) -> list[str]:
+def violations(source: str, module: str) -> list[str]:
+    """``module``: a room, or a module of it, as ``plan.link``."""
+    room, _, inside = module.partition(".")
+    measures = inside in MEASURING.get(room, ())
     found = []
     for item in imports(ast.parse(source)):
         target, package = room_of(item.module), item.module.split(".")[0]
         if package == "thinwire" and room in FOUNDATION and target != room and target not in FOUNDATION[room]:
             found.append(f"line {item.line}: {room} does not import {item.module}")
+        if (room, target) in ONLY_MODULES and item.module.split(".")[2] not in ONLY_MODULES[room, target]:
+            found.append(f"line {item.line}: {room} imports of {target} only {sorted(ONLY_MODULES[room, target])}")
+        if room in MEASURING and not measures and target in RUNS_ON_PROCESS_GROUPS:
+            found.append(f"line {item.line}: only {sorted(MEASURING[room])} of {room} import {target}")
         if target in IMPORTED_ONLY_BY and room not in IMPORTED_ONLY_BY[target]:
             found.append(f"line {item.line}: only {sorted(IMPORTED_ONLY_BY[target])} import {target}")
         if item.typing:
@@ -108,7 +125,7 @@ def violations(source: str, room: str) -> list[str]:
             found.append(f"line {item.line}: only {sorted(OWNERS[package])} import {package}")
         if package in LAZY and not item.lazy:
             found.append(f"line {item.line}: {package} is imported inside functions, on first use")
-        if room in WITHOUT_PROCESS_GROUPS and item.module.startswith("torch.distributed"):
+        if room in WITHOUT_PROCESS_GROUPS and not measures and item.module.startswith("torch.distributed"):
             found.append(f"line {item.line}: {room} knows no process groups")
     return found
 
@@ -119,8 +136,7 @@ def modules() -> list[Path]:
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
 def test_a_module_keeps_to_its_room(path: Path) -> None:
-    room = path.relative_to(SOURCE).with_suffix("").parts[0]
-    assert violations(path.read_text(), room) == []
+    assert violations(path.read_text(), ".".join(path.relative_to(SOURCE).with_suffix("").parts)) == []
 
 
 def test_every_rule_is_about_a_room_that_is_there() -> None:
@@ -128,6 +144,8 @@ def test_every_rule_is_about_a_room_that_is_there() -> None:
     rooms = {path.relative_to(SOURCE).with_suffix("").parts[0] for path in modules()}
     assert set(FOUNDATION) | set(IMPORTED_ONLY_BY) | WITHOUT_PROCESS_GROUPS <= rooms
     assert set().union(*FOUNDATION.values()) <= rooms
+    for room, names in [*MEASURING.items(), *((room, names) for (_, room), names in ONLY_MODULES.items())]:
+        assert names <= {path.stem for path in (SOURCE / room).glob("*.py")}
 
 
 @pytest.mark.parametrize(
@@ -142,6 +160,11 @@ def test_every_rule_is_about_a_room_that_is_there() -> None:
         ("observe", "import matplotlib.pyplot"),
         ("attach", "try:\n    from thinwire.testbed.launch import run_ranks\nexcept ImportError:\n    pass"),
         ("plan", "from thinwire.testbed import network"),
+        ("plan.planner", "import torch.distributed as dist"),
+        ("plan.timeline", "from thinwire.lane import Lane"),
+        ("fuse.cupcake", "from thinwire.plan.planner import best_plan"),
+        ("fuse.cupcake", "from thinwire.plan import Profile"),
+        ("fuse.named", "from thinwire.compress.named import split"),
         ("kernels", "import numba"),
         ("sync", "def f():\n    import numba"),
         ("testbed", "from pyroute2 import IPRoute"),
@@ -163,6 +186,8 @@ def test_a_breach_is_seen(room: str, source: str) -> None:
         ("wire", "from thinwire import kernels"),
         ("cli", "import typer\nfrom thinwire.testbed.launch import run_ranks"),
         ("sync", "from thinwire.sync.cost import sent_bytes"),
+        ("plan.link", "import torch.distributed as dist\nfrom thinwire.lane import Lane"),
+        ("fuse.cupcake", "from thinwire.plan.profile import Profile"),
     ],
 )  # fmt: skip
 def test_what_is_allowed_is_allowed(room: str, source: str) -> None:

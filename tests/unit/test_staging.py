@@ -436,7 +436,11 @@ def test_the_lane_stream_is_left_again() -> None:
 class Tripled:
     """A compressor that triples what it is given, of which it may be given no more than it asked for."""
 
-    plans = frozenset({"layer"})
+    def takes(self, name: str) -> bool:
+        return name == "layer"
+
+    def release(self, name: str, gradient: Tensor) -> None:
+        assert name == "bias"
 
     def synchronize(self, lane: object, compressed: Any, others: Any, account: str) -> None:
         assert [name for name, _ in compressed] == ["layer"]

@@ -4,7 +4,7 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,6 +21,21 @@ MIN_TABLE_BYTES = 16 * 1024
 
 MAX_DENSITY = 0.5
 """At more, dense values are sent: ids are not kept."""
+
+
+class Watch(Protocol):
+    """What becomes the one communication hook of a DDP model."""
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]: ...
+    def hand_over_to(self, state: object, hook: Callable[..., Any]) -> None: ...
+
+
+class Watcher(Protocol):
+    """What looks at the models of a script, and may end it."""
+
+    finished: bool
+
+    def watch(self, model: DistributedDataParallel) -> Watch: ...
 
 
 class Recorder:
@@ -111,10 +126,10 @@ class ModelWatch:
             self._recorder.finish()
 
 
-def install(recorder: Recorder) -> Callable[[], None]:
-    """Have every DDP model that this process builds recorded, until the returned function is called."""
+def install(recorder: Watcher) -> Callable[[], None]:
+    """Have every DDP model that this process builds watched, until the returned function is called."""
     build, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
-    watches: WeakKeyDictionary[DistributedDataParallel, ModelWatch] = WeakKeyDictionary()
+    watches: WeakKeyDictionary[DistributedDataParallel, Watch] = WeakKeyDictionary()
 
     def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         build(model, *args, **kwargs)

@@ -57,7 +57,7 @@ def run_script(
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     with tempfile.TemporaryDirectory(prefix="thinwire-analyze-") as directory:
         with _watching(progress_file(Path(directory)), on_step):
-            _launch(script, arguments, workers, steps, Path(directory))
+            launch("thinwire.analyze.worker", workers, directory, [str(steps)], script, arguments)
         files = [rank_file(Path(directory), rank) for rank in range(workers)]
         if not all(file.exists() for file in files):
             raise ScriptFailed(f"{script.name} left nothing behind on some rank: does it call os._exit or exec?")
@@ -92,7 +92,14 @@ def _watching(path: Path, on_step: Callable[[int], None] | None) -> Iterator[Non
         watcher.join()
 
 
-def _launch(script: Path, arguments: Sequence[str], workers: int, steps: int, directory: Path) -> None:
+def launch(
+    worker: str, workers: int, directory: str, settings: Sequence[str], script: Path, arguments: Sequence[str]
+) -> None:
+    """Run ``python -m WORKER DIRECTORY SETTINGS... SCRIPT ARGUMENTS...`` on ranks of this machine, as torchrun does.
+
+    Raises:
+        ScriptFailed: a rank failed; its traceback is on standard error.
+    """
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -102,11 +109,10 @@ def _launch(script: Path, arguments: Sequence[str], workers: int, steps: int, di
         rdzv_endpoint="localhost:0",
         local_addr="localhost",
         max_restarts=0,
-        logs_specs=DefaultLogsSpecs(log_dir=str(directory / "logs")),
+        logs_specs=DefaultLogsSpecs(log_dir=str(Path(directory) / "logs")),
     )
-    command = ["-u", "-m", "thinwire.analyze.worker", str(directory), str(steps), str(script), *arguments]
     try:
-        elastic_launch(config, sys.executable)(*command)
+        elastic_launch(config, sys.executable)("-u", "-m", worker, directory, *settings, str(script), *arguments)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
         raise ScriptFailed(

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from thinwire.analyze.recorder import Recorder, install
+from thinwire.analyze.recorder import Recorder, Watcher, install
 
 
 def rank_file(directory: Path, rank: int) -> Path:
@@ -42,7 +42,7 @@ def _add_byte(path: Path) -> None:
         file.write(b".")
 
 
-def run_recorded(recorder: Recorder, script: str, arguments: list[str]) -> None:
+def run_recorded(recorder: Watcher, script: str, arguments: list[str]) -> None:
     """Run a script as ``python SCRIPT ARGS...`` would. Its errors pass through, an orderly exit is swallowed."""
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)

@@ -6,20 +6,23 @@ Checkpoints", SOSP'23).
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from thinwire.checkpoint.placement import placement, recovery_probability
 
 if TYPE_CHECKING:
     from thinwire.checkpoint.checkpointer import Checkpointer
+    from thinwire.checkpoint.memory_reader import MemoryReader
+    from thinwire.checkpoint.memory_writer import MemoryWriter
 
-__all__ = ["Checkpointer", "placement", "recovery_probability"]
+__all__ = ["Checkpointer", "MemoryReader", "MemoryWriter", "placement", "recovery_probability"]
+
+_MODULES = {"Checkpointer": "checkpointer", "MemoryReader": "memory_reader", "MemoryWriter": "memory_writer"}
 
 
 def __getattr__(name: str) -> Any:
-    """The front end is imported on first use: a holder does without torch."""
-    if name == "Checkpointer":
-        from thinwire.checkpoint.checkpointer import Checkpointer
-
-        return Checkpointer
+    """The front ends are imported on first use: a holder does without torch."""
+    if name in _MODULES:
+        return getattr(import_module(f"thinwire.checkpoint.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -72,7 +72,7 @@ def choose(inventories: Mapping[str, Iterable[Version]], holders: Sequence[str],
             return Choice(step, attempt, sources, versions, fetched, _shortened(reasons))
         texts = [f"nobody has a copy of {_shards(missing)}"] if missing else []
         texts += [f"copies of {_shards(differing)} differ"] if differing else []
-        reasons.append(f"step {step} of attempt {attempt}: {', '.join(texts)}")
+        reasons.append(f"step {step} of attempt {attempt:x}: {', '.join(texts)}")
     return Choice(None, reasons=_shortened(reasons))
 
 

@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from thinwire.checkpoint.faultpoint import reach
 from thinwire.checkpoint.frames import Connection, Frame, Kind
 from thinwire.checkpoint.slots import Slot, SlotSize
 from thinwire.checkpoint.version import Manifest, ShardId, Version, field, topology_digest
@@ -23,6 +24,7 @@ class SlotWriter:
 
     def __init__(self, client: HolderClient, slot: Slot, number: int, step: int) -> None:
         self._client, self._number, self.step = client, number, step
+        self.slot = slot
         self.payload: memoryview = slot.payload()
         self._room_bytes = len(self.payload)
 
@@ -34,7 +36,9 @@ class SlotWriter:
         """
         num_bytes = self._room_bytes if payload_bytes is None else payload_bytes
         content = {"slot": self._number, "step": self.step, "payload_bytes": num_bytes, "wait": wait}
-        self._client.request("publish", content, layout, seconds=_SLOW_SECONDS)
+        reach("publish")
+        self._client.request("publish", content, layout, seconds=_SLOW_SECONDS if wait else None)
+        reach("published")
 
     def abandon(self) -> None:
         """Give the slot back, empty."""
@@ -57,6 +61,10 @@ class SlotReader:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def verify(self) -> None:
+        """Raises CorruptMessageError if the payload does not match its digests now."""
+        self._slot.verify()
 
     def close(self) -> None:
         """The version may be overwritten from now on, so views of ``payload`` must not be used any more."""
@@ -194,8 +202,8 @@ class HolderClient:
             self._connection.send(Kind.CAST, content)
 
     def status(self) -> dict[str, Any]:
-        """Of this shard: newest_local and newest_replicated (steps or None), bytes_pending, bytes_sent, dropped,
-        writing, last_error, versions, and replicas by address."""
+        """Of this shard: newest_local and newest_replicated (steps or None), free (whether ``slot`` gives one),
+        writing, bytes_pending, bytes_sent, dropped, last_error, versions, and replicas by address."""
         return self.request("status")
 
     def holder_status(self) -> dict[str, Any]:
@@ -219,8 +227,16 @@ class HolderClient:
         """
         return self.request("fetch", {"version": version.to_json(), "source": source}, seconds=_SLOW_SECONDS)
 
+    def keep(self, version: Version) -> None:
+        """Training goes on from this version of its shard: it is kept until a later ``keep_step`` says that a newer one
+        is everywhere. Raises ThinwireError if it is not on this host."""
+        self.request("keep", {"version": version.to_json()})
+
     def open(self, version: Version) -> SlotReader:
-        """The version's layout and payload, mapped. Raises ThinwireError if it is not on this host."""
+        """The version's layout and payload, mapped. Raises ThinwireError if it is not on this host.
+
+        The payload was compared with its digests when the inventory was made; ``SlotReader.verify`` does it now.
+        """
         with self._lock:
             frame = self._connection.request("open", {"version": version.to_json()})
             if len(frame.descriptors) != 1 or frame.payload_bytes:

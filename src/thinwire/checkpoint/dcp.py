@@ -1,39 +1,34 @@
-"""The persistent tier: now and then a checkpoint on a disk, as plain torch.distributed.checkpoint, in the background.
+"""The persistent tier: now and then a checkpoint on a disk, in the background.
 
-    DIRECTORY/step-00000042/    .metadata  thinwire.json  __0_0.distcp ...
-
-Tensors that are the same on all ranks are stored once, under the names that they have in the state
-(``model.layer.weight``), so any reader of DCP finds them; what differs is ``rank1.optimizer...``.
+DIRECTORY/step-00000042/    what `disk` describes: plain torch.distributed.checkpoint
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import re
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from thinwire.checkpoint.disk import DiskShards, read_about, write_shards
+from thinwire.checkpoint.faultpoint import reach
+from thinwire.checkpoint.group import failures_of, gather_json
 from thinwire.checkpoint.layout import Layout, views
-from thinwire.checkpoint.recovery import gather_json, least
+from thinwire.checkpoint.version import start_order
 from thinwire.errors import ThinwireError
 
 logger = logging.getLogger("thinwire")
 
-KEPT = 2
-_ABOUT = "thinwire.json"
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+
+Take = Callable[[], tuple[bytes, memoryview]]
 
 
 def parse_seconds(text: str | float) -> float:
@@ -52,21 +47,25 @@ def parse_seconds(text: str | float) -> float:
 
 
 class PersistentTier:
-    """Saves copies of the state of all ranks to a directory that all of them see, and reads them back.
+    """Saves states of all ranks to a directory that all of them see, and finds them there.
 
     Args:
-        directory: of this training alone; the newest two checkpoints are kept.
-        every_seconds: between two of them, by the clock of rank 0.
-        topology: checkpoints of another one are not loaded.
+        directory: of this training alone.
+        every_seconds: between two checkpoints, by the clock of rank 0.
+        keep: how many of them; older ones are deleted.
+        about: names of the training: ``topology``, ``state`` and ``world_size``.
         group: of Gloo, of all ranks, used by nothing else: it is for the thread that saves.
     """
 
-    def __init__(self, directory: str | Path, every_seconds: float, topology: str, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, directory: str | Path, every_seconds: float, keep: int, about: dict[str, Any], group: dist.ProcessGroup
+    ) -> None:
         self.directory = Path(directory)
-        self._every_seconds, self._topology, self._group = every_seconds, topology, group
+        self._every_seconds, self._keep, self._about, self._group = every_seconds, keep, about, group
         self._rank = dist.get_rank(group)
         self._thread: threading.Thread | None = None
         self._last = time.monotonic()
+        self.obstacle = ""  # why no slot may be overwritten now
         self.saved_step = -1
         self.last_error = ""
 
@@ -75,46 +74,50 @@ class PersistentTier:
         busy = self._thread is not None and self._thread.is_alive()
         return not busy and (self._rank != 0 or time.monotonic() - self._last >= self._every_seconds)
 
-    def save(self, step: int, layout: Layout, payload: memoryview) -> None:
-        """Copy a slot, and save the copy in the background. On all ranks, for the same step."""
-        copy = torch.frombuffer(payload, dtype=torch.uint8)[: layout.payload_bytes].clone()
+    def save(self, step: int, attempt: int, take: Take) -> None:
+        """Save what ``take`` returns, layout and payload of the slot. On all ranks, for the same step.
+
+        All in the background. Until ``take`` has returned ``obstacle`` says that slots must be left alone.
+        """
         self._last = time.monotonic()
-        self._thread = threading.Thread(target=self._save, args=(step, layout, copy), name="persist", daemon=True)
+        self.obstacle = f"step {step} is being copied for the disk"
+        self._thread = threading.Thread(target=self._save, args=(step, attempt, take), name="persist", daemon=True)
         self._thread.start()
 
-    def _save(self, step: int, layout: Layout, copy: Tensor) -> None:
+    def _save(self, step: int, attempt: int, take: Take) -> None:
         partial, final = self.directory / f"step-{step:08d}.partial", self._path(step)
         try:
+            text, payload = self._taken(take)
+            layout = Layout.from_bytes(text)
             if self._rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
-                about = {"step": step, "topology": self._topology, "world_size": dist.get_world_size(self._group)}
-                (partial / _ABOUT).write_text(json.dumps(about))
             dist.barrier(self._group)
-            state = self._named(layout, views(layout, copy.numpy().data))
-            dcp.save(state, checkpoint_id=str(partial), process_group=self._group)
+            about = {**self._about, "step": step, "attempt": attempt}
+            write_shards(partial, about, layout, views(layout, payload), self._group)
             if self._rank == 0:
                 shutil.rmtree(final, ignore_errors=True)
                 partial.rename(final)
-                for old in self._steps()[KEPT:]:
+                for old in self._expired():
                     shutil.rmtree(self._path(old), ignore_errors=True)
             self.saved_step = step
         except (Exception, CheckpointException) as error:  # a full disk is no reason to stop training
             self.last_error = f"step {step} was not saved to {self.directory}: {type(error).__name__}: {error}"
             logger.warning("%s", self.last_error)
 
-    def _named(self, layout: Layout, tensors: list[Tensor]) -> dict[str, Tensor]:
-        """What this rank saves: what all ranks have the same under its own name, the rest under that of the rank."""
-        digests = {item.path: _digest(tensor) for item, tensor in zip(layout.slices, tensors, strict=True)}
-        gathered = gather_json(digests, self._group)
-        state = {self._own("layout"): torch.frombuffer(bytearray(layout.to_bytes()), dtype=torch.uint8)}
-        for item, tensor in zip(layout.slices, tensors, strict=True):
-            same = all(each.get(item.path) == digests[item.path] for each in gathered)
-            state[item.path if same else self._own(item.path)] = tensor
-        return state
-
-    def _own(self, path: str) -> str:
-        return f"rank{self._rank}.{path}"
+    def _taken(self, take: Take) -> tuple[bytes, memoryview]:
+        """Raises ThinwireError on all ranks if one of them has nothing to save."""
+        taken, reason = None, ""
+        try:
+            taken = take()
+        except (ThinwireError, ValueError, OSError) as error:
+            reason = str(error)
+        finally:
+            self.obstacle = ""
+        failed = failures_of(reason, self._group)
+        if failed or taken is None:
+            raise ThinwireError(failed)
+        return taken
 
     def _path(self, step: int) -> Path:
         return self.directory / f"step-{step:08d}"
@@ -124,65 +127,32 @@ class PersistentTier:
         found = [re.fullmatch(r"step-(\d{8,})", path.name) for path in self.directory.glob("step-*")]
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
-    def candidates(self) -> list[int]:
-        """Steps that can be loaded, newest first, as rank 0 sees them; collective.
+    def _expired(self) -> list[int]:
+        """Steps of all but the newest checkpoints; what is none is the oldest."""
+        orders = {step: (-1, step) for step in self._steps()}
+        orders |= {about["step"]: start_order(about["attempt"], about["step"]) for about in self._readable()}
+        return sorted(orders, key=lambda step: orders[step], reverse=True)[self._keep :]
 
-        Raises ValueError, on all ranks, if there are only checkpoints of another number of ranks or another model.
-        """
+    def _readable(self) -> list[dict[str, Any]]:
         abouts: list[dict[str, Any]] = []
-        for step in self._steps() if self._rank == 0 else []:
+        for step in self._steps():
             try:
-                abouts.append(json.loads((self._path(step) / _ABOUT).read_text()))
-            except (OSError, ValueError) as error:
+                abouts.append(read_about(self._path(step), step))
+            except (OSError, ThinwireError) as error:
                 logger.warning("%s is not a checkpoint: %s", self._path(step), error)
-        abouts = gather_json(abouts, self._group)[0]
-        steps = [about["step"] for about in abouts if about["topology"] == self._topology]
-        if abouts and not steps:
-            raise ValueError(
-                f"{self.directory} has checkpoints of {abouts[0]['world_size']} ranks, and this is another number of"
-                f" ranks, {dist.get_world_size(self._group)}, or another model: start as before, or give another"
-                " directory"
-            )
-        return steps
+        return abouts
 
-    def read(self, step: int) -> tuple[Layout, list[Tensor]]:
-        """The state of this rank; not collective. Raises ThinwireError for files that are missing or altered."""
-        try:
-            return self._read(dcp.FileSystemReader(str(self._path(step))))
-        except (Exception, CheckpointException) as error:  # the latter is a BaseException
-            reason = f"{type(error).__name__}: {error}".splitlines()[-1]
-            raise ThinwireError(f"{self._path(step)} cannot be read: {reason}") from error
+    def survey(self) -> list[dict[str, Any]]:
+        """What is said about the checkpoints that are there, as rank 0 sees them, highest step first; collective."""
+        return gather_json(self._readable() if self._rank == 0 else [], self._group)[0]
 
-    def _read(self, reader: dcp.FileSystemReader) -> tuple[Layout, list[Tensor]]:
-        stored = reader.read_metadata().state_dict_metadata
-        name = self._own("layout")
-        layout = Layout.from_bytes(self._load([name], stored, reader)[name].numpy().tobytes())
-        names = [self._own(item.path) if self._own(item.path) in stored else item.path for item in layout.slices]
-        state = self._load(names, stored, reader)
-        return layout, [state[name] for name in names]
-
-    @staticmethod
-    def _load(names: list[str], stored: dict[str, Any], reader: dcp.FileSystemReader) -> dict[str, Tensor]:
-        state: dict[str, Any] = {}
-        for name in names:
-            described = stored[name]
-            if not isinstance(described, TensorStorageMetadata):
-                raise ValueError(f"{name} is not a tensor")
-            state[name] = torch.empty(described.size, dtype=described.properties.dtype)
-        dcp.load(state, storage_reader=reader, no_dist=True)
-        return state
-
-    def agree(self, done: bool) -> bool:
-        """Whether all ranks have done it; collective."""
-        return least([done], self._group) == [1]
+    def open(self, about: dict[str, Any]) -> DiskShards:
+        """The states of one of those of `survey`; not collective. Raises ThinwireError for altered files."""
+        reach("disk", self._rank, about["step"])
+        return DiskShards(self._path(about["step"]), about)
 
     def close(self) -> None:
         """Wait until what is being saved is saved."""
         if self._thread is not None:
             self._thread.join()
         dist.destroy_process_group(self._group)
-
-
-def _digest(tensor: Tensor) -> str:
-    flat = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return hashlib.blake2b(flat.data, digest_size=16).hexdigest()

@@ -59,7 +59,7 @@ class Holder:
         self.config, self.store = config, Store(config.budget_bytes)
         self.stopping = threading.Event()
         self.sealing = ThreadPoolExecutor(4, thread_name_prefix="seal")
-        self.refused, self._received, self._served = 0, (0, 0.0), (0, 0.0)
+        self.refused, self._received, self._served, self._fetched = 0, (0, 0.0), (0, 0.0), (0, 0.0)
         self._started_at = time.monotonic()
         self._sessions: set[Connection] = set()
         self._lock = threading.Lock()
@@ -94,7 +94,12 @@ class Holder:
             if sock.family != socket.AF_UNIX:
                 tune(sock, self.config.times.timeout_seconds)
             connection = Connection(sock, self.config.times.timeout_seconds)
-            threading.Thread(target=self._serve, args=(kind, connection), daemon=True, name=kind.__name__).start()
+            thread = threading.Thread(target=self._serve, args=(kind, connection), daemon=True, name=kind.__name__)
+            try:
+                thread.start()
+            except RuntimeError as error:  # no more threads now; those who call later may be served
+                log.warning("a caller was turned away: %s", error)
+                connection.close()
 
     def _serve(self, kind: type[PeerSession] | type[TrainerSession], connection: Connection) -> None:
         with self._lock:
@@ -106,12 +111,20 @@ class Holder:
                 self._sessions.discard(connection)
 
     @contextlib.contextmanager
-    def into(self, shard: Shard, keep: tuple[int, int] | None, manifest: Manifest, layout: bytes) -> Iterator[Holding]:
+    def into(
+        self,
+        shard: Shard,
+        keep: tuple[int, int] | None,
+        manifest: Manifest,
+        layout: bytes,
+        recovering: bool = False,
+    ) -> Iterator[Holding]:
         """A slot to receive a version into: a version when the block ends well, else nothing.
 
+        A replica never takes the place of a newer version; what is fetched when ``recovering`` may.
         Raises ThinwireError if no slot is free, ValueError if it does not fit.
         """
-        holding = self.store.begin(shard, keep)
+        holding = self.store.begin(shard, keep, None if recovering else manifest.order, recovering)
         if holding is None:
             raise ThinwireError(f"{shard.id}: no slot is free for step {manifest.step}")
         try:
@@ -129,11 +142,16 @@ class Holder:
         with self._lock:
             self._served = (self._served[0] + num_bytes, self._served[1] + seconds)
 
+    def note_fetched(self, num_bytes: int, seconds: float) -> None:
+        with self._lock:
+            self._fetched = (self._fetched[0] + num_bytes, self._fetched[1] + seconds)
+
     def shard_status(self, shard: Shard) -> dict[str, Any]:
         """Of one shard: what is here, what the replicas have, and how the sending goes."""
         with self.store.changed:
             replicas = {a: r.status() for a, r in shard.replicas.items() if isinstance(r, Replicator)}
             versions = [h.manifest.listed(shard.role).to_json() for h in shard.complete() if h.manifest]
+            rates = [r.bytes_per_second() or 0.0 for r in shard.replicas.values() if isinstance(r, Replicator)]
             errors = [shard.last_error, *(str(replica["last_error"]) for replica in replicas.values())]
             return {
                 "shard": shard.id.to_json(),
@@ -141,9 +159,11 @@ class Holder:
                 "trainer": shard.trainer is not None,
                 "slot_bytes": shard.size.total_bytes * len(shard.holdings),
                 "writing": any(holding.writing for holding in shard.holdings),
+                "free": shard.is_free(),
                 "newest_local": shard.newest(),
                 "newest_replicated": shard.newest(replicated=True),
                 "bytes_pending": sum(replica["bytes_pending"] for replica in replicas.values()),
+                "bytes_per_second": sum(rates) or None,  # they send at the same time
                 "bytes_sent": sum(replica["bytes_sent"] for replica in replicas.values()),
                 "dropped": sum(replica["dropped"] for replica in replicas.values()),
                 "last_error": next((error for error in errors if error), ""),
@@ -165,6 +185,7 @@ class Holder:
             "bytes_sent": sum(shard["bytes_sent"] for shard in shards),
             **_traffic("received", self._received),
             **_traffic("served", self._served),
+            **_traffic("fetched", self._fetched),
             "refused_connections": self.refused,
             "shards": shards,
         }

@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.checkpoint.choice import Choice, choose
 from thinwire.checkpoint.client import HolderClient
+from thinwire.checkpoint.faultpoint import reach
+from thinwire.checkpoint.group import gather_json
 from thinwire.checkpoint.layout import Layout, views
 from thinwire.checkpoint.snapshot import Training
-from thinwire.checkpoint.version import Version
-from thinwire.errors import ThinwireError
-
-MAX_GATHERED_BYTES = 256 << 20
-
-
-def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What every rank passes, in the order of ranks; collective, over a group of Gloo."""
-    text = json.dumps(value).encode()
-    world_size = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(sizes, torch.tensor([len(text)]), group=group)
-    lengths = [int(size) for size in sizes]
-    if sum(lengths) > MAX_GATHERED_BYTES:
-        raise ThinwireError(f"{sum(lengths):,} bytes of JSON to gather, more than {MAX_GATHERED_BYTES:,}")
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    gathered = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(gathered, padded, group=group)
-    return [json.loads(each[:length].numpy().tobytes()) for each, length in zip(gathered, lengths, strict=True)]
-
-
-def least(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """The least that any rank passes, for each place; collective, over a group of Gloo."""
-    tensor = torch.tensor(list(values), dtype=torch.int64)
-    dist.all_reduce(tensor, dist.ReduceOp.MIN, group=group)
-    return tensor.tolist()
+from thinwire.checkpoint.version import NONCE_BITS, Version, next_attempt
+from thinwire.errors import CorruptMessageError, ThinwireError
 
 
 @dataclass(frozen=True)
@@ -50,13 +26,15 @@ class Survey:
 
     Args:
         choice: the step to go back to, and where each shard is.
-        attempt: for versions from now on, above all that were seen.
+        attempt: for versions from now on, above all that were seen, and new each time.
         seen: how many versions of the run there are, of whatever topology.
+        inventories: for each holder that answered, its versions.
     """
 
     choice: Choice
     attempt: int
     seen: int
+    inventories: dict[str, list[Version]]
 
 
 def survey(
@@ -73,29 +51,38 @@ def survey(
             mine = [version.to_json() for version in client.inventory(run_id)]
         except ThinwireError:
             mine = None
-    gathered = gather_json(mine, group)
+    told = gather_json({"versions": mine, "nonce": secrets.randbits(NONCE_BITS)}, group)
     inventories = {
-        holder: [Version.from_json(version) for version in gathered[first]]
+        holder: [Version.from_json(version) for version in told[first]["versions"]]
         for first, holder in enumerate(holders)
-        if holders.index(holder) == first and gathered[first] is not None
+        if holders.index(holder) == first and told[first]["versions"] is not None
     }
     of_run = [version for versions in inventories.values() for version in versions if version.shard.run_id == run_id]
-    attempt = max((version.attempt + 1 for version in of_run), default=0)
-    return Survey(choose(inventories, holders, run_id, topology), attempt, len(of_run))
+    attempt = next_attempt((version.attempt for version in of_run), told[0]["nonce"])
+    reach("survey")
+    return Survey(choose(inventories, holders, run_id, topology), attempt, len(of_run), inventories)
 
 
 def load_shard(client: HolderClient, choice: Choice, rank: int, here: str, training: Training) -> int:
     """Bring the shard of this rank to this host if it is not here, load it in place, and say of which step it is.
 
-    Raises ThinwireError if its source is lost or its bytes are wrong: then survey again.
+    What was loaded is compared with its digests once more: minutes can be between the survey and now, and a process
+    that was taken for dead may still write. Raises ThinwireError if its source is lost or its bytes are wrong: then
+    survey again.
     """
     version, source = choice.versions[rank], choice.sources[rank]
     if source != here:
+        reach("fetch")
         client.fetch(version, source)
     with client.open(version) as reader:
         layout = Layout.from_bytes(reader.layout)
         tensors: list[Tensor] = views(layout, reader.payload)
         try:
-            return training.load(layout, tensors)
+            step = training.load(layout, tensors)
         finally:
             tensors.clear()
+        reader.verify()
+    if step != version.step:
+        raise CorruptMessageError(f"{version.shard}: a state of step {step} in the version of step {version.step}")
+    client.keep(version)
+    return step

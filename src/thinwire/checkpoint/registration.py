@@ -13,8 +13,8 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.checkpoint.client import DEFAULT_LAYOUT_BYTES, HolderClient
+from thinwire.checkpoint.group import failures_of, gather_json
 from thinwire.checkpoint.placement import replicas_of_ranks
-from thinwire.checkpoint.recovery import gather_json
 from thinwire.checkpoint.start import HolderOptions, ensure_holder, load_secret, socket_path
 from thinwire.checkpoint.version import topology_digest
 from thinwire.errors import ThinwireError
@@ -61,10 +61,11 @@ class Registration:
     ) -> None:
         self._path, self._run_id, self._topology = socket_path(socket), run_id, topology
         self._group, self.rank = group, dist.get_rank(group)
-        self._layout_bytes = max(DEFAULT_LAYOUT_BYTES, LAYOUT_BYTES_PER_TENSOR * num_tensors)
+        self.layout_bytes = max(DEFAULT_LAYOUT_BYTES, LAYOUT_BYTES_PER_TENSOR * num_tensors)
         self.client: HolderClient | None = None
         self.registered = False
         self.room_bytes = 0
+        self._attempt = -1
         self.holders: list[str] = []
         self.peers: list[str] = []
         self.replicas = replicas
@@ -115,7 +116,7 @@ class Registration:
 
     def exchange(self, error: str = "") -> None:
         """Learn the addresses of all holders. Raises ValueError on all ranks if one of them is missing."""
-        address = ""
+        address, error = "", error or "the holder of its host is lost"
         if self.client is not None:
             try:
                 address = str(self.client.holder_status()["address"])
@@ -157,14 +158,14 @@ class Registration:
         try:
             self.exchange()
             peers = peers_of(self.rank, self.holders, self.replicas)
-            if not (self.registered and peers == self.peers):
+            if not (self.registered and peers == self.peers and attempt == self._attempt):
                 self._hello(payload_bytes, attempt, peers)
         except (ThinwireError, ValueError, OSError) as reason:
             error = str(reason)
             self.lost()
-        failed = [f"rank {rank}: {each}" for rank, each in enumerate(gather_json(error, self._group)) if each]
+        failed = failures_of(error, self._group)
         if failed:
-            raise ValueError("; ".join(failed[:4]))
+            raise ValueError(failed)
 
     def _hello(self, payload_bytes: int, attempt: int, peers: list[str]) -> None:
         if self.registered:  # a connection has one shard, and its peers stay
@@ -173,10 +174,10 @@ class Registration:
         if self.client is None:
             raise ValueError(f"no holder at {self._path}")
         room = room_bytes(payload_bytes)
-        self.client.hello(self._run_id, self._topology, self.rank, room, peers, attempt, self._layout_bytes)
+        self.client.hello(self._run_id, self._topology, self.rank, room, peers, attempt, self.layout_bytes)
         for address, reason in self.client.unreachable.items():
             logger.warning("the holder at %s cannot be reached yet: %s", address, reason)
-        self.registered, self.room_bytes, self.peers = True, room, peers
+        self.registered, self.room_bytes, self.peers, self._attempt = True, room, peers, attempt
 
     def close(self) -> None:
         self.lost()

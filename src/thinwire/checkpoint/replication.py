@@ -7,10 +7,13 @@ import socket
 import threading
 import time
 import zlib
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from thinwire.checkpoint.faultpoint import reach
 from thinwire.checkpoint.frames import Connection, Kind
 from thinwire.checkpoint.slots import Slot, digest_pool
 from thinwire.checkpoint.store import Holding, Shard, Store
@@ -19,6 +22,7 @@ from thinwire.errors import CorruptMessageError, ThinwireError
 
 PIECE_BYTES = 1 << 20
 _BACKOFF_SECONDS = (0.1, 2.0)
+_RATE_VERSIONS = 4  # a speed is over so many: a link is not always as fast
 _IDLE_SECONDS = 1.0  # between looks at whether an idle peer is still there
 
 
@@ -48,12 +52,14 @@ class Grants:
     def revoke(self) -> None:
         self._set(0, False)
 
-    def take(self, num_bytes: int, stopping: threading.Event) -> int:
-        """Wait until something is granted; at most ``num_bytes`` of it. 0 once ``stopping``."""
+    def take(self, num_bytes: int, given_up: Callable[[], bool]) -> int:
+        """Wait until something is granted; at most ``num_bytes`` of it. 0 once it is ``given_up``."""
         with self._changed:
-            self._changed.wait_for(lambda: self._unlimited or self._bytes > 0 or stopping.is_set())
-            if stopping.is_set() or self._unlimited:
-                return 0 if stopping.is_set() else num_bytes
+            self._changed.wait_for(lambda: self._unlimited or self._bytes > 0 or given_up())
+            if given_up():
+                return 0
+            if self._unlimited:
+                return num_bytes
             taken = min(num_bytes, self._bytes)
             self._bytes -= taken
             return taken
@@ -114,6 +120,7 @@ def receive_payload(connection: Connection, slot: Slot, manifest: Manifest, idle
                 with payload[done : done + frame.payload_bytes] as piece:
                     connection.read_into(piece)
                 done += frame.payload_bytes
+                reach("receive", manifest.shard.owner, manifest.step)
                 while checked < done and (done - checked >= manifest.chunk_bytes or done == manifest.payload_bytes):
                     chunk = chunks.enter_context(payload[checked : min(done, checked + manifest.chunk_bytes)])
                     checks.append(digest_pool().submit(zlib.crc32, chunk))
@@ -138,7 +145,10 @@ class Replicator:
         self._sending: tuple[str, int] | None = None  # digest, bytes sent of it
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"replicator {address}", daemon=True)
-        self.bytes_sent, self.seconds_sending, self.dropped, self.last_error = 0, 0.0, 0, ""
+        self._earlier_counts = (0, 0.0)  # of connections that are closed
+        self._marks: deque[tuple[int, float]] = deque([(0, 0.0)], _RATE_VERSIONS + 1)  # counts after each version
+        self.bytes_sent, self.dropped, self.last_error = 0, 0, ""
+        self.seconds_of_last: float | None = None
 
     def start(self) -> None:
         self._thread.start()
@@ -161,19 +171,42 @@ class Replicator:
     def bytes_pending(self) -> int:
         """With the store's lock held."""
         pending = 0
-        for manifest in [holding.manifest for holding in self._shard.complete() if holding.manifest]:
-            digest = manifest.version.digest
-            sent = self._sending[1] if self._sending and self._sending[0] == digest else 0
-            pending += 0 if self.is_settled(digest) else manifest.payload_bytes - sent
+        for manifest in [holding.manifest for holding in self._lacking() if holding.manifest]:
+            sent = self._sending[1] if self._sending and self._sending[0] == manifest.version.digest else 0
+            pending += manifest.payload_bytes - sent
         return pending
 
+    def _lacking(self) -> list[Holding]:
+        """What the peer should get, oldest first."""
+        found = [(holding, holding.manifest) for holding in self._shard.complete()]
+        return [
+            holding
+            for holding, manifest in found
+            if manifest and not self.is_settled(manifest.version.digest) and self._shard.is_wanted(manifest)
+        ]
+
+    def _counts(self) -> tuple[int, float]:
+        """Bytes acknowledged, and seconds in which some were on their way, over all connections so far."""
+        connection, (num_bytes, seconds) = self._connection, self._earlier_counts
+        now = (0, 0.0) if connection is None else connection.tcp_counts
+        return num_bytes + now[0], seconds + now[1]
+
+    def bytes_per_second(self) -> float | None:
+        """Over the last versions, while bytes were on their way; None before the first one is there."""
+        (first, began), (last, ended) = self._marks[0], self._marks[-1]
+        return (last - first) / (ended - began) if ended > began else None
+
     def status(self) -> dict[str, Any]:
-        seconds = self.seconds_sending
+        """``seconds_sending`` are those in which bytes were on their way, not those in which they were handed to the
+        kernel, which takes a small version at once. ``seconds_of_last``: from a version's completion here to there."""
+        (acknowledged, seconds), rate = self._counts(), self.bytes_per_second()
         return {
             "connected": self._connection is not None,
             "bytes_sent": self.bytes_sent,
+            "bytes_acknowledged": acknowledged,
             "seconds_sending": round(seconds, 6),
-            "mb_per_second": round(self.bytes_sent / seconds / 1e6, 1) if seconds else None,
+            "mb_per_second": round(rate / 1e6, 1) if rate else None,
+            "seconds_of_last": self.seconds_of_last,
             "bytes_pending": self.bytes_pending(),
             "dropped": self.dropped,
             "last_error": self.last_error,
@@ -196,6 +229,7 @@ class Replicator:
 
     def _disconnect(self) -> None:
         if self._connection is not None:
+            self._earlier_counts = self._counts()
             self._connection.close()
             self._connection = None
 
@@ -222,13 +256,9 @@ class Replicator:
 
     def _next(self) -> Holding | None:
         """The oldest version that the peer lacks, pinned; None after a while without one."""
-
-        def lacking() -> list[Holding]:
-            return [h for h in self._shard.complete() if h.manifest and not self.is_settled(h.manifest.version.digest)]
-
         with self._store.changed:
-            self._store.changed.wait_for(lambda: lacking() or self._stopping.is_set(), _IDLE_SECONDS)
-            found = [] if self._stopping.is_set() else lacking()
+            self._store.changed.wait_for(lambda: self._lacking() or self._stopping.is_set(), _IDLE_SECONDS)
+            found = [] if self._stopping.is_set() else self._lacking()
             if found:
                 found[0].readers += 1
             return found[0] if found else None
@@ -238,18 +268,24 @@ class Replicator:
         assert holding.manifest is not None
         manifest, digest = holding.manifest, holding.manifest.version.digest
         backoff, best, progress_at = _BACKOFF_SECONDS[0], 0, time.monotonic()
-        while not self._stopping.is_set():
+        while not self._stopping.is_set() and self._shard.is_wanted(manifest):
             try:
                 if self._connection is None:
                     self.connect()
-                if not self.has(digest):
-                    self._send(holding, manifest)
-                self._note(held=digest)
+                if self.has(digest) or self._send(holding, manifest):
+                    self.seconds_of_last = time.monotonic() - holding.sealed_at
+                    self._marks.append(self._counts())
+                    self._note(held=digest)
+                else:
+                    self._note(given_up=digest)
                 return
-            except (ThinwireError, ValueError) as error:
+            except Exception as error:  # of whatever kind: without this thread nothing would be sent any more
                 self._disconnect()
                 self.last_error = f"{self.address}: step {manifest.step}: {error}"
+                altered = isinstance(error, CorruptMessageError) and not self._store.verify(manifest.version)
             reached, self._sending = self._sending[1] if self._sending else 0, None
+            if altered:
+                return  # here, so this is no version any more
             if reached > best:
                 best, progress_at = reached, time.monotonic()
             if time.monotonic() - progress_at > self._times.deadline_seconds:
@@ -267,31 +303,35 @@ class Replicator:
             self._given_up = (self._given_up | {given_up} if given_up else self._given_up) & here
             self._store.changed.notify_all()
 
-    def _send(self, holding: Holding, manifest: Manifest) -> None:
+    def _send(self, holding: Holding, manifest: Manifest) -> bool:
+        """Whether the peer has it now; it may have no use for it, having newer ones, or the training may have none."""
+
+        def given_up() -> bool:
+            return self._stopping.is_set() or not self._shard.is_wanted(manifest)
+
         connection = self._connection
         assert connection is not None
         digest = manifest.version.digest
         self._sending = (digest, 0)
         keep = self._shard.keep
         answer = connection.request("receive", {"manifest": manifest.to_json(), "keep": keep}, holding.layout)
-        if answer.json.get("have") is True:
-            return
+        if answer.json.get("have") is True or answer.json.get("superseded") is True:
+            return answer.json.get("have") is True
         done = 0
         with holding.slot.payload(manifest.payload_bytes) as payload:
             while done < manifest.payload_bytes:
-                count = self._grants.take(min(PIECE_BYTES, manifest.payload_bytes - done), self._stopping)
+                count = self._grants.take(min(PIECE_BYTES, manifest.payload_bytes - done), given_up)
                 if count == 0:
-                    raise ThinwireError("the holder stops")
-                started = time.monotonic()
+                    self._disconnect()  # in the middle of a version, so the peer has to be told
+                    return False
                 with payload[done : done + count] as piece:
                     connection.send(Kind.DATA, {}, piece)
-                self.seconds_sending += time.monotonic() - started
                 self.bytes_sent += count
                 done += count
                 self._sending = (digest, done)
-        started = time.monotonic()
+                reach("send", manifest.shard.owner, manifest.step)
         connection.answer(self._times.timeout_seconds)
-        self.seconds_sending += time.monotonic() - started
+        return True
 
 
 def send_payload(connection: Connection, slot: Slot, manifest: Manifest) -> None:
@@ -300,3 +340,4 @@ def send_payload(connection: Connection, slot: Slot, manifest: Manifest) -> None
         for start in range(0, manifest.payload_bytes, PIECE_BYTES):
             with payload[start : min(start + PIECE_BYTES, manifest.payload_bytes)] as piece:
                 connection.send(Kind.DATA, {}, piece)
+            reach("serve", manifest.shard.owner, manifest.step)

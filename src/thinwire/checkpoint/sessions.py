@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("thinwire.holder")
 
+_UNWANTED_SECONDS = 0.5  # for the sending of an unwanted version to end
 _TAKEOVER_SECONDS = 3.0  # for the predecessor of a trainer, or of a sender, to be noticed as gone
 
 
@@ -151,6 +152,7 @@ class TrainerSession(Session):
             if not self.store.changed.wait_for(lambda: shard.trainer is None, _TAKEOVER_SECONDS):
                 raise ValueError(f"{shard_id} belongs to another trainer that is connected; end that one first")
             shard.trainer, shard.role, shard.keep = self, "own", None
+            self._end_receiver(shard)
         self.shard, self.attempt = shard, attempt
         self.grants.revoke()
         try:
@@ -165,6 +167,12 @@ class TrainerSession(Session):
             "unreachable": unreachable,
         }
         return Reply(content, descriptors=tuple(holding.slot.descriptor for holding in shard.holdings))
+
+    def _end_receiver(self, shard: Shard) -> None:
+        """What a peer is sending is left over from when the owner lived there, and would keep a slot from it."""
+        if shard.receiver is not None:
+            shard.receiver.close()
+        self.store.changed.wait_for(lambda: shard.receiver is None, _TAKEOVER_SECONDS)
 
     def _check_peers(self, addresses: list[Any]) -> None:
         for address in addresses:
@@ -212,9 +220,10 @@ class TrainerSession(Session):
         if self.writing is not None:
             self.store.abandon(self.writing)
             self.writing = None
-        if keep_step is not None:
-            with self.store.changed:
-                shard.keep = shard.order_of(get(request, "keep_step", int)) or shard.keep
+        with self.store.changed:
+            shard.attempt = self.attempt
+            if keep_step is not None:
+                shard.keep = shard.order_of(get(request, "keep_step", int), self.attempt) or shard.keep
         self.writing = self.store.begin(shard, shard.keep)
         return Reply({"slot": self.writing.number if self.writing else None})
 
@@ -266,7 +275,9 @@ class TrainerSession(Session):
             self._fetch(version, source)
         except LostPeerError as error:  # of the other holder, not of this trainer
             raise ThinwireError(f"holder {source}: {error}") from error
-        return Reply({"bytes": version.payload_bytes, "seconds": time.monotonic() - started})
+        seconds = time.monotonic() - started
+        self.holder.note_fetched(version.payload_bytes, seconds)
+        return Reply({"bytes": version.payload_bytes, "seconds": seconds})
 
     def _fetch(self, version: Version, source: str) -> None:
         timeout_seconds = self.holder.config.times.timeout_seconds
@@ -279,11 +290,28 @@ class TrainerSession(Session):
                 raise CorruptMessageError(f"holder {source} offers another version than the one that was asked for")
             shard = self.store.shards.get(version.shard)
             if shard is None:
-                shard = self.store.register(version.shard, SlotSize(manifest.payload_bytes, manifest.layout_bytes))
-            with self.holder.into(shard, None, manifest, layout) as holding:
+                shard = self.store.register(version.shard, _size(get(frame.json, "room", dict)))  # the owner may come
+            with self.holder.into(shard, None, manifest, layout, recovering=True) as holding:
                 receive_payload(connection, holding.slot, manifest, timeout_seconds)
         finally:
             connection.close()
+
+    def keep(self, request: dict[str, Any], _: bytes) -> Reply:
+        version, shard = Version.from_json(get(request, "version", dict)), self.own()
+        with self.store.reading(version), self.store.changed:
+            if version.shard != shard.id:
+                raise ValueError(f"this connection belongs to {shard.id}, not to {version.shard}")
+            shard.keep = version.attempt, version.step
+            self._free_unwanted(shard)
+        return Reply()
+
+    def _free_unwanted(self, shard: Shard) -> None:
+        """What was being sent and is of no use any more would keep its slot from the next version."""
+        self.store.changed.notify_all()
+        self.store.changed.wait_for(
+            lambda: not any(h.readers and h.manifest and not shard.is_wanted(h.manifest) for h in shard.holdings),
+            _UNWANTED_SECONDS,
+        )
 
     def open(self, request: dict[str, Any], _: bytes) -> Reply:
         version = Version.from_json(get(request, "version", dict))
@@ -318,7 +346,7 @@ class TrainerSession(Session):
 
     operations: ClassVar[dict[str, Operation]] = {
         "hello": hello, "slot": slot, "publish": publish, "abandon": abandon, "status": status,
-        "inventory": inventory, "fetch": fetch, "open": open, "close": close, "forget": forget,
+        "inventory": inventory, "fetch": fetch, "keep": keep, "open": open, "close": close, "forget": forget,
         "holder_status": holder_status, "stop": stop,
     }  # fmt: skip
 
@@ -346,6 +374,8 @@ class PeerSession(Session):
             digest = manifest.version.digest
             if any(h.manifest and h.manifest.version.digest == digest for h in shard.complete()):
                 return Reply({"have": True})
+            if shard.is_superseded(manifest.order):
+                return Reply({"superseded": True})
             started = time.monotonic()
             with self.holder.into(shard, _order(request.get("keep")), manifest, layout) as holding:
                 self.connection.send(Kind.REPLY, {"have": False})
@@ -369,7 +399,9 @@ class PeerSession(Session):
     def read(self, request: dict[str, Any], _: bytes) -> None:
         with self.store.reading(Version.from_json(get(request, "version", dict))) as holding:
             manifest, layout = holding.slot.read()
-            self.connection.send(Kind.REPLY, {"manifest": manifest.to_json()}, layout)
+            size = holding.slot.size
+            room = {"payload_bytes": size.payload_bytes, "layout_bytes": size.layout_bytes}
+            self.connection.send(Kind.REPLY, {"manifest": manifest.to_json(), "room": room}, layout)
             started = time.monotonic()
             send_payload(self.connection, holding.slot, manifest)
         self.holder.note_served(manifest.payload_bytes, time.monotonic() - started)

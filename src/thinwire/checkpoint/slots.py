@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
 
+from thinwire.checkpoint.faultpoint import reach
 from thinwire.checkpoint.version import CHUNK_BYTES, Manifest, ShardId, chunk_count
 from thinwire.errors import CorruptMessageError
 
@@ -134,7 +135,9 @@ class Slot:
         if _PAGE + len(text) + len(layout) > self.size.payload_offset:
             raise ValueError(f"the manifest of {len(text)} bytes does not fit beside the layout of {len(layout)}")
         self._map[_PAGE : _PAGE + len(text) + len(layout)] = text + layout
+        reach("header", manifest.shard.owner, manifest.step)
         self._write_header(State.COMPLETE, text, layout)
+        reach("sealed", manifest.shard.owner, manifest.step)
 
     def read(self) -> tuple[Manifest, bytes]:
         """Manifest and layout of a complete slot, CorruptMessageError for another; the payload is not looked at."""
@@ -222,12 +225,14 @@ class SlotView:
     settled: bool = True
 
 
-def choose_slot(slots: Sequence[SlotView], keep: tuple[int, int] | None = None) -> int | None:
+def choose_slot(
+    slots: Sequence[SlotView], keep: tuple[int, int] | None = None, before: tuple[int, int] | None = None
+) -> int | None:
     """The slot to write the next version to, or None if none may be overwritten.
 
     An empty one is best. A complete one may go only if another complete one stays, and if it is not ``keep``, the
     newest version that every owner has everywhere; then those older than ``keep`` go first, and a newer one only once
-    it is settled. Without ``keep``, the oldest settled one goes.
+    it is settled. Without ``keep``, the oldest settled one goes. With ``before``, only what is older than that goes.
 
     Example: choose_slot([SlotView((0, 4), False), SlotView((0, 5), False)], keep=(0, 5)) == 0
     """
@@ -241,6 +246,7 @@ def choose_slot(slots: Sequence[SlotView], keep: tuple[int, int] | None = None) 
     def may_go(index: int) -> bool:
         slot = slots[index]
         older = keep is not None and slot.order is not None and slot.order < keep
-        return not slot.busy and slot.order != keep and (slot.settled or older)
+        stays = before is not None and slot.order is not None and slot.order >= before
+        return not slot.busy and not stays and slot.order != keep and (slot.settled or older)
 
     return min((index for index in complete if may_go(index)), key=lambda index: slots[index].order or (), default=None)

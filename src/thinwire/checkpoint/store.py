@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from thinwire.checkpoint.memory import BudgetError
@@ -27,7 +27,7 @@ class Replica(Protocol):
 
 @dataclass(eq=False)
 class Holding:
-    """A slot and what is in it. ``manifest`` is there exactly while the slot is complete."""
+    """A slot and what is in it. ``manifest`` is there exactly while the slot is complete, since ``sealed_at``."""
 
     slot: Slot
     number: int
@@ -35,6 +35,7 @@ class Holding:
     layout: bytes = b""
     writing: bool = False
     readers: int = 0
+    sealed_at: float = 0.0
 
     @property
     def busy(self) -> bool:
@@ -46,7 +47,8 @@ class Shard:
     """The slots of one shard on this host.
 
     ``trainer``: whoever is connected as its owner. ``receiver``: the connection on which a version is arriving.
-    ``keep``: (attempt, step) of the newest version that the trainer says is complete everywhere.
+    ``keep``: (attempt, step) of the newest version that the trainer says is complete everywhere, or that it went on
+    from. ``attempt``: of the trainer that wrote last.
     """
 
     id: ShardId
@@ -56,6 +58,7 @@ class Shard:
     trainer: object | None = None
     receiver: Any = None
     keep: tuple[int, int] | None = None
+    attempt: int = 0
     replicas: dict[str, Replica] = field(default_factory=dict)
     last_error: str = ""
 
@@ -72,9 +75,39 @@ class Shard:
                 return manifest.step
         return None
 
-    def order_of(self, step: int | None) -> tuple[int, int] | None:
-        orders = [h.manifest.order for h in self.complete() if h.manifest and h.manifest.step == step]
-        return max(orders, default=None)
+    def order_of(self, step: int, attempt: int) -> tuple[int, int] | None:
+        """Of the version that a trainer in its ``attempt`` means: its own, or the one it went on from.
+
+        There may be others of that step: of an attempt that was given up.
+        """
+        orders = [holding.manifest.order for holding in self.complete() if holding.manifest]
+        meant = [(attempt, step), self.keep] if self.keep is not None and self.keep[1] == step else [(attempt, step)]
+        return next((order for order in meant if order in orders), None)
+
+    def is_wanted(self, manifest: Manifest) -> bool:
+        """Whether training may go back to this version: to none from before ``keep``, nor to one that a former attempt
+        left behind."""
+        keep = self.keep
+        return manifest.order == keep or (manifest.attempt >= self.attempt and (keep is None or manifest.order > keep))
+
+    def is_superseded(self, order: tuple[int, int]) -> bool:
+        """Whether a version that a peer sends is of no use here: its owner lives here, or all slots hold newer ones.
+
+        So a sender that was left behind, with versions of an attempt that was given up, cannot push out what the
+        training that goes on has.
+        """
+        newer = all(holding.manifest is not None and holding.manifest.order > order for holding in self.holdings)
+        return self.trainer is not None or newer
+
+    def is_free(self) -> bool:
+        """Whether a version can be written now, if all owners have everywhere what this one has."""
+        orders = [
+            holding.manifest.order
+            for holding in self.complete()
+            if holding.manifest and all(r.has(holding.manifest.version.digest) for r in self.replicas.values())
+        ]
+        keep = [self.keep] if self.keep is not None else []
+        return choose_slot(self.views(), max(orders + keep, default=None)) is not None
 
     def views(self) -> list[SlotView]:
         return [self._view(holding) for holding in self.holdings]
@@ -83,7 +116,8 @@ class Shard:
         if holding.manifest is None:
             return SlotView(None, holding.busy)
         digest = holding.manifest.version.digest
-        return SlotView(holding.manifest.order, holding.busy, all(r.is_settled(digest) for r in self.replicas.values()))
+        settled = all(replica.is_settled(digest) for replica in self.replicas.values())
+        return SlotView(holding.manifest.order, holding.busy, settled or not self.is_wanted(holding.manifest))
 
 
 class Store:
@@ -143,10 +177,20 @@ class Store:
             raise BudgetError(f"no shared memory for a slot of {size.total_bytes:,} bytes: {error}") from error
         return holdings
 
-    def begin(self, shard: Shard, keep: tuple[int, int] | None) -> Holding | None:
-        """A slot to write to, no longer holding what it held; None if none may be overwritten (``choose_slot``)."""
+    def begin(
+        self,
+        shard: Shard,
+        keep: tuple[int, int] | None,
+        before: tuple[int, int] | None = None,
+        recovering: bool = False,
+    ) -> Holding | None:
+        """A slot to write to, no longer holding what it held; None if none may be overwritten (``choose_slot``).
+
+        ``recovering``: whatever is not settled yet is of a history that was given up.
+        """
         with self.changed:
-            index = choose_slot(shard.views(), keep)
+            views = [replace(view, settled=True) for view in shard.views()] if recovering else shard.views()
+            index = choose_slot(views, keep, before)
             if index is None or self.shards.get(shard.id) is not shard:
                 return None
             holding = shard.holdings[index]
@@ -159,6 +203,7 @@ class Store:
         holding.slot.publish(manifest, layout)
         with self.changed:
             holding.manifest, holding.layout, holding.writing = manifest, layout, False
+            holding.sealed_at = time.monotonic()
             self.changed.notify_all()
 
     def abandon(self, holding: Holding) -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from thinwire.errors import CorruptMessageError
@@ -12,6 +14,7 @@ from thinwire.errors import CorruptMessageError
 CHUNK_BYTES = 4 << 20  # a digest is over this much, still warm in the cache when it has just arrived
 MAX_PAYLOAD_BYTES = 1 << 44
 MAX_LAYOUT_BYTES = 64 << 20
+NONCE_BITS = 32
 _MAX_NAME = 256
 
 
@@ -19,6 +22,21 @@ def topology_digest(topology: dict[str, Any]) -> str:
     """Name of a topology: 16 hexadecimal digits of the SHA-256 of its canonical JSON. Order of keys does not matter."""
     text = json.dumps(topology, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def next_attempt(seen: Iterable[int], nonce: int) -> int:
+    """The number of a new start of a run: above all that were ``seen``, and no other start's.
+
+    Its upper bits count; the lower 32 are ``nonce``, random and the same on all ranks. Two starts that did not see each
+    other's versions, because the hosts that have them were away, would else count to the same number, and their shards
+    of one step would be taken for one version.
+    """
+    return (max((attempt >> NONCE_BITS for attempt in seen), default=-1) + 1) << NONCE_BITS | nonce
+
+
+def start_order(attempt: int, step: int) -> tuple[int, int]:
+    """Newest last: which start of the run wrote a step, without what is random in ``attempt``, and the step."""
+    return attempt >> NONCE_BITS, step
 
 
 def field(values: Any, name: str, kind: type, low: int = 0, high: int = 1 << 62) -> Any:
@@ -44,7 +62,7 @@ class ShardId:
     owner: int
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return {"run_id": self.run_id, "topology": self.topology, "owner": self.owner}
 
     @classmethod
     def from_json(cls, values: Any) -> ShardId:
@@ -63,7 +81,8 @@ class ShardId:
 class Version:
     """One complete copy as an inventory lists it.
 
-    ``attempt`` counts restarts of the run, so that a step that was trained twice is not taken for one version.
+    ``attempt`` names the start of the run that wrote it (``next_attempt``; later ones are larger), so that a step that
+    was trained twice is not taken for one version.
     ``digest`` names the bytes: copies with the same digest are the same. ``role`` is ``own`` on the host of a
     registered trainer, else ``replica``.
     """
@@ -76,7 +95,7 @@ class Version:
     role: str = "replica"
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return _to_json(self)
 
     @classmethod
     def from_json(cls, values: Any) -> Version:
@@ -105,7 +124,7 @@ class Manifest:
     layout_crc: int
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return _to_json(self)
 
     @classmethod
     def from_json(cls, values: Any) -> Manifest:
@@ -127,7 +146,7 @@ class Manifest:
             raise CorruptMessageError(f"{len(crcs)} digests for {manifest.payload_bytes} bytes: some are missing")
         return manifest
 
-    @property
+    @cached_property
     def version(self) -> Version:
         text = json.dumps(self.to_json(), sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -140,6 +159,12 @@ class Manifest:
     def order(self) -> tuple[int, int]:
         """Newest last: a later attempt went on from a version of an earlier one."""
         return self.attempt, self.step
+
+
+def _to_json(named: Version | Manifest) -> dict[str, Any]:
+    """Its fields; `dataclasses.asdict` takes ten times as long, and a holder needs this at every turn."""
+    values = {name: getattr(named, name) for name in named.__dataclass_fields__}
+    return values | {"shard": named.shard.to_json()}
 
 
 def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:

@@ -14,6 +14,7 @@ from rich.table import Table
 from thinwire.bench.methods import METHODS, design_space
 from thinwire.bench.recipes import RECIPES, get_recipe
 from thinwire.bench.sync import DTYPES, SyncBenchmark, run
+from thinwire.cli.bench_checkpoint import checkpoint
 from thinwire.cli.bench_train import train
 from thinwire.cli.output import clear_errors, console_for, write_json
 from thinwire.testbed.launch import RanksFailed
@@ -28,6 +29,9 @@ def _bench() -> None:
 
 
 bench.command(epilog="Example: thinwire bench train --job digits --methods ddp,bf16,top_k --html out.html")(train)
+bench.command(
+    epilog="Example: thinwire bench checkpoint --hosts 8 --link 100mbit --state-mb 4 --compute-ms 1000 --html out.html"
+)(checkpoint)
 
 
 @bench.command(epilog="Example: thinwire bench sync --hosts 8 --link 100mbit --workload lstm --json out.json")

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from thinwire.bench.jobs.named import JOBS
 from thinwire.bench.train.benchmark import TrainBenchmark, run
-from thinwire.bench.train.methods import SETTINGS, THINWIRE, TORCH_METHODS
+from thinwire.bench.train.methods import PLAN, SETTINGS, THINWIRE, TORCH_METHODS
 from thinwire.bench.train.report import write_report
 from thinwire.bench.train.summary import COLUMNS, conditions, table_rows, verdict
 from thinwire.cli.output import STDOUT, clear_errors, console_for, write_json
@@ -25,7 +25,7 @@ def train(
     job: str = typer.Option("lstm", help=f"What to train: {', '.join(JOBS)}."),
     methods: str = typer.Option(
         "ddp,bf16,top_k,ef_sign_sgd,power_sgd",
-        help=f"Comma-separated, of: {', '.join((*TORCH_METHODS, THINWIRE, *SETTINGS))}."
+        help=f"Comma-separated, of: {', '.join((*TORCH_METHODS, THINWIRE, PLAN, *SETTINGS))}."
         " Settings behind a colon: top_k:density=0.001.",
     ),
     hosts: int = typer.Option(8, help="Emulated hosts, one rank each."),

@@ -8,7 +8,9 @@ from thinwire import __version__
 from thinwire.cli.analyze import CONTEXT_SETTINGS, analyze
 from thinwire.cli.bench import bench
 from thinwire.cli.demo import demo
+from thinwire.cli.doctor import EXAMPLES, doctor
 from thinwire.cli.holder import holder
+from thinwire.cli.plan import plan
 
 app = typer.Typer(
     name="thinwire",
@@ -20,8 +22,10 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command(context_settings=CONTEXT_SETTINGS)(analyze)
+app.command(context_settings=CONTEXT_SETTINGS, epilog=EXAMPLES)(doctor)
 app.command(epilog="Example: thinwire holder --bind 10.0.0.1 --secret-file job.secret --memory-budget 64GiB")(holder)
 app.add_typer(bench, name="bench")
+app.add_typer(plan, name="plan")
 
 
 def _print_version(wanted: bool) -> None:

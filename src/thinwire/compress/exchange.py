@@ -30,9 +30,13 @@ class Phase(StrEnum):
 
 @dataclass
 class Stopwatch:
-    """Seconds in each phase. A second counts for the innermost phase only: encoding inside an exchange is encoding."""
+    """Seconds in each phase. A second counts for the innermost phase only: encoding inside an exchange is encoding.
+
+    ``listener`` is told of each stretch in one phase: which, its start and its end (`time.perf_counter`).
+    """
 
     seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
+    listener: Callable[[Phase, float, float], None] | None = None
     _running: list[Phase] = field(default_factory=list)
     _since: float = 0.0
 
@@ -52,6 +56,8 @@ class Stopwatch:
         now = time.perf_counter()
         if self._running:
             self.seconds[self._running[-1]] += now - self._since
+            if self.listener is not None:
+                self.listener(self._running[-1], self._since, now)
         self._since = now
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
 from thinwire.cuda.staging import Handover, HostStaging, Staging
+from thinwire.hooks.clock import Clock, JobTimes, Load
 from thinwire.hooks.compressed import CompressedSync
 from thinwire.hooks.embedding import LookupRows
 from thinwire.hooks.gradients import GradientSync
@@ -35,6 +38,7 @@ class Contents:
         others: what lies between them, by a name for error messages.
         started: those of the others that are all-reduced already.
         compressed: gradients that are averaged with compression, in place, by name of their parameters.
+        name: of the bucket, for those who watch.
     """
 
     buffer: Tensor
@@ -42,10 +46,18 @@ class Contents:
     others: tuple[tuple[str, Tensor], ...] = ()
     started: tuple[Started, ...] = ()
     compressed: tuple[tuple[str, Tensor], ...] = ()
+    name: str = ""
 
     def tensors(self) -> list[Tensor]:
         """All whose memory is read or written."""
-        return [self.buffer, *(table.gradient for table in self.tables), *(gradient for _, gradient in self.compressed)]
+        tables = (table.gradient for table in self.tables)
+        return [self.buffer, *tables, *(gradient for _, gradient in (*self.others, *self.compressed))]
+
+    @property
+    def load(self) -> Load:
+        exact = sum(gradient.nbytes for _, gradient in self.others) + sum(entry.size_bytes for entry in self.started)
+        compressed = [gradient.nbytes for _, gradient in self.compressed]
+        return Load(self.name, exact, sum(compressed), len(compressed))
 
 
 class Buckets:
@@ -67,6 +79,7 @@ class Buckets:
         staging: how gradients get there and back; None where they are on the CPU.
         native: all-reduces what is not a table; None to have the lane do it.
         compressed: what is done with gradients that are compressed; None if none are.
+        clock: is told when buckets come and jobs run.
     """
 
     def __init__(
@@ -78,6 +91,7 @@ class Buckets:
         staging: Staging | None = None,
         native: NativeAllReduce | None = None,
         compressed: CompressedSync | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self._staging: Staging = staging or HostStaging()
         self._native = native
@@ -86,13 +100,16 @@ class Buckets:
         self._names = names
         self._lane = lane
         self._compressed = compressed
+        self._clock = clock or Clock()
         self._tables = {id(parameter) for parameter in lookups.parameters}
         self._seen: set[str] = set()
         self._waiting: list[tuple[Contents, Future[Tensor]]] = []
         self._waiting_bytes = 0
+        self._formed: dict[int, tuple[str, ...]] = {}
 
     def add(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """What DDP takes for the bucket, once it is there: a new sparse tensor, or its buffer, in place."""
+        self._clock.ready(f"bucket {bucket.index()}")
         return self.submit(self._take_apart(bucket), bucket.is_last())
 
     def submit(self, contents: Contents, is_last: bool = False) -> Future[Tensor]:
@@ -108,12 +125,27 @@ class Buckets:
             self.flush()
         return future
 
+    def take_formed(self) -> list[tuple[str, ...]]:
+        """The parameters that DDP put into each bucket since the last call, without tables."""
+        formed, self._formed = self._formed, {}
+        return list(formed.values())
+
+    def compresses(self, name: str) -> bool:
+        """Whether the gradient of a parameter is compressed in this step."""
+        return self._compressed is not None and self._compressed.takes(name)
+
+    def release(self, name: str, gradient: Tensor) -> None:
+        """Add what compression left of earlier gradients, if it ended; see `CompressedSync.release`."""
+        if self._compressed is not None:
+            self._compressed.release(name, gradient)
+
     def flush(self) -> None:
         """Submit what waits. Nothing may be left when backward is over."""
         batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if batch:
             handover = self._staging.hand_over([tensor for contents, _ in batch for tensor in contents.tensors()])
-            self._lane.submit(lambda lane: self._fulfil(lane, batch, handover))
+            job = self._clock.submit(reduce(add, (contents.load for contents, _ in batch)))
+            self._lane.submit(lambda lane: self._fulfil(lane, batch, handover, job))
 
     def _may_wait(self, contents: Contents) -> bool:
         """Whether it is a small sparse bucket that was seen before. It has been seen now."""
@@ -124,11 +156,13 @@ class Buckets:
         self._seen.add(table.name)
         return seen and self._gradients.shape(table).is_small
 
-    def _fulfil(self, lane: Lane, batch: Sequence[tuple[Contents, Future[Tensor]]], handover: Handover) -> None:
+    def _fulfil(
+        self, lane: Lane, batch: Sequence[tuple[Contents, Future[Tensor]]], handover: Handover, job: JobTimes
+    ) -> None:
         """A job of the lane. A failure reaches every bucket of the batch."""
         try:
             with self._staging.taking(handover):
-                results = self._synchronize(lane, [contents for contents, _ in batch])
+                results = self._synchronize(lane, [contents for contents, _ in batch], job)
                 for (_, future), result in zip(batch, results, strict=True):
                     future.set_result(result)
         except Exception as error:
@@ -137,13 +171,15 @@ class Buckets:
                     future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
             raise
 
-    def _synchronize(self, lane: Lane, batch: Sequence[Contents]) -> list[Tensor]:
+    def _synchronize(self, lane: Lane, batch: Sequence[Contents], job: JobTimes) -> list[Tensor]:
         tables = [staged(table, self._staging) for contents in batch for table in contents.tables]
         means = {table.name: mean for table, mean in zip(tables, self._gradients.tables(lane, tables), strict=True)}
+        self._clock.run(job)
         for contents in batch:
             self._synchronize_dense(lane, contents)
             if self._native is not None:
                 self._native.finish(lane, contents.started)
+        self._clock.end(job)
         return [means[contents.tables[0].name] if contents.buffer.is_sparse else contents.buffer for contents in batch]
 
     def _synchronize_dense(self, lane: Lane, contents: Contents) -> None:
@@ -162,27 +198,33 @@ class Buckets:
 
     def _take_apart(self, bucket: dist.GradBucket) -> Contents:
         buffer = bucket.buffer()
+        name = f"bucket {bucket.index()}"
         if buffer.is_sparse:
-            return Contents(buffer, (TableGradient(self._names[id(bucket.parameters()[0])], buffer),))
+            return Contents(buffer, (TableGradient(self._names[id(bucket.parameters()[0])], buffer),), name=name)
+        parameters = [self._names.get(id(parameter), "") for parameter in bucket.parameters()]
         tables: list[TableGradient] = []
         others: list[tuple[str, Tensor]] = []
         compressed: list[tuple[str, Tensor]] = []
         done = 0
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            name = self._names.get(id(parameter), "")
+        for parameter, parameter_name, gradient in zip(
+            bucket.parameters(), parameters, bucket.gradients(), strict=True
+        ):
             is_table = id(parameter) in self._tables
-            if not is_table and (self._compressed is None or name not in self._compressed.plans):
+            if not is_table and not self.compresses(parameter_name):
+                self.release(parameter_name, gradient)
                 continue
             begin = int(gradient.storage_offset() - buffer.storage_offset())
             others += _between(bucket, done, begin)
             done = begin + gradient.numel()
             if is_table:
                 assert isinstance(parameter, nn.Parameter)
-                tables.append(TableGradient(name, gradient, self._lookups.take(parameter)))
+                tables.append(TableGradient(parameter_name, gradient, self._lookups.take(parameter)))
             else:
-                compressed.append((name, gradient))
+                compressed.append((parameter_name, gradient))
         others += _between(bucket, done, buffer.numel())
-        return Contents(buffer, tuple(tables), tuple(others), compressed=tuple(compressed))
+        of_tables = {table.name for table in tables}
+        self._formed[bucket.index()] = tuple(name for name in parameters if name not in of_tables)
+        return Contents(buffer, tuple(tables), tuple(others), compressed=tuple(compressed), name=name)
 
 
 def _between(bucket: dist.GradBucket, begin: int, stop: int) -> list[tuple[str, Tensor]]:

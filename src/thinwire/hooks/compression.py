@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +10,8 @@ from thinwire.compress.assign import Compress, assign
 from thinwire.compress.base import Compressor, Parameter
 from thinwire.compress.choose import AUTO, EXCHANGES, exchange_for
 from thinwire.compress.exchange import Exchange
+from thinwire.compress.memory import with_memory
+from thinwire.plan.plan import Group, Plan
 from thinwire.sync.named import name_of, resolve
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
@@ -42,6 +44,8 @@ class Compression:
         compress: see `thinwire.compress.assign.assign`.
         exchange: "auto", a name of `EXCHANGES`, or a scheme of `thinwire.schemes` or its name.
         grad_scaler: whose scale gradients carry; memories are kept without it.
+        ahead: whether each parameter is compressed for itself, before payloads travel together; else gradients that
+            travel together are compressed as one flat tensor.
 
     Raises:
         ValueError: an unknown exchange.
@@ -50,6 +54,7 @@ class Compression:
     compress: Compress
     exchange: str | Scheme | TwoLevel = AUTO
     grad_scaler: GradScaler | None = None
+    ahead: bool = True
 
     def __post_init__(self) -> None:
         if self.exchange in (AUTO, *EXCHANGES):
@@ -84,3 +89,46 @@ class Compression:
             for parameter in parameters
             if parameter.name in compressors
         }
+
+
+@dataclass(frozen=True)
+class PlannedCompression:
+    """What a plan asks for; as `Compression`."""
+
+    plan: Plan
+    grad_scaler: GradScaler | None = None
+
+    @property
+    def scheme(self) -> Scheme | TwoLevel | None:
+        """Plans have no schemes: what these send depends on what ranks choose."""
+        return None
+
+    @property
+    def ahead(self) -> bool:
+        return self.plan.ahead
+
+    def plans(self, parameters: Sequence[Parameter], world_size: int) -> dict[str, Planned]:
+        """What happens to each parameter that is compressed, by name.
+
+        Raises:
+            ValueError: a compressor that refuses a parameter, or cannot be exchanged as the plan says.
+        """
+        by_name = {parameter.name: parameter for parameter in parameters}
+        alone = self.plan.compressors(parameters)
+        found: dict[str, Planned] = {}
+        for group in self.plan.groups:
+            together = self._together(group, by_name)
+            for name in group.parameters:
+                compressor = alone.get(name) if self.ahead else group.make_compressor()
+                if compressor is not None:
+                    parameter, remembering = by_name[name], with_memory(compressor)
+                    compressor.check(parameter)
+                    shape = parameter if self.ahead else together
+                    exchange = exchange_for(group.exchange, remembering, shape, world_size)
+                    found[name] = Planned(parameter, remembering, exchange)
+        return {parameter.name: found[parameter.name] for parameter in parameters if parameter.name in found}
+
+    @staticmethod
+    def _together(group: Group, parameters: Mapping[str, Parameter]) -> Parameter:
+        members = [parameters[name] for name in group.parameters]
+        return Parameter(members[0].name, (sum(member.numel for member in members),), members[0].dtype)

@@ -12,38 +12,14 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
-from thinwire.errors import CorruptMessageError, ThinwireError
+from thinwire.errors import ThinwireError
+from thinwire.hooks.agree import agree_on_order
 from thinwire.hooks.buckets import Buckets, Contents
+from thinwire.hooks.clock import Clock
 from thinwire.hooks.embedding import LookupRows, tables_of
+from thinwire.hooks.groups import Groups, Trained, plan_groups, with_others
 from thinwire.hooks.table import TableGradient
 from thinwire.lane import Lane
-from thinwire.sync.channel import Draft, Subject
-from thinwire.wire import Format, Kind
-
-FIRST_GROUP_BYTES = 1024 * 1024
-GROUP_BYTES = 25 * 1024 * 1024
-"""As DDP has them: a small first group starts the network early."""
-
-
-@dataclass(frozen=True, eq=False)
-class Trained:
-    """A parameter that gets gradients.
-
-    Args:
-        is_sparse: its gradient is a COO tensor, which travels alone.
-        is_table: of a dense embedding, whose rows are looked at.
-        is_compressed: it has a compressor.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    is_sparse: bool = False
-    is_table: bool = False
-    is_compressed: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        return self.parameter.numel() * self.parameter.element_size()
 
 
 @dataclass(eq=False)
@@ -59,10 +35,10 @@ class _Pass:
 class ParameterHooks:
     """Averages the gradients of a module's parameters while backward runs.
 
-    Groups are submitted in one order on all ranks: at first that of registration, reversed; from the second pass on
-    the order in which gradients became ready on rank 0 in the first. A group is submitted when all its gradients are
-    ready and all groups before it were submitted; at the end of backward the rest, with zeros for parameters that were
-    not used. So all ranks submit the same, whatever each of them computed.
+    Groups are submitted in one order on all ranks: that of a plan; or at first that of registration, reversed, and from
+    the second pass on the order in which gradients became ready on rank 0 in the first. A group is submitted when all
+    its gradients are ready and all groups before it were submitted; at the end of backward the rest, with zeros for
+    parameters that were not used. So all ranks submit the same, whatever each of them computed.
 
     Args:
         trained: all that get gradients, in the order of registration, which all ranks share.
@@ -71,6 +47,8 @@ class ParameterHooks:
         lane: by which the order is agreed.
         begin: called at the first gradient of each backward; has `finish` and `deliver` called when it ends.
         expect: called with each future of a group.
+        clock: is told when gradients are ready.
+        planned: the groups of a plan, of all parameters but tables; None for those of `plan_groups`.
     """
 
     def __init__(
@@ -81,34 +59,49 @@ class ParameterHooks:
         lane: Lane,
         begin: Callable[[], object],
         expect: Callable[[Future[Tensor]], None],
+        clock: Clock,
+        planned: Groups | None = None,
     ) -> None:
-        self._trained = trained
+        self.trained = trained
         self._buckets = buckets
         self._lookups = lookups
         self._lane = lane
         self._begin = begin
         self._expect = expect
-        self._enabled = True
+        self._clock = clock
+        self._planned = planned
+        self.synchronizes = True
         self._is_ordered = False
-        self._order(list(range(len(trained)))[::-1])
+        self.order = list(range(len(trained)))[::-1]
         self._pass = _Pass()
+        self.regroup(planned)
         self._handles: list[RemovableHandle] = [
             entry.parameter.register_post_accumulate_grad_hook(self._after_accumulation(place))
             for place, entry in enumerate(trained)
         ]
 
+    def regroup(self, planned: Groups | None) -> None:
+        """Follow these groups from the next backward pass on; on all ranks, and between two passes."""
+        assert not self._pass.ready, "gradients of this pass are on their way in other groups"
+        self._planned = planned
+        if planned is None:
+            self.groups = plan_groups(self.trained, self.order)
+        else:
+            self.groups = with_others(self.trained, planned, self.order)
+        self._group_of = {place: number for number, group in enumerate(self.groups) for place in group}
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Gradients of backward passes in here stay on this rank, and add up until the next pass outside."""
-        enabled, self._enabled = self._enabled, False
+        before, self.synchronizes = self.synchronizes, False
         try:
             yield
         finally:
-            self._enabled = enabled
+            self.synchronizes = before
 
     def finish(self) -> None:
         """Submit the groups that are left, at the end of backward."""
-        while self._pass.submitted < len(self._groups):
+        while self._pass.submitted < len(self.groups):
             self._submit()
         self._buckets.flush()
 
@@ -124,9 +117,10 @@ class ParameterHooks:
                 assert gradient is not None
                 gradient.copy_(mean.view(gradient.shape))
         if not self._is_ordered and self._handles:
-            rest = [place for group in self._groups for place in group if place not in done.ready]
-            self._order(self._lane.submit(lambda lane: agree_on_order(lane, [*done.ready, *rest])).wait())
+            rest = [place for group in self.groups for place in group if place not in done.ready]
+            self.order = self._lane.submit(lambda lane: agree_on_order(lane, [*done.ready, *rest])).wait()
             self._is_ordered = True
+            self.regroup(self._planned)
 
     def reset(self) -> None:
         self._pass = _Pass()
@@ -139,14 +133,10 @@ class ParameterHooks:
             handle.remove()
         self._handles.clear()
 
-    def _order(self, order: Sequence[int]) -> None:
-        self._groups = plan_groups(self._trained, order)
-        self._group_of = {place: number for number, group in enumerate(self._groups) for place in group}
-
     def _after_accumulation(self, place: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             del parameter
-            if self._enabled:
+            if self.synchronizes:
                 self._add(place)
 
         return hook
@@ -154,24 +144,26 @@ class ParameterHooks:
     def _add(self, place: int) -> None:
         if not self._pass.ready:
             self._begin()
+        self._clock.ready(self.trained[place].name)
         if self._group_of[place] < self._pass.submitted:
             raise ThinwireError(
-                f"parameter {self._trained[place].name!r} got a gradient twice in one backward, and the first is on its"
+                f"parameter {self.trained[place].name!r} got a gradient twice in one backward, and the first is on its"
                 " way already: with re-entrant checkpointing pass use_reentrant=False"
             )
         self._pass.ready[place] = None
-        while self._pass.submitted < len(self._groups) and all(
-            member in self._pass.ready for member in self._groups[self._pass.submitted]
+        while self._pass.submitted < len(self.groups) and all(
+            member in self._pass.ready for member in self.groups[self._pass.submitted]
         ):
             self._submit()
 
     def _submit(self) -> None:
         number = self._pass.submitted
         self._pass.submitted += 1
-        members = [self._trained[place] for place in self._groups[number]]
+        members = [self.trained[place] for place in self.groups[number]]
         gradients = [_gradient(member) for member in members]
         if members[0].is_sparse:
-            contents = Contents(gradients[0], (TableGradient(members[0].name, gradients[0]),))
+            table = TableGradient(members[0].name, gradients[0])
+            contents = Contents(gradients[0], (table,), name=f"group {number}")
         else:
             contents = self._contents(number, members, gradients)
         future = self._buckets.submit(contents)
@@ -180,61 +172,24 @@ class ParameterHooks:
             self._pass.sparse.append((members[0], future))
 
     def _contents(self, number: int, members: Sequence[Trained], gradients: Sequence[Tensor]) -> Contents:
-        """Small gradients are copied into one tensor, and back in `deliver`; the others are averaged in place."""
-        tables, compressed, rest, parts = [], [], [], []
+        """Those that are summed are copied into one tensor of each dtype, and back in `deliver`; the others stay."""
+        tables, compressed = [], []
+        rest: dict[torch.dtype, list[tuple[Trained, Tensor]]] = {}
         for member, gradient in zip(members, gradients, strict=True):
             if member.is_table:
                 tables.append(TableGradient(member.name, gradient, self._lookups.take(member.parameter)))
-            elif member.is_compressed:
+            elif self._buckets.compresses(member.name):
                 compressed.append((member.name, gradient))
             else:
-                rest.append(member)
-                parts.append(gradient.reshape(-1))
-        flat = torch.cat(parts) if parts else torch.empty(0)
-        self._pass.flat.append((rest, flat))
-        others = ((f"{len(rest)} parameters of gradient group {number}", flat),) if rest else ()
-        return Contents(flat, tuple(tables), others, compressed=tuple(compressed))
-
-
-def plan_groups(trained: Sequence[Trained], order: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Consecutive parameters of one dtype up to a number of bytes, as places; a sparse gradient is a group of its own.
-
-    Args:
-        order: all places, in the order in which gradients are expected.
-    """
-    groups: list[list[int]] = []
-    size_bytes, dtype = 0, None
-    for place in order:
-        entry = trained[place]
-        cap = FIRST_GROUP_BYTES if len(groups) <= 1 else GROUP_BYTES
-        joins = groups and dtype == entry.parameter.dtype and not entry.is_sparse
-        if joins and size_bytes + entry.num_bytes <= cap:
-            groups[-1].append(place)
-            size_bytes += entry.num_bytes
-        else:
-            groups.append([place])
-            size_bytes, dtype = entry.num_bytes, None if entry.is_sparse else entry.parameter.dtype
-    return tuple(map(tuple, groups))
-
-
-def agree_on_order(lane: Lane, order: Sequence[int]) -> list[int]:
-    """The order that rank 0 has; a job of the lane.
-
-    Raises:
-        CorruptMessageError: what came is not an order of so many parameters.
-    """
-    channel = lane.channel(Subject("the order of gradients", f"{len(order)} parameters"))
-
-    def drafts() -> list[Draft]:
-        mine = torch.tensor(order if channel.rank == 0 else [], dtype=torch.int64)
-        return [Draft(Format.COO, 0, mine.view(torch.uint8))] * channel.world_size
-
-    message = channel.swap(Kind.GATHER, drafts, 8 * len(order))[0]
-    with channel.reading(message):
-        theirs: list[int] = message.payload.view(torch.int64).tolist()
-        if sorted(theirs) != list(range(len(order))):
-            raise CorruptMessageError(f"{len(theirs)} numbers that are not an order of {len(order)} parameters")
-    return theirs
+                self._buckets.release(member.name, gradient)
+                rest.setdefault(gradient.dtype, []).append((member, gradient))
+        others = []
+        for dtype, pairs in rest.items():
+            flat = torch.cat([gradient.reshape(-1) for _, gradient in pairs])
+            self._pass.flat.append(([member for member, _ in pairs], flat))
+            others.append((f"{len(pairs)} parameters of {dtype} in gradient group {number}", flat))
+        buffer = others[0][1] if others else torch.empty(0)
+        return Contents(buffer, tuple(tables), tuple(others), compressed=tuple(compressed), name=f"group {number}")
 
 
 def broadcast_module(module: nn.Module, process_group: dist.ProcessGroup) -> None:
@@ -247,9 +202,7 @@ def broadcast_module(module: nn.Module, process_group: dist.ProcessGroup) -> Non
             data.copy_(contiguous)
 
 
-def trained_parameters(
-    module: nn.Module, lookups: LookupRows, names: Mapping[int, str], compressed: Sequence[str]
-) -> list[Trained]:
+def trained_parameters(module: nn.Module, lookups: LookupRows, names: Mapping[int, str]) -> list[Trained]:
     """All parameters that get gradients, in the order of registration."""
     sparse = {id(weight) for weight in tables_of(module)} - {id(weight) for weight in lookups.parameters}
     tables = {id(parameter) for parameter in lookups.parameters}
@@ -259,7 +212,6 @@ def trained_parameters(
             parameter,
             id(parameter) in sparse,
             id(parameter) in tables,
-            names[id(parameter)] in compressed,
         )
         for parameter in module.parameters()
         if parameter.requires_grad

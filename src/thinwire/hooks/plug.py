@@ -18,6 +18,11 @@ from thinwire.hooks.buckets import Buckets
 class Plug(Protocol):
     """What a `thinwire.Synchronizer` does with either."""
 
+    @property
+    def synchronizes(self) -> bool:
+        """Whether the next backward pass is not one of `no_sync`."""
+        ...
+
     def finish(self) -> None:
         """Submit what is left, at the end of backward."""
         ...
@@ -58,6 +63,10 @@ class DdpPlug:
     ) -> None:
         self._model, self._buckets, self._begin, self._expect = model, buckets, begin, expect
         ddp.install(model, self._on_bucket)
+
+    @property
+    def synchronizes(self) -> bool:
+        return self._model.require_backward_grad_sync
 
     def finish(self) -> None:
         self._buckets.flush()

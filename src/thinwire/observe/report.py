@@ -122,6 +122,22 @@ def inline_svg(draw: Draw, height_inches: float = 3.2, salt: str = "picture") ->
     return re.sub(r'<svg ([^>]*?)\bheight="[^"]*"|\bwidth="[\d.]+pt"', _without_size, svg, count=2)
 
 
+def save_picture(draw: Draw, path: str | Path, height_inches: float = 3.2, title: str = "") -> None:
+    """The picture as a file of its own, on white; its format is that of the file's ending: .png, .svg, .pdf.
+
+    Raises:
+        ImportError: there is no matplotlib.
+        ValueError: matplotlib does not know the ending.
+    """
+    import matplotlib
+
+    colors = {name: "black" if value == _INK else value for name, value in _STYLE.items()}
+    with matplotlib.rc_context({**colors, "figure.facecolor": "white"}):
+        figure = _figure(draw, height_inches)
+        figure.axes[0].set_title(title, loc="left", fontsize=11)
+        figure.savefig(path, dpi=160)
+
+
 def _without_size(match: re.Match[str]) -> str:
     return f"<svg {match[1]}" if match[1] is not None else ""
 

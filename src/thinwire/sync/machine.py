@@ -104,7 +104,7 @@ def measure(exchange: Exchange) -> Machine:
     Raises:
         LostPeerError: see `Exchange.swap_records`.
     """
-    round_seconds = max(_told(exchange, _fastest(lambda: _ask_all(exchange))))  # all must choose the same probes
+    round_seconds = max(told(exchange, _fastest(lambda: _ask_all(exchange))))  # all must choose the same probes
     message_seconds = _fastest(lambda: _ask_next(exchange))
     byte_seconds = _byte_seconds(exchange, round_seconds)
     _ask_all(exchange)
@@ -158,7 +158,7 @@ def _byte_seconds(exchange: Exchange, round_seconds: float) -> float:
 
 def _swap_seconds(exchange: Exchange, size: int) -> float:
     outgoing = [torch.zeros(size, dtype=torch.uint8)] * exchange.world_size
-    return max(_told(exchange, _seconds(lambda: exchange.swap(outgoing, [size] * exchange.world_size))))
+    return max(told(exchange, _seconds(lambda: exchange.swap(outgoing, [size] * exchange.world_size))))
 
 
 def _reduced_byte_seconds(exchange: Exchange, byte_seconds: float, message_seconds: float) -> float:
@@ -167,7 +167,7 @@ def _reduced_byte_seconds(exchange: Exchange, byte_seconds: float, message_secon
         return byte_seconds
     count = min(_LAST_PROBE_BYTES, max(_FIRST_PROBE_BYTES, int(_PROBE_SECONDS / byte_seconds))) // 4
     tensor = torch.zeros(count)
-    seconds = min(max(_told(exchange, _seconds(lambda: exchange.all_reduce(tensor)))) for _ in range(REPEATS))
+    seconds = min(max(told(exchange, _seconds(lambda: exchange.all_reduce(tensor)))) for _ in range(REPEATS))
     steps = 2 * (exchange.world_size - 1) * message_seconds
     return max(seconds - steps, seconds / 4) / ring_all_reduce_bytes(4 * count, exchange.world_size)
 
@@ -236,8 +236,8 @@ def _decoded(part: wire.Part, message: tuple[Format, int, Tensor], width: int) -
     return wire.decode(format, part, count, payload, width, torch.float32)
 
 
-def _told(exchange: Exchange, number: float) -> list[float]:
-    """The number of each rank."""
+def told(exchange: Exchange, number: float) -> list[float]:
+    """The number of each rank, on all of them; a collective call."""
     record = torch.frombuffer(bytearray(struct.pack("<d", number)), dtype=torch.uint8)
     told = exchange.swap_records([record] * exchange.world_size)
     return [struct.unpack("<d", other.numpy().tobytes())[0] for other in told]

@@ -15,12 +15,13 @@ class InjectedFault(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """One planned fault; `seconds` is the length of a pause."""
+    """One planned fault; `seconds` is the length of a pause, `at` the point within the step, or its start."""
 
     kind: Literal["kill", "fail", "pause"]
     rank: int
     step: int
     seconds: float = 0.0
+    at: str = ""
 
     def __post_init__(self) -> None:
         for name in ("rank", "step", "seconds"):
@@ -35,26 +36,28 @@ class Faults:
     faults = Faults().kill(rank=2, step=3).pause(rank=0, step=2, seconds=1.0)
     for step in range(10):
         faults.strike(context.rank, step)
+
+    Whoever has points within a step that a fault can strike at calls `strike` there too, with the name of the point.
     """
 
     planned: tuple[Fault, ...] = ()
 
-    def kill(self, rank: int, step: int) -> Faults:
+    def kill(self, rank: int, step: int, at: str = "") -> Faults:
         """`rank` sends itself SIGKILL: the machine is gone, nothing is cleaned up."""
-        return self._and(Fault("kill", rank, step))
+        return self._and(Fault("kill", rank, step, at=at))
 
-    def fail(self, rank: int, step: int) -> Faults:
+    def fail(self, rank: int, step: int, at: str = "") -> Faults:
         """`rank` raises InjectedFault: an error in the program."""
-        return self._and(Fault("fail", rank, step))
+        return self._and(Fault("fail", rank, step, at=at))
 
-    def pause(self, rank: int, step: int, seconds: float) -> Faults:
+    def pause(self, rank: int, step: int, seconds: float, at: str = "") -> Faults:
         """`rank` sleeps: a straggler."""
-        return self._and(Fault("pause", rank, step, seconds))
+        return self._and(Fault("pause", rank, step, seconds, at))
 
-    def strike(self, rank: int, step: int) -> None:
-        """Do to the calling process what is planned for `rank` at `step`, in the order of planning."""
+    def strike(self, rank: int, step: int, at: str = "") -> None:
+        """Do to the calling process what is planned for `rank` at this point of `step`, in the order of planning."""
         for fault in self.planned:
-            if (fault.rank, fault.step) == (rank, step):
+            if (fault.rank, fault.step, fault.at) == (rank, step, at):
                 _strike(fault)
 
     def _and(self, fault: Fault) -> Faults:

@@ -136,6 +136,25 @@ class EmulatedNetwork:
             raise RuntimeError("the emulated network is closed; use it inside its `with` block")
         return f"/proc/{os.getpid()}/fd/{self._namespace_fds[host]}"
 
+    def cut(self, host: int) -> None:
+        """From now on nothing goes to `host` or comes from it, and nobody is told: its cable stays up."""
+        self._plug(host, plugged=False)
+
+    def mend(self, host: int) -> None:
+        """Undo `cut`."""
+        self._plug(host, plugged=True)
+
+    def _plug(self, host: int, plugged: bool) -> None:
+        """The port of a host into the switch, or out of it; taken down instead, it would need a second to come back."""
+        self._check(host)
+
+        def plug() -> None:
+            with _pyroute2().IPRoute() as route:
+                bridge, port = (route.link_lookup(ifname=name)[0] for name in ("bridge", f"port{host}"))
+                route.link("set", index=port, master=bridge if plugged else 0)
+
+        in_namespace(f"/proc/{os.getpid()}/fd/{self._namespace_fds[-1]}", plug)
+
     def wire_bytes_sent(self, host: int) -> int:
         """Bytes that `host` has put on its link so far, with Ethernet, IP and TCP headers of every packet.
 

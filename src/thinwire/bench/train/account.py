@@ -10,16 +10,22 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Account:
-    """Totals of one rank since the method was attached. None is what a method cannot tell."""
+    """Totals of one rank since the method was attached. None is what a method cannot tell.
+
+    ``groups`` is how many groups gradients travel in now, and ``tensor_missing_rate`` the part of the tensors of which
+    a sparsifier chose nothing.
+    """
 
     encode_seconds: float | None = None
     wire_seconds: float | None = None
     decode_seconds: float | None = None
     sent_bytes: float | None = None
+    groups: float | None = None
+    tensor_missing_rate: float | None = None
 
 
 class Attached(Protocol):
-    """A method on a DDP model."""
+    """A method on a model."""
 
     def account(self) -> Account:
         """Asked after each step."""

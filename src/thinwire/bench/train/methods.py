@@ -2,24 +2,26 @@
 
 ``NAME`` takes the settings of the table below; ``NAME:density=0.001`` changes some of them. Every method of thinwire
 also takes ``warm_up``, the share of the steps over which `thinwire.compress.warm_up` leads to it, and ``exchange``,
-which is passed on to `thinwire.attach`.
+``fuse`` and ``ahead``, which are passed on to `thinwire.attach`. With ``fuse``, ``ahead=False`` and ``plan`` the model
+is a plain module, whose gradients can travel in any groups; see `thinwire.bench.train.planned`.
 """
 
 from __future__ import annotations
 
-import ast
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
-from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
 from thinwire.bench.jobs.job import Job
 from thinwire.bench.train.account import Account, Attached
+from thinwire.bench.train.planned import Planning, grouping
+from thinwire.compress.named import construct, split
+from thinwire.plan.plan import Plan
 
-DDP, BF16, POWER_SGD_TORCH, THINWIRE = "ddp", "bf16", "powersgd_torch", "thinwire"
+DDP, BF16, POWER_SGD_TORCH, THINWIRE, PLAN = "ddp", "bf16", "powersgd_torch", "thinwire", "plan"
 TORCH_METHODS = (DDP, BF16, POWER_SGD_TORCH)
 
 
@@ -34,14 +36,18 @@ class Method:
         clips_after_sum: whether the job's clipping of the synchronized gradient stays; not where the method clips.
         learning_rate_scale: for methods whose steps have another length than the gradient.
         one_bucket: whether DDP must put all gradients into one bucket.
+        is_plain: whether the model is a plain module, and not under DDP.
+        planning: makes the plan before the first step, which then decides how the model is synchronized.
     """
 
-    attach: Callable[[DistributedDataParallel], Attached]
+    attach: Callable[[Any], Attached]
     compresses: Callable[[str, Tensor], bool] = lambda name, parameter: False
     optimizer_momentum: bool = True
     clips_after_sum: bool = True
     learning_rate_scale: float = 1.0
     one_bucket: bool = False
+    is_plain: bool = False
+    planning: Planning | None = None
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ SETTINGS: dict[str, Setting] = {
     "sign_sgd": Setting(
         {"momentum": 0.9}, optimizer_momentum=False, clips_after_sum=False, learning_rate_scale=0.002
     ),
-    "ef_sign_sgd": Setting(),
+    "ef_sign_sgd": Setting({"warm_up": 0.1}),
     "qsgd": Setting({"bits": 8}),
     "terngrad": Setting(),
     "natural": Setting(),
@@ -98,24 +104,39 @@ def method_of(text: str, job: Job, steps: int, world_size: int) -> Method:
     name, settings = parse(text)
     if name in TORCH_METHODS:
         return _torch_method(name, settings)
+    if name == PLAN:
+        return Method(_unplanned, planning=Planning.of(settings))
+    attach_settings, is_plain = grouping(settings)
     if name == THINWIRE:
         _refuse(name, settings)
-        return Method(ThinwireMethod)
+        return Method(lambda model: ThinwireMethod(model, **attach_settings), is_plain=is_plain)
     setting = SETTINGS[name]
     arguments = dict(setting.arguments)
     if setting.of_run is not None:
         arguments |= setting.of_run(job, steps, world_size)
     arguments |= settings
     warm_up = arguments.pop("warm_up", 0.0)
-    attach_settings = {"exchange": arguments.pop("exchange")} if "exchange" in arguments else {}
-    compressor = _warmed_up(_construct(name, arguments), round(warm_up * steps))
+    attach_settings |= {"exchange": arguments.pop("exchange")} if "exchange" in arguments else {}
+    compressor = _warmed_up(construct(name, arguments), round(warm_up * steps))
     return Method(
         lambda model: ThinwireMethod(model, compress=compressor, **attach_settings),
         _compressed_by(compressor),
         setting.optimizer_momentum,
         setting.clips_after_sum,
         setting.learning_rate_scale,
+        is_plain=is_plain,
     )
+
+
+def method_of_plan(plan: Plan, planning: Planning) -> Method:
+    """What a plan says: stock DDP, if that is to do nothing."""
+    if plan.does_nothing:
+        return _torch_method(DDP, {})
+    return Method(lambda model: ThinwireMethod(model, plan=plan, **planning.attach_settings), is_plain=True)
+
+
+def _unplanned(model: object) -> NoReturn:
+    raise AssertionError("a plan decides how to synchronize before that is done")
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
@@ -124,24 +145,11 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     Raises:
         ValueError: an unknown name or a setting without a value.
     """
-    name, *pairs = text.split(":")
-    legal = (*TORCH_METHODS, THINWIRE, *SETTINGS)
+    name, settings = split(text)
+    legal = (*TORCH_METHODS, THINWIRE, PLAN, *SETTINGS)
     if name not in legal:
         raise ValueError(f"unknown method {name!r}; legal are {', '.join(legal)}")
-    settings = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        if not (key and equals and value):
-            raise ValueError(f"{text!r}: a setting is NAME=VALUE, as in top_k:density=0.001, not {pair!r}")
-        settings[key] = _literal(value)
     return name, settings
-
-
-def _literal(value: str) -> Any:
-    try:
-        return ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        return value
 
 
 def _refuse(name: str, settings: dict[str, Any]) -> None:
@@ -159,18 +167,6 @@ def _torch_method(name: str, settings: dict[str, Any]) -> Method:
         return Method(lambda model: TorchPowerSgd(model, rank), one_bucket=True)
     _refuse(name, settings)
     return Method({DDP: StockDdp, BF16: Bf16AllReduce}[name])
-
-
-def _construct(name: str, arguments: dict[str, Any]) -> Any:
-    from thinwire import compress
-
-    constructor = getattr(compress, name, None)
-    if constructor is None:
-        raise ValueError(f"this thinwire has no thinwire.compress.{name}")
-    try:
-        return constructor(**arguments)
-    except TypeError as error:
-        raise ValueError(f"thinwire.compress.{name} does not take these settings: {error}") from error
 
 
 def _warmed_up(compressor: Any, steps: int) -> Any:
@@ -192,7 +188,7 @@ def _compressed_by(compressor: Any) -> Callable[[str, Tensor], bool]:
 class ThinwireMethod:
     """`thinwire.attach` on a model, with its settings; without ``compress`` the exact synchronization."""
 
-    def __init__(self, model: DistributedDataParallel, **settings: Any) -> None:
+    def __init__(self, model: nn.Module, **settings: Any) -> None:
         import thinwire
 
         self._synchronizer = thinwire.attach(model, **settings)
@@ -201,7 +197,8 @@ class ThinwireMethod:
         stats = self._synchronizer.stats()
         encode, decode = stats.get("compress/encode_seconds", 0.0), stats.get("compress/decode_seconds", 0.0)
         wire = stats.get("compress/wire_seconds", stats["comm/seconds"] - encode - decode)
-        return Account(encode, wire, decode, stats["comm/bytes_sent"])
+        groups, missing = stats.get("plan/groups"), stats.get("compress/tensor_missing_rate")
+        return Account(encode, wire, decode, stats["comm/bytes_sent"], groups, missing)
 
     def close(self) -> None:
         self._synchronizer.detach()

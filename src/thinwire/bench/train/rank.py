@@ -15,7 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.bench.jobs.job import Data, Job
 from thinwire.bench.train.account import Account, interface_bytes_sent
 from thinwire.bench.train.curve import evaluation_steps, smoothed, window_of
-from thinwire.bench.train.methods import Method, method_of
+from thinwire.bench.train.methods import Method, method_of, method_of_plan
+from thinwire.bench.train.planned import Planning
 from thinwire.demo.train import digest
 from thinwire.testbed.rank import RankContext
 
@@ -68,6 +69,9 @@ class RankRecord:
     held_out_losses: list[tuple[int, float]] = field(default_factory=list)
     link_bytes: int | None = None
     digest: str = ""
+    groups: float | None = None
+    tensor_missing_rate: float | None = None
+    plan: str = ""
 
 
 def train(context: RankContext, training: Training, data: Data) -> RankRecord:
@@ -77,7 +81,9 @@ def train(context: RankContext, training: Training, data: Data) -> RankRecord:
         ValueError: the method does not exist, or cannot be attached to this job.
     """
     trainer = _Trainer(context, training, data)
-    record = RankRecord(parameters=sum(parameter.numel() for parameter in trainer.model.parameters()))
+    record = RankRecord(
+        parameters=sum(parameter.numel() for parameter in trainer.model.parameters()), plan=trainer.planned
+    )
     dist.barrier()
     sent_before = _link_bytes(training)
     for step, evaluates in _steps(training):
@@ -89,7 +95,9 @@ def train(context: RankContext, training: Training, data: Data) -> RankRecord:
     dist.barrier()
     if sent_before is not None:
         record.link_bytes = (_link_bytes(training) or 0) - sent_before
-    record.digest = digest(trainer.model.module)
+    record.digest = digest(trainer.network)
+    account = trainer.method.account()
+    record.groups, record.tensor_missing_rate = account.groups, account.tensor_missing_rate
     trainer.method.close()
     return record
 
@@ -123,14 +131,15 @@ class _Trainer:
         self.context, self.training = context, training
         self.job = training.job
         method = method_of(training.method, self.job, training.steps, context.world_size)
-        # All ranks draw the same parameters, so DDP need not broadcast them.
-        model = self.job.model(training.seed)
-        bucket_cap_mb = _ONE_BUCKET_MB if method.one_bucket else None
-        self.model = DistributedDataParallel(model, init_sync=False, bucket_cap_mb=bucket_cap_mb)
+        self.network = self.job.model(training.seed)
+        self.planned = ""
+        if method.planning is not None:
+            method = self._planned(method.planning, data)
+        self.model = self._wrapped(method)
         self.last_gradient_at = 0.0
         for parameter in self.model.parameters():
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
-        self.optimizer = self.job.optimizer(_groups(self.job, method, self.model.module))
+        self.optimizer = self.job.optimizer(_groups(self.job, method, self.network))
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: self.job.learning_rate_share(step, training.steps)
         )
@@ -140,6 +149,20 @@ class _Trainer:
         self.batches = self.job.batches(data, context.rank, context.world_size, training.seed)
         share = torch.arange(context.rank, len(data.held_out), context.world_size)
         self.held_out = data.held_out.take(share)
+
+    def _planned(self, planning: Planning, data: Data) -> Method:
+        """The method that the plan is; before the run, and on batches of its own."""
+        batches = self.job.batches(data, self.context.rank, self.context.world_size, self.training.seed)
+        plan = planning.plan(self.network, lambda: next(batches), self.job.loss)
+        self.planned = plan.choice
+        return method_of_plan(plan, planning)
+
+    def _wrapped(self, method: Method) -> nn.Module:
+        """All ranks draw the same parameters, so DDP need not broadcast them."""
+        if method.is_plain:
+            return self.network
+        bucket_cap_mb = _ONE_BUCKET_MB if method.one_bucket else None
+        return DistributedDataParallel(self.network, init_sync=False, bucket_cap_mb=bucket_cap_mb)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         del parameter
@@ -171,7 +194,7 @@ class _Trainer:
     def held_out_loss(self) -> float:
         """Mean over all held-out samples: each rank takes its share, and they meet in a small all-reduce."""
         with torch.no_grad():
-            loss = self.job.loss(self.model.module, self.held_out)
+            loss = self.job.loss(self.network, self.held_out)
         total = torch.stack([loss.double() * len(self.held_out), torch.tensor(float(len(self.held_out))).double()])
         dist.all_reduce(total)
         return float(total[0] / total[1])

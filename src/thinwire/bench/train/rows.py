@@ -11,6 +11,7 @@ from typing import Any
 from thinwire.bench.train.curve import Curve
 from thinwire.bench.train.methods import TORCH_METHODS, parse
 from thinwire.bench.train.rank import RankRecord, StepRecord, Training
+from thinwire.plan.plan import STOCK
 
 
 def curve_of(training: Training, records: Sequence[RankRecord]) -> Curve:
@@ -54,6 +55,9 @@ def row_of(training: Training, records: Sequence[RankRecord], link_mbit: float |
         "encode_seconds": _median(by_step, "encode_seconds"),
         "wire_seconds": _median(by_step, "wire_seconds"),
         "decode_seconds": _median(by_step, "decode_seconds"),
+        "groups": records[0].groups,
+        "tensor_missing_rate": _mean_or_none([record.tensor_missing_rate for record in records]),
+        "plan": records[0].plan or None,
         **_bytes(training, records),
         "final_loss": _finite(curve.final_loss),
         "curve_steps": list(curve.steps),
@@ -79,7 +83,7 @@ def _bytes(training: Training, records: Sequence[RankRecord]) -> dict[str, Any]:
     if all(record.link_bytes is not None for record in records):
         link = max((record.link_bytes or 0) / len(record.steps) for record in records)
     own = max(_mean([step.sent_bytes or 0.0 for step in record.steps]) for record in records)
-    by_torch = parse(training.method)[0] in TORCH_METHODS
+    by_torch = parse(training.method)[0] in TORCH_METHODS or records[0].plan == STOCK
     if not by_torch:
         sent, source = own, "counted"
     elif link is not None:
@@ -114,6 +118,11 @@ def _median(by_step: list[list[StepRecord]], name: str) -> float | None:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
+
+
+def _mean_or_none(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _mean(known) if known else None
 
 
 def _quantile(values: Sequence[float], share: float) -> float:

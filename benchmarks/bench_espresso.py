@@ -1,0 +1,79 @@
+"""Espresso on the six published models and the paper's two testbeds, as Markdown: the table of docs/espresso.md.
+
+    python benchmarks/bench_espresso.py [--repeat 5]
+
+Steps are simulated: nothing is trained. Times to select and to offload are processor time on this machine, the least of
+some; the other figures are the same everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+
+from thinwire.plan.espresso import Strategy, espresso
+from thinwire.plan.job import Job
+from thinwire.plan.models import MODELS
+from thinwire.plan.models.published import TESTBEDS
+from thinwire.plan.options import options
+from thinwire.plan.upper_bound import attainable_bound
+
+COLUMNS = (
+    "model",
+    "tensors",
+    "link",
+    "dense ms",
+    "Espresso ms",
+    "speed-up",
+    "upper bound ms",
+    "from it",
+    "with costs ms",
+    "compressed",
+    "offloaded",
+    "select ms",
+    "offload ms",
+)
+
+
+def table(rows: Iterable[Iterable[object]]) -> None:
+    print("| " + " | ".join(COLUMNS) + " |")
+    print("|" + "---|" * len(COLUMNS))
+    for row in rows:
+        print("| " + " | ".join(map(str, row)) + " |", flush=True)
+
+
+def row(name: str, job: Job, repeat: int) -> list[object]:
+    strategies = [espresso(job) for _ in range(repeat)]
+    best = strategies[0]
+    assert best.offloaded is not None
+    return [
+        f"{name}, {job.compression.name}",
+        job.num_tensors,
+        job.cluster.name,
+        _step(best, best.dense_seconds),
+        _step(best, best.iteration_seconds),
+        f"{best.speedup:.2f}x",
+        _step(best, best.upper_bound_seconds),
+        f"{100 * best.from_upper_bound:.1f} %",
+        _step(best, attainable_bound(job, options())),
+        len(best.compressed),
+        f"{len(best.offloaded.tensors)} ({best.offloaded.method})",
+        f"{1e3 * min(strategy.selection_seconds for strategy in strategies):.0f}",
+        f"{1e3 * min(strategy.offload_seconds for strategy in strategies):.0f}",
+    ]
+
+
+def _step(strategy: Strategy, iteration_seconds: float) -> str:
+    return f"{1e3 * strategy.job.step_seconds(iteration_seconds):.1f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--repeat", type=int, default=5, help="selections of which the quickest counts")
+    arguments = parser.parse_args()
+    jobs = ((name, MODELS[name]().espresso_inputs(make())) for make in TESTBEDS.values() for name in MODELS)
+    table(row(name, job, arguments.repeat) for name, job in jobs)
+
+
+if __name__ == "__main__":
+    main()

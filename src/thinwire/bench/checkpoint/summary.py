@@ -1,0 +1,91 @@
+"""The comparison in words and table rows, for the terminal and for the report. Pure functions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+COLUMNS = ("method", "s/step", "ratio", "ms/GB", "wasted", "killed", "host", "link", "lost", "equal")
+CAPTION = (
+    "s/step: median iteration; ratio: to none, paired; ms/GB: training stands still; wasted: seconds, by a failure, on"
+    " average; killed: seconds until ready after all trainers died; host: after a host was lost too; link: share of it"
+    " in fetching that host's state; lost: iterations, at most; equal: losses and parameters bitwise as if nothing had"
+    " happened."
+)
+
+
+def table_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Cells under `COLUMNS`."""
+    return [
+        [
+            row["method"],
+            _text(row["iteration_seconds_median"], ".4f"),
+            _text(row["overhead_ratio"], ".3f"),
+            _text(row["blocking_ms_per_gb"], ",.0f"),
+            _text(row["wasted_seconds"], ".2f"),
+            _text(row["recovery_seconds_processes"], ".2f"),
+            _text(row["recovery_seconds_host"], ".2f"),
+            _text(row["recovery_link_share"], ".0%"),
+            _text(row["iterations_lost"], ".2f"),
+            {None: "-", True: "yes", False: "NO"}[row["restore_bitwise_equal"]],
+        ]
+        for row in rows
+    ]
+
+
+def _text(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def conditions(result: dict[str, Any]) -> str:
+    """Job, hosts, link, iterations: one line."""
+    first, environment = result["rows"][0], result["environment"]
+    link = f"links of {first['link_mbit']:.1f} Mbit/s measured" if first["link_mbit"] else "no link (loopback)"
+    return (
+        f"{environment['job']}: {first['state_bytes'] / 1e6:,.2f} MB of state a host,"
+        f" {environment['replicas']} replicas, {1e3 * environment['compute_seconds']:.0f} ms of a step asleep;"
+        f" {first['hosts']} hosts, {link}; {environment['iterations']} iterations a method"
+    )
+
+
+def sentences(result: dict[str, Any]) -> list[str]:
+    """The bound beside what was reached, and what rarer checkpoints would cost."""
+    return [*_bound(result["environment"]["bounds"]), *_baselines(result)]
+
+
+def _bound(bound: dict[str, Any] | None) -> list[str]:
+    if bound is None:
+        return ["No bound: the speed of the link is not known."]
+    best, interval, seconds = (
+        bound["interval_iterations"],
+        bound["reached_interval_iterations"],
+        bound["reached_checkpoint_seconds"],
+    )
+    allows = (
+        "one checkpoint in every iteration fits"
+        if best == 1
+        else f"the bound does NOT allow one checkpoint per iteration, at best one in {best}"
+    )
+    reached = (
+        "none was made"
+        if interval is None
+        else f"one in {interval:.2f}, safe {seconds:.3f} s after the step,"
+        f" {seconds / bound['network_seconds']:.2f}x the time on the link"
+    )
+    return [
+        f"Bound: a checkpoint takes {bound['network_seconds']:.3f} s of a link and {1e3 * bound['copy_seconds']:.1f} ms"
+        f" of copying, and links are idle for {bound['idle_seconds']:.3f} of the {bound['iteration_seconds']:.3f} s of"
+        f" an iteration: {allows}.",
+        f"Reached by thinwire: {reached}. Bytes are granted {bound['grants']}.",
+    ]
+
+
+def _baselines(result: dict[str, Any]) -> list[str]:
+    environment = result["environment"]
+    strawman, frequent = environment["strawman_wasted_seconds"], environment["high_frequency_wasted_seconds"]
+    if strawman is None:
+        return []
+    return [
+        f"Wasted with a remote store that all hosts reach at the speed of one link: {strawman:,.0f} s with a checkpoint"
+        f" every 3 hours (Strawman), {frequent:,.1f} s with as many as it takes (HighFreq)."
+    ]

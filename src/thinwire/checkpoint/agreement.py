@@ -1,0 +1,235 @@
+"""One checkpoint: what the ranks agree on, the slot of this rank, and its way to the holder; beside the training.
+
+There is one reduction of a few bytes for each checkpoint. It says whether all ranks can write a version, and which step
+all of them have everywhere. It does not say that all of them will: a holder may die right after it. A version that some
+ranks have and some do not is never complete, so it is never restored, and the newest complete one stays where it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from thinwire.checkpoint.client import HolderClient, SlotWriter
+from thinwire.checkpoint.copier import copy_of
+from thinwire.checkpoint.dcp import PersistentTier
+from thinwire.checkpoint.encode import Encoded
+from thinwire.checkpoint.gaps import Pacer
+from thinwire.checkpoint.group import least
+from thinwire.checkpoint.records import Notices
+from thinwire.checkpoint.registration import Registration
+from thinwire.errors import ThinwireError
+
+logger = logging.getLogger("thinwire")
+
+FAILURES = (ThinwireError, ValueError, OSError, RuntimeError)
+_RETRY_STEPS = 10  # until slots are asked for again that were refused
+_HURRY_SHARE = 0.02  # of an iteration: so long the rest of a version may take before the next one is skipped for it
+_POLL_SECONDS = 0.001
+_RECONNECT_SECONDS = 0.05
+_GONE = "the holder of this host is gone"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What is done at one checkpoint.
+
+    Args:
+        skipped: why there will be none, else empty; ``writer`` is None then.
+        writer: of the slot of this rank.
+        registers: ranks have to `Agreement.register` first, all of them.
+        persists: the version also goes to the disk.
+    """
+
+    skipped: str = ""
+    writer: SlotWriter | None = None
+    registers: bool = False
+    persists: bool = False
+
+
+class Agreement:
+    """The ranks' group and this rank's holder, for one thread at a time.
+
+    ``keep`` is the newest step that all ranks have everywhere, ``attempt`` the number of this start of the run,
+    ``obstacle`` why this rank cannot make a checkpoint, or empty; ``status`` is what the holder said last.
+    """
+
+    def __init__(
+        self,
+        registration: Registration,
+        group: dist.ProcessGroup,
+        tier: PersistentTier | None,
+        pacer: Pacer,
+        notices: Notices,
+    ) -> None:
+        self._registration, self._group, self._tier, self._pacer = registration, group, tier, pacer
+        self._notices = notices
+        self.keep, self.attempt, self.obstacle = -1, -1, ""
+        self.status: dict[str, Any] = {}
+        self._register_at = 0
+        self._reconnecting: threading.Thread | None = None
+
+    def wait_until_sent(self, needed: threading.Event) -> None:
+        """Until all peers of this rank have what it published, or ``needed`` is set."""
+        needed.wait(min(self._pacer.seconds_left, threading.TIMEOUT_MAX))
+        while not needed.is_set() and not self._is_sent():
+            needed.wait(_POLL_SECONDS)
+
+    def _is_sent(self) -> bool:
+        """Also when nobody knows, which `take_turn` will find out."""
+        client = self._registration.client
+        try:
+            status = client.status() if client is not None and self._registration.registered else None
+        except FAILURES:
+            return True
+        return status is None or (not status["writing"] and status["newest_local"] == status["newest_replicated"])
+
+    def take_turn(self, step: int) -> Turn:
+        """Agree on whether to make a checkpoint of ``step``; collective, one reduction."""
+        obstacle, replicated, free = self._look()
+        registered = self._registration.registered
+        due = self._tier is not None and self._tier.is_due()
+        ready, registered, keep, free, due = least([not obstacle, registered, replicated, free, due], self._group)
+        self.keep = max(self.keep, keep)
+        if not ready:
+            return self._skip(step, obstacle or "another rank cannot make one")
+        if not registered:
+            refused = step < self._register_at
+            return self._skip(step, "there are no slots") if refused else Turn(registers=True)
+        if not free:
+            self._offer(0)
+            return self._skip(step, "no slot is free on all ranks: older versions are still on their way")
+        writer = self._slot(step)
+        return self._skip(step, "the holder gave no slot") if writer is None else Turn("", writer, False, bool(due))
+
+    def register(self, step: int, payload_bytes: int) -> bool:
+        """Whether all ranks have slots now; if not, it is tried again some steps later. Collective."""
+        try:
+            self._registration.register(payload_bytes, self.attempt)
+            return True
+        except ValueError as error:
+            self._register_at = step + _RETRY_STEPS
+            self._notices.add(f"no slots for checkpoints: {error}")
+            return False
+
+    def publish(self, turn: Turn, encoded: Encoded, about: dict[str, Any], wait: bool = False) -> str:
+        """Make a version of what was copied, and have it sent. Why it did not become one, or empty.
+
+        With ``wait`` it is complete on this host when this returns.
+        """
+        writer = turn.writer
+        assert writer is not None
+        try:
+            writer.publish(encoded.to_bytes(about), encoded.payload_bytes, wait)
+        except ValueError as error:
+            self.abandon(writer)
+            return str(error)
+        except FAILURES as error:
+            self.lose(error)
+            return f"it was not published: {error}"
+        self._offer(encoded.payload_bytes)
+        if turn.persists and self._tier is not None:
+            client, step, attempt = self._registration.client, writer.step, self.attempt
+            self._tier.save(step, attempt, lambda: copy_of(client, step, attempt))
+        return ""
+
+    def abandon(self, writer: SlotWriter) -> None:
+        """Give a slot back, empty."""
+        try:
+            writer.abandon()
+        except FAILURES as error:
+            self.lose(error)
+
+    def lose(self, error: Exception) -> None:
+        """The holder does not answer any more."""
+        self._registration.lost()
+        self._notices.add(f"the holder of this host is lost, and training goes on without checkpoints: {error}")
+
+    def grant(self, num_bytes: int) -> None:
+        """On the pacer's thread."""
+        client = self._registration.client
+        if client is not None:
+            client.grant(num_bytes)
+
+    @property
+    def is_registered(self) -> bool:
+        return self._registration.registered
+
+    @property
+    def room_bytes(self) -> int | None:
+        """Of the slots; None without slots."""
+        return self._registration.room_bytes if self._registration.registered else None
+
+    @property
+    def link_bytes_per_second(self) -> float | None:
+        """How fast the last versions were sent, to all peers together; None before anything was sent."""
+        return self.status.get("bytes_per_second")
+
+    def _look(self) -> tuple[str, int, bool]:
+        """Why this rank cannot take part, or empty; the newest step that all its replicas have; if a slot is free."""
+        registration = self._registration
+        if registration.client is None:
+            self._reconnect()
+        if registration.client is None:
+            return self.obstacle or _GONE, -1, False
+        if self.obstacle or not registration.registered:
+            return self.obstacle, -1, False
+        try:
+            self.status = registration.client.status()
+            if not self.status["free"]:
+                self._hurry(registration.client)
+        except FAILURES as error:
+            self.lose(error)
+            return _GONE, -1, False
+        newest = self.status["newest_replicated"]
+        versions = [(version["attempt"], version["step"]) for version in self.status["versions"]]
+        ours = newest == self.keep or (self.attempt, newest) in versions  # not of an attempt that was given up
+        obstacle = self._tier.obstacle if self._tier is not None else ""
+        return obstacle, newest if ours and newest is not None else -1, self.status["free"]
+
+    def _hurry(self, client: HolderClient) -> None:
+        """Backward is over and the network idle: what is nearly sent can be sent now."""
+        speed, seconds = self.link_bytes_per_second, _HURRY_SHARE * self._pacer.iteration_seconds
+        if speed is None or int(self.status["bytes_pending"]) > speed * seconds:
+            return
+        client.grant_all()
+        until = time.monotonic() + seconds
+        while not self.status["free"] and time.monotonic() < until:
+            time.sleep(_POLL_SECONDS)
+            self.status = client.status()
+
+    def _reconnect(self) -> None:
+        """In the background, because a holder that is paused takes its time; one that is well answers at once."""
+        if self._reconnecting is None or not self._reconnecting.is_alive():
+            self._reconnecting = threading.Thread(target=self._registration.reconnect, name="reconnect", daemon=True)
+            self._reconnecting.start()
+            self._reconnecting.join(_RECONNECT_SECONDS)
+
+    def _slot(self, step: int) -> SlotWriter | None:
+        client = self._registration.client
+        try:
+            return None if client is None else client.slot(step, self.keep if self.keep >= 0 else None)
+        except FAILURES as error:
+            self.lose(error)
+            return None
+
+    def _offer(self, num_bytes: int) -> None:
+        """Have a version sent, and what is pending from before, in the gaps of the network."""
+        client = self._registration.client
+        if client is None or not self._registration.peers:
+            return
+        pending = int(self.status.get("bytes_pending", 0))
+        try:
+            client.revoke()
+            self._pacer.offer(pending + num_bytes * len(self._registration.peers), self.link_bytes_per_second)
+        except FAILURES as error:
+            self.lose(error)
+
+    def _skip(self, step: int, reason: str) -> Turn:
+        logger.info("no checkpoint of step %s: %s", step, reason)
+        return Turn(skipped=reason)

@@ -1,0 +1,42 @@
+"""What `Checkpointer.stats` says."""
+
+from __future__ import annotations
+
+from thinwire.checkpoint.agreement import Agreement
+from thinwire.checkpoint.bounds import Hardware, copy_seconds, network_seconds
+from thinwire.checkpoint.dcp import PersistentTier
+from thinwire.checkpoint.gaps import Pacer
+from thinwire.checkpoint.records import Records
+from thinwire.checkpoint.registration import Registration
+
+
+def statistics(
+    records: Records, agreement: Agreement, registration: Registration, pacer: Pacer, tier: PersistentTier | None
+) -> dict[str, float | str]:
+    """With slash names; texts for people are ``checkpoint/grants`` and ``checkpoint/schedule``."""
+    found = records.stats()
+    return {
+        **found,
+        "checkpoint/dropped": float(agreement.status.get("dropped", 0)),
+        "checkpoint/replicated_step": float(agreement.keep),
+        "checkpoint/persistent_step": float(tier.saved_step if tier is not None else -1),
+        "checkpoint/replicas": float(registration.replicas),
+        "checkpoint/bytes_sent": float(agreement.status.get("bytes_sent", 0)),
+        "checkpoint/iteration_seconds": pacer.iteration_seconds,
+        "checkpoint/idle_seconds": pacer.idle_seconds,
+        "checkpoint/iterations_needed": float(pacer.iterations_needed),
+        **_bounds(int(found["checkpoint/bytes"]), found["checkpoint/copy_seconds"], agreement, registration),
+        "checkpoint/grants": pacer.how,
+        "checkpoint/schedule": pacer.schedule,
+    }
+
+
+def _bounds(num_bytes: int, copying: float, agreement: Agreement, registration: Registration) -> dict[str, float]:
+    speed, ranks, replicas = agreement.link_bytes_per_second, registration.local_ranks, registration.replicas
+    if not num_bytes or not copying:
+        return {}
+    hardware = Hardware(ranks, (speed or float("inf")) * ranks, num_bytes / copying)
+    return {
+        "checkpoint/bound_network_seconds": network_seconds(num_bytes * ranks, replicas, hardware),
+        "checkpoint/bound_copy_seconds": copy_seconds(num_bytes * ranks, replicas, hardware),
+    }

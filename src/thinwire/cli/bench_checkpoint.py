@@ -1,0 +1,96 @@
+"""``thinwire bench checkpoint``: what checkpoints cost, and what they save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from thinwire.bench.checkpoint.benchmark import CheckpointBenchmark, run
+from thinwire.bench.checkpoint.methods import METHODS
+from thinwire.bench.checkpoint.report import write_picture, write_report
+from thinwire.bench.checkpoint.summary import CAPTION, COLUMNS, conditions, sentences, table_rows
+from thinwire.bench.checkpoint.work import SYNTHETIC, Work
+from thinwire.bench.jobs.named import JOBS
+from thinwire.cli.output import STDOUT, clear_errors, console_for, write_json
+from thinwire.testbed.launch import RanksFailed
+from thinwire.testbed.network import Link, NetAdminError
+
+
+def checkpoint(
+    job: str = typer.Option(
+        SYNTHETIC, help=f"What to train: a model of --state-mb that mostly waits, or {', '.join(JOBS)}."
+    ),
+    state_mb: float = typer.Option(4.0, help="State of the synthetic job on each host, with its optimizer's."),
+    compute_ms: float = typer.Option(
+        1000.0, help="Of a step, asleep: the time of an accelerator, which takes no core of this machine."
+    ),
+    methods: str = typer.Option(",".join(METHODS), help="Comma-separated; a checkpoint in every iteration."),
+    hosts: int = typer.Option(8, help="Emulated hosts, one rank and one holder each."),
+    link: str = typer.Option("100mbit", help="Speed of each host's link, such as 100mbit or 1gbit; none for loopback."),
+    replicas: int = typer.Option(2, help="Copies of each host's state, its own one included."),
+    steps: int = typer.Option(20, help="Iterations of a block; the methods take turns, block by block."),
+    repeat: int = typer.Option(10, help="Turns: each method makes so many blocks."),
+    kills: int = typer.Option(2, help="How often all trainers are killed, before a host is lost too; 0: never."),
+    json_path: Path = typer.Option(
+        None, "--json", help="Write the rows here; - for standard output.", show_default=False
+    ),
+    html: Path = typer.Option(None, help="Write a page with a picture of the links here.", show_default=False),
+    picture: Path = typer.Option(
+        None, help="Write the picture of the links here: .png, .svg or .pdf.", show_default=False
+    ),
+) -> None:
+    """Train with a checkpoint in every iteration by each method in turn; then kill the trainings, and a host."""
+    for option, path in (("--html", html), ("--json", json_path), ("--picture", picture)):
+        if path is not None and path != STDOUT and not path.parent.is_dir():
+            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
+    console = console_for(json_path)
+    with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
+        benchmark = CheckpointBenchmark(
+            work=Work(job, round(state_mb * 1e6), compute_ms / 1e3),
+            methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
+            hosts=hosts,
+            link=Link.parse(link),
+            steps=steps,
+            repeat=repeat,
+            replicas=replicas,
+            kills=kills,
+            traced=html is not None or picture is not None,
+        )
+        result = _run(benchmark, console)
+        _print(result, console)
+        if html is not None:
+            write_report(result, html)
+        if picture is not None:
+            write_picture(result, picture)
+    write_json(result, json_path)
+
+
+def _run(benchmark: CheckpointBenchmark, console: Console) -> dict[str, Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting hosts", total=benchmark.parts)
+        return run(benchmark, lambda done: progress.update(task, advance=1, description=done))
+
+
+def _print(result: dict[str, Any], console: Console) -> None:
+    table = Table(
+        title=conditions(result),
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        caption=CAPTION,
+        caption_justify="left",
+    )
+    for name in COLUMNS:
+        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+    for cells in table_rows(result["rows"]):
+        table.add_row(*cells)
+    console.print(table)
+    for sentence in sentences(result):
+        console.print(sentence, highlight=False, soft_wrap=True)

@@ -1,0 +1,266 @@
+"""``thinwire plan``: measure a training and its link, and write the plan that suits them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from thinwire.cli.output import STDOUT, clear_errors, console_for, write_json
+
+if TYPE_CHECKING:
+    from thinwire.plan.collectives import CostRow
+    from thinwire.plan.measure import How
+    from thinwire.plan.measurement import Measurement
+    from thinwire.plan.plan import Plan
+    from thinwire.plan.profile import Linear
+
+COMPRESSORS = "bf16,top_k:density=0.01,ef_sign_sgd,power_sgd"
+_EXAMPLES = """Examples:
+
+thinwire plan --measure --hosts 8 --link 100mbit --job lstm --output plan.json
+
+torchrun --nproc-per-node 4 --no-python thinwire plan --measure --job mytrain:make --output plan.json
+
+thinwire plan show plan.json
+
+thinwire plan --model vgg16 --hosts 8 --ranks-per-host 8 --link 25gbit
+"""
+
+plan = typer.Typer(invoke_without_command=True, epilog=_EXAMPLES)
+
+
+@plan.callback()
+def make(
+    context: typer.Context,
+    measure: bool = typer.Option(False, "--measure", help="Measure a training, its ranks and their link."),
+    job: str = typer.Option(
+        "lstm",
+        help="What to train: lstm, digits, gpt, or module:function, which returns (model, make_batch, loss).",
+    ),
+    hosts: int = typer.Option(None, min=1, help="Emulated hosts; 8 by default.", show_default=False),
+    ranks_per_host: int = typer.Option(1, min=1, help="Ranks that share the link of a host."),
+    link: str = typer.Option(
+        None, help="Speed of each host's link, such as 100mbit; none for loopback.", show_default=False
+    ),
+    compress: str = typer.Option(COMPRESSORS, help="Compressors to consider, comma-separated; none for exact plans."),
+    steps: int = typer.Option(9, min=1, help="Training steps that are measured."),
+    fresh: bool = typer.Option(False, "--fresh", help="Measure link and compressors again, and forget what is cached."),
+    model: str = typer.Option(None, help="Plan for a published model instead, without measuring.", show_default=False),
+    inside: str = typer.Option("pcie", help="Of a published model: what joins the ranks of a host, pcie or nvlink."),
+    measured: Path = typer.Option(
+        None, "--from", metavar="FILE", help="Plan from an earlier --measurement.", show_default=False
+    ),
+    measurement: Path = typer.Option(None, metavar="FILE", help="Write what was measured here.", show_default=False),
+    output: Path = typer.Option(
+        None, metavar="FILE", help="Write the plan here, for thinwire.attach(model, plan=...).", show_default=False
+    ),
+    json_path: Path = typer.Option(
+        None, "--json", metavar="FILE", help="Write plan and figures here; - for standard output.", show_default=False
+    ),
+) -> None:
+    """Which gradients travel together, how they are compressed, and whether that pays at all."""
+    if context.invoked_subcommand is not None:
+        return
+    if sum((measure, model is not None, measured is not None)) != 1:
+        raise typer.BadParameter("give one of --measure, --from FILE, --model NAME; or: thinwire plan show FILE")
+    check_directories({"--output": output, "--json": json_path, "--measurement": measurement})
+    console = console_for(json_path)
+    from thinwire.testbed.launch import RanksFailed
+    from thinwire.testbed.network import NetAdminError
+
+    with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
+        if model is not None:
+            from thinwire.cli.plan_published import show_published
+
+            show_published(model, hosts or 8, ranks_per_host, link or "25gbit", inside, console, output, json_path)
+            return
+        compressors = names_of(compress)
+        if measured is not None:
+            from thinwire.plan.measurement import Measurement
+
+            found = Measurement.load(measured)
+        else:
+            from thinwire.plan.measure import How
+
+            how = How(compressors, steps, fresh=fresh)
+            found = measure_target(job, hosts, ranks_per_host, link, how, console)
+        if is_first_rank():
+            _finish(found, compressors, console, measurement, output, json_path)
+
+
+@plan.command(epilog="Example: thinwire plan show plan.json")
+def show(
+    path: Path = typer.Argument(..., metavar="FILE", help="A plan."),
+    json_path: Path = typer.Option(
+        None, "--json", metavar="FILE", help="Write its fields here; - for standard output.", show_default=False
+    ),
+) -> None:
+    """Say what a plan does, and why."""
+    from thinwire.plan.plan import Plan
+
+    with clear_errors(ValueError):
+        loaded = Plan.load(path)
+    console_for(json_path).print(loaded.explain(), end="", highlight=False, markup=False, soft_wrap=True)
+    write_json(loaded.to_json(), json_path)
+
+
+def measure_target(
+    target: str, hosts: int | None, ranks_per_host: int, link: str | None, how: How, console: Console
+) -> Measurement:
+    """In the job that torchrun started, if it did; else on emulated hosts. Rank 0 says what it is at.
+
+    Raises:
+        ValueError: options that do not fit; see `thinwire.bench.measured`.
+    """
+    from thinwire.bench.measured import Target, measure_in_job, measure_on_hosts
+    from thinwire.testbed.network import Link
+
+    aim = Target(target)
+    if in_job():
+        if hosts is not None or link is not None:
+            raise ValueError("a rank of a torchrun job has its own hosts and link: leave out --hosts and --link")
+        with status(console) as tell:
+            return measure_in_job(aim, how, tell)
+    speed = Link.parse("100mbit" if link is None else link)
+    with status(console) as tell:
+        return measure_on_hosts(aim, how, hosts or 8, ranks_per_host, speed, tell)
+
+
+def in_job() -> bool:
+    """Whether torchrun, or something like it, started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def is_first_rank() -> bool:
+    """Rank 0, or no rank at all."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def names_of(text: str) -> tuple[str, ...]:
+    """Of a comma-separated list; "none" is an empty one."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    return () if names == ("none",) else names
+
+
+class status:  # used as a function
+    """A line on a terminal that says what is measured; nothing elsewhere, and on other ranks."""
+
+    def __init__(self, console: Console) -> None:
+        self._status = console.status("Starting ranks ...") if console.is_terminal and is_first_rank() else None
+
+    def __enter__(self) -> Any:
+        if self._status is not None:
+            self._status.start()
+        return self._tell
+
+    def __exit__(self, *_: object) -> None:
+        if self._status is not None:
+            self._status.stop()
+
+    def _tell(self, stage: str) -> None:
+        if self._status is not None:
+            self._status.update(f"Measuring {stage} ...")
+
+
+def check_directories(paths: dict[str, Path | None]) -> None:
+    """Before anything is measured, whether the files that options name can be written."""
+    for option, path in paths.items():
+        if path is not None and path != STDOUT and not path.parent.is_dir():
+            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
+
+
+def _finish(
+    measured: Measurement,
+    compressors: tuple[str, ...],
+    console: Console,
+    measurement: Path | None,
+    output: Path | None,
+    json_path: Path | None,
+) -> None:
+    from dataclasses import asdict, replace
+
+    from thinwire.plan.collectives import cost_table
+    from thinwire.plan.planner import best_plan
+
+    best = replace(best_plan(measured, compressors), created=measured.created)
+    rows = cost_table(measured.world_size, sum(measured.size_bytes), measured.link.message)
+    print_measurement(measured, console)
+    print_costs(rows, measured.link.message, measured.world_size, sum(measured.size_bytes), console)
+    console.print(best.explain(), end="", highlight=False, markup=False, soft_wrap=True)
+    if measurement is not None:
+        measured.save(measurement)
+        console.print(f"Measured: [bold]{measurement}[/]", highlight=False)
+    if output is not None:
+        save_plan(best, output, console)
+    figures = {"plan": best.to_json(), "measurement": measured.to_json(), "costs": [asdict(row) for row in rows]}
+    write_json(figures, json_path)
+
+
+def save_plan(best: Plan, output: Path, console: Console) -> None:
+    """And say how to use it."""
+    best.save(output)
+    use = f'thinwire.attach(model, plan=thinwire.Plan.load("{output}"))'
+    console.print(f"Plan: [bold]{output}[/]; {use}", highlight=False)
+
+
+def print_measurement(measured: Measurement, console: Console) -> None:
+    """What was measured, in a few lines and a table of lines."""
+    from thinwire.plan.explain import format_bytes, format_seconds
+
+    console.print(
+        f"{measured.world_size} ranks on {measured.hosts} hosts, {measured.device}: {measured.link.describe()}.\n"
+        f"{len(measured.parameters)} parameters, {format_bytes(sum(measured.size_bytes))} of gradients; forward"
+        f" {format_seconds(measured.forward_seconds)}, backward {format_seconds(sum(measured.backward_seconds))}, rest"
+        f" {format_seconds(measured.rest_seconds)}.",
+        highlight=False,
+    )
+    table = Table("measured", "at least", "a MB", "off by", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for column in table.columns[1:]:
+        column.justify = "right"
+    link = measured.link
+    fits = {"all_reduce": link.all_reduce, "all_gather": link.all_gather, "all_to_all": link.all_to_all}
+    for codec in measured.codecs:
+        name = f"{codec.compressor} by {codec.exchange}" if codec.compressor else "copies"
+        fits |= {f"{name}: encode": codec.encode, f"{name}: decode": codec.decode}
+    for name, fit in fits.items():
+        least, per_mb = format_seconds(fit(0.0)), format_seconds(1e6 * fit.line.beta)
+        table.add_row(name, least, per_mb, f"{fit.residual:.0%}")
+    console.print(table)
+    print_doubts(measured, console)
+
+
+def print_doubts(measured: Measurement, console: Console) -> None:
+    """If something was measured badly, what to do."""
+    doubts = measured.doubts()
+    if doubts:
+        console.print(
+            f"[yellow]Measured badly: {', '.join(doubts)}.[/] Was the machine busy? Measure again with --fresh.",
+            highlight=False,
+            soft_wrap=True,
+        )
+
+
+def print_costs(rows: Sequence[CostRow], link: Linear, world_size: int, size_bytes: float, console: Console) -> None:
+    """The textbook's table, with the alpha and beta of a link."""
+    from thinwire.plan.explain import format_bytes, format_seconds
+
+    table = Table(
+        title=f"All-reduce of d = {format_bytes(size_bytes)} on p = {world_size} ranks:"
+        f" alpha {format_seconds(link.alpha)}, beta {1e9 * link.beta:.2f} ns a byte",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+    )
+    for column in ("algorithm", "bandwidth", "latency", "seconds"):
+        table.add_column(column, justify="right" if column == "seconds" else "left")
+    for row in rows:
+        table.add_row(row.algorithm, f"beta {row.bandwidth}", f"alpha {row.latency}", format_seconds(row.seconds))
+    console.print(table)

@@ -1,0 +1,94 @@
+"""Compressors by text: ``top_k:density=0.001`` is ``top_k(density=0.001)``. What plans and command lines write."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from thinwire import compress
+from thinwire.compress.base import Compressor
+
+NAMES = (
+    "acp_sgd",
+    "atomo",
+    "bf16",
+    "dgc",
+    "ef_sign_sgd",
+    "fp8",
+    "fp16",
+    "gaussian_k",
+    "hi_top_k",
+    "int8",
+    "ms_top_k",
+    "natural",
+    "ok_topk",
+    "power_sgd",
+    "qsgd",
+    "random_k",
+    "redsync",
+    "sidco",
+    "sign_sgd",
+    "terngrad",
+    "threshold",
+    "top_k",
+)
+"""The constructors of `thinwire.compress` that a text can name."""
+
+
+def parse(text: str) -> Compressor:
+    """The compressor that ``NAME`` or ``NAME:key=value:...`` says. ``values=NAME`` is a compressor without settings.
+
+    Raises:
+        ValueError: an unknown name, or settings that the constructor does not take; the message says what is legal.
+
+    Example:
+        >>> parse("top_k:density=0.001:values=bf16").name
+        'top_k(0.001, values=bf16)'
+    """
+    name, settings = split(text)
+    if isinstance(settings.get("values"), str):
+        settings["values"] = parse(settings["values"])
+    return construct(name, settings)
+
+
+def split(text: str) -> tuple[str, dict[str, Any]]:
+    """Name and settings of a text; values are Python literals, or else texts. The name is not looked at.
+
+    Raises:
+        ValueError: a setting without a value.
+
+    Example:
+        >>> split("top_k:density=0.001")
+        ('top_k', {'density': 0.001})
+    """
+    name, *pairs = text.strip().split(":")
+    settings = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        if not (key and equals and value):
+            raise ValueError(f"{text!r}: a setting is NAME=VALUE, as in top_k:density=0.001, not {pair!r}")
+        settings[key] = _literal(value)
+    return name, settings
+
+
+def construct(name: str, settings: Mapping[str, Any]) -> Compressor:
+    """``thinwire.compress.NAME(**settings)``.
+
+    Raises:
+        ValueError: as `parse`.
+    """
+    if name not in NAMES:
+        raise ValueError(f"unknown compressor {name!r}; legal are {', '.join(NAMES)}")
+    constructor: Callable[..., Compressor] = getattr(compress, name)
+    try:
+        return constructor(**settings)
+    except TypeError as error:
+        raise ValueError(f"thinwire.compress.{name} does not take these settings: {error}") from error
+
+
+def _literal(value: str) -> Any:
+    try:
+        return ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return value

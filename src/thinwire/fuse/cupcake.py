@@ -1,0 +1,55 @@
+"""Cupcake: the grouping that takes the least time, and no other takes less."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from thinwire.fuse.layerwise import layerwise
+from thinwire.fuse.mg_wfbp import mg_wfbp
+from thinwire.fuse.omgs import omgs
+from thinwire.fuse.one_bucket import one_bucket
+from thinwire.fuse.policy import NamedPolicy, groups_ending_at
+from thinwire.fuse.search import Mode, search
+from thinwire.plan.profile import Groups, Profile
+from thinwire.plan.timeline import iteration_seconds
+
+BEAM = 2
+"""States for each number of tensors in a first, quick search: what it finds is nearly the best, and prunes the next."""
+
+
+@dataclass(frozen=True)
+class Cupcake(NamedPolicy):
+    """See `cupcake`."""
+
+    constructor: ClassVar[str] = "cupcake"
+
+    def groups(self, profile: Profile) -> Groups:
+        modes = [Mode(profile.compress, profile.communicate, profile.decompress)]
+        simple = [policy.groups(profile) for policy in (one_bucket(), layerwise(), mg_wfbp(), omgs())]
+        best = min(simple, key=lambda groups: iteration_seconds(profile, groups))
+        for width in (BEAM, None):
+            found = search(profile, modes, iteration_seconds(profile, best), width)
+            best = groups_ending_at(found.ends) if found.ends else best
+        return best
+
+
+def cupcake() -> Cupcake:
+    """The groups with the least `thinwire.plan.iteration_seconds` of all 2^(N - 1).
+
+    Wang et al., "Cupcake: A Compression Scheduler for Scalable Communication-Efficient Distributed Training"
+    (MLSys'23), state the problem, and search a tree of first groups with two pruning rules
+    (`thinwire.fuse.branch_and_bound`). Here it is a dynamic programme over undominated states, exact with decompression
+    too (`thinwire.fuse.search`): plans of the same tensors in as many groups have the same compute clock, and differ
+    only in when the channel is free and when decompression is done. Without decompression that is O(N^3) at most; with
+    the other policies' plans as upper bounds, and a lower bound for every state, it is far less.
+
+    Best wherever the profile is right: no other policy is better. 314 tensors take 0.1 s.
+
+    Example:
+        >>> from thinwire.plan import Linear
+        >>> launch, free, link = Linear(1, 0), Linear(0, 0), Linear(alpha=1, beta=1)
+        >>> cupcake().groups(Profile([1, 1, 9, 1], [1, 1, 1, 1], launch, free, link))
+        ((0, 1), (2, 3))
+    """
+    return Cupcake()

@@ -1,0 +1,56 @@
+"""Policies by text: ``byte_cap:mb=8`` is ``byte_cap(mb=8)``. What plans and command lines write."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+
+from thinwire.fuse.byte_cap import byte_cap
+from thinwire.fuse.cupcake import cupcake
+from thinwire.fuse.equal_count import equal_count
+from thinwire.fuse.layerwise import layerwise
+from thinwire.fuse.mg_wfbp import mg_wfbp
+from thinwire.fuse.omgs import omgs
+from thinwire.fuse.one_bucket import one_bucket
+from thinwire.fuse.policy import Policy
+from thinwire.fuse.safusion import safusion
+
+POLICIES: dict[str, Callable[..., Policy]] = {
+    "layerwise": layerwise,
+    "byte_cap": byte_cap,
+    "equal_count": equal_count,
+    "one_bucket": one_bucket,
+    "mg_wfbp": mg_wfbp,
+    "omgs": omgs,
+    "cupcake": cupcake,
+    "safusion": safusion,
+}
+"""Constructors by name."""
+
+
+def parse(text: str) -> Policy:
+    """The policy that ``NAME`` or ``NAME:key=value:...`` says; of a policy's ``name``, an equal one.
+
+    Raises:
+        ValueError: an unknown name, or settings that the constructor does not take; the message says what is legal.
+
+    Example:
+        >>> parse("byte_cap:mb=8").name
+        'byte_cap:mb=8'
+    """
+    name, *pairs = text.strip().split(":")
+    if name not in POLICIES:
+        raise ValueError(f"unknown fusion policy {name!r}; legal are {', '.join(POLICIES)}")
+    settings = dict(_setting(text, pair) for pair in pairs)
+    try:
+        return POLICIES[name](**settings)
+    except TypeError as error:
+        raise ValueError(f"thinwire.fuse.{name} does not take these settings: {error}") from error
+
+
+def _setting(text: str, pair: str) -> tuple[str, object]:
+    key, _, value = pair.partition("=")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        raise ValueError(f"{text!r}: a setting is NAME=VALUE, as in byte_cap:mb=8, not {pair!r}") from None

@@ -1,0 +1,81 @@
+"""SAFusion's buffers: closed at the same tensors on all ranks, and as long as the communication before them lasts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from thinwire.fuse.byte_cap import byte_cap
+from thinwire.fuse.equal_count import equal_count
+from thinwire.fuse.policy import NamedPolicy, groups_ending_at
+from thinwire.plan.profile import Groups, Profile
+
+
+@dataclass(frozen=True)
+class SaFusion(NamedPolicy):
+    """See `safusion`."""
+
+    constructor: ClassVar[str] = "safusion"
+    align: bool = True
+    adapt: bool = True
+    mb: float = 25.0
+
+    def __post_init__(self) -> None:
+        byte_cap(self.mb)  # refuses what is no cap
+
+    def groups(self, profile: Profile) -> Groups:
+        if self.adapt:
+            return _adaptive_groups(profile)
+        by_bytes = byte_cap(self.mb).groups(profile)
+        return equal_count(len(by_bytes)).groups(profile) if self.align else by_bytes
+
+
+def safusion(align: bool = True, adapt: bool = True, mb: float = 25.0) -> SaFusion:
+    """Buffers in which the communication of one just covers backward and selection of the next.
+
+    Ming et al., "SAFusion" (HPDC'25): the intra-worker adaptive rule.
+    1. The first group takes tensors until waiting for them reaches one start-up of ``profile.communicate``.
+    2. Each following one takes tensors as long as backward + compress of it <= communication of the group before it.
+    3. Once communication of all groups so far exceeds backward + compress of everything, the rest is one group.
+
+    The paper selects from each tensor before it fuses ("sparsification ahead"): give it `Profile.ahead`. Best for
+    sparsifiers that run long beside a link that is fast; decoding is not seen. One pass, O(N).
+
+    Args:
+        align: buffers close after the same number of tensors on all ranks. False closes them at ``mb`` of gradients,
+            which is the paper's naive fixed buffer.
+        adapt: the rule above. False is the paper's ablation: fixed buffers of ``mb`` of gradients (``align=False``), or
+            of equally many tensors, as many buffers as ``mb`` makes (``align=True``). Adaptive groups are aligned
+            anyhow, for all ranks plan with one profile, so that ``align`` changes nothing beside them.
+        mb: MiB of a fixed buffer.
+
+    Raises:
+        ValueError: ``mb`` is not above 0.
+    """
+    return SaFusion(align, adapt, mb)
+
+
+def _adaptive_groups(profile: Profile) -> Groups:
+    ready, end_bytes, count = profile.ready_seconds, profile.end_bytes, profile.num_tensors
+
+    def seconds_of(start: int, end: int) -> tuple[float, float]:
+        """Backward + compress, and communicate, of a group."""
+        size = end_bytes[end] - end_bytes[start]
+        return ready[end] - ready[start] + profile.compress(size), profile.communicate(size)
+
+    ends = [1]
+    while ends[0] < count and ready[ends[0]] - ready[1] < profile.communicate.alpha:
+        ends[0] += 1
+    computing, _ = seconds_of(0, count)
+    _, covered = seconds_of(0, ends[0])
+    communicated = covered
+    while ends[-1] < count:
+        start, end = ends[-1], ends[-1] + 1
+        if communicated > computing:
+            return groups_ending_at([*ends, count])
+        while end < count and seconds_of(start, end + 1)[0] <= covered:
+            end += 1
+        ends.append(end)
+        _, covered = seconds_of(start, end)
+        communicated += covered
+    return groups_ending_at(ends)

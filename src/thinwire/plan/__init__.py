@@ -1,0 +1,50 @@
+"""What a step will take before it is taken: profiles, the timeline that judges every plan, and plans.
+
+Imported here is only what is pure and quick to import: `thinwire.fuse` builds on this room. What needs more is imported
+on first use.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from thinwire.plan.profile import Groups, Linear, Profile, check_groups
+from thinwire.plan.timeline import Timeline, iteration_seconds, simulate
+
+if TYPE_CHECKING:
+    from thinwire.plan.measure import How, Training, measure_training
+    from thinwire.plan.measurement import Measurement
+    from thinwire.plan.plan import Candidate, Group, Plan
+    from thinwire.plan.planner import best_plan
+
+__all__ = [
+    "Candidate",
+    "Group",
+    "Groups",
+    "How",
+    "Linear",
+    "Measurement",
+    "Plan",
+    "Profile",
+    "Timeline",
+    "Training",
+    "best_plan",
+    "check_groups",
+    "iteration_seconds",
+    "measure_training",
+    "simulate",
+]
+
+_HOMES = {
+    "measure": ("How", "Training", "measure_training"),
+    "measurement": ("Measurement",),
+    "plan": ("Candidate", "Group", "Plan"),
+    "planner": ("best_plan",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """What compresses or measures is imported on first use."""
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f"thinwire.plan.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,89 @@
+"""A plan as text for people: what it does, group by group, and what else was priced."""
+
+from __future__ import annotations
+
+from thinwire.plan.plan import EXACT, STOCK, Candidate, Plan
+
+SHOWN = 12
+"""Groups and candidates of a longer list are counted, not shown."""
+
+
+def explain(plan: Plan) -> str:
+    """See `Plan.explain`."""
+    return "\n".join([*_head(plan), "", *_groups(plan), *_candidates(plan)]).rstrip() + "\n"
+
+
+def format_seconds(seconds: float) -> str:
+    """With a unit that suits: ``1.23 s``, ``45.6 ms``, ``789 us``."""
+    if seconds >= 1.0:
+        return f"{seconds:.2f} s"
+    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
+
+
+def format_bytes(size_bytes: float) -> str:
+    """With a unit that suits: ``1.2 GB``, ``4.8 MB``, ``16 kB``."""
+    for scale, unit, digits in ((1e9, "GB", 2), (1e6, "MB", 1), (1e3, "kB", 0)):
+        if size_bytes >= scale:
+            return f"{size_bytes / scale:.{digits}f} {unit}"
+    return f"{size_bytes:.0f} B"
+
+
+def _head(plan: Plan) -> list[str]:
+    size = format_bytes(sum(group.size_bytes for group in plan.groups))
+    made = f", made {plan.created}" if plan.created else ""
+    lines = [f"Plan for {plan.world_size} ranks and {len(plan.parameters)} parameters, {size} of gradients{made}"]
+    stock = format_seconds(plan.other_seconds + plan.dense_seconds)
+    if plan.does_nothing:
+        lines.append(f"Do nothing: no candidate is better than stock DDP by more than 3 %. Predicted step: {stock}.")
+    else:
+        lines.append(
+            f"Take {plan.choice or 'these groups'}. Predicted step: {format_seconds(plan.step_seconds)};"
+            f" stock DDP: {stock}, {plan.speedup:.2f} times as long."
+        )
+        lines += _lossy(plan)
+    if plan.note:
+        lines.append(plan.note)
+    return lines
+
+
+def _lossy(plan: Plan) -> list[str]:
+    """A warning, where there is reason for one; candidates are sorted."""
+    if not any(group.compressor for group in plan.groups):
+        return []
+    exact = next((entry for entry in plan.candidates if entry.name == STOCK or entry.name.startswith(EXACT)), None)
+    best = "" if exact is None else f" The best exact way is {exact.name}: {_step(plan, exact)}."
+    return [f"It is lossy: compare the loss, too.{best}"]
+
+
+def _step(plan: Plan, candidate: Candidate) -> str:
+    return format_seconds(plan.other_seconds + candidate.seconds)
+
+
+def _groups(plan: Plan) -> list[str]:
+    lines = [f"{'group':>5}  {'parameters':>10}  {'gradients':>9}  what happens"]
+    for number, group in enumerate(plan.groups[:SHOWN], start=1):
+        size = format_bytes(group.size_bytes)
+        lines.append(f"{number:>5}  {len(group.parameters):>10}  {size:>9}  {_what(plan, number - 1)}")
+    if len(plan.groups) > SHOWN:
+        lines.append(f"  and {len(plan.groups) - SHOWN} more")
+    return lines
+
+
+def _what(plan: Plan, number: int) -> str:
+    group = plan.groups[number]
+    behind = "" if plan.ahead or group.compressor is None else ", as one tensor"
+    first, last = group.parameters[0], group.parameters[-1]
+    span = first if first == last else f"{first} .. {last}"
+    return f"{group.describe()}{behind}: {span}"
+
+
+def _candidates(plan: Plan) -> list[str]:
+    if not plan.candidates:
+        return []
+    lines = ["", f"{'seconds':>9}  candidates, from the start of backward until the last gradient is there"]
+    for candidate in plan.candidates[:SHOWN]:
+        mark = "  <- taken" if candidate.name == plan.choice else ""
+        lines.append(f"{format_seconds(candidate.seconds):>9}  {candidate.name}{mark}")
+    if len(plan.candidates) > SHOWN:
+        lines.append(f"  and {len(plan.candidates) - SHOWN} slower ones")
+    return lines

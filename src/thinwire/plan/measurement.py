@@ -1,0 +1,283 @@
+"""The frozen `Measurement`: all that planning needs to know of a model, its machines and their link. A JSON file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from thinwire.compress.base import Parameter
+from thinwire.plan.costs import Costs, coded_costs, exact_costs
+from thinwire.plan.plan import fingerprint
+from thinwire.plan.profile import Linear, Profile
+from thinwire.plan.speeds import COPIES, Codec, Link
+
+VERSION = 1
+DOUBTFUL = 0.3
+"""Points of which so large a share is not explained say that the machine was busy with something else."""
+
+_HOW = "measure with `thinwire plan --measure --measurement measured.json`"
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured on a group of ranks, all of them at once.
+
+    Args:
+        world_size: ranks.
+        hosts: machines that they are on.
+        parameters: those that are trained, without tables of embeddings, in the order in which gradients are ready.
+        backward_seconds: of each: from the gradient before it to its own.
+        forward_seconds: of the model.
+        rest_seconds: from the last gradient to the next forward, such as the optimizer.
+        link: what the collectives of the ranks take.
+        codecs: what compressors take here; that of `COPIES` is among them.
+        tables: parameters whose gradients travel as rows, by `thinwire.attach`. No plan is about them.
+        device: that the model is on.
+        environment: of people's interest: versions, host, the nominal link.
+        created: when, as ISO 8601.
+        version: of this format.
+
+    Raises:
+        ValueError: missing tensors, times that are negative or infinite, one rank, no codec for exact gradients.
+    """
+
+    world_size: int
+    parameters: tuple[Parameter, ...]
+    backward_seconds: tuple[float, ...]
+    forward_seconds: float
+    rest_seconds: float
+    link: Link
+    codecs: tuple[Codec, ...]
+    hosts: int = 1
+    tables: tuple[str, ...] = ()
+    device: str = "cpu"
+    environment: Mapping[str, Any] = field(default_factory=dict)
+    created: str = ""
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        for name in ("parameters", "backward_seconds", "codecs", "tables"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.version != VERSION:
+            raise ValueError(f"the measurement has version {self.version}, and it should be {VERSION}: {_HOW} again")
+        if self.world_size < 2 or not 1 <= self.hosts <= self.world_size:
+            raise ValueError(
+                f"a measurement of {self.world_size} ranks on {self.hosts} hosts: two ranks are needed, because one has"
+                " nobody to synchronize with"
+            )
+        self._check_tensors()
+        self.codec(COPIES, "all_reduce")
+
+    def _check_tensors(self) -> None:
+        if not self.parameters:
+            raise ValueError(
+                "the model has no gradients to plan for: tables of embeddings travel as rows, which thinwire.attach"
+                " does by itself"
+            )
+        if len(self.backward_seconds) != len(self.parameters):
+            raise ValueError(
+                f"{len(self.backward_seconds)} backward times for {len(self.parameters)} parameters: tensors are"
+                f" missing; {_HOW} again"
+            )
+        names = [parameter.name for parameter in self.parameters]
+        if len(set(names)) < len(names):
+            raise ValueError(f"a parameter was measured twice; {_HOW} again")
+        times = {"forward_seconds": self.forward_seconds, "rest_seconds": self.rest_seconds}
+        times |= {f"backward of {name!r}": time for name, time in zip(names, self.backward_seconds, strict=True)}
+        for what, seconds in times.items():
+            if not (math.isfinite(seconds) and seconds >= 0.0):
+                raise ValueError(f"{what} took {seconds} s, which is no time; {_HOW} again")
+
+    @property
+    def size_bytes(self) -> tuple[int, ...]:
+        """Of each gradient."""
+        return tuple(parameter.numel * parameter.dtype.itemsize for parameter in self.parameters)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(parameter.name for parameter in self.parameters)
+
+    @property
+    def other_seconds(self) -> float:
+        """Of a step outside of backward."""
+        return self.forward_seconds + self.rest_seconds
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the model, as in a `thinwire.Plan` for it."""
+        return fingerprint(self.parameters)
+
+    def check(self, parameters: Sequence[Parameter]) -> None:
+        """Raises ValueError if this is not a measurement of a model with these parameters."""
+        missing = {parameter.name for parameter in parameters} - set(self.names)
+        if missing:
+            raise ValueError(
+                f"the measurement lacks {len(missing)} tensors of this model, such as {min(missing)!r}; {_HOW} of it"
+            )
+        if fingerprint(parameters) != self.fingerprint:
+            raise ValueError(f"the measurement is of another model; {_HOW} of this one")
+
+    def codec(self, compressor: str, exchange: str) -> Codec:
+        """What was measured of a compressor.
+
+        Raises:
+            ValueError: nothing; the message says what was.
+        """
+        for codec in self.codecs:
+            if (codec.compressor, codec.exchange) == (compressor, exchange):
+                return codec
+        legal = ", ".join(f"{codec.compressor} by {codec.exchange}" for codec in self.codecs if codec.compressor)
+        what = f"{compressor} by {exchange}" if compressor else "copying gradients that are not compressed"
+        raise ValueError(f"{what} was not measured ({legal or 'no compressor'} was): {_HOW} with it")
+
+    def exchanges(self, compressor: str) -> tuple[str, ...]:
+        """By which payloads of a compressor were measured."""
+        return tuple(codec.exchange for codec in self.codecs if codec.compressor == compressor)
+
+    def costs(self, compressor: str | None = None, exchange: str = "all_reduce") -> Costs:
+        """Of any group, on the lane.
+
+        Raises:
+            ValueError: not measured; or what it sends depends on the gradients.
+        """
+        copies = self.codec(COPIES, "all_reduce")
+        if compressor is None:
+            return exact_costs(self.parameters, self.link, copies, self.world_size)
+        codec = self.codec(compressor, exchange)
+        return coded_costs(self.parameters, self.link, copies, codec, self.world_size)
+
+    def profile(
+        self, compressor: str | None = None, exchange: str = "auto", on: Literal["lane", "compute"] = "lane"
+    ) -> Profile:
+        """For fusion policies and the timeline: costs as lines over the bytes of uncompressed gradients.
+
+        A line knows no tensors: it has the mean rate of this model, with small gradients that are not compressed.
+        `costs` prices any group exactly.
+
+        Args:
+            compressor: a measured one, or None for exact all-reduces.
+            exchange: a measured one; "auto" takes the fastest.
+            on: "lane" has encoding and decoding on the channel, as thinwire runs on a CPU; "compute" has them on the
+                stream of backward, as the papers do.
+
+        Raises:
+            ValueError: not measured; or what it sends depends on the gradients.
+        """
+        if compressor is None:
+            exchange = "all_reduce"
+        elif exchange == "auto":
+            exchange = self.fastest_exchange(compressor)
+        costs, total = self.costs(compressor, exchange), max(1, sum(self.size_bytes))
+        encode, wire, decode = (
+            math.fsum(seconds) / total for seconds in (costs.encode_seconds, costs.wire_seconds, costs.decode_seconds)
+        )
+        free = Linear(0.0, 0.0)
+        lane = on == "lane"
+        return Profile(
+            self.backward_seconds,
+            self.size_bytes,
+            free if lane else Linear(0.0, encode),
+            free if lane else Linear(0.0, decode),
+            Linear(costs.group_seconds, encode + wire + decode if lane else wire),
+            self.names,
+            self.other_seconds,
+        )
+
+    def fastest_exchange(self, compressor: str) -> str:
+        """Of those measured, for all gradients at once."""
+        everything = range(len(self.parameters))
+        exchanges = self.exchanges(compressor)
+        if not exchanges:
+            self.codec(compressor, "auto")  # says what was measured
+        return min(exchanges, key=lambda exchange: self.costs(compressor, exchange).seconds(everything))
+
+    def doubts(self) -> list[str]:
+        """What was measured badly: of which half of the points are further off than `DOUBTFUL`."""
+        link = self.link
+        fits = {"all_reduce": link.all_reduce, "all_gather": link.all_gather, "all_to_all": link.all_to_all}
+        for codec in self.codecs:
+            name = codec.compressor or "copies"
+            fits |= {f"{name} (encode)": codec.encode, f"{name} (decode)": codec.decode}
+        return [name for name, fit in fits.items() if fit.residual > DOUBTFUL]
+
+    def at(self, mbit: float) -> Measurement:
+        """The same model on the same machines with another link, see `Link.at`."""
+        return replace(self, link=self.link.at(mbit))
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, which docs/plan.md describes."""
+        return {
+            "version": self.version,
+            "world_size": self.world_size,
+            "hosts": self.hosts,
+            "device": self.device,
+            "created": self.created,
+            "environment": dict(self.environment),
+            "forward_seconds": self.forward_seconds,
+            "rest_seconds": self.rest_seconds,
+            "parameters": [
+                {"name": entry.name, "shape": list(entry.shape), "dtype": _dtype_name(entry.dtype), "seconds": seconds}
+                for entry, seconds in zip(self.parameters, self.backward_seconds, strict=True)
+            ],
+            "tables": list(self.tables),
+            "link": self.link.to_json(),
+            "codecs": [codec.to_json() for codec in self.codecs],
+        }
+
+    @classmethod
+    def from_json(cls, data: object) -> Measurement:
+        """What `to_json` gave.
+
+        Raises:
+            ValueError: it is no measurement, or one of another version.
+        """
+        version = data.get("version") if isinstance(data, Mapping) else None
+        if not isinstance(data, Mapping) or version != VERSION:
+            raise ValueError(
+                f"not a measurement that this thinwire reads (version {version!r}, and it should be {VERSION}): {_HOW}"
+            )
+        try:
+            fields = dict(data)
+            rows = fields.pop("parameters")
+            fields["parameters"] = [
+                Parameter(row["name"], tuple(map(int, row["shape"])), _dtype(row["dtype"])) for row in rows
+            ]
+            fields["backward_seconds"] = [float(row["seconds"]) for row in rows]
+            fields["link"] = Link.from_json(fields["link"])
+            fields["codecs"] = [Codec.from_json(codec) for codec in fields["codecs"]]
+            return cls(**fields)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a damaged measurement ({type(error).__name__}: {error}): {_HOW} again") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Measurement:
+        """What `save` wrote. Raises ValueError if there is no such file, or it is no measurement."""
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"cannot read the measurement {path}: {error.strerror}; {_HOW}") from error
+        except ValueError as error:
+            raise ValueError(f"{path} is not a measurement, which is a JSON file ({error}): {_HOW}") from error
+        return cls.from_json(data)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"a parameter has dtype {name!r}, which torch does not have; {_HOW} again")
+    return dtype

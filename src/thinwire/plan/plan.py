@@ -1,0 +1,268 @@
+"""The frozen `Plan`: which gradients travel together, how, and what that is predicted to take. A JSON file."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from thinwire.compress.base import Compressor, Parameter
+from thinwire.compress.choose import EXCHANGES
+from thinwire.compress.named import parse
+from thinwire.compress.policy import leave_small
+
+VERSION = 1
+STOCK = "stock DDP"
+"""The name of the candidate that is to do nothing."""
+EXACT = "exact"
+"""With what the names of candidates without compression begin."""
+
+_BYTES_PER_MB = 1024 * 1024  # as DDP counts
+_HOW = "make one with `thinwire plan --measure --output plan.json`"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Gradients that are synchronized by one job, as soon as the last of them is ready.
+
+    Args:
+        parameters: names, in backward order.
+        size_bytes: of their gradients, uncompressed.
+        compressor: as `thinwire.compress.named.parse` reads it; None for an exact all-reduce. With ``ahead`` it is for
+            the parameters that `thinwire.compress.leave_small` lets through; the others are all-reduced exactly by the
+            same job. Without, it is for the gradients of the group as one flat tensor.
+        exchange: by which payloads are averaged.
+
+    Raises:
+        ValueError: no parameters, an unknown compressor or exchange.
+    """
+
+    parameters: tuple[str, ...]
+    size_bytes: int = 0
+    compressor: str | None = None
+    exchange: str = "all_reduce"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "parameters", tuple(self.parameters))
+        if not self.parameters:
+            raise ValueError(f"a group of a plan has no parameters: {_HOW}")
+        if self.size_bytes < 0:
+            raise ValueError(f"the group of {self.parameters[0]!r} has {self.size_bytes} bytes: {_HOW}")
+        if self.exchange not in (*EXCHANGES, "auto"):
+            legal = ", ".join((*EXCHANGES, "auto"))
+            raise ValueError(f"the group of {self.parameters[0]!r} has exchange {self.exchange!r}; legal are {legal}")
+        if self.compressor is not None:
+            parse(self.compressor)
+
+    def make_compressor(self) -> Compressor | None:
+        """What the text stands for."""
+        return None if self.compressor is None else parse(self.compressor)
+
+    def describe(self) -> str:
+        return "exact, all_reduce" if self.compressor is None else f"{self.compressor}, {self.exchange}"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """What was priced: seconds from the start of backward until the last gradient is there."""
+
+    name: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do with the gradients of one model on so many ranks. `thinwire.attach` executes it.
+
+    Args:
+        world_size: ranks.
+        fingerprint: of the model, see `fingerprint`.
+        groups: in the order in which they travel; together all parameters but tables of embeddings, each once.
+        predicted_seconds: from the start of backward until the last gradient is there.
+        dense_seconds: the same, of stock DDP.
+        other_seconds: forward and optimizer, which no plan changes.
+        choice: name of the candidate that this plan is; `STOCK` says: do nothing.
+        ahead: compress each parameter for itself, then fuse payloads; False compresses the gradients of a group as one
+            flat tensor.
+        candidates: all that were priced, fastest first.
+        created: when, as ISO 8601.
+        note: what the planner has to say.
+        version: of this format.
+
+    Raises:
+        ValueError: a parameter that is in two groups, negative seconds, another version, no ranks.
+
+    Example:
+        >>> plan = Plan(2, fingerprint([]), (Group(("fc.weight",), 4096),), 0.1, 0.2)
+        >>> Plan.from_json(plan.to_json()) == plan
+        True
+    """
+
+    world_size: int
+    fingerprint: str
+    groups: tuple[Group, ...]
+    predicted_seconds: float
+    dense_seconds: float
+    other_seconds: float = 0.0
+    choice: str = ""
+    ahead: bool = True
+    candidates: tuple[Candidate, ...] = ()
+    created: str = ""
+    note: str = ""
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "groups", tuple(self.groups))
+        object.__setattr__(self, "candidates", tuple(self.candidates))
+        if self.version != VERSION:
+            raise ValueError(f"the plan has version {self.version}, and this thinwire reads version {VERSION}: {_HOW}")
+        if self.world_size < 1:
+            raise ValueError(f"a plan is for at least one rank, not {self.world_size}: {_HOW}")
+        for name in ("predicted_seconds", "dense_seconds", "other_seconds"):
+            if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0.0):
+                raise ValueError(f"{name} of the plan is {getattr(self, name)}, not a time: {_HOW}")
+        if not self.groups:
+            raise ValueError(f"the plan has no groups: {_HOW}")
+        twice = _first_twice(self.parameters)
+        if twice is not None:
+            raise ValueError(f"parameter {twice!r} is in the plan twice: {_HOW}")
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """All names, in backward order."""
+        return tuple(name for group in self.groups for name in group.parameters)
+
+    @property
+    def does_nothing(self) -> bool:
+        """Whether stock DDP is the best there is, or as good as that."""
+        return self.choice == STOCK
+
+    @property
+    def step_seconds(self) -> float:
+        """Of a whole training step, as predicted."""
+        return self.other_seconds + self.predicted_seconds
+
+    @property
+    def speedup(self) -> float:
+        """How many times as long a step of stock DDP takes."""
+        return (self.other_seconds + self.dense_seconds) / self.step_seconds if self.step_seconds else 1.0
+
+    def check(self, parameters: Sequence[Parameter], world_size: int) -> None:
+        """Whether the plan is for this model, on so many ranks.
+
+        Args:
+            parameters: all that are trained, without tables of embeddings.
+
+        Raises:
+            ValueError: it is for something else; the message says for what, and what to do.
+        """
+        if world_size != self.world_size:
+            raise ValueError(f"the plan is for {self.world_size} ranks, and there are {world_size}: {_HOW} on these")
+        planned, present = set(self.parameters), {parameter.name for parameter in parameters}
+        if planned != present:
+            raise ValueError(f"the plan is for another model: {_difference(planned, present)}; {_HOW} of this one")
+        if fingerprint(parameters) != self.fingerprint:
+            raise ValueError(
+                f"the plan is for another model: its parameters have the same names, but other shapes or dtypes; {_HOW}"
+                " of this one"
+            )
+
+    def compressors(self, parameters: Iterable[Parameter]) -> dict[str, Compressor]:
+        """Of each parameter that is compressed for itself, by name; none of a plan that is not ``ahead``."""
+        if not self.ahead:
+            return {}
+        of_group = {name: group.make_compressor() for group in self.groups for name in group.parameters}
+        chosen = {
+            parameter.name: leave_small(compressor)(parameter)
+            for parameter in parameters
+            if (compressor := of_group.get(parameter.name)) is not None
+        }
+        return {name: compressor for name, compressor in chosen.items() if compressor is not None}
+
+    def bucket_cap_mb_list(self) -> list[float]:
+        """For ``DistributedDataParallel(bucket_cap_mb_list=...)``: its buckets are then the groups of this plan.
+
+        A bucket of DDP closes as soon as it has as many bytes as its cap, so the cap is what the group has.
+        """
+        return [group.size_bytes / _BYTES_PER_MB for group in self.groups]
+
+    def explain(self) -> str:
+        """What it does and why, for people."""
+        from thinwire.plan.explain import explain
+
+        return explain(self)
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields, which docs/plan.md describes."""
+        groups = [{**asdict(group), "parameters": list(group.parameters)} for group in self.groups]
+        candidates = [asdict(candidate) for candidate in self.candidates]
+        fields = asdict(replace(self, candidates=()))
+        return {"version": fields.pop("version"), **fields, "groups": groups, "candidates": candidates}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """What `to_json` gave.
+
+        Raises:
+            ValueError: it is no plan, or one of another version.
+        """
+        version = data.get("version") if isinstance(data, Mapping) else None
+        if version != VERSION:
+            raise ValueError(
+                f"not a plan that this thinwire reads (version {version!r}, and it should be {VERSION}): {_HOW}"
+            )
+        try:
+            fields: dict[str, Any] = dict(data)
+            fields["groups"] = [Group(**group) for group in data["groups"]]
+            fields["candidates"] = [Candidate(**candidate) for candidate in data.get("candidates", ())]
+            return cls(**fields)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"a damaged plan ({type(error).__name__}: {error}): {_HOW}") from error
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """What `save` wrote.
+
+        Raises:
+            ValueError: there is no such file, or it is no plan.
+        """
+        try:
+            data = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ValueError(f"cannot read the plan {path}: {error.strerror}; {_HOW}") from error
+        except ValueError as error:  # of JSON, or of UTF-8
+            raise ValueError(f"{path} is not a plan, which is a JSON file ({error}): {_HOW}") from error
+        return cls.from_json(data)
+
+
+def fingerprint(parameters: Iterable[Parameter]) -> str:
+    """SHA-256 over names, shapes and dtypes, in whatever order the parameters are."""
+    lines = sorted(f"{entry.name!r} {entry.dtype} {list(entry.shape)}" for entry in parameters)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+
+
+def _first_twice(names: Iterable[str]) -> str | None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
+
+
+def _difference(planned: set[str], present: set[str]) -> str:
+    unknown, missing = sorted(present - planned), sorted(planned - present)
+    parts = []
+    if unknown:
+        parts.append(f"it does not know {len(unknown)} of this model's parameters, such as {unknown[0]!r}")
+    if missing:
+        parts.append(f"{len(missing)} of its parameters are not here, such as {missing[0]!r}")
+    return " and ".join(parts)

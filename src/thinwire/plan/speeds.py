@@ -1,0 +1,176 @@
+"""What a machine and its link can do, in numbers: lines through measured points, for links and for compressors."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from thinwire.plan.profile import Linear
+
+COPIES = ""
+"""The compressor of gradients that are not compressed, only copied into one tensor and back."""
+
+_WELL_ABOVE = 1.4
+
+_AGAIN = "measure again with `thinwire plan --measure --fresh`"
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What was measured of something that takes at least so long, and in proportion to its bytes when they are many.
+
+    A collective waits for messages and for processors, and its bytes travel meanwhile: up to some size they are free.
+
+    Args:
+        line: seconds of so many bytes, for many.
+        floor: seconds of few bytes.
+        residual: median of |fit - measured| / measured over the points.
+        points: (bytes, seconds), as measured.
+
+    Example:
+        >>> fit = Fit.of([(10, 0.25), (1000, 0.25), (4000, 0.5), (7000, 0.75)])
+        >>> fit(10), round(fit(10_000), 9)
+        (0.25, 1.0)
+    """
+
+    line: Linear
+    floor: float = 0.0
+    residual: float = 0.0
+    points: tuple[tuple[float, float], ...] = ()
+
+    def __call__(self, size_bytes: float) -> float:
+        return max(self.floor, self.line(size_bytes))
+
+    @classmethod
+    def of(cls, points: Sequence[tuple[float, float]]) -> Fit:
+        """The fastest point is the floor; the line is of least relative squares through those well above it.
+
+        Raises:
+            ValueError: points of one size only, negative or infinite ones, or one of 0 s.
+        """
+        floor = min((seconds for _, seconds in points), default=0.0)
+        above = [point for point in points if point[1] > _WELL_ABOVE * floor]
+        sizes, seconds = zip(*(above if len(above) > 1 else points), strict=True) if points else ((), ())
+        fit = cls(Linear.fit(sizes, seconds, relative=True), floor)
+        errors = [abs(fit(size) - measured) / measured for size, measured in points]
+        return replace(fit, residual=statistics.median(errors), points=tuple(map(tuple, points)))
+
+    def to_json(self) -> dict[str, Any]:
+        points = [list(point) for point in self.points]
+        return {"line": self.line.to_json(), "floor": self.floor, "residual": self.residual, "points": points}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Fit:
+        """Raises KeyError, TypeError or ValueError for what `to_json` does not give."""
+        points = tuple((float(size), float(seconds)) for size, seconds in value["points"])
+        floor = Linear(float(value["floor"]), 0.0).alpha  # refuses what is no time
+        return cls(Linear.from_json(value["line"]), floor, float(value["residual"]), points)
+
+
+@dataclass(frozen=True)
+class Link:
+    """Seconds of the collectives of a process group, by the bytes that one rank sends.
+
+    Args:
+        message: a rank sends its neighbour a message while it gets one: alpha and beta of the textbooks.
+        round: all ranks send all others a header. Its beta is 0.
+        all_reduce: the process group's own, of 2 (n - 1) / n of the tensor's bytes.
+        all_gather: every rank sends all others the same message.
+        all_to_all: every rank sends each other one its own message.
+
+    Raises:
+        ValueError: a link that takes no time.
+    """
+
+    message: Linear
+    round: Linear
+    all_reduce: Fit
+    all_gather: Fit
+    all_to_all: Fit
+
+    def __post_init__(self) -> None:
+        for name in ("message", "all_reduce", "all_gather", "all_to_all"):
+            entry = getattr(self, name)
+            line = entry.line if isinstance(entry, Fit) else entry
+            if line.beta == 0.0:
+                raise ValueError(f"the link was measured as zero: a byte of {name} takes no time; {_AGAIN}")
+        if self.round.alpha == 0.0:
+            raise ValueError(f"the link was measured as zero: a round of messages takes no time; {_AGAIN}")
+
+    @property
+    def mbit(self) -> float:
+        """What a rank can send to all others at once, as payload in Mbit/s."""
+        return 8e-6 / self.all_to_all.line.beta
+
+    def at(self, mbit: float) -> Link:
+        """The same machines on a link of another rate.
+
+        What a byte takes is the wire's part, 1 / rate, and the rest, which is of processors and protocols and stays.
+
+        Args:
+            mbit: as payload of one rank.
+
+        Raises:
+            ValueError: a rate that is not above 0.
+        """
+        if not mbit > 0:
+            raise ValueError(f"a link has a rate above 0 Mbit/s, not {mbit}")
+        wire, measured = 8e-6 / mbit, 8e-6 / self.mbit
+
+        def moved(line: Linear) -> Linear:
+            return Linear(line.alpha, max(min(line.beta, wire), line.beta + wire - measured))
+
+        def refit(fit: Fit) -> Fit:
+            return Fit(moved(fit.line), fit.floor, fit.residual)
+
+        return replace(
+            self,
+            message=moved(self.message),
+            all_reduce=refit(self.all_reduce),
+            all_gather=refit(self.all_gather),
+            all_to_all=refit(self.all_to_all),
+        )
+
+    def describe(self) -> str:
+        return (
+            f"{self.mbit:.0f} Mbit/s a rank, {1e3 * self.round.alpha:.2f} ms to ask all ranks,"
+            f" {1e3 * self.message.alpha:.2f} ms to ask one"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name).to_json() for item in fields(self)}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Link:
+        """Raises KeyError, TypeError or ValueError for what `to_json` does not give."""
+        lines: dict[str, Any] = {name: Linear.from_json(value[name]) for name in ("message", "round")}
+        fits: dict[str, Any] = {name: Fit.from_json(value[name]) for name in ("all_reduce", "all_gather", "all_to_all")}
+        return cls(**lines, **fits)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """What a compressor takes on this device, by the bytes of the uncompressed gradient.
+
+    Args:
+        compressor: as `thinwire.compress.named.parse` reads it, or `COPIES`.
+        exchange: decides what is decoded: one sum, the payloads of all ranks, or pieces twice.
+        encode: with error feedback where `thinwire.attach` adds it, and the checksum.
+        decode: of what arrives of all ranks together.
+    """
+
+    compressor: str
+    exchange: str
+    encode: Fit
+    decode: Fit
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "encode": self.encode.to_json(), "decode": self.decode.to_json()}
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Codec:
+        """Raises KeyError, TypeError or ValueError for what `to_json` does not give."""
+        fits = {name: Fit.from_json(value[name]) for name in ("encode", "decode")}
+        return cls(str(value["compressor"]), str(value["exchange"]), **fits)

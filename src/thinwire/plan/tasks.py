@@ -1,0 +1,186 @@
+"""What an option of Espresso's tree costs a tensor: the chain of tasks that the timeline runs.
+
+A rank holds a region of the tensor, uncompressed or as payloads: one after encoding, one of each rank after an
+indivisible communication, until decoding sums them to one again. Collectives split the region, join it or bring more
+payloads of it; `Holding` follows that, and `thinwire.plan.cluster` prices what moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from thinwire.plan import engine
+from thinwire.plan.cluster import FLAT, INTRA, Cluster
+from thinwire.plan.collectives import Numbers
+from thinwire.plan.job import Compression, seconds_of
+from thinwire.plan.options import CPU, Option, Task
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What one rank holds between two tasks.
+
+    Attributes:
+        region: bytes of the gradient that it holds something of; an array prices many tensors at once.
+        payloads: of that region, from as many ranks, not summed yet; 1 of what is summed.
+        compressed: whether as codes.
+        shares: different regions, or different gradients, on one host. Of one host's ranks that hold the same, one
+            works on the processors and on the host's link for all.
+    """
+
+    region: Numbers
+    payloads: int
+    compressed: bool
+    shares: int
+
+    def wire_bytes(self, ratio: float) -> Numbers:
+        return self.region * (self.payloads * ratio if self.compressed else 1)
+
+
+class Work(NamedTuple):
+    """One task priced: a resource of `engine`, seconds, and a word for traces."""
+
+    resource: int
+    seconds: float
+    label: str
+
+
+class Choice(NamedTuple):
+    """An option for one tensor, priced.
+
+    Attributes:
+        seconds: of all its tasks together.
+    """
+
+    option: Option
+    chain: engine.Chain
+    seconds: float
+
+
+class _Priced(NamedTuple):
+    """A `Work` of many sizes at once."""
+
+    resource: int
+    seconds: np.ndarray
+    label: str
+
+
+class Pricer:
+    """Prices options of tensors of these sizes, all sizes at once, each path of the tree as far as it is new."""
+
+    def __init__(self, sizes: Sequence[float], cluster: Cluster, compression: Compression) -> None:
+        self.sizes = tuple(sorted(set(sizes)))
+        self._cluster, self._compression = cluster, compression
+        start = Holding(np.array(self.sizes), 1, compressed=False, shares=cluster.ranks_per_host)
+        self._known: dict[tuple[Task, ...], tuple[tuple[_Priced, ...], Holding]] = {(): ((), start)}
+
+    def works(self, option: Option, size: float) -> tuple[Work, ...]:
+        """The tasks in order. What takes no time is left out; neighbours on one resource become one."""
+        place = self.sizes.index(size)
+        all_works = (
+            Work(resource, float(seconds[place]), label) for resource, seconds, label in self._walk(option.tasks)
+        )
+        needed = (work for work in all_works if work.seconds > 0)
+        return tuple(_merge(list(neighbours)) for _, neighbours in groupby(needed, key=lambda work: work.resource))
+
+    def choice(self, option: Option, size: float) -> Choice:
+        chain = tuple((work.resource, work.seconds) for work in self.works(option, size))
+        return Choice(option, chain, sum(seconds for _, seconds in chain))
+
+    def menus(self, options: Sequence[Option], exhaustive: bool) -> Callable[[float], tuple[Choice, ...]]:
+        """Of a size, the options to try, least work first; worked out when it is first asked for.
+
+        Args:
+            exhaustive: all; otherwise those that no other one equals or beats on every resource.
+        """
+        totals = self.totals(options)
+
+        @cache
+        def menu(size: float) -> tuple[Choice, ...]:
+            of_size = totals[:, self.sizes.index(size)]
+            rows = np.argsort(of_size.sum(1), kind="stable").tolist()
+            return tuple(
+                self.choice(options[row], size) for row in (rows if exhaustive else _undominated(of_size, rows))
+            )
+
+        return menu
+
+    def totals(self, options: Sequence[Option]) -> np.ndarray:
+        """[options, sizes, resources]: seconds."""
+        totals = np.zeros((len(options), len(self.sizes), len(engine.TRACKS)))
+        for row, option in enumerate(options):
+            for resource, seconds, _ in self._walk(option.tasks):
+                totals[row, :, resource] += seconds
+        return totals
+
+    def _walk(self, tasks: tuple[Task, ...]) -> tuple[_Priced, ...]:
+        return self.after(tasks)[0]
+
+    def after(self, tasks: tuple[Task, ...]) -> tuple[tuple[_Priced, ...], Holding]:
+        """The beginning of a path priced, and what a rank holds then."""
+        if tasks not in self._known:
+            works, held = self.after(tasks[:-1])
+            price = _communicate if tasks[-1].level else _code
+            work, held = price(tasks[-1], held, self._cluster, self._compression)
+            self._known[tasks] = (*works, work), held
+        return self._known[tasks]
+
+
+def _undominated(totals: np.ndarray, rows: Sequence[int]) -> list[int]:
+    """Of [options, resources], the rows that no earlier one, which has no greater sum, equals or beats everywhere."""
+    kept: list[int] = []
+    best = np.empty((0, totals.shape[1]))
+    for row in rows:
+        if not (best <= totals[row]).all(1).any():
+            kept.append(row)
+            best = totals[kept]
+    return kept
+
+
+def _merge(neighbours: Sequence[Work]) -> Work:
+    seconds = sum(work.seconds for work in neighbours)
+    return Work(neighbours[0].resource, seconds, " + ".join(work.label for work in neighbours))
+
+
+def _code(task: Task, held: Holding, cluster: Cluster, compression: Compression) -> tuple[_Priced, Holding]:
+    """Encode the region, or decode its payloads and sum them."""
+    encode = task.kind == "comp"
+    passes = 1.0 if encode else 1 + (held.payloads - 1) * compression.further_payload
+    after = replace(held, payloads=1, compressed=encode)
+    label = "encode" if encode else "decode"
+    if task.routine == CPU:
+        cost = compression.cpu_encode if encode else compression.cpu_decode
+        seconds = seconds_of(cost, held.region * held.shares * passes) + seconds_of(cluster.host_copy, held.region)
+        return _Priced(engine.CPU, np.asarray(seconds), label), after
+    cost = compression.encode if encode else compression.decode
+    return _Priced(engine.COMPUTE, np.asarray(seconds_of(cost, held.region * passes)), label), after
+
+
+def _communicate(task: Task, held: Holding, cluster: Cluster, compression: Compression) -> tuple[_Priced, Holding]:
+    seconds = cluster.seconds(task.level, task.routine, held.wire_bytes(compression.ratio), held.shares)
+    resource = engine.INTRA if cluster.link(task.level) == INTRA else engine.INTER
+    after = _moved(task, held, cluster.participants(task.level), cluster.ranks_per_host)
+    return _Priced(resource, np.asarray(seconds), f"{task.level} {task.routine}"), after
+
+
+def _moved(task: Task, held: Holding, participants: int, ranks_per_host: int) -> Holding:
+    """What a rank that goes on holds after a collective: the root of a reduce or gather, any rank of the others."""
+    region, payloads, shares = held.region, held.payloads, held.shares
+    on_host = task.level in (INTRA, FLAT)
+    if task.kind in ("comm1", "comm1_comp"):
+        splits = task.routine in ("reduce_scatter", "all_to_all")
+        region = region / participants if splits else region
+        shares = (ranks_per_host if splits else 1) if on_host else shares
+    elif on_host:
+        shares = 1
+    if task.kind in ("comm2", "comm2_comp"):
+        region = region * participants if task.routine == "all_gather" else region
+    elif held.compressed:
+        payloads *= participants
+    return Holding(region, payloads, held.compressed, shares)

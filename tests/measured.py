@@ -1,0 +1,51 @@
+"""Measurements that nobody measured, in round numbers, for tests of what is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from thinwire.compress.base import Parameter
+from thinwire.plan.measurement import Measurement
+from thinwire.plan.profile import Linear
+from thinwire.plan.speeds import COPIES, Codec, Fit, Link
+
+SHAPES = ((64, 64), (64,), (256, 512), (512,), (1024, 512), (512,), (512, 300), (300,))
+"""In backward order: 3.2 MB, of which the vectors are not compressed."""
+
+
+def link(mbit: float, alpha: float = 1e-3) -> Link:
+    """Every collective takes alpha and the wire."""
+    line = Linear(alpha, 8e-6 / mbit)
+    return Link(line, Linear(alpha, 0.0), Fit(line), Fit(line), Fit(line))
+
+
+def codec(compressor: str, exchange: str, alpha: float = 1e-5, beta: float = 1e-10) -> Codec:
+    fit = Fit(Linear(alpha, beta))
+    return Codec(compressor, exchange, fit, fit)
+
+
+def parameters(shapes: Sequence[tuple[int, ...]] = SHAPES) -> tuple[Parameter, ...]:
+    return tuple(Parameter(f"layer{place}.weight", shape) for place, shape in enumerate(shapes))
+
+
+def measurement(
+    mbit: float = 100.0,
+    *,
+    world_size: int = 8,
+    backward_seconds: float = 0.01,
+    codecs: Sequence[Codec] = (codec("top_k:density=0.01", "all_gather"), codec("bf16", "all_reduce")),
+    shapes: Sequence[tuple[int, ...]] = SHAPES,
+    alpha: float = 1e-3,
+) -> Measurement:
+    """Each gradient takes ``backward_seconds``; copies cost next to nothing."""
+    return Measurement(
+        world_size=world_size,
+        parameters=parameters(shapes),
+        backward_seconds=(backward_seconds,) * len(shapes),
+        forward_seconds=0.02,
+        rest_seconds=0.01,
+        link=link(mbit, alpha),
+        codecs=(codec(COPIES, "all_reduce", 1e-6, 1e-12), *codecs),
+        hosts=world_size,
+        created="2026-01-02T03:04:05+00:00",
+    )

@@ -1,0 +1,101 @@
+"""Every kind of fault ends in a restore that is right to the bit, or in a refusal that says why."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from thinwire.bench.faults.campaign import KINDS, Result, run_kind
+from thinwire.bench.faults.hosts import Hosts
+from thinwire.bench.faults.kind import Kind, Outcome, WrongRestore, restored
+from thinwire.bench.faults.shards import Shards
+from thinwire.bench.faults.training import STEPS, Job, restart, run
+from thinwire.checkpoint.placement import placement
+from thinwire.testbed.network import NetAdminError, require_net_admin
+
+
+def refusal() -> str:
+    """Why this process may not make namespaces; empty if it may."""
+    try:
+        require_net_admin()
+    except NetAdminError as error:
+        return str(error)
+    return ""
+
+
+REFUSAL = refusal()
+NETWORK = [pytest.mark.net, pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL or "allowed")]
+
+
+def parameter(kind: Kind) -> object:
+    marks = [pytest.mark.slow] if kind.slow else []
+    return pytest.param(kind, marks=marks + NETWORK if kind.group == "network" else marks, id=kind.name)
+
+
+@pytest.mark.parametrize("kind", [parameter(kind) for kind in KINDS])
+def test_it_ends_as_it_must(kind: Kind) -> None:
+    result = run_kind(kind)
+    assert result.as_expected, f"{kind.expected}, not {result.outcome}: {result.problem}"
+    assert not result.wrong_restore
+    names = ("replicator", "SIGKILL", "PeerSession", "TrainerSession")
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith(names)]
+
+
+def test_the_kinds_are_many_and_have_names_of_their_own() -> None:
+    assert len({kind.name for kind in KINDS}) == len(KINDS) >= 100
+    assert sum(kind.expected.ended == "restored" for kind in KINDS) > len(KINDS) / 2
+    assert {kind.expected.source for kind in KINDS} == {"", "memory", "peer", "disk"}
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+@pytest.mark.parametrize("hosts", range(2, 10))
+def test_a_lost_host_is_restored_from_the_right_peer(tmp_path: Path, hosts: int, replicas: int) -> None:
+    """On real holders, for any number of hosts: only the shard of the lost one is read, and redundancy is rebuilt."""
+    if replicas > hosts:
+        pytest.skip("more replicas than hosts")
+    lost = (hosts * replicas) % hosts if hosts % 2 else hosts - 1
+    with Shards(tmp_path, hosts, replicas, num_bytes=3001) as shards:
+        shards.train([1, 2])
+        shards.replace(lost)
+        served = [holder.status()["bytes_served"] for holder in shards.holders]
+        assert shards.recover() == Outcome("restored", "peer", 2)
+        servers = [h for h, holder in enumerate(shards.holders) if holder.status()["bytes_served"] > served[h]]
+        assert len(servers) == 1
+        assert servers[0] in placement(hosts, replicas)[lost][1:]
+        shards.train([3])
+        shards.replace(servers[0])
+        assert shards.recover() == Outcome("restored", "peer", 3)
+
+
+class TestTheCampaignItself:
+    """That it would see a wrong restore."""
+
+    def test_bytes_of_another_step(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with Shards(tmp_path, num_bytes=100) as shards:
+            shards.train([1])
+            monkeypatch.setattr("thinwire.bench.faults.shards.content", lambda *_: bytes(100))
+            with pytest.raises(WrongRestore, match="bytes of owner 0"):
+                shards.recover()
+
+    def test_a_state_that_differs(self, tmp_path: Path) -> None:
+        with Hosts(tmp_path) as hosts:
+            hosts.start("ab")
+            run(Job(hosts.sockets("ab"), steps=2))
+            with pytest.raises(WrongRestore, match="in another state at step 2"):
+                restart(Job(hosts.sockets("ab"), steps=2, seed=1))
+
+    def test_a_result_that_was_not_expected(self, tmp_path: Path) -> None:
+        for outcome in (Outcome("restored", "memory", STEPS), Outcome("restored", "peer", STEPS - 1), Outcome("fresh")):
+            kind = Kind("k", "g", "w", lambda _, outcome=outcome: outcome, restored("peer", STEPS))
+            assert not run_kind(kind).as_expected
+            assert run_kind(kind).to_json()["as_expected"] is False
+
+    def test_a_kind_that_fails(self) -> None:
+        def wrong(_: Path) -> Outcome:
+            raise WrongRestore("other bytes")
+
+        result: Result = run_kind(Kind("k", "g", "w", wrong, restored("peer", 1)))
+        assert (result.wrong_restore, result.as_expected) == (True, False)
+        assert "other bytes" in result.to_json()["says"]

@@ -1,0 +1,112 @@
+"""`thinwire plan --measure` and `thinwire doctor` on two real ranks: they measure this model on this machine."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from thinwire.cli.main import app
+from thinwire.compress.base import Parameter
+from thinwire.plan.measurement import Measurement
+from thinwire.plan.plan import Plan
+
+TOP_K = "top_k:density=0.01"
+PARAMETERS = [("0.weight", (300, 64)), ("0.bias", (300,)), ("2.weight", (10, 300)), ("2.bias", (10,))]
+
+FACTORY = """
+    import torch
+    from torch import nn
+
+    def make():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 300), nn.ReLU(), nn.Linear(300, 10))
+        return model, lambda: torch.randn(8, 64), lambda model, batch: model(batch).square().mean()
+"""
+
+SCRIPT = """
+    import sys
+    import torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    from toy import make
+
+    dist.init_process_group("gloo")
+    module, batch, loss = make()
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(int(sys.argv[1])):
+        optimizer.zero_grad()
+        loss(model, batch()).backward()
+        optimizer.step()
+    print("the script's own words")
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a factory and a script; also where speeds are cached."""
+    (tmp_path / "toy.py").write_text(textwrap.dedent(FACTORY))
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, arguments)
+
+
+def check_measurement(measured: Measurement) -> None:
+    expected = [Parameter(name, shape) for name, shape in PARAMETERS]
+    measured.check(expected)
+    assert {parameter.name for parameter in measured.parameters[:2]} == {"2.weight", "2.bias"}  # the last layer first
+    assert measured.world_size == 2
+    assert 0 < sum(measured.backward_seconds) < 10
+    assert 0 < measured.forward_seconds < 10
+    assert measured.link.mbit > 0.9
+    assert [codec.compressor for codec in measured.codecs] == ["", TOP_K]
+
+
+@pytest.mark.timeout(120)
+def test_a_plan_is_measured_and_measured_again_from_the_cache(toy: Path) -> None:
+    common = ("plan", "--measure", "--job", "toy:make", "--hosts", "2", "--link", "none", "--compress", TOP_K)
+    result = invoke(*common, "--steps", "2", "--output", "plan.json", "--measurement", "m.json", "--json", "out.json")
+    assert result.exit_code == 0, result.output
+    plan, measured = Plan.load("plan.json"), Measurement.load("m.json")
+    check_measurement(measured)
+    plan.check([Parameter(name, shape) for name, shape in PARAMETERS], world_size=2)
+    assert plan.explain() in result.output
+    for algorithm in ("parameter server", "ring", "tree", "recursive doubling"):
+        assert algorithm in result.output
+    figures = json.loads((toy / "out.json").read_text())
+    assert figures["plan"] == plan.to_json()
+    assert figures["measurement"] == measured.to_json()
+    assert len(figures["costs"]) == 4
+    cached = list((toy / "cache" / "thinwire").iterdir())
+    assert len(cached) == 1
+
+    assert invoke(*common, "--steps", "2", "--measurement", "again.json").exit_code == 0
+    again = Measurement.load("again.json")
+    assert (again.link, again.codecs) == (measured.link, measured.codecs)
+    assert again.backward_seconds != measured.backward_seconds
+    replanned = invoke("plan", "--from", "m.json", "--compress", "none", "--output", "exact.json")
+    assert replanned.exit_code == 0, replanned.output
+    assert all(group.compressor is None for group in Plan.load("exact.json").groups)
+
+
+@pytest.mark.timeout(120)
+def test_the_doctor_looks_at_a_script(toy: Path) -> None:
+    result = invoke("doctor", "--workers", "2", "--steps", "2", "--compress", TOP_K, "--json", "out.json", "--link",
+                    "1mbit", "--output", "plan.json", "train.py", "1000")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    data = json.loads((toy / "out.json").read_text())
+    check_measurement(Measurement.from_json(data["measurement"]))
+    assert data["link_mbit"] == pytest.approx(1.0)
+    assert data["do_nothing"] is False  # at 1 Mbit/s
+    assert data["plan"] == Plan.load("plan.json").to_json()
+    assert "Exposed?             yes" in result.output

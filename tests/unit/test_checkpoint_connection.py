@@ -1,0 +1,113 @@
+"""What a connection knows of its socket: whether the other side is there, and what the kernel has counted."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from thinwire.checkpoint.frames import Connection, Kind
+from thinwire.checkpoint.gaps import Pacer
+from thinwire.errors import LostPeerError
+
+TIMEOUT_SECONDS = 20.0
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Connection, Connection]]:
+    """Two ends that trust each other, over TCP."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        caller = Connection(socket.create_connection(listener.getsockname()), TIMEOUT_SECONDS)
+        called = Connection(listener.accept()[0], TIMEOUT_SECONDS)
+    greeting = threading.Thread(target=caller.greet, args=(b"secret",))
+    greeting.start()
+    called.welcome(b"secret")
+    greeting.join()
+    yield caller, called
+    caller.close()
+    called.close()
+
+
+def test_an_idle_connection_is_not_lost_and_says_so_at_once(pair: tuple[Connection, Connection]) -> None:
+    """Not after the timeout: a sender asks whenever it has had nothing to send for a second."""
+    caller, called = pair
+    started = time.monotonic()
+    assert not caller.lost
+    called.send(Kind.CAST)
+    time.sleep(0.05)
+    assert not caller.lost, "what has come is no end"
+    assert caller.receive().kind == Kind.CAST
+    called.close()
+    time.sleep(0.05)
+    assert caller.lost
+    caller.close()
+    assert caller.lost
+    assert time.monotonic() - started < TIMEOUT_SECONDS / 10
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4096, (128 << 10) + 1, (3 << 20) + 7])
+def test_a_payload_that_trickles_in_is_complete_and_the_next_frame_comes(
+    pair: tuple[Connection, Connection], num_bytes: int
+) -> None:
+    caller, called = pair
+    payload = random.Random(num_bytes).randbytes(num_bytes)
+
+    def send() -> None:
+        caller.send(Kind.DATA, {"n": 1}, payload)
+        time.sleep(0.02)
+        caller.send(Kind.CAST, {"n": 2})
+
+    sending = threading.Thread(target=send)
+    sending.start()
+    frame = called.receive()
+    into = bytearray(frame.payload_bytes)
+    called.read_into(memoryview(into))
+    assert into == payload
+    assert called.receive().json == {"n": 2}
+    sending.join()
+
+
+def test_a_sender_that_dies_within_a_payload_is_noticed_before_the_timeout(
+    pair: tuple[Connection, Connection],
+) -> None:
+    caller, called = pair
+    caller.send(Kind.DATA, {}, bytes(1 << 20))
+    caller.close()
+    assert called.receive().payload_bytes == 1 << 20
+    started = time.monotonic()
+    with pytest.raises(LostPeerError):
+        called.read_into(memoryview(bytearray(2 << 20)))
+    assert time.monotonic() - started < TIMEOUT_SECONDS / 10
+
+
+def test_the_kernel_counts_what_was_acknowledged(pair: tuple[Connection, Connection]) -> None:
+    caller, called = pair
+    before, _ = caller.tcp_counts
+    caller.send(Kind.DATA, {}, bytes(100_000))
+    called.read_into(memoryview(bytearray(called.receive().payload_bytes)))
+    deadline = time.monotonic() + 5
+    while caller.tcp_counts[0] - before < 100_000 and time.monotonic() < deadline:
+        time.sleep(0.001)
+    after, seconds = caller.tcp_counts
+    assert 100_000 <= after - before < 101_000, "payload, header and JSON"
+    assert 0.0 <= seconds < 5.0
+    caller.close()
+    assert caller.tcp_counts == (0, 0.0)
+
+
+def test_a_pacer_knows_when_an_offer_should_be_through() -> None:
+    grants: list[int] = []
+    pacer = Pacer(grants.append, every=1, watched=False)
+    assert pacer.seconds_left == 0.0
+    pacer.note_step()
+    time.sleep(0.05)
+    pacer.note_step()
+    pacer.offer(1_000_000, 500_000.0)
+    assert 2.0 / 16 - 0.1 < pacer.seconds_left < 2.0, "the last of the even grants, and what sending that takes"
+    pacer.offer(0, 500_000.0)
+    assert pacer.seconds_left == 0.0
+    pacer.close()

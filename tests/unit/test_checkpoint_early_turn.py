@@ -1,0 +1,71 @@
+"""Ranks agree on the next checkpoint as soon as the last one is everywhere, or when training cannot wait any more."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, cast
+
+import pytest
+
+from thinwire.checkpoint.agreement import Agreement
+from thinwire.checkpoint.gaps import Pacer
+from thinwire.checkpoint.records import Notices
+from thinwire.checkpoint.registration import Registration
+from thinwire.errors import LostPeerError
+
+
+class FakeClient:
+    """A holder that has sent version 5 after some questions; None: it is gone."""
+
+    def __init__(self, questions: int | None) -> None:
+        self.questions, self.asked = questions, 0
+
+    def status(self) -> dict[str, Any]:
+        if self.questions is None:
+            raise LostPeerError("gone")
+        self.asked += 1
+        sent = self.asked > self.questions
+        return {"writing": False, "newest_local": 5, "newest_replicated": 5 if sent else 4}
+
+
+class FakeRegistration:
+    def __init__(self, client: FakeClient | None, registered: bool = True) -> None:
+        self.client, self.registered = client, registered
+
+
+class FakePacer:
+    seconds_left = 0.0
+
+
+def seconds_waited(registration: FakeRegistration, needed_after: float) -> float:
+    agreement = Agreement(
+        cast(Registration, registration), cast(Any, None), None, cast(Pacer, FakePacer()), Notices(rank=0)
+    )
+    needed = threading.Event()
+    timer = threading.Timer(needed_after, needed.set)
+    timer.start()
+    started = time.monotonic()
+    agreement.wait_until_sent(needed)
+    waited = time.monotonic() - started
+    timer.cancel()
+    return waited
+
+
+def test_it_is_time_when_the_peers_have_the_version() -> None:
+    client = FakeClient(questions=3)
+    assert seconds_waited(FakeRegistration(client), needed_after=20.0) < 10.0
+    assert client.asked == 4
+
+
+def test_it_is_time_when_training_needs_it() -> None:
+    client = FakeClient(questions=1_000_000)
+    assert 0.05 <= seconds_waited(FakeRegistration(client), needed_after=0.05) < 10.0
+
+
+@pytest.mark.parametrize(
+    "registration",
+    [FakeRegistration(None), FakeRegistration(FakeClient(None)), FakeRegistration(FakeClient(9), registered=False)],
+)
+def test_nobody_waits_for_a_holder_that_is_not_there(registration: FakeRegistration) -> None:
+    assert seconds_waited(registration, needed_after=20.0) < 10.0

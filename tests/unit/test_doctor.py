@@ -1,0 +1,207 @@
+"""`thinwire doctor`: its answers from given measurements, its screen, its pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from measured import codec, measurement
+from thinwire import fuse
+from thinwire.analyze.step_recorder import StepRecorder
+from thinwire.analyze.steps import run_watched
+from thinwire.cli.main import app
+from thinwire.fuse.policy import Policy
+from thinwire.plan.doctor import SPEEDS_MBIT, Diagnosis, describe, diagnose, format_mbit
+from thinwire.plan.measure import How
+from thinwire.plan.plan import STOCK, Plan
+
+TOP_K = "top_k:density=0.01"
+POLICIES: tuple[Policy, ...] = (fuse.cupcake(), fuse.one_bucket())
+
+
+def diagnosis(mbit: float, **changes: Any) -> Diagnosis:
+    return diagnose("a test", measurement(mbit, **changes), [TOP_K], POLICIES)
+
+
+def test_a_slow_link_is_exposed_and_compression_pays() -> None:
+    slow = diagnosis(20)
+    assert slow.is_exposed
+    assert slow.exposed_share > 0.9
+    assert not slow.plan.does_nothing
+    assert slow.plan.speedup > 3
+    assert slow.exposed_seconds == pytest.approx(slow.plan.dense_seconds - 8 * 0.01)
+
+
+def test_a_fast_link_is_not_exposed_and_nothing_is_done() -> None:
+    fast = diagnosis(50_000, backward_seconds=0.1, alpha=1e-5)
+    assert not fast.is_exposed
+    assert fast.plan.does_nothing
+    text = describe(fast)
+    assert "\nExposed?             no: 0.0% of a step waits" in text
+    assert "\nBest of all          do nothing: no way is faster than stock DDP by more than 3 %\n" in text
+    assert text.endswith("\nDo nothing. Stock DDP is as good as anything here, and simpler.\n")
+    assert "import thinwire" not in text
+
+
+def test_where_it_stops_paying_is_where_the_planner_turns() -> None:
+    slow = diagnosis(20, alpha=1e-5)
+    stops = slow.stops_mbit
+    assert stops is not None
+    assert stops > 20
+    assert slow.compression_stops_mbit is not None
+    assert 20 < slow.compression_stops_mbit <= stops
+    measured = measurement(20, alpha=1e-5)
+    below = diagnose("", measured.at(stops * 0.95), [TOP_K], POLICIES)
+    above = diagnose("", measured.at(stops * 1.25), [TOP_K], POLICIES)
+    assert not below.plan.does_nothing
+    assert above.plan.does_nothing
+
+
+def test_what_pays_nowhere_and_everywhere_is_said() -> None:
+    dear = codec(TOP_K, "all_gather", alpha=100.0)
+    nowhere = diagnose("", measurement(100, codecs=[dear], shapes=[(64, 64)]), [TOP_K], POLICIES)
+    assert nowhere.stops_mbit == 0.0
+    assert "\nAnything pays        on no link\n" in describe(nowhere)
+    # Three buckets of DDP, where a message takes half a second however fast the link is.
+    everywhere = diagnosis(100, shapes=[(512, 550), (6600, 1000), (64, 64)], alpha=0.5)
+    assert everywhere.stops_mbit is None
+    assert "\nAnything pays        on any link, up to 100 Gbit/s at least\n" in describe(everywhere)
+
+
+def test_curves_fall_with_the_speed_of_the_link() -> None:
+    curves = {curve.name: curve.step_seconds for curve in diagnosis(100).curves}
+    assert list(curves) == [STOCK, "exact, fused", TOP_K]
+    for seconds in curves.values():
+        assert len(seconds) == len(SPEEDS_MBIT)
+        assert list(seconds) == sorted(seconds, reverse=True)
+    assert curves[TOP_K][0] < curves[STOCK][0]
+
+
+def test_the_screen() -> None:
+    assert describe(diagnosis(100, world_size=4), "best.json") == SCREEN
+
+
+SCREEN = """\
+thinwire doctor: a test
+
+Model                8 parameters, 3.3 MB of gradients
+Ranks                4 on 4 hosts, cpu
+Link                 100 Mbit/s a rank, 1.00 ms to ask all ranks, 1.00 ms to ask one
+A step of stock DDP  472.9 ms: forward and the rest 30.0 ms, backward 80.0 ms, waiting for the network 362.9 ms
+Exposed?             yes: 77% of a step waits for the network
+Best exact way       exact, cupcake: 452.9 ms a step, 1.04 times as fast as stock DDP
+Best of all          top_k:density=0.01 by all_gather, cupcake: 112.1 ms a step, 4.22 times as fast as stock DDP; lossy
+Compression pays     on links below about 1.2 Gbit/s
+Anything pays        on links below about 1.7 Gbit/s
+
+Change two lines:
+
+    import thinwire
+    thinwire.attach(model, plan=thinwire.Plan.load("best.json"))
+
+It is lossy: compare the loss too, or take the exact way with --compress none.
+"""
+
+
+def test_speeds_are_said_in_two_digits() -> None:
+    assert [format_mbit(mbit) for mbit in (12.34, 100.0, 996.0, 2512.0, 100_000.0)] == [
+        "12 Mbit/s",
+        "100 Mbit/s",
+        "1 Gbit/s",
+        "2.5 Gbit/s",
+        "100 Gbit/s",
+    ]
+
+
+def invoke(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["doctor", *arguments])
+
+
+def test_the_command_reads_a_measurement(tmp_path: Path) -> None:
+    measured, plan, figures = tmp_path / "measured.json", tmp_path / "plan.json", tmp_path / "out.json"
+    picture, page = tmp_path / "doctor.png", tmp_path / "doctor.html"
+    measurement(100).save(measured)
+    result = invoke("--from", str(measured), "--compress", TOP_K, "--output", str(plan), "--json", str(figures),
+                    "--picture", str(picture), "--report", str(page))  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert f'thinwire.attach(model, plan=thinwire.Plan.load("{plan}"))' in result.output
+    data = json.loads(figures.read_text())
+    assert data["do_nothing"] is False
+    assert data["plan"] == Plan.load(plan).to_json()
+    assert {
+        "exposed_share",
+        "stops_mbit",
+        "compression_stops_mbit",
+        "speedup",
+        "link_mbit",
+        "stock_step_seconds",
+        "curves",
+    } <= set(data)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in page.read_text()
+    assert "A step against the speed of the link" in page.read_text()
+
+
+def test_the_document_has_the_screen_that_its_command_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    root = Path(__file__).parents[2]
+    monkeypatch.chdir(root)
+    document = (root / "docs" / "doctor.md").read_text()
+    (example,) = re.findall(r"```\n(thinwire doctor: .*?)```", document, flags=re.DOTALL)
+    result = invoke("--from", "docs/lstm-100mbit.json")
+    assert result.exit_code == 0, result.output
+    assert result.output == example
+
+
+def test_another_link_can_be_asked_for(tmp_path: Path) -> None:
+    measured, figures = tmp_path / "measured.json", tmp_path / "out.json"
+    measurement(100, alpha=1e-5).save(measured)
+    arguments = ("--from", str(measured), "--compress", TOP_K, "--link", "30gbit", "--json", str(figures))
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads(figures.read_text())["do_nothing"] is True
+    assert "Do nothing." in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ((), "give a script, a job or module:function"),
+        (("lstm", "--from", "x.json"), "give a script, a job or module:function"),
+        (("--from", "none.json"), "cannot read the measurement none.json"),
+        (("none.py",), "there is no script none.py"),
+        (("lstn",), "unknown job 'lstn'; legal are lstm, digits, gpt, or module:function"),
+        (("lstm", "extra"), "lstm takes no arguments"),
+        (("train.py", "--hosts", "2"), "give --workers, not --hosts"),
+        (("lstm", "--hosts", "2", "--link", "fast"), "unknown link 'fast'"),
+        (("lstm", "--hosts", "1"), "two ranks are needed"),
+        (("lstm", "--hosts", "2", "--compress", "gaussian_k"), "nobody can tell beforehand"),
+        (("lstm", "--compress", "top_q"), "unknown compressor 'top_q'"),
+        (("lstm", "--json", "none/out.json"), "none is not a directory"),
+    ],
+)
+def test_what_is_wrong_is_said_before_anything_is_measured(arguments: tuple[str, ...], says: str) -> None:
+    result = invoke(*arguments)
+    assert result.exit_code == 2
+    assert says in " ".join(result.output.replace("│", " ").split())
+
+
+def test_a_script_of_few_steps_says_how_many_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [])  # what a script is given
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    script = tmp_path / "train.py"
+    script.write_text("print('one step')\n")
+    recorder = StepRecorder(How(steps=4))
+    recorder.num_models = 1
+    with pytest.raises(ValueError, match=r"train.py ended before 7 training steps were timed: let it train longer"):
+        run_watched(recorder, script, [])
+
+
+def test_help_has_examples() -> None:
+    output = invoke("--help").output
+    assert "thinwire doctor lstm --hosts 8 --link 100mbit" in " ".join(output.split())

@@ -1,0 +1,207 @@
+"""`thinwire.plan.planner`: what is priced, by which clock, and what is taken of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from measured import codec, measurement
+from thinwire import fuse
+from thinwire.cli.plan import COMPRESSORS, names_of
+from thinwire.fuse.policy import Policy
+from thinwire.plan.lane_search import fastest_jobs
+from thinwire.plan.measurement import Measurement
+from thinwire.plan.plan import STOCK
+from thinwire.plan.planner import (
+    DEFAULTS,
+    WORTH,
+    Way,
+    best_plan,
+    best_way,
+    counts_bytes,
+    default_policies,
+    equivalent_profile,
+    in_turn,
+    ways,
+)
+from thinwire.plan.profile import Groups
+from thinwire.plan.timeline import iteration_seconds
+
+TOP_K = "top_k:density=0.01"
+SIMPLE: tuple[Policy, ...] = (fuse.layerwise(), fuse.one_bucket())
+
+
+def every_grouping(count: int) -> list[Groups]:
+    found = []
+    for cuts in itertools.product((False, True), repeat=count - 1):
+        ends = [place + 1 for place, cut in enumerate(cuts) if cut] + [count]
+        found.append(tuple(tuple(range(start, end)) for start, end in itertools.pairwise([0, *ends])))
+    return found
+
+
+def test_groups_go_one_after_the_other_when_they_are_ready() -> None:
+    """Ready after 10, 20, 30 and 40 ms; the second waits for the first, the third for its gradient."""
+    measured = measurement(shapes=[(4, 4)] * 4)
+    groups = ((0,), (1,), (2, 3))
+    assert in_turn(measured, groups, [0.015, 0.002, 0.1]) == pytest.approx(0.04 + 0.1)
+    assert in_turn(measured, groups, [0.05, 0.002, 0.1]) == pytest.approx(0.01 + 0.05 + 0.002 + 0.1)
+
+
+costs = st.lists(st.integers(1, 600), min_size=2, max_size=8)
+
+
+@given(costs, st.floats(0.0, 0.05), st.floats(5.0, 5000.0), st.floats(0.0, 0.01))
+def test_policies_see_what_groups_cost_exactly(rows: list[int], backward: float, mbit: float, alpha: float) -> None:
+    """The timeline of the equivalent profile is that of exact costs, where all tensors are of one kind and no floor."""
+    measured = measurement(mbit, backward_seconds=backward, shapes=[(row, 8) for row in rows], alpha=alpha + 1e-6)
+    exact = measured.costs()
+    profile = equivalent_profile(measured, exact)
+    for groups in every_grouping(len(rows))[:: 2 ** max(0, len(rows) - 5)]:
+        by_costs = in_turn(measured, groups, [exact.seconds(group) for group in groups])
+        assert iteration_seconds(profile, groups) == pytest.approx(by_costs)
+
+
+@given(costs, st.floats(0.0, 0.05), st.floats(5.0, 5000.0), st.floats(0.0, 0.01))
+def test_the_best_exact_way_is_the_best_of_all_groupings(
+    rows: list[int], backward: float, mbit: float, alpha: float
+) -> None:
+    measured = measurement(mbit, backward_seconds=backward, shapes=[(row, 8) for row in rows], alpha=alpha + 1e-6)
+    exact = measured.costs()
+    best = min(
+        in_turn(measured, groups, [exact.seconds(group) for group in groups]) for groups in every_grouping(len(rows))
+    )
+    found = [way for way in ways(measured, ()) if way.name != STOCK]
+    assert all(way.is_exact for way in found)
+    assert min(way.seconds for way in found) == pytest.approx(best)
+
+
+@given(costs, st.lists(st.floats(0.0, 0.05), min_size=8, max_size=8), st.floats(5.0, 500.0), st.floats(0.0, 0.02))
+def test_groups_compressed_where_it_pays_are_the_best_of_all(
+    rows: list[int], backward: list[float], mbit: float, launch: float
+) -> None:
+    """Every grouping, with every group compressed or not."""
+    count = min(5, len(rows))
+    shapes = [(row, 8) for row in rows[:count]]
+    slow = codec(TOP_K, "all_gather", alpha=launch)
+    measured = replace(measurement(mbit, shapes=shapes, codecs=[slow]), backward_seconds=tuple(backward[:count]))
+    both = (measured.costs(), measured.costs(TOP_K, "all_gather"))
+    best = min(
+        in_turn(measured, groups, [both[way].seconds(group) for group, way in zip(groups, chosen, strict=True)])
+        for groups in every_grouping(count)
+        for chosen in itertools.product((0, 1), repeat=len(groups))
+    )
+    groups, chosen = fastest_jobs(measured.backward_seconds, both)
+    prices = [both[way].seconds(group) for group, way in zip(groups, chosen, strict=True)]
+    assert in_turn(measured, groups, prices) == pytest.approx(best)
+
+
+def test_every_candidate_is_priced_once_and_sorted() -> None:
+    measured = measurement(codecs=[codec(TOP_K, "all_gather"), codec("ef_sign_sgd", "all_gather"),
+                                   codec("ef_sign_sgd", "two_shot")])  # fmt: skip
+    plan = best_plan(measured, [TOP_K, "ef_sign_sgd"], SIMPLE)
+    names = [candidate.name for candidate in plan.candidates]
+    assert len(set(names)) == len(names)
+    assert {STOCK, "exact, layerwise", "exact, one_bucket"} <= set(names)
+    for compressed in (f"{TOP_K} by all_gather", "ef_sign_sgd by all_gather", "ef_sign_sgd by two_shot"):
+        assert {f"{compressed}, layerwise", f"{compressed}, one_bucket"} <= set(names)
+    times = [candidate.seconds for candidate in plan.candidates]
+    assert times == sorted(times)
+    assert plan.predicted_seconds == dict(zip(names, times, strict=True))[plan.choice]
+    assert plan.dense_seconds == dict(zip(names, times, strict=True))[STOCK]
+
+
+def test_on_a_slow_link_compression_is_taken() -> None:
+    plan = best_plan(measurement(mbit=10), [TOP_K])
+    assert plan.choice.startswith(f"{TOP_K} by all_gather")
+    assert plan.speedup > 5
+    assert {group.compressor for group in plan.groups} == {TOP_K}
+    assert {group.exchange for group in plan.groups} == {"all_gather"}
+    plan.check(measurement().parameters, 8)
+    assert plan.fingerprint == measurement().fingerprint
+    assert sum(group.size_bytes for group in plan.groups) == sum(measurement().size_bytes)
+
+
+def test_on_a_fast_link_nothing_is_done() -> None:
+    plan = best_plan(measurement(mbit=100_000, alpha=1e-5), [TOP_K])
+    assert plan.does_nothing
+    assert plan.predicted_seconds == plan.dense_seconds
+    assert all(group.compressor is None for group in plan.groups)
+
+
+def test_small_groups_that_do_not_pay_stay_exact() -> None:
+    """One large matrix of six, and an encoder with a launch so long that only that one is worth it."""
+    shapes = [(64, 64)] * 5 + [(2048, 1024)]
+    slow = codec(TOP_K, "all_gather", alpha=0.02)
+    plan = best_plan(measurement(mbit=100, shapes=shapes, codecs=[slow]), [TOP_K])
+    assert plan.choice == f"{TOP_K} by all_gather where it pays"
+    assert plan.groups[-1].compressor == TOP_K
+    assert plan.groups[0].compressor is None
+    assert plan.groups[0].exchange == "all_reduce"
+
+
+def test_what_is_within_three_percent_is_not_worth_it() -> None:
+    measured = replace(measurement(), forward_seconds=0.0, rest_seconds=0.0)
+
+    def way(name: str, seconds: float, compressor: str | None = None) -> Way:
+        return Way(name, ((0,),), (compressor,), "all_gather", seconds)
+
+    stock, exact, lossy = way(STOCK, 1.0), way("exact", 0.95), way("lossy", 0.93, TOP_K)
+    assert best_way(measured, [stock, way("exact", 1 / WORTH)]) is stock
+    assert best_way(measured, [stock, exact]) is exact
+    assert best_way(measured, [stock, exact, lossy]) is exact  # only 2 % faster than what loses nothing
+    assert best_way(measured, [stock, exact, way("lossy", 0.9, TOP_K)]).name == "lossy"
+    with_forward = replace(measured, forward_seconds=1.0)  # the same gains in a step of twice the length
+    assert best_way(with_forward, [stock, exact]) is stock
+
+
+def test_what_takes_no_part_in_the_choice_is_not_needed() -> None:
+    measured = measurement()
+    exact = best_plan(measured, ())
+    assert all(group.compressor is None for group in exact.groups)
+    with pytest.raises(ValueError, match="int8 by auto was not measured"):
+        best_plan(measured, ["int8"])
+
+
+def test_tables_of_embeddings_are_told_of() -> None:
+    plan = best_plan(replace(measurement(), tables=("words.weight",)), ())
+    assert "1 tables of embeddings are not in it" in plan.note
+    assert plan.note in plan.explain()
+
+
+def test_the_same_measurement_gives_the_same_plan() -> None:
+    again = Measurement.from_json(measurement().to_json())
+    assert best_plan(measurement(), [TOP_K, "bf16"]) == best_plan(again, [TOP_K, "bf16"])
+
+
+def test_stock_ddp_has_the_buckets_of_ddp() -> None:
+    shapes = [(256, 1000), (32, 1024), (6_500, 1_000), (100, 1_000), (10, 10)]  # 1.02, 0.13, 26, 0.4 MB
+    stock = ways(measurement(shapes=shapes), (), SIMPLE)[0]
+    assert stock.name == STOCK
+    assert stock.groups == ((0, 1), (2, 3), (4,))
+    assert stock.exchange == "all_reduce"
+
+
+def test_a_bucket_of_stock_ddp_asks_nobody() -> None:
+    measured = measurement(shapes=[(64, 64)])
+    stock, fused = ways(measured, (), SIMPLE)[:2]
+    assert fused.seconds - stock.seconds == pytest.approx(measured.link.round.alpha)
+
+
+def policies_by(kind: bool) -> Sequence[str]:
+    return [policy.name.partition(":")[0] for policy in default_policies() if counts_bytes(policy) is kind]
+
+
+def test_caps_count_bytes_and_searches_count_costs() -> None:
+    assert set(policies_by(True)) == {"byte_cap"}
+    assert {"cupcake", "mg_wfbp", "omgs", "safusion"} <= set(policies_by(False))
+    assert counts_bytes(fuse.safusion(adapt=False))
+
+
+def test_the_command_has_the_planner_s_defaults() -> None:
+    assert names_of(COMPRESSORS) == DEFAULTS
+    assert names_of("none") == ()

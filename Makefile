@@ -25,7 +25,8 @@ lint: install    ## ruff and the type checker
 	$(BIN)/pyrefly check
 
 test: lint       ## lint, types, and every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not slow"
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal tests/unit
+	$(BIN)/python -m pytest -m "not gpu and not slow" --ignore tests/unit
 
 test-gpu: install ## what needs a GPU: its tests, then kernel times to benchmarks/results
 	$(BIN)/python -m pytest -m "gpu"

@@ -25,6 +25,7 @@ def one_thread() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def ranks_start_with_dynamo() -> None:
     launch.preload("torch._dynamo")
+    launch.preload("thinwire.bench.faults.training")
 
 
 @pytest.fixture(autouse=True)

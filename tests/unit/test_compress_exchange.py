@@ -43,7 +43,7 @@ SETTINGS: dict[str, dict[str, object]] = {
 def all_compressors() -> dict[str, Compressor]:
     """Every constructor that `thinwire.compress` exports, as `thinwire.attach` would use it, and some wrappers."""
     found: dict[str, Compressor] = {"identity": Identity(), "error_feedback(identity)": ErrorFeedback(Identity())}
-    for name in set(thinwire.compress.__all__) - NO_CONSTRUCTORS:
+    for name in sorted(set(thinwire.compress.__all__) - NO_CONSTRUCTORS):
         constructor = getattr(thinwire.compress, name)
         if not inspect.isfunction(constructor):
             continue

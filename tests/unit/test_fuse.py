@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed import _compute_bucket_assignment_by_size
 
@@ -269,6 +269,7 @@ def test_ends_of_the_scale() -> None:
 
 
 @given(st.lists(st.integers(1, 3000), min_size=1, max_size=30), st.integers(1, 8), st.integers(1, 8))
+@example([512, 512, 2048, 1, 2047, 1], 1, 2)  # caps that are met to the byte
 @settings(deadline=None)
 def test_byte_caps_make_the_buckets_of_ddp(kibibytes: list[int], first_mb: int, mb: int) -> None:
     profile = Profile([1.0] * len(kibibytes), [1024 * size for size in kibibytes], FREE, FREE, FREE)

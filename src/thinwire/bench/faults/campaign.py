@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +70,7 @@ def run_kind(kind: Kind) -> Result:
     with tempfile.TemporaryDirectory(prefix="thinwire-faults-") as directory:
         try:
             outcome = kind.run(Path(directory))
+            outcome = replace(outcome, says=outcome.says.replace(directory, "DIRECTORY"))
         except WrongRestore as error:
             problem, wrong = f"wrong restore: {error}", True
         except Exception as error:

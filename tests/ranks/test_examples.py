@@ -20,9 +20,17 @@ SMALLER = {
     "demo": ["--link", "none", "--workers", "2", "--steps", "2", "--report", "{directory}/report.html"],
     "analyze": ["--workers", "2", "--steps", "2", "--report", "{directory}/report.html"],
     "bench sync": ["--link", "none", "--hosts", "2", "--repeat", "1", "--scale", "0.01"],
+    "bench checkpoint": [
+        "--link", "none", "--hosts", "2", "--steps", "2", "--repeat", "1", "--kills", "0", "--compute-ms", "20",
+    ],
+    "plan": [
+        "--link", "none", "--hosts", "2", "--steps", "2", "--compress", "none", "--output", "{directory}/plan.json",
+    ],
+    "doctor": ["--link", "none", "--hosts", "2", "--steps", "2", "--compress", "none"],
     "bench train": ["--link", "none", "--hosts", "2", "--steps", "2", "--methods", "ddp,power_sgd"],
-}
-EXAMPLES = [["demo"], ["analyze"], ["holder"], ["bench", "sync"], ["bench", "train"]]
+}  # fmt: skip
+EXAMPLES = [["demo"], ["analyze"], ["holder"], ["bench", "sync"], ["bench", "train"], ["bench", "checkpoint"]]
+SLOW = ("--design-space", "thinwire doctor", "thinwire plan", "bench checkpoint")
 
 
 def commands(language: str) -> list[str]:
@@ -39,7 +47,10 @@ def documented(first_word: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "line",
-    [pytest.param(line, marks=pytest.mark.slow if "--design-space" in line else ()) for line in documented("thinwire")],
+    [
+        pytest.param(line, marks=pytest.mark.slow if any(word in line for word in SLOW) else ())
+        for line in documented("thinwire")
+    ],
 )
 def test_thinwire_commands(line: str, tmp_path: Path) -> None:
     arguments = shlex.split(line)[1:]

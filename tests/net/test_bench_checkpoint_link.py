@@ -33,6 +33,7 @@ def measure(**options: Any) -> dict[str, Any]:
     return run(CheckpointBenchmark(timeout_seconds=100.0, **options), lambda done: None)
 
 
+@pytest.mark.slow
 def test_checkpoints_are_on_the_links_of_two_hosts(tmp_path: Path) -> None:
     """Every byte of a version is acknowledged by the peer, and the links carried gradients besides."""
     work = Work(state_bytes=500_000, compute_seconds=0.06)

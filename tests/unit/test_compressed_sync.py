@@ -21,30 +21,10 @@ from thinwire.errors import MismatchError
 from thinwire.hooks.compressed import CompressedSync
 from thinwire.hooks.compression import Compression, GradScaler
 from thinwire.observe.ledger import ParameterRecord
-from thinwire.sync.channel import Channel, Subject
+from threaded import LoopbackLane
 
 OTHERS = "all other parameters"
 PARAMETERS = (Parameter("a.weight", (40, 30)), Parameter("b.weight", (64, 33)), Parameter("b.bias", (64,)))
-
-
-@dataclass
-class LoopbackLane:
-    """What `CompressedSync` uses of a `thinwire.lane.Lane`."""
-
-    exchange: LoopbackExchange
-    sequence: int = 0
-
-    @property
-    def rank(self) -> int:
-        return self.exchange.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.exchange.world_size
-
-    def channel(self, subject: Subject) -> Channel:
-        self.sequence += 1
-        return Channel(self.exchange, subject, self.sequence)
 
 
 @dataclass

@@ -28,20 +28,29 @@ def trainer(directory: Path, at: str) -> Outcome:
         return restart(Job(hosts.sockets("ab")))
 
 
+def _when_struck(struck: int, strike: Callable[[dict[int, int]], None]) -> Callable[[str, int, int], None]:
+    """Calls ``strike`` with the process of each rank when that rank begins the step in question."""
+    pids: dict[int, int] = {}
+
+    def on_point(point: str, rank: int, step: int) -> None:
+        if point == "pid":
+            pids[rank] = step
+        if (point, rank, step) == ("step", struck, _STRUCK):
+            strike(pids)
+
+    return on_point
+
+
 def all_trainers(directory: Path) -> Outcome:
     """All of them at once, somewhere in a step."""
     with Hosts(directory) as hosts:
         hosts.start("ab")
-        pids: dict[int, int] = {}
 
-        def on_point(point: str, rank: int, step: int) -> None:
-            if point == "pid":
-                pids[rank] = step
-            if (point, rank, step) == ("step", 0, _STRUCK):
-                for pid in pids.values():
-                    os.kill(pid, signal.SIGKILL)
+        def strike(pids: dict[int, int]) -> None:
+            for pid in pids.values():
+                os.kill(pid, signal.SIGKILL)
 
-        run(Job(hosts.sockets("ab"), steps=2 * STEPS), on_point)
+        run(Job(hosts.sockets("ab"), steps=2 * STEPS), _when_struck(0, strike))
         return restart(Job(hosts.sockets("ab"), steps=2 * STEPS))
 
 
@@ -146,16 +155,12 @@ def whole_host(directory: Path) -> Outcome:
     """A trainer and the holder of its host at the same moment, in mid-step."""
     with Hosts(directory) as hosts:
         hosts.start("ab")
-        pids: dict[int, int] = {}
 
-        def on_point(point: str, rank: int, step: int) -> None:
-            if point == "pid":
-                pids[rank] = step
-            if (point, rank, step) == ("step", 1, _STRUCK):
-                os.kill(pids[1], signal.SIGKILL)
-                hosts.kill("b")
+        def strike(pids: dict[int, int]) -> None:
+            os.kill(pids[1], signal.SIGKILL)
+            hosts.kill("b")
 
-        run(Job(hosts.sockets("ab"), steps=2 * STEPS), on_point)
+        run(Job(hosts.sockets("ab"), steps=2 * STEPS), _when_struck(1, strike))
         time.sleep(0.1)
         hosts.start("b")
         return restart(Job(hosts.sockets("ab"), steps=2 * STEPS))

@@ -176,6 +176,14 @@ class Lane:
             self._refuse(channel, self._broken)
         return channel
 
+    def rehearsal(self, subject: Subject) -> Channel:
+        """As `channel`, but what it sends is not counted: nothing of it reaches a gradient."""
+        channel = self.channel(subject)
+        assert self._group is not None, "a lane without connections runs no jobs"
+        exchange = ProcessGroupExchange(self._group)
+        exchange.hosts = self.exchange.hosts
+        return Channel(exchange, subject, channel.sequence, self.machine)
+
     def machine(self) -> Machine:
         """What messages, bytes and rows take on these ranks: measured by the first call, which all ranks make together.
 

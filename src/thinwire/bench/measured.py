@@ -61,7 +61,7 @@ class Target:
             return _made(self.text)
         batches = job.batches(data or job.load(), rank, world_size, seed=0)
         model = job.model(seed=0)
-        return Training(model, lambda: next(batches), job.loss, job.optimizer(model.parameters()))
+        return Training(model, lambda: next(batches), job.loss, job.optimizer(model.parameters()), job.clip)
 
 
 def measure_on_hosts(

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from thinwire.demo.compare import Comparison, ModeResult
-from thinwire.demo.train import MODES
+from thinwire.demo.train import LOOPBACK_SCHEME, MODES
 
 
 def format_bytes(value: float) -> str:
@@ -43,7 +43,7 @@ def conclusion(comparison: Comparison) -> str:
     if comparison.link_mbit is None:
         return (
             f"{bytes_part}; on loopback bytes cost next to nothing, so expect little or no gain in step time "
-            f"({faster:.2f}x here): see a slow link with `thinwire demo --link 100mbit`."
+            f"({faster:.2f}x here, scheme={LOOPBACK_SCHEME}): see a slow link with `thinwire demo --link 100mbit`."
         )
     return f"{bytes_part}, and a step was {faster:.2f}x as fast on a link of {comparison.link_mbit:.0f} Mbit/s."
 

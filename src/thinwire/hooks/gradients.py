@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
@@ -14,8 +14,12 @@ from thinwire.observe.ledger import ParameterRecord
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel, Subject
 from thinwire.sync.cost_two_level import expected_bytes
+from thinwire.sync.demand import Demand
 from thinwire.sync.exchange import ring_all_reduce_bytes
+from thinwire.sync.hosts import ranks_of_hosts
+from thinwire.sync.machine import told
 from thinwire.sync.named import AUTO, DENSE, name_of
+from thinwire.sync.rehearsal import Rehearsal, rehearse, to_rehearse
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.synchronize import agree, chosen, dense_all_reduce, explained, synchronize
 from thinwire.sync.two_level import TwoLevel
@@ -44,6 +48,7 @@ class GradientSync:
         self.choices: dict[str, str] = {}  # under "auto": the scheme of a group's next step, by its parameters
         self.pauses: dict[str, int] = {}  # steps for which a table is all-reduced without looking for zeros
         self.unions: dict[str, int] = {}  # rows of a table that any rank held in its last step
+        self._rehearsals: dict[str, Rehearsal] = {}  # under "auto": what was found out for a group
         self._groups: dict[str, str] = {}  # the group that a table was in last
 
     def shape(self, table: TableGradient) -> TableShape:
@@ -122,11 +127,11 @@ class GradientSync:
             totals = unstack(synchronize(rows, scheme, channel, scale), [table.num_rows for table in held])
             unions = [total.ids.numel() for total in totals]
             means = [table.store(mine, total) for table, mine, total in zip(group, held, totals, strict=True)]
-        self._decide_next(group, channel, rows, unions)
         self._record(group, channel, scheme, held, unions, before)
+        self._decide_next(lane, group, channel, rows, unions)
         return means
 
-    def _decide_next(self, group: Group, channel: Channel, rows: SparseRows, unions: Sequence[int]) -> None:
+    def _decide_next(self, lane: Lane, group: Group, channel: Channel, rows: SparseRows, unions: Sequence[int]) -> None:
         """From numbers that all ranks know."""
         key = _key(group)
         for table, union in zip(group, unions, strict=True):
@@ -137,10 +142,33 @@ class GradientSync:
                 self._groups[table.name] = key
         if self.scheme == AUTO:
             last = self.choices.get(key)
-            following = chosen(rows, channel, sum(unions), last)
+            rehearsed = self._rehearsed(lane, group, channel, rows, sum(unions))
+            following = chosen(rows, channel, sum(unions), last, rehearsed)
             self.choices[key] = AUTO if following.is_dense else name_of(following)
             if self.choices[key] != last:
-                self._explain(group, explained(rows, channel, sum(unions)), channel.rank)
+                self._explain(group, explained(rows, channel, sum(unions), rehearsed), channel.rank)
+
+    def _rehearsed(
+        self, lane: Lane, group: Group, channel: Channel, rows: SparseRows, union: int
+    ) -> Mapping[str, float]:
+        """Seconds of the candidates on these rows, by name, where they were or now are tried; a collective call."""
+        key, hosts = _key(group), ranks_of_hosts(channel.exchange.hosts)
+        demand = Demand.of(channel.held, rows.num_rows, rows.width, rows.values.element_size(), union)
+        known = self._rehearsals.get(key)
+        if known is None or not known.is_about(demand):
+            machine = channel.machine()
+            points = [] if machine is None else to_rehearse(demand, machine, hosts)
+
+            def run(point: Scheme | TwoLevel) -> None:
+                aside = lane.rehearsal(_subject(group, point))
+                synchronize(*agree(lambda: rows, point, aside), aside)
+
+            def slowest(seconds: float) -> float:
+                return max(told(lane.rehearsal(_subject(group, AUTO)).exchange, seconds))
+
+            known = rehearse(points, demand.held, run, slowest)
+            self._rehearsals[key] = known
+        return known.seconds
 
     def _explain(self, group: Group, reason: str, rank: int) -> None:
         for table in group:

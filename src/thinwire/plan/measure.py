@@ -44,12 +44,14 @@ class Training:
         batch: makes the next batch of this rank.
         loss: of the model and a batch: a scalar to call ``backward`` on.
         optimizer: None takes SGD with momentum and a learning rate of 0.
+        after_backward: what is done between ``backward`` and the optimizer's step, such as clipping; None for nothing.
     """
 
     model: nn.Module
     batch: Callable[[], Any]
     loss: Callable[[nn.Module, Any], Tensor]
     optimizer: torch.optim.Optimizer | None = None
+    after_backward: Callable[[nn.Module], object] | None = None
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,8 @@ def _train(training: Training, trained: dict[str, Tensor], lane: Lane, steps: in
     for _ in range(WARM_STEPS + steps):
         optimizer.zero_grad()
         training.loss(model, training.batch()).backward()
+        if training.after_backward is not None:
+            training.after_backward(model)
         optimizer.step()
     return watch.close()
 

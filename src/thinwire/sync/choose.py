@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.sync.cost import expected_bytes
@@ -39,6 +39,8 @@ HYSTERESIS = 0.03
 """A choice stands until another scheme promises to send less by this share: sparsity changes a little in every step."""
 CLEAR_SHARE, CLEAR_SECONDS = 0.25, 0.005
 """By how much more bytes must be faster to be taken: both as a share, and in seconds."""
+REHEARSED = 0.1, 0.0
+"""The same where seconds were not estimated but taken, see `thinwire.sync.rehearsal`."""
 
 
 DENSE_SHARE = 0.9
@@ -69,6 +71,7 @@ def choose(
     machine: Machine | None = None,
     current: Scheme | TwoLevel | None = None,
     hosts: Hosts = (),
+    rehearsed: Mapping[str, float] | None = None,
 ) -> Scheme | TwoLevel:
     """The cheapest scheme for ranks that hold ``counts`` rows of a matrix [num_rows, width].
 
@@ -77,6 +80,7 @@ def choose(
         machine: to compare seconds; None compares bytes.
         hosts: the ranks of each host, where several share one: then schemes of two levels compete as well.
         current: the choice that stands unless another one is better by `HYSTERESIS`.
+        rehearsed: seconds that schemes took, by name; of these the first by bytes, unless another one is faster.
 
     Numbers that cannot be (no ranks' counts at all, nan, more rows than there are) are warned of, and give DENSE, which
     is right whatever the rows are.
@@ -90,34 +94,53 @@ def choose(
         return DENSE
     if demand.held >= DENSE_SHARE * num_rows:
         return DENSE
-    offers = prices(demand, machine, hosts)
+    offers = prices(demand, machine, hosts, rehearsed)
     standing = next((offer for offer in offers if offer.scheme == current), None)
-    best = offers[0]
+    best, clear = offers[0], REHEARSED if rehearsed else (CLEAR_SHARE, CLEAR_SECONDS)
     close = standing is not None and standing.weighted_bytes <= best.weighted_bytes * (1.0 + HYSTERESIS)
-    if standing is not None and close and not _is_clearly_faster(best, standing):
+    if standing is not None and close and not _is_clearly_faster(best, standing, *clear):
         return standing.scheme
     return best.scheme
 
 
-def prices(demand: Demand, machine: Machine | None = None, hosts: Hosts = ()) -> list[Price]:
-    """All candidates: first the one to take, then by bytes. With hosts that ranks share, bytes are those that leave."""
+def prices(
+    demand: Demand,
+    machine: Machine | None = None,
+    hosts: Hosts = (),
+    rehearsed: Mapping[str, float] | None = None,
+) -> list[Price]:
+    """All candidates: first the one to take, then by bytes. With hosts that ranks share, bytes are those that leave.
+
+    With ``rehearsed`` only those that were, if there are any.
+    """
     offers = [price(scheme, demand, machine) for scheme in CANDIDATES if _is_sensible(scheme, demand)]
     if 1 < len(hosts) < demand.world_size:
         leaving = (demand.world_size - max(map(len, hosts))) / (demand.world_size - 1)
         offers = [replace(offer, sent_bytes=leaving * offer.sent_bytes) for offer in offers]
         offers += _two_level_prices(demand, machine, hosts)
     offers.sort(key=lambda offer: offer.weighted_bytes)
+    if rehearsed and (tried := _by_rehearsal(offers, rehearsed)):
+        return tried
     fastest = min(offers, key=lambda offer: offer.seconds or 0.0)
     if _is_clearly_faster(fastest, offers[0]):
         offers.sort(key=lambda offer: offer is not fastest)
     return offers
 
 
-def _is_clearly_faster(one: Price, other: Price) -> bool:
+def _by_rehearsal(offers: Sequence[Price], rehearsed: Mapping[str, float]) -> list[Price]:
+    """Those that were rehearsed: first the one to take, then by bytes."""
+    tried = [replace(offer, seconds=seconds) for offer in offers if (seconds := rehearsed.get(name_of(offer.scheme)))]
+    fastest = min(tried, key=lambda offer: offer.seconds or 0.0, default=None)
+    if fastest is not None and _is_clearly_faster(fastest, tried[0], *REHEARSED):
+        tried.sort(key=lambda offer: offer is not fastest)
+    return tried
+
+
+def _is_clearly_faster(one: Price, other: Price, share: float = CLEAR_SHARE, least: float = CLEAR_SECONDS) -> bool:
     if one.seconds is None or other.seconds is None:
         return False
     gain = other.seconds - one.seconds
-    return gain > CLEAR_SHARE * other.seconds and gain > CLEAR_SECONDS
+    return gain > share * other.seconds and gain > least
 
 
 def price(scheme: Scheme, demand: Demand, machine: Machine | None = None) -> Price:
@@ -168,14 +191,19 @@ def _levels(demand: Demand, hosts: Hosts) -> tuple[Demand, Demand, int]:
     return inside, between, linked
 
 
-def explain(demand: Demand, machine: Machine | None = None, hosts: Hosts = ()) -> str:
+def explain(
+    demand: Demand,
+    machine: Machine | None = None,
+    hosts: Hosts = (),
+    rehearsed: Mapping[str, float] | None = None,
+) -> str:
     """One line: the choice, the next best, and the numbers behind them."""
 
     def told(offer: Price) -> str:
         seconds = "" if offer.seconds is None else f" in {1e3 * offer.seconds:.1f} ms"
         return f"{name_of(offer.scheme)} ({offer.sent_bytes / 1e6:.3f} MB{seconds})"
 
-    best, *others = prices(demand, machine, hosts)
+    best, *others = prices(demand, machine, hosts, rehearsed)
     density, ratio = demand.held / max(1, demand.num_rows), demand.union / max(1.0, demand.held)
     rather = f" rather than {told(others[0])}" if others else ""
     return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
@@ -42,7 +42,11 @@ def agree(
 
 
 def chosen(
-    rows: SparseRows, channel: Channel, union: int | None = None, current: str | None = None
+    rows: SparseRows,
+    channel: Channel,
+    union: int | None = None,
+    current: str | None = None,
+    rehearsed: Mapping[str, float] | None = None,
 ) -> Scheme | TwoLevel:
     """What "auto" takes for rows like these, after a conversation in which ranks told how many they hold.
 
@@ -51,6 +55,7 @@ def chosen(
     Args:
         union: rows in the sum, where that is known already.
         current: the name of the choice that stands unless another one is clearly better.
+        rehearsed: seconds that schemes took here, by name.
     """
     hosts = ranks_of_hosts(channel.exchange.hosts)
     standing = None if current in (None, AUTO) else resolve(current)
@@ -63,6 +68,7 @@ def chosen(
         channel.machine(),
         standing,
         hosts,
+        rehearsed,
     )
     return point.placed(channel.exchange.hosts) if isinstance(point, TwoLevel) else point
 
@@ -72,10 +78,10 @@ def _resolved(scheme: str | Scheme | TwoLevel, channel: Channel) -> Scheme | Two
     return point.placed(channel.exchange.hosts) if isinstance(point, TwoLevel) else point
 
 
-def explained(rows: SparseRows, channel: Channel, union: int) -> str:
+def explained(rows: SparseRows, channel: Channel, union: int, rehearsed: Mapping[str, float] | None = None) -> str:
     """One line that says what `chosen` answers, and from which numbers."""
     demand = Demand.of(channel.held, rows.num_rows, rows.width, rows.values.element_size(), union)
-    return explain(demand, channel.machine(), ranks_of_hosts(channel.exchange.hosts))
+    return explain(demand, channel.machine(), ranks_of_hosts(channel.exchange.hosts), rehearsed)
 
 
 def synchronize(rows: SparseRows, scheme: Scheme | TwoLevel, channel: Channel, scale: float = 1.0) -> SparseRows:

@@ -104,6 +104,11 @@ class Job(ABC):
         """At the highest learning rate; multiply it by `learning_rate_share`."""
         return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=self.momentum, nesterov=self.momentum > 0.0)
 
+    def clip(self, model: nn.Module) -> None:
+        """Scale the gradients of a model down to `clip_norm`, as between backward and the optimizer's step."""
+        if self.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
+
     def learning_rate_share(self, step: int, steps: int) -> float:
         """Of the highest learning rate, at a step (from 0) of a run of so many; constant after its end."""
         rise = min(1.0, (step + 1) / max(1, self.warm_up_steps))

@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from thinwire.bench.jobs.job import Job
 from thinwire.plan.plan import Plan
 
 
@@ -48,7 +49,7 @@ class Planning:
         _check(compressors or ())
         return cls(file, compressors, {"fallback": bool(settings.get("fallback", False))})
 
-    def plan(self, model: nn.Module, batch: Callable[[], Any], loss: Callable[[nn.Module, Any], Tensor]) -> Plan:
+    def plan(self, job: Job, model: nn.Module, batch: Callable[[], Any]) -> Plan:
         """The plan for a model; a collective call. The model stays as it is.
 
         Raises:
@@ -60,7 +61,8 @@ class Planning:
         from thinwire.plan.planner import DEFAULTS, best_plan
 
         compressors = DEFAULTS if self.compressors is None else self.compressors
-        training = Training(copy.deepcopy(model), batch, loss)
+        model = copy.deepcopy(model)
+        training = Training(model, batch, job.loss, job.optimizer(model.parameters()), job.clip)
         return best_plan(measure_training(training, How(compressors, fresh=True)), compressors)
 
 

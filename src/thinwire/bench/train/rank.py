@@ -143,7 +143,7 @@ class _Trainer:
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: self.job.learning_rate_share(step, training.steps)
         )
-        self.clip_norm = self.job.clip_norm if method.clips_after_sum else None
+        self.clips = method.clips_after_sum
         self.method = method.attach(self.model)
         self.before = self.method.account()
         self.batches = self.job.batches(data, context.rank, context.world_size, training.seed)
@@ -153,7 +153,7 @@ class _Trainer:
     def _planned(self, planning: Planning, data: Data) -> Method:
         """The method that the plan is; before the run, and on batches of its own."""
         batches = self.job.batches(data, self.context.rank, self.context.world_size, self.training.seed)
-        plan = planning.plan(self.network, lambda: next(batches), self.job.loss)
+        plan = planning.plan(self.job, self.network, lambda: next(batches))
         self.planned = plan.choice
         return method_of_plan(plan, planning)
 
@@ -176,8 +176,8 @@ class _Trainer:
         loss = self.job.loss(self.model, batch)
         loss.backward()
         synchronized = time.perf_counter()
-        if self.clip_norm is not None:
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip_norm)
+        if self.clips:
+            self.job.clip(self.model)
         self.optimizer.step()
         ended = time.perf_counter()
         self.schedule.step()

@@ -1,0 +1,50 @@
+"""A rehearsal on real ranks: once, uncounted, and of no influence on gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from thinwire.hooks import gradients
+from thinwire.sync import rehearsal
+from thinwire.testbed.launch import RankContext, run_ranks
+
+NUM_WORDS, WIDTH, STEPS = 4000, 16, 4
+
+
+def _train(context: RankContext, is_rehearsed: bool) -> tuple[torch.Tensor, float, float, int]:
+    rehearsed: list[int] = []
+    original = gradients.rehearse
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rehearsal, "MIN_BYTES", 1.0 if is_rehearsed else float("inf"))
+        patch.setattr(rehearsal, "MAX_SECONDS", float("inf"))
+        patch.setattr(
+            gradients, "rehearse", lambda points, *rest: rehearsed.append(len(points)) or original(points, *rest)
+        )
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Embedding(NUM_WORDS, WIDTH, sparse=True))
+        sync = thinwire.attach(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(context.rank)
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            words = torch.randint(NUM_WORDS, (200,), generator=generator)
+            model(words).square().sum().backward()
+            optimizer.step()
+        counted = sync.stats()["comm/bytes_sent"]
+        booked = sum(row["total_bytes"] for row in sync.table())
+        sync.detach()
+    return model.module.weight.detach().clone(), counted, booked, max(rehearsed)
+
+
+def test_nothing_of_a_rehearsal_reaches_gradients_or_counts() -> None:
+    tried = [outcome.value for outcome in run_ranks(_train, True, world_size=3, timeout_seconds=60)]
+    untried = [outcome.value for outcome in run_ranks(_train, False, world_size=3, timeout_seconds=60)]
+    for (mine, counted, booked, most), (other, plain_counted, plain_booked, none) in zip(tried, untried, strict=True):
+        assert torch.equal(mine, other), "schemes that are rehearsed add in the same order"
+        assert counted - booked == plain_counted - plain_booked, "headers of the step, as without"
+        assert most > 1
+        assert none == 0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -13,13 +12,12 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from thinwire import kernels
 from thinwire.cuda.staging import staging_for
+from thinwire.hooks import state as states
 from thinwire.hooks.buckets import OTHERS, Buckets
 from thinwire.hooks.clock import Clock
 from thinwire.hooks.compressed import CompressedSync
@@ -34,6 +32,7 @@ from thinwire.hooks.groups import places_of
 from thinwire.hooks.intent import Intent
 from thinwire.hooks.native import NativeAllReduce, is_native
 from thinwire.hooks.parameters import ParameterHooks, broadcast_module, trained_parameters
+from thinwire.hooks.passes import Passes
 from thinwire.hooks.plug import DdpPlug, Plug
 from thinwire.hooks.tracing import Trace
 from thinwire.lane import Lane, resolve_group
@@ -44,7 +43,6 @@ from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
 
 logger = logging.getLogger("thinwire")
-_STATE_VERSION = 3
 _attached: WeakSet[nn.Module] = WeakSet()
 
 
@@ -65,12 +63,9 @@ class Synchronizer:
         self._names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         self._gradients = GradientSync(scheme)
         self._in_flight: list[Future[Tensor]] = []
-        self._began = False
         self._exposed_seconds = 0.0
-        self._steps = 0
-        self._forwards = 0
-        self._forward_hooks: list[RemovableHandle] = []
         self._clock = Clock()
+        self._passes = Passes(model, self._clock, self._finish_backward)
         self._trace: Trace | None = None
         self._intent = intent
         trained = (parameter.device for parameter in model.parameters() if parameter.requires_grad)
@@ -98,10 +93,7 @@ class Synchronizer:
             self._lane.close()
             raise
         self._lane.submit(lambda lane: kernels.warm_up())  # while the first forward runs
-        self._forward_hooks = [
-            model.register_forward_pre_hook(self._before_forward),
-            model.register_forward_hook(self._after_forward),
-        ]
+        self._passes.watch(self._plug)
         _attached.add(model)
 
     def stats(self) -> dict[str, float]:
@@ -122,7 +114,7 @@ class Synchronizer:
         """
         traffic = self._lane.exchange.traffic
         return {
-            "comm/steps": float(self._steps),
+            "comm/steps": float(self._passes.steps),
             "comm/bytes_sent": float(traffic.sent_bytes),
             "comm/bytes_received": float(traffic.received_bytes),
             "comm/bytes_sent_between_hosts": float(traffic.sent_between_hosts_bytes),
@@ -165,16 +157,8 @@ class Synchronizer:
         has a state of its own: save all of them. The tensors are the memories themselves, as in other state dicts of
         torch: copy a state (``copy.deepcopy``) that is to be kept in memory.
         """
-        return {
-            "version": _STATE_VERSION,
-            "steps": self._steps,
-            "parameters": sorted(self._names.values()),
-            "choices": dict(self._gradients.choices),
-            "pauses": dict(self._gradients.pauses),
-            "unions": dict(self._gradients.unions),
-            "compress": None if self._compressed is None else self._compressed.state_dict(),
-            "plan": None if self._execution is None else self._execution.state_dict(),
-        }
+        steps, names = self._passes.steps, self._names.values()
+        return states.saved(steps, names, self._gradients, self._compressed, self._execution)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank. Training goes on with bitwise the same steps.
@@ -185,28 +169,9 @@ class Synchronizer:
             ValueError: a state of another version, of a model with other parameters, of another compressor or
                 exchange, rank or world size; nothing is changed.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise ValueError(f"a state of version {state.get('version')!r}; this thinwire reads {_STATE_VERSION}")
-        unknown = set(state["parameters"]) ^ set(self._names.values())
-        if unknown:
-            raise ValueError(
-                f"the state belongs to a model with other parameters; {min(unknown)!r} is only in one of them"
-            )
-        compressed = state["compress"]
-        if (compressed is None) != (self._compressed is None):
-            saved, here = ("without", "with") if compressed is None else ("with", "without")
-            raise ValueError(f"the state was saved {saved} compression, and attach was called {here} it")
-        if self._compressed is not None:
-            self._compressed.check_state(compressed)
-        if self._execution is not None and state["plan"] is not None:
-            self._execution.check_state(state["plan"])
-            self._execution.load_state_dict(state["plan"])
-        if self._compressed is not None:
-            self._compressed.load_state_dict(compressed)
-        self._steps = int(state["steps"])
-        self._gradients.choices = {name: str(scheme) for name, scheme in state["choices"].items()}
-        self._gradients.pauses = {name: int(steps) for name, steps in state["pauses"].items()}
-        self._gradients.unions = {name: int(rows) for name, rows in state["unions"].items()}
+        states.check(state, self._names.values(), self._compressed, self._execution)
+        states.restore(state, self._gradients, self._compressed, self._execution)
+        self._passes.steps = int(state["steps"])
 
     def trace(self, steps: int | None = None) -> Trace:
         """Record what happens when in the next steps: backward of each gradient, and each job with its phases.
@@ -240,13 +205,11 @@ class Synchronizer:
 
     def detach(self) -> None:
         """Take all hooks off and release the lane, on all ranks; a DDP model is stock again. Twice does nothing."""
-        if not self._forward_hooks:
+        if not self._passes.are_watched:
             return
         self._plug.remove()
         self._lookups.remove()
-        for handle in self._forward_hooks:
-            handle.remove()
-        self._forward_hooks.clear()
+        self._passes.remove()
         self._lane.close()
         _attached.discard(self._model)
 
@@ -269,7 +232,7 @@ class Synchronizer:
             self._compressed,
             self._clock,
         )
-        begin, expect = self._begin_backward, self._in_flight.append
+        begin, expect = self._passes.begin, self._in_flight.append
         try:
             if isinstance(self._model, DistributedDataParallel):
                 return DdpPlug(self._model, buckets, begin, expect)
@@ -287,44 +250,8 @@ class Synchronizer:
         lane.channel(Subject("attach", text)).open()
         return torch.empty(0)
 
-    def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        """Warn when a whole step went by without the hook: then stock DDP, or nobody, reduced the gradients."""
-        del module, args
-        synchronizes = not isinstance(self._model, DistributedDataParallel) or self._model.require_backward_grad_sync
-        if not (self._model.training and torch.is_grad_enabled() and synchronizes):
-            return
-        if self._began:  # the last backward was broken off by an exception
-            self._began = False
-            self._plug.reset()
-            self._clock.reset()
-        self._forwards += 1
-        if self._forwards == 2 and self._steps == 0 and isinstance(self._model, DistributedDataParallel):
-            text = (
-                "thinwire is attached, but a forward pass went by and its hook was not called: gradients are not"
-                " synchronized by thinwire. Call the DDP model itself (not model.module), and run backward."
-            )
-            logger.warning(text)
-            warnings.warn(text, stacklevel=3)
-
-    def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        """Backward begins now, as far as anybody but the training script knows."""
-        del args, output
-        if module.training and torch.is_grad_enabled() and self._plug.synchronizes:
-            self._clock.start()
-
-    def _begin_backward(self) -> bool:
-        """Have `_finish_backward` called at the end of the running backward; whether there is one."""
-        if not self._began:
-            try:
-                Variable._execution_engine.queue_callback(self._finish_backward)
-            except RuntimeError:
-                return False
-            self._began = True
-        return True
-
     def _finish_backward(self) -> None:
         """Runs when backward has nothing left to compute: what is waited for here is exposed communication."""
-        self._began = False
         self._plug.finish()
         started = time.perf_counter()
         in_flight = self._in_flight.copy()
@@ -337,8 +264,8 @@ class Synchronizer:
         self._gradients.finish_step()
         if self._compressed is not None:
             self._compressed.finish_step()
-        self._steps += 1
-        if self._steps == 1 and self._lane.rank == 0:
+        self._passes.steps += 1
+        if self._passes.steps == 1 and self._lane.rank == 0:
             text = first_step(self._records(), len(self._names), self.stats(), self._lane.world_size)
             logger.info("%s", text)
         if self._trace is not None:

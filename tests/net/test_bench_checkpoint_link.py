@@ -7,26 +7,15 @@ from typing import Any
 
 import pytest
 
+from namespaces import NEEDS_NAMESPACES
 from thinwire.bench.checkpoint.benchmark import CheckpointBenchmark, run
 from thinwire.bench.checkpoint.methods import BLOCKING, NONE, THINWIRE
 from thinwire.bench.checkpoint.overhead import TRACED_STEPS
 from thinwire.bench.checkpoint.report import write_report
 from thinwire.bench.checkpoint.work import Work
-from thinwire.testbed.network import Link, NetAdminError, require_net_admin
+from thinwire.testbed.network import Link
 
-
-def _allowed() -> bool:
-    try:
-        require_net_admin()
-    except (NetAdminError, ImportError):
-        return False
-    return True
-
-
-pytestmark = [
-    pytest.mark.net,
-    pytest.mark.skipif(not _allowed(), reason="network namespaces are not allowed (CAP_NET_ADMIN)"),
-]
+pytestmark = NEEDS_NAMESPACES
 
 
 def measure(**options: Any) -> dict[str, Any]:

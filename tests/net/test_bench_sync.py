@@ -12,12 +12,13 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 import thinwire
+from namespaces import needs_namespaces
 from thinwire.bench.sync import SyncBenchmark, run
 from thinwire.bench.trace import Trace, save_trace
 from thinwire.cli.main import app
 from thinwire.sync.exchange import ring_all_reduce_bytes
 from thinwire.testbed.launch import RankContext, run_ranks
-from thinwire.testbed.network import EmulatedNetwork, Link, NetAdminError, require_net_admin
+from thinwire.testbed.network import EmulatedNetwork, Link, NetAdminError
 
 CONTRACT = {
     "workload", "scheme", "world_size", "ranks_per_host", "link_mbit", "dtype", "bytes_sent_max",
@@ -122,16 +123,7 @@ def test_without_the_right_to_make_namespaces(monkeypatch: pytest.MonkeyPatch) -
     assert "--link none" in result.output
 
 
-@pytest.fixture
-def net() -> None:
-    try:
-        require_net_admin()
-    except NetAdminError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.net
-@pytest.mark.usefixtures("net")
+@needs_namespaces
 @pytest.mark.slow
 def test_on_a_link_the_wire_time_dominates() -> None:
     benchmark = SyncBenchmark(
@@ -158,8 +150,7 @@ def _send_by_two_levels(context: RankContext) -> tuple[int, list[int]]:
     return exchange.traffic.sent_between_hosts_bytes, list(exchange.hosts)
 
 
-@pytest.mark.net
-@pytest.mark.usefixtures("net")
+@needs_namespaces
 def test_emulated_hosts_are_discovered_and_their_account_agrees_with_the_packets() -> None:
     with EmulatedNetwork(3, Link.parse("400mbit")) as network:
         before = [network.wire_bytes_sent(host) for host in range(3)]
@@ -179,8 +170,7 @@ def _send_both_ways(context: RankContext, size: int) -> None:
     thinwire.sparse_all_reduce(gradient, scheme="zen")
 
 
-@pytest.mark.net
-@pytest.mark.usefixtures("net")
+@needs_namespaces
 def test_accounts_agree_with_the_packets_on_the_link() -> None:
     """Counted bytes and the ring formula against the counter of the emulated network card: headers are about 5 %."""
     size, hosts = 4_000_000, 4

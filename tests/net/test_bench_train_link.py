@@ -6,20 +6,12 @@ from typing import Any
 
 import pytest
 
+from namespaces import needs_namespaces
 from thinwire.bench.train.benchmark import TrainBenchmark, run
-from thinwire.testbed.network import Link, NetAdminError, require_net_admin
+from thinwire.testbed.network import Link
 
 
-def _allowed() -> bool:
-    try:
-        require_net_admin()
-    except (NetAdminError, ImportError):
-        return False
-    return True
-
-
-@pytest.mark.net
-@pytest.mark.skipif(not _allowed(), reason="network namespaces are not allowed (CAP_NET_ADMIN)")
+@needs_namespaces
 def test_two_hosts_by_ddp_and_in_bfloat16() -> None:
     pytest.importorskip("sklearn")
     seen = []

@@ -9,18 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from namespaces import NEEDS_NAMESPACES
 from thinwire.cli.main import app
-from thinwire.testbed.network import NetAdminError, require_net_admin
 
-pytestmark = [pytest.mark.slow, pytest.mark.net, pytest.mark.timeout(600)]
-
-
-@pytest.fixture(autouse=True)
-def net() -> None:
-    try:
-        require_net_admin()
-    except NetAdminError as error:
-        pytest.skip(str(error))
+pytestmark = [*NEEDS_NAMESPACES, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def run(file: Path, *arguments: str) -> dict[str, Any]:

@@ -13,30 +13,12 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from namespaces import needs_namespaces
 from thinwire.testbed import network as network_module
 from thinwire.testbed.launch import RankContext, run_ranks
 from thinwire.testbed.network import EmulatedNetwork, Link, NetAdminError, in_namespace, require_net_admin
 
 pytestmark = pytest.mark.timeout(60)
-
-
-def refusal() -> str:
-    """Why this process may not make namespaces; empty if it may."""
-    try:
-        require_net_admin()
-    except NetAdminError as error:
-        return str(error)
-    return ""
-
-
-REFUSAL = refusal()
-needs_namespaces = [pytest.mark.net, pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL or "allowed")]
-
-
-def net_test(function):
-    for mark in needs_namespaces:
-        function = mark(function)
-    return function
 
 
 def machine_state() -> tuple[list[str], list[str], str]:
@@ -114,7 +96,7 @@ def test_missing_pyroute2_names_the_extra(monkeypatch):
         pass
 
 
-@net_test
+@needs_namespaces
 def test_both_directions_hold_the_rate():
     before = machine_state()
     with EmulatedNetwork(3, Link(100.0)) as network:
@@ -123,7 +105,7 @@ def test_both_directions_hold_the_rate():
     assert 85.0 <= goodput <= 100.0
 
 
-@net_test
+@needs_namespaces
 def test_receiving_is_limited_as_well():
     """Two hosts send to one: each could send at the full rate, the receiver cannot take it."""
     with EmulatedNetwork(3, Link(50.0)) as network:
@@ -161,7 +143,7 @@ def reaches(network: EmulatedNetwork, source: int, target: int) -> bool:
         return in_namespace(network.namespace(source), lambda: connect(listener.getsockname()[1]))
 
 
-@net_test
+@needs_namespaces
 def test_a_host_that_is_cut_off_hears_and_says_nothing_until_it_is_mended():
     with EmulatedNetwork(3, Link(None)) as network:
         assert reaches(network, 0, 1)
@@ -173,7 +155,7 @@ def test_a_host_that_is_cut_off_hears_and_says_nothing_until_it_is_mended():
             network.cut(3)
 
 
-@net_test
+@needs_namespaces
 def test_gloo_sums_between_namespaces():
     with EmulatedNetwork(3, Link(200.0)) as network:
         sent = network.wire_bytes_sent(0)
@@ -192,20 +174,20 @@ def test_gloo_sums_between_namespaces():
     assert sent > 200_000, "a sum of 200 KB has to cross the link"
 
 
-@net_test
+@needs_namespaces
 def test_too_many_ranks_are_refused():
     with EmulatedNetwork(2, Link(None)) as network, pytest.raises(ValueError, match="do not fit"):
         run_ranks(hang, world_size=3, ranks_per_host=1, network=network)
 
 
-@net_test
+@needs_namespaces
 def test_unlimited_link_is_faster_than_a_gigabit():
     with EmulatedNetwork(2, Link(None)) as network:
         assert network.measure(0.3) > 1000.0
         assert network.wire_bytes_sent(0) > 0
 
 
-@net_test
+@needs_namespaces
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
 def test_nothing_is_left_behind(error):
     before, namespaces = machine_state(), open_namespaces()
@@ -224,12 +206,12 @@ def test_nothing_is_left_behind(error):
         network.namespace(0)
 
 
-@net_test
+@needs_namespaces
 def test_killed_launcher_leaves_nothing():
     before = machine_state()
-    code = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r})\n"
-    code += "import test_network; test_network.hold_network()"
-    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    code = "import test_network; test_network.hold_network()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, env=environment)
     assert launcher.stdout is not None
     pids = [int(launcher.stdout.readline()) for _ in range(2)]
     launcher.send_signal(signal.SIGKILL)

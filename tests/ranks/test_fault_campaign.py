@@ -7,31 +7,18 @@ from pathlib import Path
 
 import pytest
 
+from namespaces import NEEDS_NAMESPACES
 from thinwire.bench.faults.campaign import KINDS, Result, run_kind
 from thinwire.bench.faults.hosts import Hosts
 from thinwire.bench.faults.kind import Kind, Outcome, WrongRestore, restored
 from thinwire.bench.faults.shards import Shards
 from thinwire.bench.faults.training import STEPS, Job, restart, run
 from thinwire.checkpoint.placement import placement
-from thinwire.testbed.network import NetAdminError, require_net_admin
-
-
-def refusal() -> str:
-    """Why this process may not make namespaces; empty if it may."""
-    try:
-        require_net_admin()
-    except NetAdminError as error:
-        return str(error)
-    return ""
-
-
-REFUSAL = refusal()
-NETWORK = [pytest.mark.net, pytest.mark.skipif(bool(REFUSAL), reason=REFUSAL or "allowed")]
 
 
 def parameter(kind: Kind) -> object:
     marks = [pytest.mark.slow] if kind.slow else []
-    return pytest.param(kind, marks=marks + NETWORK if kind.group == "network" else marks, id=kind.name)
+    return pytest.param(kind, marks=marks + NEEDS_NAMESPACES if kind.group == "network" else marks, id=kind.name)
 
 
 @pytest.mark.parametrize("kind", [parameter(kind) for kind in KINDS])

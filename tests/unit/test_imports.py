@@ -27,7 +27,7 @@ FOUNDATION = {
     "all_reduce": {"sparse", "sync", "lane"},
     "compress": {"errors", "kernels", "sparse", "wire", "ranges"},
     "fuse": {"plan"},
-    "plan": {"errors", "kernels", "sync", "compress", "fuse", "lane", "hooks", "observe"},
+    "plan": {"errors", "kernels", "sync", "compress", "fuse", "lane", "hooks", "observe", "attach"},
     "hooks": {
         "errors", "kernels", "sparse", "wire", "sync", "compress", "lane", "observe", "ranges", "cuda", "plan",
         "fuse",
@@ -68,8 +68,8 @@ LAZY = {"numba", "triton", "matplotlib", "pyroute2", "sklearn"}
 WITHOUT_PROCESS_GROUPS = {"errors", "kernels", "sparse", "wire", "observe", "schemes", "compress", "fuse", "plan"}
 
 # But for these modules, which measure; and only they import what runs on process groups.
-MEASURING = {"plan": {"measure", "link", "curves", "ready"}}
-RUNS_ON_PROCESS_GROUPS = {"lane", "hooks"}
+MEASURING = {"plan": {"measure", "link", "curves", "ready", "calibrate"}}
+RUNS_ON_PROCESS_GROUPS = {"lane", "hooks", "attach"}
 
 
 @dataclass(frozen=True)

@@ -213,10 +213,8 @@ class HolderClient:
     def inventory(self, run_id: str | None = None, verify: bool = True) -> list[Version]:
         """Complete versions of a run (default: of hello) on this host; with ``verify``, only those whose bytes match
         their digests now."""
-        if run_id is None and self.shard is None:
-            raise ValueError("say which run, or call hello first")
-        run = run_id if run_id is not None or self.shard is None else self.shard.run_id
-        answer = self.request("inventory", {"run_id": run, "verify": verify}, seconds=_SLOW_SECONDS)
+        content = {"run_id": run_asked_for(run_id, self.shard), "verify": verify}
+        answer = self.request("inventory", content, seconds=_SLOW_SECONDS)
         return [Version.from_json(version) for version in field(answer, "versions", list)]
 
     def fetch(self, version: Version, source: str) -> dict[str, Any]:
@@ -268,6 +266,15 @@ class HolderClient:
         """Ask the holder to send what is pending, for a few seconds, and end. It may be gone before it has answered."""
         with contextlib.suppress(LostPeerError):
             self.request("stop")
+
+
+def run_asked_for(run_id: str | None, shard: ShardId | None) -> str:
+    """The run that was named, or else that of the registered shard. Raises ValueError if there is neither."""
+    if run_id is not None:
+        return run_id
+    if shard is None:
+        raise ValueError("say which run, or call hello first")
+    return shard.run_id
 
 
 def _close_all(frame: Frame) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from thinwire.checkpoint.client import DEFAULT_LAYOUT_BYTES, SlotReader
+from thinwire.checkpoint.client import DEFAULT_LAYOUT_BYTES, SlotReader, run_asked_for
 from thinwire.checkpoint.memory import BudgetError
 from thinwire.checkpoint.slots import Slot, SlotSize, SlotView, choose_slot
 from thinwire.checkpoint.store import SLOTS_PER_SHARD
@@ -163,9 +163,7 @@ class SlotDirectory:
 
     def inventory(self, run_id: str | None = None, verify: bool = True) -> list[Version]:
         """As ``HolderClient.inventory``."""
-        if run_id is None and self.shard is None:
-            raise ValueError("say which run, or call hello first")
-        wanted = run_id if run_id is not None or self.shard is None else self.shard.run_id
+        wanted = run_asked_for(run_id, self.shard)
         found = []
         for path in sorted(self.path.glob("*.slot")):
             with contextlib.suppress(CorruptMessageError, OSError), _mapped(path) as slot:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Size, Tensor
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -28,11 +26,9 @@ from torch.futures import Future
 from thinwire.checkpoint.chunks import narrow
 from thinwire.checkpoint.decode import unflatten
 from thinwire.checkpoint.foreign import ForeignShards, ForeignVersion, foreign_versions, gather_layouts, is_whole
-from thinwire.checkpoint.group import new_group, run_id_of
 from thinwire.checkpoint.layout import DTYPES, Layout
-from thinwire.checkpoint.memory_writer import STATE, step_of
+from thinwire.checkpoint.memory_storage import STATE, MemoryStorage
 from thinwire.checkpoint.recovery import survey
-from thinwire.checkpoint.registration import Registration
 from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.lane import Group
 
@@ -64,7 +60,7 @@ class _Saved:
             raise CorruptMessageError(f"not a checkpoint of DCP: {error}") from error
 
 
-class MemoryReader(StorageReader):
+class MemoryReader(MemoryStorage, StorageReader):
     """Loads what a `MemoryWriter` of the run saved: ``dcp.load(state, storage_reader=MemoryReader("my-run"))``.
 
     The newest step of which the shards of all ranks that saved it are there, on whatever hosts, or the step that
@@ -88,15 +84,7 @@ class MemoryReader(StorageReader):
         process_group: Group = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self._run_id = run_id_of(run_id)
-        self._group: Any = new_group(process_group, timeout or timedelta(minutes=30))
-        about = {"world_size": dist.get_world_size(self._group), "state": STATE}
-        try:
-            self._registration = Registration(holder_socket, self._run_id, about, 1, 0, self._group)
-        except Exception:
-            dist.destroy_process_group(self._group)
-            raise
-        self._given: int | None = None
+        super().__init__(run_id, 1, holder_socket, process_group, timeout)
         self._version: ForeignVersion | None = None
         self._saved: Mapping[int, _Saved] = {}
         self._places: dict[MetadataIndex, tuple[int, int]] = {}  # owner, number of the slice
@@ -105,9 +93,6 @@ class MemoryReader(StorageReader):
     def step(self) -> int | None:
         """That was read last."""
         return None if self._version is None else self._version.step
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._given = None if checkpoint_id is None else step_of(checkpoint_id)
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
         """Put together of the layouts of all ranks; collective."""
@@ -147,17 +132,6 @@ class MemoryReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return str(checkpoint_id).isdecimal()
-
-    def close(self) -> None:
-        """End it. Twice does nothing."""
-        group, self._group = self._group, None
-        if group is not None:
-            self._registration.close()
-            dist.destroy_process_group(group)
 
     def _metadata(self) -> Metadata:
         metadata = Metadata({}, planner_data={})

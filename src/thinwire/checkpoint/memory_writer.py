@@ -8,7 +8,6 @@ of them do not leave the process.
 from __future__ import annotations
 
 import io
-import os
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -25,21 +24,20 @@ from torch.futures import Future
 from thinwire.checkpoint.agreement import Agreement, Turn
 from thinwire.checkpoint.encode import Encoded, StateEncoder
 from thinwire.checkpoint.gaps import Pacer
-from thinwire.checkpoint.group import failures_of, gather_json, new_group, run_id_of
+from thinwire.checkpoint.group import failures_of, gather_json
 from thinwire.checkpoint.layout import view_of
+from thinwire.checkpoint.memory_storage import MemoryStorage
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.recovery import survey
-from thinwire.checkpoint.registration import Registration
 from thinwire.errors import ThinwireError
 from thinwire.lane import Group
 
-STATE = "dcp"  # in the layout's ``about``, where a Checkpointer has the digest of its model
 _TURN_SECONDS = 60.0
 _POLL_SECONDS = 0.005
 _LAYOUT_ROOM = 2  # times the first one: numbers get longer
 
 
-class MemoryWriter(StorageWriter):
+class MemoryWriter(MemoryStorage, StorageWriter):
     """Saves to the memory of this host and of its peers: ``dcp.save(state, storage_writer=MemoryWriter("my-run"))``.
 
     One for all saves of a training; made on all ranks. ``checkpoint_id`` is the step, a number that grows; without one
@@ -69,22 +67,11 @@ class MemoryWriter(StorageWriter):
         process_group: Group = None,
         timeout: timedelta | None = None,
     ) -> None:
-        self._run_id = run_id_of(run_id)
-        self._group: Any = new_group(process_group, timeout or timedelta(minutes=30))
-        self._about = {"world_size": dist.get_world_size(self._group), "state": STATE}
-        try:
-            self._registration = Registration(holder_socket, self._run_id, self._about, replicas, 0, self._group)
-        except Exception:
-            dist.destroy_process_group(self._group)
-            raise
+        super().__init__(run_id, replicas, holder_socket, process_group, timeout)
         self._notices, self._encoder = Notices(dist.get_rank(self._group)), StateEncoder()
         self._pacer = Pacer(self._grant, every=1, watched=False)
         self._agreement = Agreement(self._registration, self._group, None, self._pacer, self._notices)
         self._step: int | None = None
-        self._given: int | None = None
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._given = None if checkpoint_id is None else step_of(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """There is nothing to set up: all ranks do the same."""
@@ -115,17 +102,10 @@ class MemoryWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """A checkpoint is complete once all ranks' versions are: nothing is written last."""
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return str(checkpoint_id).isdecimal()
-
     def close(self) -> None:
         """End it; what was saved stays. Twice does nothing."""
-        group, self._group = self._group, None
-        if group is not None:
-            self._pacer.close()
-            self._registration.close()
-            dist.destroy_process_group(group)
+        self._pacer.close()
+        super().close()
 
     def _write(self, encoded: Encoded) -> None:
         registration = self._registration
@@ -177,14 +157,6 @@ class MemoryWriter(StorageWriter):
     def _grant(self, num_bytes: int) -> None:
         """On the pacer's thread."""
         self._agreement.grant(num_bytes)
-
-
-def step_of(checkpoint_id: str | os.PathLike[str]) -> int:
-    """Raises ValueError for a text that is no number."""
-    text = str(checkpoint_id)
-    if not text.isdecimal():
-        raise ValueError(f"checkpoint_id={text!r}: in memory a checkpoint is named by its step, a number")
-    return int(text)
 
 
 def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:

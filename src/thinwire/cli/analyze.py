@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire.cli.output import STDOUT, clear_errors, console_for, write_json
+from thinwire.cli.output import STDOUT, clear_errors, console_for, plain_table, write_json
 
 if TYPE_CHECKING:
     from thinwire.analyze.prediction import Network
@@ -176,8 +175,7 @@ def _predictions_table(statistics: TableStatistics) -> Table:
 
 
 def _table(title: str, columns: list[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    table.caption_justify = "left"
+    table = plain_table(title)
     for column in columns:
         table.add_column(column, justify="left" if column in ("parameter", "pick") else "right", overflow="fold")
     return table

@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from thinwire.bench.methods import METHODS, design_space
 from thinwire.bench.recipes import RECIPES, get_recipe
 from thinwire.bench.sync import DTYPES, SyncBenchmark, run
 from thinwire.cli.bench_checkpoint import checkpoint
 from thinwire.cli.bench_train import train
-from thinwire.cli.output import clear_errors, console_for, write_json
+from thinwire.cli.output import clear_errors, console_for, plain_table, write_json
 from thinwire.testbed.launch import RanksFailed
 from thinwire.testbed.network import Link, NetAdminError
 
@@ -106,16 +104,13 @@ def _print(result: dict[str, Any], console: Console) -> None:
     rows = sorted(result["rows"], key=lambda row: row["seconds_median"])
     first = rows[0]
     link = f"{first['link_mbit']:.1f} Mbit/s measured" if first["link_mbit"] else "loopback"
-    table = Table(
+    table = plain_table(
         title=f"{first['workload']}: {first['num_rows']:,} x {first['width']} {first['dtype']}, density"
         f" {first['density']:.2%}, {first['world_size']} ranks, {link}",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
         caption="MB sent: of the busiest rank; off host: of the ranks of the busiest host, to others; "
         "own wire: seconds over what the bytes off host need on the link; dense: speed-up "
         "over dense. agsparse_torch is torch's own sparse all-reduce, bytes by formula.",
-        caption_justify="left",
+        title_justify="center",
     )
     spread = "p10 .. p90" if first["ranks_per_host"] == 1 else "off host"  # 80 columns do not hold both
     for name in ("scheme", "MB sent", "seconds", spread, "own wire", "dense", "error"):

@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from thinwire.bench.checkpoint.benchmark import CheckpointBenchmark, run
 from thinwire.bench.checkpoint.methods import METHODS
@@ -17,7 +15,7 @@ from thinwire.bench.checkpoint.report import write_picture, write_report
 from thinwire.bench.checkpoint.summary import CAPTION, COLUMNS, conditions, sentences, table_rows
 from thinwire.bench.checkpoint.work import SYNTHETIC, Work
 from thinwire.bench.jobs.named import JOBS
-from thinwire.cli.output import STDOUT, clear_errors, console_for, write_json
+from thinwire.cli.output import STDOUT, clear_errors, console_for, plain_table, write_json
 from thinwire.testbed.launch import RanksFailed
 from thinwire.testbed.network import Link, NetAdminError
 
@@ -79,13 +77,10 @@ def _run(benchmark: CheckpointBenchmark, console: Console) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
-    table = Table(
+    table = plain_table(
         title=conditions(result),
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
         caption=CAPTION,
-        caption_justify="left",
+        title_justify="center",
     )
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)

@@ -6,17 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from thinwire.bench.jobs.named import JOBS
 from thinwire.bench.train.benchmark import TrainBenchmark, run
 from thinwire.bench.train.methods import PLAN, SETTINGS, THINWIRE, TORCH_METHODS
 from thinwire.bench.train.report import write_report
 from thinwire.bench.train.summary import COLUMNS, conditions, table_rows, verdict
-from thinwire.cli.output import STDOUT, clear_errors, console_for, write_json
+from thinwire.cli.output import STDOUT, clear_errors, console_for, plain_table, write_json
 from thinwire.testbed.launch import RanksFailed
 from thinwire.testbed.network import Link, NetAdminError
 
@@ -76,14 +74,11 @@ def _run(benchmark: TrainBenchmark, console: Console) -> dict[str, Any]:
 
 def _print(result: dict[str, Any], console: Console) -> None:
     rows = result["rows"]
-    table = Table(
+    table = plain_table(
         title=conditions(result),
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
         caption="Medians over seeds. MB: sent a step by the busiest rank; faster: than ddp; loss: held out, mean of the"
         " last 10 % of the steps; to loss: until the smoothed held-out loss is ddp's final loss.",
-        caption_justify="left",
+        title_justify="center",
     )
     for name in COLUMNS:
         table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)

@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from thinwire.cli.output import STDOUT, clear_errors, console_for, write_json
+from thinwire.cli.output import STDOUT, clear_errors, console_for, plain_table, write_json
 
 if TYPE_CHECKING:
     from thinwire.checkpoint.client import HolderClient
@@ -118,7 +116,7 @@ def _print(status: dict[str, Any], console: Console) -> None:
     console.print(
         f"Holder at {status['address']}, process {status['pid']}: {used:.2f} of {budget:.2f} GB", highlight=False
     )
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = plain_table()
     for column in ("run", "owner", "role", "steps", "replicated", "pending", "replicas", "last error"):
         table.add_column(column, overflow="fold")
     for shard in status["shards"]:

@@ -1,4 +1,4 @@
-"""What all subcommands share: JSON to a file or standard output, and errors without a traceback."""
+"""What all subcommands share: how tables look, JSON to a file or standard output, errors without a traceback."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.console import Console
+from rich import box
+from rich.console import Console, JustifyMethod
+from rich.table import Table
 
 STDOUT = Path("-")
 
@@ -17,6 +19,19 @@ STDOUT = Path("-")
 def console_for(json_path: Path | None) -> Console:
     """Where tables and progress go: standard output, or standard error when that carries the JSON."""
     return Console(stderr=json_path == STDOUT)
+
+
+def plain_table(title: str | None = None, caption: str | None = None, title_justify: JustifyMethod = "left") -> Table:
+    """A table without columns yet: one line, under the head, and no room at the edges."""
+    return Table(
+        title=title,
+        caption=caption,
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0),
+        title_justify=title_justify,
+        caption_justify="left",
+    )
 
 
 def write_json(result: dict[str, Any], path: Path | None) -> None:

@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from thinwire.cli.output import STDOUT, clear_errors, console_for, write_json
+from thinwire.cli.output import STDOUT, clear_errors, console_for, plain_table, write_json
 
 if TYPE_CHECKING:
     from thinwire.plan.collectives import CostRow
@@ -221,9 +219,9 @@ def print_measurement(measured: Measurement, console: Console) -> None:
         f" {format_seconds(measured.rest_seconds)}.",
         highlight=False,
     )
-    table = Table("measured", "at least", "a MB", "off by", box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in table.columns[1:]:
-        column.justify = "right"
+    table = plain_table()
+    for column in ("measured", "at least", "a MB", "off by"):
+        table.add_column(column, justify="left" if column == "measured" else "right")
     link = measured.link
     fits = {"all_reduce": link.all_reduce, "all_gather": link.all_gather, "all_to_all": link.all_to_all}
     for codec in measured.codecs:
@@ -251,13 +249,9 @@ def print_costs(rows: Sequence[CostRow], link: Linear, world_size: int, size_byt
     """The textbook's table, with the alpha and beta of a link."""
     from thinwire.plan.explain import format_bytes, format_seconds
 
-    table = Table(
+    table = plain_table(
         title=f"All-reduce of d = {format_bytes(size_bytes)} on p = {world_size} ranks:"
-        f" alpha {format_seconds(link.alpha)}, beta {1e9 * link.beta:.2f} ns a byte",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        title_justify="left",
+        f" alpha {format_seconds(link.alpha)}, beta {1e9 * link.beta:.2f} ns a byte"
     )
     for column in ("algorithm", "bandwidth", "latency", "seconds"):
         table.add_column(column, justify="right" if column == "seconds" else "left")

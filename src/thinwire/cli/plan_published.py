@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from thinwire.cli.output import write_json
+from thinwire.cli.output import plain_table, write_json
 from thinwire.plan.collectives import cost_table
 from thinwire.plan.explain import format_bytes, format_seconds
 from thinwire.plan.published import PublishedPlan, plan_published, published_cluster
@@ -50,13 +48,9 @@ def _print(found: PublishedPlan, console: Console) -> None:
     print_costs(rows, cluster.inter, cluster.world_size, sum(model.size_bytes), console)
     console.print(plan.explain(), end="", highlight=False, markup=False, soft_wrap=True)
     other = model.other_seconds
-    table = Table(
+    table = plain_table(
         title=f"{model.name}: {model.num_tensors} tensors, {format_bytes(sum(model.size_bytes))}, on {cluster.hosts} x"
-        f" {cluster.ranks_per_host} ranks",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-        padding=(0, 1, 0, 0),
-        title_justify="left",
+        f" {cluster.ranks_per_host} ranks"
     )
     for column in ("whole step", "predicted", "faster"):
         table.add_column(column, justify="left" if column == "whole step" else "right")

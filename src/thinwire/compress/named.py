@@ -9,30 +9,10 @@ from typing import Any
 from thinwire import compress
 from thinwire.compress.base import Compressor
 
-NAMES = (
-    "acp_sgd",
-    "atomo",
-    "bf16",
-    "dgc",
-    "ef_sign_sgd",
-    "fp8",
-    "fp16",
-    "gaussian_k",
-    "hi_top_k",
-    "int8",
-    "ms_top_k",
-    "natural",
-    "ok_topk",
-    "power_sgd",
-    "qsgd",
-    "random_k",
-    "redsync",
-    "sidco",
-    "sign_sgd",
-    "terngrad",
-    "threshold",
-    "top_k",
-)
+_TYPES = {"Compressor", "Identity", "Parameter"}
+_AROUND_COMPRESSORS = {"error_feedback", "leave_small", "momentum_correction", "redistribute", "warm_up"}
+
+NAMES = tuple(name for name in compress.__all__ if name not in _TYPES | _AROUND_COMPRESSORS)
 """The constructors of `thinwire.compress` that a text can name."""
 
 

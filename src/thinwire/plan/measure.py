@@ -23,7 +23,7 @@ from thinwire.plan.curves import exchanges_of, measure_codec
 from thinwire.plan.link import Probe, measure_link
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.planner import DEFAULTS
-from thinwire.plan.ready import WARM_STEPS, Ready, StepWatch, agree
+from thinwire.plan.ready import WARM_STEPS, Clock, Ready, StepWatch, agree
 from thinwire.plan.speeds import COPIES
 from thinwire.sync.exchange import Exchange
 from thinwire.sync.machine import told
@@ -53,6 +53,25 @@ class Training:
     optimizer: torch.optim.Optimizer | None = None
     after_backward: Callable[[nn.Module], object] | None = None
 
+    def stepper(self) -> Callable[[], None]:
+        """A function that trains one step."""
+        model = self.model.train()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = self.optimizer or torch.optim.SGD(trained, lr=0.0, momentum=0.9)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            self.loss(model, self.batch()).backward()
+            if self.after_backward is not None:
+                self.after_backward(model)
+            optimizer.step()
+
+        return step
+
+    def settle(self) -> None:
+        """Wait until the device has done what it was told."""
+        Clock(next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))).settle()
+
 
 @dataclass(frozen=True)
 class How:
@@ -63,12 +82,14 @@ class How:
         steps: training steps that count.
         link: what the cache is to know the link by; empty for its address.
         fresh: measure what is in the cache, too.
+        calibrate: train with the best ways as well, for what the timeline leaves out; in the default process group.
     """
 
     compressors: Sequence[str] = DEFAULTS
     steps: int = STEPS
     link: str = ""
     fresh: bool = False
+    calibrate: bool = True
 
 
 def measure_training(
@@ -93,9 +114,14 @@ def measure_training(
         on_stage("training steps")
         trained, tables = trained_parameters(training.model)
         times = _train(training, trained, lane, how.steps)
-        return finish(lane, times, trained, tables, how, on_stage)
+        measured = finish(lane, times, trained, tables, how, on_stage)
     finally:
         lane.close()
+    if not how.calibrate or process_group is not None:
+        return measured
+    from thinwire.plan.calibrate import calibrate
+
+    return calibrate(training, measured, how.compressors, on_stage)
 
 
 def finish(
@@ -152,15 +178,10 @@ def begin_together(lane: Lane) -> None:
 def _train(training: Training, trained: dict[str, Tensor], lane: Lane, steps: int) -> Tensor:
     if not trained:
         raise ValueError("the model has no parameters to plan for: are all of them frozen, or tables of embeddings?")
-    model = training.model.train()
-    optimizer = training.optimizer or torch.optim.SGD(trained.values(), lr=0.0, momentum=0.9)
-    watch = StepWatch(model, trained, lambda: begin_together(lane))
+    step = training.stepper()
+    watch = StepWatch(training.model, trained, lambda: begin_together(lane))
     for _ in range(WARM_STEPS + steps):
-        optimizer.zero_grad()
-        training.loss(model, training.batch()).backward()
-        if training.after_backward is not None:
-            training.after_backward(model)
-        optimizer.step()
+        step()
     return watch.close()
 
 

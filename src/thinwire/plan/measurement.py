@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -26,6 +26,21 @@ _HOW = "measure with `thinwire plan --measure --measurement measured.json`"
 
 
 @dataclass(frozen=True)
+class Extra:
+    """What a step of training took more than the timeline said; less, if it is below 0.
+
+    Args:
+        compressor: of the gradients that were compressed; `COPIES` where none was.
+        exchange: of these.
+        seconds: may be negative.
+    """
+
+    compressor: str
+    exchange: str
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Measurement:
     """What was measured on a group of ranks, all of them at once.
 
@@ -42,6 +57,7 @@ class Measurement:
         device: that the model is on.
         environment: of people's interest: versions, host, the nominal link.
         created: when, as ISO 8601.
+        extras: by which the timeline was off in training; see `thinwire.plan.calibrate`.
         version: of this format.
 
     Raises:
@@ -60,10 +76,11 @@ class Measurement:
     device: str = "cpu"
     environment: Mapping[str, Any] = field(default_factory=dict)
     created: str = ""
+    extras: tuple[Extra, ...] = ()
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "backward_seconds", "codecs", "tables"):
+        for name in ("parameters", "backward_seconds", "codecs", "tables", "extras"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.version != VERSION:
             raise ValueError(f"the measurement has version {self.version}, and it should be {VERSION}: {_HOW} again")
@@ -90,6 +107,8 @@ class Measurement:
         if len(set(names)) < len(names):
             raise ValueError(f"a parameter was measured twice; {_HOW} again")
         times = {"forward_seconds": self.forward_seconds, "rest_seconds": self.rest_seconds}
+        if not all(math.isfinite(extra.seconds) for extra in self.extras):
+            raise ValueError(f"the difference from the timeline is no time; {_HOW} again")
         times |= {f"backward of {name!r}": time for name, time in zip(names, self.backward_seconds, strict=True)}
         for what, seconds in times.items():
             if not (math.isfinite(seconds) and seconds >= 0.0):
@@ -136,6 +155,11 @@ class Measurement:
         legal = ", ".join(f"{codec.compressor} by {codec.exchange}" for codec in self.codecs if codec.compressor)
         what = f"{compressor} by {exchange}" if compressor else "copying gradients that are not compressed"
         raise ValueError(f"{what} was not measured ({legal or 'no compressor'} was): {_HOW} with it")
+
+    def extra_seconds(self, compressor: str | None, exchange: str) -> float:
+        """Of a step, beside what its timeline says; 0 where nobody trained with it."""
+        wanted = (compressor or COPIES, exchange)
+        return next((extra.seconds for extra in self.extras if (extra.compressor, extra.exchange) == wanted), 0.0)
 
     def exchanges(self, compressor: str) -> tuple[str, ...]:
         """By which payloads of a compressor were measured."""
@@ -208,8 +232,16 @@ class Measurement:
         return [name for name, fit in fits.items() if fit.residual > DOUBTFUL]
 
     def at(self, mbit: float) -> Measurement:
-        """The same model on the same machines with another link, see `Link.at`."""
-        return replace(self, link=self.link.at(mbit))
+        """The same model on the same machines with another link, see `Link.at`.
+
+        What the timeline leaves out of exact gradients shrinks with their bytes' time on a faster link. That of
+        compressors stays: it is the work of processors, and no gain must be promised that nobody has seen.
+        """
+        faster = min(1.0, self.link.mbit / mbit)
+        extras = tuple(
+            extra if extra.compressor else replace(extra, seconds=faster * extra.seconds) for extra in self.extras
+        )
+        return replace(self, link=self.link.at(mbit), extras=extras)
 
     def to_json(self) -> dict[str, Any]:
         """The fields, which docs/plan.md describes."""
@@ -229,6 +261,7 @@ class Measurement:
             "tables": list(self.tables),
             "link": self.link.to_json(),
             "codecs": [codec.to_json() for codec in self.codecs],
+            "extras": [asdict(extra) for extra in self.extras],
         }
 
     @classmethod
@@ -251,6 +284,10 @@ class Measurement:
             ]
             fields["backward_seconds"] = [float(row["seconds"]) for row in rows]
             fields["link"] = Link.from_json(fields["link"])
+            fields["extras"] = [
+                Extra(str(row["compressor"]), str(row["exchange"]), float(row["seconds"]))
+                for row in fields.get("extras", ())
+            ]
             fields["codecs"] = [Codec.from_json(codec) for codec in fields["codecs"]]
             return cls(**fields)
         except (KeyError, TypeError, AttributeError) as error:

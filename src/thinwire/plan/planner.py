@@ -22,6 +22,9 @@ DEFAULTS = ("bf16", "top_k:density=0.01", "ef_sign_sgd", "power_sgd")
 WORTH = 1.03
 """How many times as long the step of a simpler way must take for another one to be worth it."""
 
+EXACTLY = (None, "all_reduce")
+"""No compressor, and the exchange of exact gradients."""
+
 BEST_CUT = "best cut"
 """The name of groups that are optimal for costs that no policy sees exactly; see `thinwire.plan.lane_search`."""
 
@@ -38,7 +41,7 @@ class Way:
         groups: which gradients travel together, by place in backward order.
         compressors: of each group; None for an exact one.
         exchange: of the groups that are compressed.
-        seconds: from the start of backward until the last gradient is there.
+        seconds: from the start of backward until the last gradient is there, as in training where that was tried.
     """
 
     name: str
@@ -109,7 +112,15 @@ def stock_way(measurement: Measurement) -> Way:
     """What DDP does by itself: buckets of 1 MiB, then of 25 MiB, each all-reduced as soon as it is full."""
     costs, groups = measurement.costs(), DDP_BUCKETS.groups(measurement.profile())
     seconds = [costs.seconds(group) - costs.opening_seconds for group in groups]  # DDP asks nobody
-    return Way(STOCK, groups, (None,) * len(groups), "all_reduce", in_turn(measurement, groups, seconds))
+    return Way(STOCK, groups, (None,) * len(groups), "all_reduce", _in_training(measurement, groups, seconds))
+
+
+def _in_training(
+    measurement: Measurement, groups: Groups, seconds: Sequence[float], codec: tuple[str | None, str] = EXACTLY
+) -> float:
+    """`in_turn`, and what it leaves out; never less than backward alone."""
+    timeline = in_turn(measurement, groups, seconds)
+    return max(timeline + measurement.extra_seconds(*codec), math.fsum(measurement.backward_seconds))
 
 
 def in_turn(measurement: Measurement, groups: Groups, seconds: Sequence[float]) -> float:
@@ -205,7 +216,8 @@ def _fused(
     for name, groups in named:
         if groups not in seen:
             seen.add(groups)
-            seconds = in_turn(measurement, groups, [costs.seconds(group) for group in groups])
+            prices = [costs.seconds(group) for group in groups]
+            seconds = _in_training(measurement, groups, prices, (compressor, exchange))
             yield Way(f"{label}, {name}", groups, (compressor,) * len(groups), exchange, seconds)
 
 
@@ -215,5 +227,5 @@ def _mixed(measurement: Measurement, exact: Costs, coded: Costs, compressor: str
     if not all(chosen) and any(chosen):
         prices = [(exact, coded)[way].seconds(group) for group, way in zip(groups, chosen, strict=True)]
         compressors = tuple(compressor if way else None for way in chosen)
-        seconds = in_turn(measurement, groups, prices)
+        seconds = _in_training(measurement, groups, prices, (compressor, exchange))
         yield Way(f"{compressor} by {exchange} where it pays", groups, compressors, exchange, seconds)

@@ -60,15 +60,18 @@ def seconds_of(job: Job, choices: list) -> float:
     return iteration_seconds(job.backward_seconds, chains)
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(15))
 def test_a_strategy_is_what_it_says_and_no_worse_than_doing_nothing(seed: int) -> None:
     job = random_job(seed)
     strategy = espresso(job)
-    assert strategy == espresso(job)
+    published = espresso(job, refining=False)
+    assert published == espresso(job, refining=False)
+    assert (published.iteration_seconds, published.refined) == (strategy.published_seconds, None)
     assert strategy.iteration_seconds == pytest.approx(seconds_of(job, list(strategy.choices)))
     assert strategy.dense_seconds == pytest.approx(seconds_of(job, [DENSE] * job.num_tensors))
-    assert strategy.upper_bound_seconds <= strategy.iteration_seconds <= strategy.gpu_seconds <= strategy.dense_seconds
-    again = espresso(job, rounds=3)
+    assert strategy.upper_bound_seconds <= strategy.iteration_seconds <= strategy.published_seconds
+    assert strategy.published_seconds <= strategy.gpu_seconds <= strategy.dense_seconds
+    again = espresso(job, rounds=3, bound=False, refining=False)
     assert again.gpu_seconds <= strategy.gpu_seconds
     assert 0 <= strategy.from_upper_bound < 1 <= strategy.speedup
 
@@ -92,7 +95,7 @@ def test_no_plan_beats_the_bounds(seed: int) -> None:
     assert free <= attainable * (1 + 1e-9)
     plans = [[numbers.choice(tree) for _ in job.size_bytes] for _ in range(20)]
     plans += [[option] * job.num_tensors for option in numbers.sample(ON_GPU, 10)]
-    plans += [list(espresso(job, rounds=2).choices)]
+    plans += [list(espresso(job, rounds=2, bound=False, refining=False).choices)]
     for plan in plans:
         assert attainable <= seconds_of(job, plan) * (1 + 1e-9)
 
@@ -195,7 +198,7 @@ def test_offloading_takes_the_load_off_the_gpu() -> None:
             costs.name, costs.ratio, costs.encode, costs.decode, Linear(0, byte_seconds), Linear(0, byte_seconds), 0.01
         )
         cluster = Cluster(8, 8, job.cluster.intra, job.cluster.inter)
-        strategy = espresso(Job(job.backward_seconds, job.size_bytes, quick, cluster), bound=False)
+        strategy = espresso(Job(job.backward_seconds, job.size_bytes, quick, cluster), bound=False, refining=False)
         assert strategy.offloaded is not None
         assert bool(strategy.offloaded.tensors) == expect
         assert (strategy.iteration_seconds < strategy.gpu_seconds) == expect
@@ -203,21 +206,21 @@ def test_offloading_takes_the_load_off_the_gpu() -> None:
 
 # --- the paper's models --------------------------------------------------------------------------------------------
 
-# From the upper bound, in percent: within 10 on NVLink as in the paper (which says 3 of GPT2, 5 of UGATIT, 7 of BERT).
-# On PCIe three are not: see docs/espresso.md.
+# From the upper bound, in percent: within 10 as in the paper (which says 3 of GPT2, 5 of UGATIT, 7 of BERT, on NVLink),
+# but for two on PCIe, of which test_relaxation proves that no plan is.
 FROM_UPPER_BOUND = {
     ("vgg16", "nvlink_100g"): 2,
     ("resnet101", "nvlink_100g"): 1,
-    ("ugatit", "nvlink_100g"): 5,
-    ("bert", "nvlink_100g"): 7,
+    ("ugatit", "nvlink_100g"): 3,
+    ("bert", "nvlink_100g"): 3,
     ("gpt2", "nvlink_100g"): 3,
     ("lstm", "nvlink_100g"): 10,
     ("vgg16", "pcie_25g"): 10,
-    ("resnet101", "pcie_25g"): 5,
-    ("gpt2", "pcie_25g"): 10,
-    ("ugatit", "pcie_25g"): 27,
-    ("bert", "pcie_25g"): 17,
-    ("lstm", "pcie_25g"): 25,
+    ("resnet101", "pcie_25g"): 1,
+    ("gpt2", "pcie_25g"): 7,
+    ("bert", "pcie_25g"): 9,
+    ("ugatit", "pcie_25g"): 19,
+    ("lstm", "pcie_25g"): 20,
 }
 
 
@@ -226,20 +229,14 @@ def test_the_papers_models(name: str, testbed: str) -> None:
     strategy = espresso(MODELS[name]().espresso_inputs(TESTBEDS[testbed]()))
     assert 0 <= 100 * strategy.from_upper_bound < FROM_UPPER_BOUND[name, testbed]
     assert strategy.speedup >= 1
-
-
-def test_no_plan_at_all_gets_lstm_on_pcie_within_10_percent() -> None:
-    """Its last gradient, 200 MB, has to be encoded after backward: what that costs no plan hides."""
-    job = MODELS["lstm"]().espresso_inputs(pcie_25g())
-    best = attainable_bound(job, options())
-    assert job.step_seconds(upper_bound(job, ON_GPU)) < 0.9 * job.step_seconds(best)
-    assert espresso(job, rounds=3).iteration_seconds < 1.05 * best
+    assert strategy.refined is not None
+    assert strategy.refined.proven_seconds <= strategy.iteration_seconds * (1 + 1e-9)
 
 
 def test_selection_is_quick() -> None:
     """Processor time for 314 tensors: about 0.05 s."""
     job = MODELS["resnet101"]().espresso_inputs(pcie_25g())
-    assert min(espresso(job, offloading=False, bound=False).selection_seconds for _ in range(3)) < 0.2
+    assert min(espresso(job, offloading=False, bound=False, refining=False).selection_seconds for _ in range(3)) < 0.2
 
 
 def test_users_may_forbid_a_second_encoding() -> None:

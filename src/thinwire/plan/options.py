@@ -13,9 +13,10 @@ rebuilt from its figure 8, has exactly so many: 5 flat indivisible, 58 flat divi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from itertools import product
 from typing import NamedTuple
 
 from thinwire.plan.cluster import FLAT, INTER, INTRA
@@ -196,6 +197,20 @@ def count_by_pattern(devices: tuple[str, ...] = (GPU, CPU)) -> dict[str, int]:
         338
     """
     return dict(Counter(option.pattern for option in options(devices)))
+
+
+def with_processors(tree: Sequence[Option]) -> tuple[Option, ...]:
+    """The options, and each with some or all of its encoding and decoding on the host's processors instead.
+
+    Example:
+        >>> set(with_processors(options(devices=("gpu",)))) == set(options())
+        True
+    """
+    found: dict[Option, None] = {}
+    for option in tree:
+        moved = [(task,) if task.level else (task, task._replace(routine=CPU)) for task in option.tasks]
+        found.update(dict.fromkeys(Option(option.pattern, tasks) for tasks in product(*moved)))
+    return tuple(found)
 
 
 DENSE = Option(

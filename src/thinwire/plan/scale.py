@@ -102,7 +102,7 @@ METHODS: dict[str, Callable[[Job], float]] = {
     "hi_press": _hi_press,
     "byteps_compress": _byteps_compress,
     "cupcake": _cupcake,
-    "espresso": lambda job: espresso(job, bound=False).iteration_seconds,
+    "espresso": lambda job: espresso(job, bound=False, refining=False).iteration_seconds,
     "upper_bound": lambda job: upper_bound(job, options(devices=(GPU,))),
 }
 """Seconds of an iteration of a job, by name."""

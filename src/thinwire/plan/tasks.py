@@ -104,10 +104,8 @@ class Pricer:
         @cache
         def menu(size: float) -> tuple[Choice, ...]:
             of_size = totals[:, self.sizes.index(size)]
-            rows = np.argsort(of_size.sum(1), kind="stable").tolist()
-            return tuple(
-                self.choice(options[row], size) for row in (rows if exhaustive else _undominated(of_size, rows))
-            )
+            rows = least_work_first(of_size) if exhaustive else undominated(of_size)
+            return tuple(self.choice(options[row], size) for row in rows)
 
         return menu
 
@@ -132,14 +130,18 @@ class Pricer:
         return self._known[tasks]
 
 
-def _undominated(totals: np.ndarray, rows: Sequence[int]) -> list[int]:
-    """Of [options, resources], the rows that no earlier one, which has no greater sum, equals or beats everywhere."""
+def least_work_first(totals: np.ndarray) -> list[int]:
+    """The rows of [options, resources] by their sum."""
+    return np.argsort(totals.sum(1), kind="stable").tolist()
+
+
+def undominated(totals: np.ndarray) -> list[int]:
+    """Of [options, resources], least work first, the rows that no earlier one equals or beats everywhere."""
     kept: list[int] = []
-    best = np.empty((0, totals.shape[1]))
-    for row in rows:
-        if not (best <= totals[row]).all(1).any():
-            kept.append(row)
-            best = totals[kept]
+    left = np.array(least_work_first(totals))
+    while len(left):
+        kept.append(int(left[0]))
+        left = left[(totals[left] < totals[left[0]]).any(1)]
     return kept
 
 

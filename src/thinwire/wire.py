@@ -71,6 +71,7 @@ def payload_bytes(format: Format, count: int, row_bytes: int, size: int, num_row
 
 
 @lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)
 def smallest(
     formats: tuple[Format, ...], count: int, row_bytes: int, size: int, num_rows: int, dense_switch: bool = False
 ) -> Format:

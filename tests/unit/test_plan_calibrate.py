@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from measured import measurement
 from thinwire.plan.calibrate import best_of_codecs
-from thinwire.plan.measurement import Extra, Measurement
+from thinwire.plan.measurement import Measurement
 from thinwire.plan.planner import STOCK, Way, best_plan, ways
-from thinwire.plan.speeds import COPIES
+from thinwire.plan.speeds import COPIES, Extra
 
 TOP_K = "top_k:density=0.01"
 COMPRESSORS = (TOP_K, "bf16")
@@ -38,7 +38,13 @@ def test_it_is_added_to_all_ways_of_a_compressor_and_no_other(extra: float) -> N
         assert after[name] == pytest.approx(max(expected, backward)), "never less than backward alone"
 
 
-def test_that_of_exact_gradients_is_of_stock_ddp_too() -> None:
+def test_stock_ddp_has_its_own() -> None:
+    measured = replace(PLAIN, extras=(Extra(COPIES, "all_reduce", 0.1), Extra(STOCK, "all_reduce", 0.2)))
+    before, after = seconds_by_name(PLAIN), seconds_by_name(measured)
+    assert after[STOCK] == pytest.approx(before[STOCK] + 0.2)
+
+
+def test_that_of_exact_gradients_is_of_stock_ddp_too_where_it_was_not_tried() -> None:
     before, after = seconds_by_name(PLAIN), seconds_by_name(with_extra(0.1, COPIES, "all_reduce"))
     for name, seconds in before.items():
         is_exact = name == STOCK or name.startswith("exact")

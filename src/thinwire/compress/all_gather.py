@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from thinwire.compress import messages
+from thinwire.compress import messages, stacked
 from thinwire.compress.base import Compressor, Parameter, Payload, State
 from thinwire.compress.exchange import Exchange, Peers, Phase, Plan, Result, Stopwatch, Task
+from thinwire.compress.stacked import Stack
 
 
 @dataclass(frozen=True)
@@ -23,30 +25,59 @@ class AllGather(Exchange):
         check_decodes_alone(compressor, parameter, "gathered")
 
     def run(self, tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> list[Result]:
-        plans = [task.plan for task in tasks]
-        mine: list[tuple[int, float]] = []
+        ways = stacked.stacks([task.plan for task in tasks])
+        mine: dict[int, tuple[int, float]] = {}
 
         def prepare() -> Tensor:
             with stopwatch.phase(Phase.COMPRESS):
-                packed, densities = zip(
-                    *(encoded(*task.plan, task.gradient, task.state) for task in tasks), strict=True
-                )
-                mine.extend(zip((data.numel() for data in packed), densities, strict=True))
+                payloads = [task.compressor.compress(task.gradient, task.parameter, task.state) for task in tasks]
+                packed = [way.pack([payloads[place] for place in way.places]) for way in ways]
+                for way, data in zip(ways, packed, strict=True):
+                    mine.update(_shares(way, data.numel(), tasks, payloads))
                 return messages.join(packed)
 
         with stopwatch.phase(Phase.EXCHANGE):
-            arrived = peers.all_gather(prepare, messages.max_bytes(plans))
+            most = messages.message_bytes([way.max_bytes for way in ways])
+            arrived = peers.all_gather(prepare, most)
         with stopwatch.phase(Phase.DECOMPRESS):
-            payloads = [message.read(partial(messages.unpack, plans=plans)) for message in arrived]
-            return [
-                Result(combined(task, [of_rank[place] for of_rank in payloads]), *mine[place])
-                for place, task in enumerate(tasks)
-            ]
+            plans = [way.plan for way in ways]
+            of_ranks = [message.read(partial(messages.unpack, plans=plans)) for message in arrived]
+            means: dict[int, Tensor] = {}
+            for number, way in enumerate(ways):
+                chosen = [tasks[place] for place in way.places]
+                parts = _combined(way, chosen, [of_rank[number] for of_rank in of_ranks])
+                means.update(zip(way.places, parts, strict=True))
+            return [Result(means[place], *mine[place]) for place in range(len(tasks))]
 
     def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
         del rank
-        message = messages.predicted_bytes(plans)
+        message = stacked.predicted_bytes(plans)
         return None if message is None else (world_size - 1) * message
+
+
+def _shares(
+    way: Stack, num_bytes: int, tasks: Sequence[Task], payloads: Sequence[Payload]
+) -> dict[int, tuple[int, float]]:
+    """By place of a task its part of a packed stack, by the elements that are sent of it; and their density."""
+    counts = [payloads[place].parts[0].numel() for place in way.places] if way.offsets else []
+    counts = counts if any(counts) else [1] * len(way.places)
+    ends = [num_bytes * end // max(1, sum(counts)) for end in accumulate(counts, initial=0)]
+    densities = [density(*tasks[place].plan, payloads[place]) for place in way.places]
+    return {
+        place: (end - start, part)
+        for place, (start, end), part in zip(way.places, pairwise(ends), densities, strict=True)
+    }
+
+
+def _combined(way: Stack, tasks: Sequence[Task], payloads: Sequence[Payload]) -> list[Tensor]:
+    """The means that the payloads of all ranks stand for; the states are told."""
+    if not way.offsets:
+        return [combined(tasks[0], payloads)]
+    code, parameter = way.plan
+    means = way.parts(code.combine(payloads, parameter), [task.parameter.shape for task in tasks])
+    for task, mean in zip(tasks, means, strict=True):
+        task.compressor.finish(mean, task.parameter, task.state)
+    return means
 
 
 def check_decodes_alone(compressor: Compressor, parameter: Parameter, done: str) -> None:

@@ -187,6 +187,10 @@ class Compressor(ABC):
         """Bytes of what `pack` returns; None unless ``traits.fixed_size``."""
         return packing.packed_bytes(self.part_specs(parameter)) if self.traits.fixed_size else None
 
+    def stack_code(self) -> Compressor | None:
+        """The sparsifier that packs payloads of several parameters as one, see `thinwire.compress.stacked`; or None."""
+        return None
+
 
 Policy = Callable[[Parameter], Compressor | None]
 """Which compressor a parameter has; None for an exact all-reduce. All ranks must answer the same."""

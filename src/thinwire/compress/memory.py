@@ -61,6 +61,9 @@ class ErrorFeedback(Wrapper):
         self.inner.residual(corrected, payload, parameter)
         return payload
 
+    def stack_code(self) -> Compressor | None:
+        return self.inner.stack_code()
+
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
         if self.traits.residual_after_sum:
             self.inner.residual_of_sum(state["error"], mean, parameter, state["inner"])
@@ -173,6 +176,9 @@ class MomentumCorrection(Wrapper):
         if self.masking and self.inner.traits.sparse:
             momentum.view(-1).index_fill_(0, payload.parts[0], 0.0)
         return payload
+
+    def stack_code(self) -> Compressor | None:
+        return self.inner.stack_code()
 
     def _clipped(self, gradient: Tensor) -> Tensor:
         if self.clip_norm is None:

@@ -77,10 +77,10 @@ def predicted_bytes(plans: Sequence[Plan]) -> int | None:
 
 def max_bytes(plans: Sequence[Plan]) -> int:
     """No rank has reason to send a longer message; a longer one is not even received."""
-    return message_bytes([_max_packed_bytes(compressor, parameter) for compressor, parameter in plans])
+    return message_bytes([max_packed_bytes(compressor, parameter) for compressor, parameter in plans])
 
 
-def _max_packed_bytes(compressor: Compressor, parameter: Parameter) -> int:
+def max_packed_bytes(compressor: Compressor, parameter: Parameter) -> int:
     """For sizes that depend on the gradient: more than any code takes that is worth sending (an id and a value: 16)."""
     fixed = compressor.packed_bytes(parameter)
     return 16 * parameter.numel + 4096 if fixed is None else fixed

@@ -119,6 +119,9 @@ class RandomK(DensitySparsifier):
             return (PartSpec(parameter.working_dtype, count),)
         return self.values.part_specs(values_of(parameter, count))
 
+    def stack_code(self) -> Compressor | None:
+        return None  # ids do not travel
+
     def packed_bytes(self, parameter: Parameter) -> int | None:
         if not self.traits.fixed_size:
             return None

@@ -162,10 +162,15 @@ class Sparsifier(Compressor):
         del parameter
         return None
 
+    def stack_code(self) -> Compressor | None:
+        return self if self.values is None else None
+
     def packed_bytes(self, parameter: Parameter) -> int | None:
         count = self.fixed_count(parameter)
-        if count is None or not self.traits.fixed_size:
-            return None
+        return None if count is None or not self.traits.fixed_size else self.packed_bytes_of(count, parameter)
+
+    def packed_bytes_of(self, count: int, parameter: Parameter) -> int:
+        """Of so many elements, whose values have a code of fixed size."""
         row_bytes = parameter.working_dtype.itemsize if self.values is None else 0
         format = _format(count, row_bytes, parameter)
         coded = 0 if self.values is None else self.values.packed_bytes(values_of(parameter, count)) or 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -91,6 +93,7 @@ def elias_fano_decode(data: Tensor, count: int, size: int) -> Tensor:
     return torch.from_numpy(ones)
 
 
+@lru_cache(maxsize=4096)
 def elias_fano_low_bits(count: int, size: int) -> int:
     """The l of fewest bytes, the smallest of equals: never more than 2 above log2 of the mean gap, which tests hold."""
     mean_gap = max((size - count) // count, 1)

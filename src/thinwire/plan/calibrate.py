@@ -15,11 +15,15 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
 from thinwire.attach import attach
 from thinwire.lane import Lane
-from thinwire.plan.measurement import Extra, Measurement
-from thinwire.plan.plan import Plan
+from thinwire.plan.measurement import Measurement
+from thinwire.plan.plan import STOCK, Plan
 from thinwire.plan.planner import Way, plan_of, ways
+from thinwire.plan.speeds import COPIES, Extra
 from thinwire.sync.machine import told
 
 if TYPE_CHECKING:
@@ -40,20 +44,27 @@ def calibrate(
 ) -> Measurement:
     """The measurement with what its timeline leaves out; a collective call of the default process group.
 
-    The model is trained for `WARM_STEPS` + `STEPS` steps with exact gradients, and with each compressor that may pay.
+    The model is trained for `WARM_STEPS` + `STEPS` steps each under DDP, with exact gradients, and with the compressors
+    that may pay.
 
     Raises:
         LostPeerError: a rank died.
     """
     found = ways(measurement, tuple(compressors))
     stock, extras = found[0], []
+    if not _leaves_some_out(training.model):  # of which DDP would have to know
+        on_stage(f"training with {STOCK}")
+        extras.append(_extra(STOCK, measurement, stock, _seconds_of_ddp(training)))
     for way in best_of_codecs(found[1:]):
         if way.is_exact or way.seconds <= TOLERANCE * stock.seconds:
             on_stage(f"training with {way.name}")
-            taken = _step_seconds(training, plan_of(way, measurement, found))
-            compressor = next((text for text in way.compressors if text), "")
-            extras.append(Extra(compressor, way.exchange, taken - measurement.other_seconds - way.seconds))
+            taken = _seconds_of_plan(training, plan_of(way, measurement, found))
+            extras.append(_extra(next((text for text in way.compressors if text), COPIES), measurement, way, taken))
     return replace(measurement, extras=tuple(extras))
+
+
+def _extra(compressor: str, measurement: Measurement, way: Way, taken_seconds: float) -> Extra:
+    return Extra(compressor, way.exchange, taken_seconds - measurement.other_seconds - way.seconds)
 
 
 def best_of_codecs(found: Iterable[Way]) -> list[Way]:
@@ -66,21 +77,38 @@ def best_of_codecs(found: Iterable[Way]) -> list[Way]:
     return list(best.values())
 
 
-def _step_seconds(training: Training, plan: Plan) -> float:
-    """The median step, of the slowest rank. One lost packet stops a connection for 0.2 s, so the mean says nothing."""
-    step, lane, synchronizer = training.stepper(), Lane(), attach(training.model, plan=plan)
+def _leaves_some_out(model: nn.Module) -> bool:
+    """Whether the last step gave some parameter no gradient, on any rank; a collective call."""
+    unused = any(parameter.grad is None for parameter in model.parameters() if parameter.requires_grad)
+    return bool(_slowest(float(unused)))
+
+
+def _seconds_of_ddp(training: Training) -> float:
+    return _step_seconds(training, DistributedDataParallel(training.model, init_sync=False))
+
+
+def _seconds_of_plan(training: Training, plan: Plan) -> float:
+    synchronizer = attach(training.model, plan=plan)
     try:
-        moments = []
-        for _ in range(WARM_STEPS + STEPS + 1):
-            moments.append(time.perf_counter())
-            step()
-            training.settle()
-        return _slowest(lane, statistics.median(end - start for start, end in pairwise(moments[WARM_STEPS:])))
+        return _step_seconds(training, training.model)
     finally:
         synchronizer.detach()
-        lane.close()
 
 
-def _slowest(lane: Lane, seconds: float) -> float:
+def _step_seconds(training: Training, model: nn.Module) -> float:
+    """The median step, of the slowest rank. One lost packet stops a connection for 0.2 s, so the mean says nothing."""
+    step, moments = training.stepper(model), []
+    for _ in range(WARM_STEPS + STEPS + 1):
+        moments.append(time.perf_counter())
+        step()
+        training.settle()
+    return _slowest(statistics.median(end - start for start, end in pairwise(moments[WARM_STEPS:])))
+
+
+def _slowest(seconds: float) -> float:
     """The most of any rank, on all of them."""
-    return max(lane.submit(lambda lane: told(lane.exchange, seconds)).wait())
+    lane = Lane()
+    try:
+        return max(lane.submit(lambda lane: told(lane.exchange, seconds)).wait())
+    finally:
+        lane.close()

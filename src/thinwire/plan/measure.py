@@ -53,17 +53,17 @@ class Training:
     optimizer: torch.optim.Optimizer | None = None
     after_backward: Callable[[nn.Module], object] | None = None
 
-    def stepper(self) -> Callable[[], None]:
-        """A function that trains one step."""
-        model = self.model.train()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    def stepper(self, model: nn.Module | None = None) -> Callable[[], None]:
+        """A function that trains one step; of ``model``, if that is wrapped around this one."""
+        model = (model or self.model).train()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer = self.optimizer or torch.optim.SGD(trained, lr=0.0, momentum=0.9)
 
         def step() -> None:
             optimizer.zero_grad()
             self.loss(model, self.batch()).backward()
             if self.after_backward is not None:
-                self.after_backward(model)
+                self.after_backward(self.model)
             optimizer.step()
 
         return step

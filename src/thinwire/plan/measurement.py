@@ -14,30 +14,15 @@ import torch
 
 from thinwire.compress.base import Parameter
 from thinwire.plan.costs import Costs, coded_costs, exact_costs
-from thinwire.plan.plan import fingerprint
+from thinwire.plan.plan import STOCK, fingerprint
 from thinwire.plan.profile import Linear, Profile
-from thinwire.plan.speeds import COPIES, Codec, Link
+from thinwire.plan.speeds import COPIES, Codec, Extra, Link
 
 VERSION = 1
 DOUBTFUL = 0.3
 """Points of which so large a share is not explained say that the machine was busy with something else."""
 
 _HOW = "measure with `thinwire plan --measure --measurement measured.json`"
-
-
-@dataclass(frozen=True)
-class Extra:
-    """What a step of training took more than the timeline said; less, if it is below 0.
-
-    Args:
-        compressor: of the gradients that were compressed; `COPIES` where none was.
-        exchange: of these.
-        seconds: may be negative.
-    """
-
-    compressor: str
-    exchange: str
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -157,9 +142,14 @@ class Measurement:
         raise ValueError(f"{what} was not measured ({legal or 'no compressor'} was): {_HOW} with it")
 
     def extra_seconds(self, compressor: str | None, exchange: str) -> float:
-        """Of a step, beside what its timeline says; 0 where nobody trained with it."""
-        wanted = (compressor or COPIES, exchange)
-        return next((extra.seconds for extra in self.extras if (extra.compressor, extra.exchange) == wanted), 0.0)
+        """Of a step, beside what its timeline says; 0 where nobody trained with it.
+
+        Args:
+            compressor: None for exact gradients; `STOCK` for those of DDP, which are as other exact ones if not tried.
+        """
+        known = {(extra.compressor, extra.exchange): extra.seconds for extra in self.extras}
+        exact = known.get((COPIES, exchange), 0.0)
+        return known.get((compressor or COPIES, exchange), exact if compressor == STOCK else 0.0)
 
     def exchanges(self, compressor: str) -> tuple[str, ...]:
         """By which payloads of a compressor were measured."""
@@ -239,7 +229,8 @@ class Measurement:
         """
         faster = min(1.0, self.link.mbit / mbit)
         extras = tuple(
-            extra if extra.compressor else replace(extra, seconds=faster * extra.seconds) for extra in self.extras
+            replace(extra, seconds=faster * extra.seconds) if extra.compressor in (COPIES, STOCK) else extra
+            for extra in self.extras
         )
         return replace(self, link=self.link.at(mbit), extras=extras)
 
@@ -284,10 +275,7 @@ class Measurement:
             ]
             fields["backward_seconds"] = [float(row["seconds"]) for row in rows]
             fields["link"] = Link.from_json(fields["link"])
-            fields["extras"] = [
-                Extra(str(row["compressor"]), str(row["exchange"]), float(row["seconds"]))
-                for row in fields.get("extras", ())
-            ]
+            fields["extras"] = [Extra.from_json(row) for row in fields.get("extras", ())]
             fields["codecs"] = [Codec.from_json(codec) for codec in fields["codecs"]]
             return cls(**fields)
         except (KeyError, TypeError, AttributeError) as error:

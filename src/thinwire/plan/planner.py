@@ -22,9 +22,6 @@ DEFAULTS = ("bf16", "top_k:density=0.01", "ef_sign_sgd", "power_sgd")
 WORTH = 1.03
 """How many times as long the step of a simpler way must take for another one to be worth it."""
 
-EXACTLY = (None, "all_reduce")
-"""No compressor, and the exchange of exact gradients."""
-
 BEST_CUT = "best cut"
 """The name of groups that are optimal for costs that no policy sees exactly; see `thinwire.plan.lane_search`."""
 
@@ -112,11 +109,17 @@ def stock_way(measurement: Measurement) -> Way:
     """What DDP does by itself: buckets of 1 MiB, then of 25 MiB, each all-reduced as soon as it is full."""
     costs, groups = measurement.costs(), DDP_BUCKETS.groups(measurement.profile())
     seconds = [costs.seconds(group) - costs.opening_seconds for group in groups]  # DDP asks nobody
-    return Way(STOCK, groups, (None,) * len(groups), "all_reduce", _in_training(measurement, groups, seconds))
+    return Way(
+        STOCK,
+        groups,
+        (None,) * len(groups),
+        "all_reduce",
+        _in_training(measurement, groups, seconds, (STOCK, "all_reduce")),
+    )
 
 
 def _in_training(
-    measurement: Measurement, groups: Groups, seconds: Sequence[float], codec: tuple[str | None, str] = EXACTLY
+    measurement: Measurement, groups: Groups, seconds: Sequence[float], codec: tuple[str | None, str]
 ) -> float:
     """`in_turn`, and what it leaves out; never less than backward alone."""
     timeline = in_turn(measurement, groups, seconds)

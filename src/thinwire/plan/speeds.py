@@ -174,3 +174,23 @@ class Codec:
         """Raises KeyError, TypeError or ValueError for what `to_json` does not give."""
         fits = {name: Fit.from_json(value[name]) for name in ("encode", "decode")}
         return cls(str(value["compressor"]), str(value["exchange"]), **fits)
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What a step of training took more than the timeline said; less, if it is below 0.
+
+    Args:
+        compressor: of the gradients that were compressed; `COPIES` where none was, or the name of stock DDP.
+        exchange: of these.
+        seconds: may be negative.
+    """
+
+    compressor: str
+    exchange: str
+    seconds: float
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Extra:
+        """Raises KeyError, TypeError or ValueError for what ``asdict`` does not give."""
+        return cls(str(value["compressor"]), str(value["exchange"]), float(value["seconds"]))

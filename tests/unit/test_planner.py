@@ -19,6 +19,7 @@ from thinwire.plan.measurement import Measurement
 from thinwire.plan.plan import STOCK
 from thinwire.plan.planner import (
     DEFAULTS,
+    LOSSY_WORTH,
     WORTH,
     Way,
     best_plan,
@@ -144,7 +145,7 @@ def test_small_groups_that_do_not_pay_stay_exact() -> None:
     assert plan.groups[0].exchange == "all_reduce"
 
 
-def test_what_is_within_three_percent_is_not_worth_it() -> None:
+def test_what_gains_little_is_not_worth_it_and_what_loses_must_gain_more() -> None:
     measured = replace(measurement(), forward_seconds=0.0, rest_seconds=0.0)
 
     def way(name: str, seconds: float, compressor: str | None = None) -> Way:
@@ -154,7 +155,9 @@ def test_what_is_within_three_percent_is_not_worth_it() -> None:
     assert best_way(measured, [stock, way("exact", 1 / WORTH)]) is stock
     assert best_way(measured, [stock, exact]) is exact
     assert best_way(measured, [stock, exact, lossy]) is exact  # only 2 % faster than what loses nothing
-    assert best_way(measured, [stock, exact, way("lossy", 0.9, TOP_K)]).name == "lossy"
+    assert best_way(measured, [stock, exact, way("lossy", 0.951 / LOSSY_WORTH, TOP_K)]) is exact
+    assert best_way(measured, [stock, exact, way("lossy", 0.949 / LOSSY_WORTH, TOP_K)]).name == "lossy"
+    assert best_way(measured, [stock, way("lossy", 1.001 / LOSSY_WORTH, TOP_K)]) is stock
     with_forward = replace(measured, forward_seconds=1.0)  # the same gains in a step of twice the length
     assert best_way(with_forward, [stock, exact]) is stock
 

@@ -81,7 +81,8 @@ def _print(result: dict[str, Any], console: Console) -> None:
         title_justify="center",
     )
     for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+        is_text = name == "method"  # which is folded rather than a figure cut
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     for cells in table_rows(rows):
         table.add_row(*cells)
     console.print(table)

@@ -44,8 +44,8 @@ class Diagnosis:
         exposed_seconds: for which stock DDP has backward wait for the network, in each step.
         communication_seconds: that its network is busy for in each step.
         curves: stock DDP, the best exact way, and each compressor.
-        stops_mbit: no way is better than stock DDP by 3 % on faster links than this; None if one is at 100 Gbit/s, 0 if
-            none is anywhere.
+        stops_mbit: on faster links than this nothing is better than stock DDP by enough; None if something is at 100
+            Gbit/s, 0 if nothing is anywhere.
         compression_stops_mbit: the same of ways that compress, over the best exact one.
     """
 
@@ -219,7 +219,7 @@ def _gain(diagnosis: Diagnosis, name: str, step_seconds: float) -> str:
 def _verdict(diagnosis: Diagnosis) -> str:
     plan = diagnosis.plan
     if plan.does_nothing:
-        return "do nothing: no way is faster than stock DDP by more than 3 %"
+        return "do nothing: no exact way is faster than stock DDP by more than 3 %, and no lossy one by 15 %"
     lossy = "; lossy" if any(group.compressor for group in plan.groups) else ""
     return _gain(diagnosis, plan.choice, plan.step_seconds) + lossy
 

@@ -34,7 +34,10 @@ def _head(plan: Plan) -> list[str]:
     lines = [f"Plan for {plan.world_size} ranks and {len(plan.parameters)} parameters, {size} of gradients{made}"]
     stock = format_seconds(plan.other_seconds + plan.dense_seconds)
     if plan.does_nothing:
-        lines.append(f"Do nothing: no candidate is better than stock DDP by more than 3 %. Predicted step: {stock}.")
+        lines.append(
+            "Do nothing: no exact way is better than stock DDP by more than 3 %, and no lossy one by 15 %."
+            f" Predicted step: {stock}."
+        )
     else:
         lines.append(
             f"Take {plan.choice or 'these groups'}. Predicted step: {format_seconds(plan.step_seconds)};"

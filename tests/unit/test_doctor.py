@@ -97,8 +97,8 @@ A step of stock DDP  472.9 ms: forward and the rest 30.0 ms, backward 80.0 ms, w
 Exposed?             yes: 77% of a step waits for the network
 Best exact way       exact, cupcake: 452.9 ms a step, 1.04 times as fast as stock DDP
 Best of all          top_k:density=0.01 by all_gather, cupcake: 112.1 ms a step, 4.22 times as fast as stock DDP; lossy
-Compression pays     on links below about 1.2 Gbit/s
-Anything pays        on links below about 1.7 Gbit/s
+Compression pays     on links below about 720 Mbit/s
+Anything pays        on links below about 940 Mbit/s
 
 Change two lines:
 

@@ -47,7 +47,7 @@ def measured_and_plain_ddp(_context: RankContext, job: TrainJob) -> list[tuple[l
     """(losses, digest of the parameters) of the demo's stock mode, then of the same training with no hook."""
     torch.sparse.check_sparse_tensor_invariants.disable()
     results = []
-    for attach in (train._attach, lambda _mode, _model: NoMeter()):
+    for attach in (train._attach, lambda _mode, _model, _scheme: NoMeter()):
         train._attach = attach
         training = Training(job, "ddp")
         for step in range(job.config.steps):

@@ -13,7 +13,8 @@ from typer.testing import CliRunner
 from thinwire.cli.main import app
 from thinwire.compress.base import Parameter
 from thinwire.plan.measurement import Measurement
-from thinwire.plan.plan import Plan
+from thinwire.plan.plan import STOCK, Plan
+from thinwire.plan.speeds import COPIES
 
 TOP_K = "top_k:density=0.01"
 PARAMETERS = [("0.weight", (300, 64)), ("0.bias", (300,)), ("2.weight", (10, 300)), ("2.bias", (10,))]
@@ -79,6 +80,7 @@ def test_a_plan_is_measured_and_measured_again_from_the_cache(toy: Path) -> None
     assert result.exit_code == 0, result.output
     plan, measured = Plan.load("plan.json"), Measurement.load("m.json")
     check_measurement(measured)
+    assert {extra.compressor for extra in measured.extras} >= {STOCK, COPIES}, "trained with these"
     plan.check([Parameter(name, shape) for name, shape in PARAMETERS], world_size=2)
     assert plan.explain() in result.output
     for algorithm in ("parameter server", "ring", "tree", "recursive doubling"):

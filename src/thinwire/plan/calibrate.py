@@ -52,7 +52,7 @@ def calibrate(
     """
     found = ways(measurement, tuple(compressors))
     stock, extras = found[0], []
-    if not _leaves_some_out(training.model):  # of which DDP would have to know
+    if _suits_ddp(training.model):
         on_stage(f"training with {STOCK}")
         extras.append(_extra(STOCK, measurement, stock, _seconds_of_ddp(training)))
     for way in best_of_codecs(found[1:]):
@@ -77,10 +77,14 @@ def best_of_codecs(found: Iterable[Way]) -> list[Way]:
     return list(best.values())
 
 
-def _leaves_some_out(model: nn.Module) -> bool:
-    """Whether the last step gave some parameter no gradient, on any rank; a collective call."""
-    unused = any(parameter.grad is None for parameter in model.parameters() if parameter.requires_grad)
-    return bool(_slowest(float(unused)))
+def _suits_ddp(model: nn.Module) -> bool:
+    """Whether stock DDP can train it without being told more, on all ranks; a collective call.
+
+    It must be told of parameters that a step gives no gradient, and over NCCL it cannot sum sparse ones.
+    """
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    fails = any(gradient is None or gradient.is_sparse for gradient in gradients)
+    return not _slowest(float(fails))
 
 
 def _seconds_of_ddp(training: Training) -> float:

@@ -37,6 +37,7 @@ test-jit-off: install ## the kernels as plain Python, which coverage tools can s
 
 test-nightly: install ## the slow tests: full demo, benchmark figures, long fuzzing
 	$(BIN)/python -m pytest -m "slow"
+	THINWIRE_EXAMPLES=300 $(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal tests/unit
 
 format: install  ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix .

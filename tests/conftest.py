@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import random
 from importlib.metadata import version
@@ -13,7 +14,11 @@ from hypothesis import settings
 
 from thinwire.testbed import launch
 
-settings.register_profile("thinwire", deadline=None, derandomize=True, database=None, print_blob=True)
+# Nightly there are more of them: see the Makefile.
+EXAMPLES = int(os.environ.get("THINWIRE_EXAMPLES", "60"))
+settings.register_profile(
+    "thinwire", max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, print_blob=True
+)
 settings.load_profile("thinwire")
 
 

@@ -15,7 +15,7 @@ from hypothesis import settings
 from thinwire.testbed import launch
 
 # Nightly there are more of them: see the Makefile.
-EXAMPLES = int(os.environ.get("THINWIRE_EXAMPLES", "60"))
+EXAMPLES = int(os.environ.get("THINWIRE_EXAMPLES", "100"))
 settings.register_profile(
     "thinwire", max_examples=EXAMPLES, deadline=None, derandomize=True, database=None, print_blob=True
 )

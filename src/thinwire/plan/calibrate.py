@@ -23,7 +23,7 @@ from thinwire.lane import Lane
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.plan import STOCK, Plan
 from thinwire.plan.planner import Way, plan_of, ways
-from thinwire.plan.speeds import COPIES, Extra
+from thinwire.plan.speeds import Extra
 from thinwire.sync.machine import told
 
 if TYPE_CHECKING:
@@ -54,26 +54,22 @@ def calibrate(
     stock, extras = found[0], []
     if _suits_ddp(training.model):
         on_stage(f"training with {STOCK}")
-        extras.append(_extra(STOCK, measurement, stock, _seconds_of_ddp(training)))
+        taken = _seconds_of_ddp(training) - measurement.other_seconds
+        extras.append(Extra(STOCK, stock.exchange, taken - stock.seconds))
     for way in best_of_codecs(found[1:]):
         if way.is_exact or way.seconds <= TOLERANCE * stock.seconds:
             on_stage(f"training with {way.name}")
-            taken = _seconds_of_plan(training, plan_of(way, measurement, found))
-            extras.append(_extra(next((text for text in way.compressors if text), COPIES), measurement, way, taken))
+            taken = _seconds_of_plan(training, plan_of(way, measurement, found)) - measurement.other_seconds
+            extras.append(Extra(*way.codec, taken - way.seconds))
     return replace(measurement, extras=tuple(extras))
-
-
-def _extra(compressor: str, measurement: Measurement, way: Way, taken_seconds: float) -> Extra:
-    return Extra(compressor, way.exchange, taken_seconds - measurement.other_seconds - way.seconds)
 
 
 def best_of_codecs(found: Iterable[Way]) -> list[Way]:
     """The fastest exact way, and that of each compressor and exchange, in the order in which they were found."""
     best: dict[tuple[str, str], Way] = {}
     for way in found:
-        key = next((text for text in way.compressors if text), ""), way.exchange
-        if key not in best or way.seconds < best[key].seconds:
-            best[key] = way
+        if way.codec not in best or way.seconds < best[way.codec].seconds:
+            best[way.codec] = way
     return list(best.values())
 
 

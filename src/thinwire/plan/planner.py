@@ -14,6 +14,7 @@ from thinwire.plan.lane_search import fastest_jobs
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.plan import EXACT, STOCK, Candidate, Group, Plan
 from thinwire.plan.profile import Groups, Linear, Profile
+from thinwire.plan.speeds import COPIES
 from thinwire.plan.timeline import iteration_seconds
 
 DEFAULTS = ("bf16", "top_k:density=0.01", "ef_sign_sgd", "power_sgd")
@@ -54,6 +55,11 @@ class Way:
     @property
     def is_exact(self) -> bool:
         return not any(self.compressors)
+
+    @property
+    def codec(self) -> tuple[str, str]:
+        """Compressor and exchange, as `thinwire.plan.speeds.Codec` names them."""
+        return next((text for text in self.compressors if text), COPIES), self.exchange
 
 
 def best_plan(

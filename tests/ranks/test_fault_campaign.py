@@ -9,7 +9,7 @@ import pytest
 
 from namespaces import NEEDS_NAMESPACES
 from thinwire.bench.faults.campaign import KINDS, Result, run_kind
-from thinwire.bench.faults.hosts import Hosts
+from thinwire.bench.faults.hosts import Hosts, wait_for
 from thinwire.bench.faults.kind import Kind, Outcome, WrongRestore, restored
 from thinwire.bench.faults.shards import Shards
 from thinwire.bench.faults.training import STEPS, Job, restart, run
@@ -26,8 +26,12 @@ def test_it_ends_as_it_must(kind: Kind) -> None:
     result = run_kind(kind)
     assert result.as_expected, f"{kind.expected}, not {result.outcome}: {result.problem}"
     assert not result.wrong_restore
+    wait_for(lambda: not left_behind(), "the end of all threads of the holders")
+
+
+def left_behind() -> list[str]:
     names = ("replicator", "SIGKILL", "PeerSession", "TrainerSession")
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith(names)]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith(names)]
 
 
 def test_the_kinds_are_many_and_have_names_of_their_own() -> None:

@@ -114,17 +114,23 @@ def holder_comes_back(directory: Path) -> Outcome:
     """A holder is killed in mid-training, comes back with nothing, and is filled again; then the other one is lost."""
     with Hosts(directory) as hosts:
         hosts.start("ab")
+        trainers: dict[int, int] = {}
 
         def on_point(point: str, rank: int, step: int) -> None:
-            if (point, rank, step) == ("step", 1, 2):
+            if point == "pid":
+                trainers[rank] = step
+            elif (point, rank, step) == ("step", 1, 2):
                 hosts.kill("b")
+            elif (point, rank, step) == ("step", 1, 4):
+                os.kill(trainers[1], signal.SIGSTOP)  # or all steps would be over before a slow machine has a holder
                 hosts.start("b")
+                os.kill(trainers[1], signal.SIGCONT)
 
-        run(Job(hosts.sockets("ab"), steps=10, flush_seconds=1.0), on_point)
+        run(Job(hosts.sockets("ab"), steps=12, flush_seconds=1.0), on_point)
         hosts.settle("ab")
         hosts.kill("a")
         hosts.start("a")
-        return restart(Job(hosts.sockets("ab"), steps=10))
+        return restart(Job(hosts.sockets("ab"), steps=12))
 
 
 def holder_paused(directory: Path, seconds: float) -> Outcome:
@@ -206,7 +212,7 @@ KINDS = (
     _kind("last holder, serving", "the same, and nobody else has it", partial(server_in_recovery, replicas=2),
           refused("not restored|lost|holder"), slow=True),
     _kind("holder comes back empty", "a holder in mid-training, replaced by an empty one; later the other host is lost",
-          holder_comes_back, restored("peer", 9, 10)),
+          holder_comes_back, restored("peer", 11, 12)),
     _kind("holder paused", "SIGSTOP to a holder for a second", partial(holder_paused, seconds=1.0),
           restored("memory", 7, 8)),
     _kind("holder paused for long", "SIGSTOP to a holder for 15 seconds", partial(holder_paused, seconds=15.0),

@@ -2,7 +2,6 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PAIRED := $(addprefix tests/ranks/test_,holder.py native.py sparse_all_reduce.py two_level_on_ranks.py)
 STAMP  := $(VENV)/.installed
 
 .PHONY: help install demo test test-gpu test-jit-off test-nightly lint format clean
@@ -26,9 +25,7 @@ lint: install    ## ruff and the type checker
 	$(BIN)/pyrefly check
 
 test: lint       ## lint, types, and every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal tests/unit
-	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal $(PAIRED)
-	$(BIN)/python -m pytest -m "not gpu and not slow" --ignore tests/unit $(addprefix --ignore ,$(PAIRED))
+	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal
 
 test-gpu: install ## what needs a GPU: its tests, then kernel times to benchmarks/results
 	$(BIN)/python -m pytest -m "gpu"

@@ -7,8 +7,9 @@
 
     outcomes = run_ranks(work, 2.0, world_size=4)
 
-The processes are forked from a server that has torch imported: 8 ranks with their process group start and end
-in 0.4 s. What crosses the pipes between a rank and its parent is pickled by value; it never leaves the machine.
+The processes are forked from a server that has torch imported and kernels loaded: 8 ranks with their process group
+start and end in 0.4 s. What crosses the pipes between a rank and its parent is pickled by value; it never leaves the
+machine.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from thinwire.testbed.network import EmulatedNetwork, in_namespace
 from thinwire.testbed.rank import RankContext, RankSetup, rank_main
 from thinwire.testbed.supervise import Outcome, RankProcess, describe, supervise
 
-_preloaded = ["torch", "torch.distributed", "thinwire", "thinwire.kernels.cpu"]  # the last where numba is there
+_preloaded = ["torch", "torch.distributed", "thinwire", "thinwire.kernels.warmed"]
 __all__ = ["Outcome", "RankContext", "RanksFailed", "run_ranks"]
 
 

@@ -147,6 +147,34 @@ def test_small_parameters_are_exact() -> None:
         torch.testing.assert_close(mean, sum(dense) / 3)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+@pytest.mark.parametrize(("dtype", "rounds"), [(torch.float32, 2), (torch.float64, 3), (torch.bfloat16, 3)])
+def test_small_parameters_ride_in_the_first_round_of_an_all_reduce(
+    world_size: int, dtype: torch.dtype, rounds: int
+) -> None:
+    """P and the others, then Q; where that would not be in their own dtype, the others have a round of their own."""
+
+    def run(network: LoopbackExchange) -> Tensor:
+        sizes: list[int] = []
+        job = Job(network, compress.power_sgd(2), scaler=Scaler(), dtype=dtype)
+        original = job.network.all_reduce
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(job.network, "all_reduce", lambda tensor: sizes.append(tensor.numel()) or original(tensor))
+            mean = job.step(job.gradients(0))["b.bias"]
+        assert len(sizes) == rounds
+        assert sum(sizes) == 2 * (40 + 30 + 64 + 33) + 64
+        rows = {name: record.row() for name, record in job.records.items()}
+        assert sum(int(row["total_bytes"]) for row in rows.values()) == network.traffic.sent_bytes
+        assert rows[OTHERS]["total_bytes"] == -(-2 * (world_size - 1) * 64 * dtype.itemsize // world_size)
+        return mean
+
+    dense = on_ranks(world_size, lambda network: Job(network, Identity(), dtype=dtype).gradients(0)["b.bias"])
+    for mean in on_ranks(world_size, run):
+        exact = torch.stack([gradient.double() for gradient in dense]).mean(0)
+        worst = world_size * torch.finfo(dtype).eps * max(gradient.abs().max().item() for gradient in dense)
+        assert (mean.double() - exact).abs().max() <= worst, "every addition rounds once"
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("where", ["a.weight", "b.bias"])
 def test_one_rank_without_finite_gradients(poison: float, where: str) -> None:

@@ -9,11 +9,12 @@ from typing import Any
 from torch import Tensor
 
 from thinwire.compress import state as states
+from thinwire.compress.all_reduce import AllReduce
 from thinwire.compress.base import State
 from thinwire.compress.exchange import Exchange, Phase, Result, Stopwatch, Task
 from thinwire.compress.regroup import outstanding
 from thinwire.hooks.compression import Compression, Planned, PlannedCompression
-from thinwire.hooks.dense import fused_all_reduce, is_finite
+from thinwire.hooks.dense import can_ride, exact_task, fused_all_reduce, is_finite
 from thinwire.hooks.fusion import share
 from thinwire.hooks.peers import ChannelPeers
 from thinwire.lane import Lane
@@ -114,10 +115,13 @@ class CompressedSync:
         before = traffic.sent_bytes
         finite = channel.open(held=int(all(map(is_finite, (*(gradient for _, gradient in gradients), *others)))))
         opening = Booking(opening_bytes(lane.world_size), traffic.sent_bytes - before)
-        if others:
-            self._sum_others(channel, others, account)
+        riding = all(finite) and any(isinstance(self._units[name].exchange, AllReduce) for name, _ in gradients)
+        riders = [(account, other) for other in others if riding and can_ride(other)]
+        alone = [other for other in others if not (riding and can_ride(other))]
+        if alone:
+            self._sum_others(channel, alone, account)
         if all(finite):
-            self._average(lane, channel, gradients, opening)
+            self._average(lane, channel, gradients, riders, opening)
         else:
             self._is_finite = False
             for _, gradient in gradients:
@@ -217,12 +221,19 @@ class CompressedSync:
         before = traffic.sent_bytes
         with self.stopwatch.phase(Phase.EXCHANGE):
             fused_all_reduce(channel, others)
-        size_bytes = sum(other.numel() * other.element_size() for other in others)
-        dense = ring_all_reduce_bytes(size_bytes, channel.world_size)
-        record = self._records.setdefault(account, ParameterRecord(account, "all-reduce", "dense", "dense"))
-        record.add(traffic.sent_bytes - before, dense, dense)
+        self._book_others(others, account, traffic.sent_bytes - before)
 
-    def _average(self, lane: Lane, channel: Channel, gradients: NamedGradients, opening: Booking) -> None:
+    def _book_others(self, others: Sequence[Tensor], account: str, sent_bytes: int | None = None) -> int:
+        """Returns what others take in a ring, which is also what they sent unless something else was counted."""
+        record = self._records.setdefault(account, ParameterRecord(account, "all-reduce", "dense", "dense"))
+        dense = ring_all_reduce_bytes(sum(other.nbytes for other in others), self._world_size)
+        record.add(dense if sent_bytes is None else sent_bytes, dense, dense)
+        return dense
+
+    def _average(
+        self, lane: Lane, channel: Channel, gradients: NamedGradients, riders: NamedGradients, opening: Booking
+    ) -> None:
+        """Riders, by the name of their account, need no round of their own: they join the first of an all-reduce."""
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         by_exchange: dict[Exchange, list[int]] = {}
         for place, (name, _) in enumerate(gradients):
@@ -231,6 +242,8 @@ class CompressedSync:
             chosen = [gradients[place] for place in places]
             with self.stopwatch.phase(Phase.COMPRESS):
                 tasks = [self._task(name, gradient, scale) for name, gradient in chosen]
+            joining, riders = (riders, []) if isinstance(exchange, AllReduce) else ([], riders)
+            tasks += [exact_task(name, other) for name, other in joining]
             peers = ChannelPeers(channel, lane.channel, self._scheme)
             before = channel.exchange.traffic.sent_bytes
             results = exchange.run(tasks, peers, self.stopwatch)
@@ -239,10 +252,15 @@ class CompressedSync:
             if predicted is None:
                 predicted = peers.expected_scheme_bytes or sent
             with self.stopwatch.phase(Phase.DECOMPRESS):
-                for (_, gradient), result in zip(chosen, results, strict=True):
-                    gradient.copy_(result.mean if scale == 1.0 else result.mean.mul_(scale))
+                for result in results[: len(chosen)] if scale != 1.0 else ():
+                    result.mean.mul_(scale)
+                for (_, gradient), result in zip((*chosen, *joining), results, strict=True):
+                    gradient.copy_(result.mean)
+            if joining:
+                dense = self._book_others([other for _, other in joining], joining[0][0])
+                predicted, sent = predicted - dense, sent - dense
             booking = Booking(opening.predicted_bytes + predicted, opening.sent_bytes + sent)
-            booked = self._of_parameters([name for name, _ in chosen], results)
+            booked = self._of_parameters([name for name, _ in chosen], results[: len(chosen)])
             self._count(booked)
             self._book(booked, booking)
             opening = Booking()

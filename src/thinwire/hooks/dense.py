@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from thinwire.compress.base import Identity, Parameter
+from thinwire.compress.exchange import Task
 from thinwire.sync.channel import Channel
 from thinwire.sync.synchronize import dense_all_reduce
 
@@ -26,6 +28,16 @@ def fused_all_reduce(channel: Channel, tensors: Sequence[Tensor]) -> None:
     dense_all_reduce(flat, channel, scale)
     for tensor, mean in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(mean.view(tensor.shape))
+
+
+def can_ride(tensor: Tensor) -> bool:
+    """Whether a tensor that is summed exactly may join the all-reduce of a compressor, which is of float32 on a CPU."""
+    return tensor.device.type == "cpu" and tensor.dtype == torch.float32
+
+
+def exact_task(name: str, tensor: Tensor) -> Task:
+    """The sum of a tensor as a task of an exchange."""
+    return Task(Identity(), Parameter(name, tuple(tensor.shape), tensor.dtype), tensor, {})
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -36,6 +36,7 @@ class Parcels:
 
     def __init__(self, channel: Channel, stream: Stream) -> None:
         self._channel, self._stream = channel, stream
+        self._conversation = f"{channel.subject.digest()} {channel.sequence}"
 
     def send(self, target: int, place: int, num_bytes: int, write: Write) -> None:
         """Queue a parcel; ``write`` fills its uint8 [num_bytes] when its turn comes."""
@@ -91,6 +92,6 @@ class Parcels:
         return data
 
     def _seal(self, source: int, place: int, payload: Tensor) -> bytes:
-        identity = f"{self._channel.subject.digest()} {self._channel.sequence} {source} {place} "
+        identity = f"{self._conversation} {source} {place} "
         content = kernels.checksum(payload).to_bytes(8, "little")
         return hashlib.blake2b(identity.encode() + content, digest_size=SEAL_BYTES).digest()

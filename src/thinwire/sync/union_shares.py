@@ -144,20 +144,28 @@ class Plan:
 
     def format(self, rank: int) -> Format:
         """In which the ids of a rank travel; DENSE where all rows do."""
-        share_bytes = -(-self.width // self.world_size) * self.itemsize
-        return wire.smallest(self.formats, self.held[rank], share_bytes, self.num_rows, self.num_rows)
+        return self._ids[rank][0]
 
     def sent_rows(self, rank: int) -> int:
         """Rows that travel: those held, or all of them, zeros included, if there is no other format than DENSE."""
         return self.num_rows if self.format(rank) is Format.DENSE else self.held[rank]
 
     def ids_bytes(self, rank: int) -> int:
-        format = self.format(rank)
-        if format is Format.DENSE:
-            return 0
-        return wire.payload_bytes(format, self.held[rank], 0, self.num_rows, self.num_rows)
+        return self._ids[rank][1]
 
-    @property
+    @cached_property
+    def _ids(self) -> list[tuple[Format, int]]:
+        """Format and bytes of the ids of each rank."""
+        return [self._format_and_bytes(held) for held in self.held]
+
+    def _format_and_bytes(self, held: int) -> tuple[Format, int]:
+        share_bytes = -(-self.width // self.world_size) * self.itemsize
+        format = wire.smallest(self.formats, held, share_bytes, self.num_rows, self.num_rows)
+        if format is Format.DENSE:
+            return format, 0
+        return format, wire.payload_bytes(format, held, 0, self.num_rows, self.num_rows)
+
+    @cached_property
     def num_early(self) -> int:
         """Columns that are pushed before the ids are known; as many for each owner."""
         if not self.by_columns:

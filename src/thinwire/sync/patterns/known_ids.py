@@ -96,8 +96,11 @@ class _Run:
         return wire.encode(format, Whole(self.rows.num_rows), self.rows.ids, no_values)
 
     def _union(self, awaited: dict[int, Receive]) -> Union:
-        ids = [self.rows.ids if rank == self.rank else self._decode_ids(rank, awaited[rank]) for rank in self.ranks]
-        return Union.of(*kernels.union_places(ids, self.rows.num_rows), self.plan.alone_bytes)
+        """Messages are verified and decoded while later ones are on the wire: the rank before this one is first."""
+        ids = {rank: self._decode_ids(rank, awaited[rank]) for rank in reversed(self.others)}
+        ids[self.rank] = self.rows.ids
+        in_order = [ids[rank] for rank in self.ranks]
+        return Union.of(*kernels.union_places(in_order, self.rows.num_rows), self.plan.alone_bytes)
 
     def _decode_ids(self, rank: int, receive: Receive) -> Tensor:
         format, count, whole = self.plan.format(rank), self.plan.held[rank], Whole(self.rows.num_rows)

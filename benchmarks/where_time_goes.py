@@ -99,7 +99,7 @@ def main() -> None:
         "push": max(part.numel() for part in ids) * away,
         "pull": torch.cat(ids).unique().numel() * away,
     }
-    print(f"{options.workload}, {options.hosts} hosts, {mbit:.1f} Mbit/s measured; seconds, beside the busiest rank's wire")
+    print(f"{options.workload}, {options.hosts} hosts, {mbit:.1f} Mbit/s; seconds, beside the busiest rank's wire")
     for place, phase in enumerate(PHASES):
         means = [statistics.fmean(outcome.value[run][place] for outcome in outcomes) for run in range(options.repeat)]
         needed = f"  wire {wire[phase]:.4f}" if phase in wire else ""

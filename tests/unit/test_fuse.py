@@ -17,6 +17,7 @@ from thinwire.fuse.branch_and_bound import branch_and_bound
 from thinwire.fuse.cupcake_mixed import best_mixed, mixed
 from thinwire.fuse.named import POLICIES
 from thinwire.fuse.policy import Policy, groups_ending_at
+from thinwire.fuse.safusion import _covering_groups
 from thinwire.fuse.search import search
 from thinwire.fuse.states import Mode
 from thinwire.plan import Groups, Linear, Profile, check_groups, iteration_seconds
@@ -366,10 +367,6 @@ def computing_and_sending(profile: Profile, group: tuple[int, ...]) -> tuple[flo
 def test_safusion_covers_each_buffer_by_the_one_before_it() -> None:
     for profile in whole_numbers():
         first, *others = fuse.safusion().groups(profile)
-        startup, ready = profile.communicate.alpha, profile.ready_seconds
-        waited = [ready[tensor + 1] - ready[1] for tensor in first]
-        assert all(waiting < startup for waiting in waited[:-1])
-        assert waited[-1] >= startup or not others
         computing, _ = computing_and_sending(profile, tuple(range(profile.num_tensors)))
         _, covered = computing_and_sending(profile, first)
         communicated = 0.0
@@ -382,6 +379,29 @@ def test_safusion_covers_each_buffer_by_the_one_before_it() -> None:
             if group is not others[-1]:
                 assert computing_and_sending(profile, (*group, group[-1] + 1))[0] > covered
             _, covered = computing_and_sending(profile, group)
+
+
+def safusion_as_published(profile: Profile) -> Groups:
+    """The first buffer grows until waiting for it reaches one start-up of the network."""
+    ready, count = profile.ready_seconds, profile.num_tensors
+    first = 1
+    while first < count and ready[first] - ready[1] < profile.communicate.alpha:
+        first += 1
+    return _covering_groups(profile, first)
+
+
+def test_safusion_is_never_slower_than_as_published_nor_than_one_bucket() -> None:
+    """And nearer to the optimum, which it misses by less than 2 % in most of any profiles."""
+    gained, far = 0, 0
+    for seed in range(200):
+        profile = random_profile(seed)
+        mine = iteration_seconds(profile, fuse.safusion().groups(profile))
+        published = iteration_seconds(profile, safusion_as_published(profile))
+        assert mine <= min(published, iteration_seconds(profile, fuse.one_bucket().groups(profile)))
+        gained += mine < 0.98 * published
+        far += mine > 1.02 * iteration_seconds(profile, fuse.cupcake().groups(profile))
+    assert gained > 50
+    assert far < 20
 
 
 def test_safusion_without_its_rules() -> None:

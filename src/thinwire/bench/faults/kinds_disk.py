@@ -112,8 +112,8 @@ def _kind(name: str, what: str, run: Callable[[Path], Outcome], expected: Expect
 
 
 def _damaged(name: str, what: str, damage: Callable[[list[Path]], None], slow: bool = True) -> Kind:
-    older = restored("disk", 1, _STEPS if damage is nothing else _STEPS - 1)
-    return _kind(name, what, partial(disk_only, damage=damage), older, slow)
+    intact = damage in (nothing, renamed)  # the newest one
+    return _kind(name, what, partial(disk_only, damage=damage), restored("disk", 1, _STEPS - (not intact)), slow)
 
 
 KINDS = (

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -112,3 +115,17 @@ def test_the_doctor_looks_at_a_script(toy: Path) -> None:
     assert data["do_nothing"] is False  # at 1 Mbit/s
     assert data["plan"] == Plan.load("plan.json").to_json()
     assert "Exposed?             yes" in result.output
+
+
+@pytest.mark.slow  # two processes import torch: 13 s
+def test_the_ranks_of_a_torchrun_job_measure_themselves(toy: Path) -> None:
+    torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    measure = ["thinwire", "plan", "--measure", "--job", "toy:make", "--compress", "none", "--steps", "1"]
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(toy)}
+    command = [*torchrun, *measure, "--output", "plan.json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    plan = Plan.load(toy / "plan.json")
+    assert plan.world_size == 2
+    assert {name for group in plan.groups for name in group.parameters} == {name for name, _ in PARAMETERS}
+    assert done.stdout.count("made 20") == 1, "rank 0 alone says what was found"

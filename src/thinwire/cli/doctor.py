@@ -164,7 +164,7 @@ def _print(diagnosis: Diagnosis, console: Console, output: Path | None) -> None:
     print_doubts(diagnosis.measurement, console)
     if output is not None:
         diagnosis.plan.save(output)
-        console.print(f"Plan: [bold]{output}[/]", highlight=False)
+        console.print(f"Plan: [bold]{output}[/]", highlight=False, soft_wrap=True)
 
 
 def _draw(diagnosis: Diagnosis, console: Console, picture: Path | None, report: Path | None) -> None:

@@ -205,7 +205,7 @@ def save_plan(best: Plan, output: Path, console: Console) -> None:
     """And say how to use it."""
     best.save(output)
     use = f'thinwire.attach(model, plan=thinwire.Plan.load("{output}"))'
-    console.print(f"Plan: [bold]{output}[/]; {use}", highlight=False)
+    console.print(f"Plan: [bold]{output}[/]; {use}", highlight=False, soft_wrap=True)
 
 
 def print_measurement(measured: Measurement, console: Console) -> None:

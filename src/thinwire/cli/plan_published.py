@@ -36,7 +36,7 @@ def show_published(
     _print(found, console)
     if output is not None:
         found.plan.save(output)
-        console.print(f"Plan: [bold]{output}[/]", highlight=False)
+        console.print(f"Plan: [bold]{output}[/]", highlight=False, soft_wrap=True)
     write_json(_figures(found), json_path)
 
 

@@ -93,8 +93,11 @@ def left_behind(directory: Path) -> Outcome:
         job = _saved(hosts, directory)
         hosts.start("cd")
         elsewhere = Job(hosts.sockets("cd"), steps=_STEPS + 3, options=job.options)
-        assert restart(elsewhere).source == "disk"
-        return restart(Job(job.sockets, steps=_STEPS + 3, options=job.options))
+        went_on = restart(elsewhere)
+        assert went_on.source == "disk"
+        back = restart(Job(job.sockets, steps=_STEPS + 3, options=job.options))
+        assert back.step > went_on.step, "what the run has become elsewhere is lost"
+        return back
 
 
 def all_lost(directory: Path) -> Outcome:
@@ -132,6 +135,6 @@ KINDS = (
     _kind("disk, all altered", "one bit of each data file of all checkpoints", partial(disk_only, damage=all_of),
           refused("cannot be read.*altered")),
     _kind("hosts left behind", "memory of hosts that the run has left, and a newer disk", left_behind,
-          restored("disk", _STEPS, _STEPS + 3)),
+          restored("disk", 2, _STEPS + 3)),
     _kind("all hosts lost, no disk", "nothing is left that could say that there was something", all_lost, fresh()),
 )  # fmt: skip

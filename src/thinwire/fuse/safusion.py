@@ -36,8 +36,8 @@ def safusion(align: bool = True, adapt: bool = True, mb: float = 25.0) -> SaFusi
 
     Ming et al., "SAFusion" (HPDC'25): the intra-worker adaptive rule.
     1. The first group takes so many tensors that the iteration is shortest, with the others by the next two rules. (In
-       the published code, as many until waiting for them reaches one start-up of ``profile.communicate``: up to 1.85
-       times as long on the models of docs/fusion.md, where this is within 0.4 % of the optimum.)
+       the published code, as many until waiting for them reaches one start-up of ``profile.communicate``, which is
+       never faster. On the models of docs/fusion.md this is within 0.4 % of the optimum.)
     2. Each following one takes tensors as long as backward + compress of it <= communication of the group before it.
     3. Once communication of all groups so far exceeds backward + compress of everything, the rest is one group.
 

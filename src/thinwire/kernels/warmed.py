@@ -1,6 +1,6 @@
 """Importing this loads every kernel: the server that ranks are forked from does, so that no rank has to.
 
-Loading takes a second of processor time, which 8 ranks on two cores would wait 4 seconds for.
+`thinwire.kernels.warm_up` returns what loading takes; each rank would spend as much, all at once on the same cores.
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import NoReturn, TypeVar
 from weakref import WeakKeyDictionary
@@ -21,7 +22,7 @@ from thinwire.cuda.exchange import StagedExchange
 from thinwire.cuda.staging import HostStaging, Staging
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerError, ThinwireError
 from thinwire.sync.channel import Channel, Subject
-from thinwire.sync.exchange import Exchange, ProcessGroupExchange
+from thinwire.sync.exchange import Exchange, ProcessGroupExchange, Traffic
 from thinwire.sync.hosts import discover
 from thinwire.sync.machine import Machine, measure
 
@@ -107,15 +108,19 @@ class Lane:
         group = _take_group(parent, self._timeout)
         self._group: dist.ProcessGroup | None = group
         self.exchange: Exchange = StagedExchange(group, staging or HostStaging())
+        self.setup = Traffic()  # what was sent of no gradient: to find hosts, to measure, and to agree
         self.busy_seconds = 0.0
         self.watcher: Callable[[float, float], None] | None = None  # told when each job started and ended
         self._sequence = 0
         self._broken: Exception | None = None
         self._machine: Machine | None = None
+        self._probed: Machine | None = None
+        self._is_measured = False
+        self._seen: deque[float] = deque(maxlen=3)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="thinwire-lane", daemon=True)
         self._thread.start()
-        self._jobs.put(lambda: self._find_hosts(ProcessGroupExchange(group)))
+        self._jobs.put(lambda: self._find_hosts(ProcessGroupExchange(group, traffic=self.setup)))
 
     @property
     def rank(self) -> int:
@@ -176,23 +181,34 @@ class Lane:
             self._refuse(channel, self._broken)
         return channel
 
-    def rehearsal(self, subject: Subject) -> Channel:
-        """As `channel`, but what it sends is not counted: nothing of it reaches a gradient."""
-        channel = self.channel(subject)
-        assert self._group is not None, "a lane without connections runs no jobs"
-        exchange = ProcessGroupExchange(self._group)
-        exchange.hosts = self.exchange.hosts
-        return Channel(exchange, subject, channel.sequence, self.machine)
+    @contextlib.contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """What is sent meanwhile is counted as `setup`: nothing of it reaches a gradient."""
+        traffic, self.exchange.traffic = self.exchange.traffic, self.setup
+        try:
+            yield
+        finally:
+            self.exchange.traffic = traffic
 
-    def machine(self) -> Machine:
+    def machine(self) -> Machine | None:
         """What messages, bytes and rows take on these ranks: measured by the first call, which all ranks make together.
 
-        Only for a running job. It takes a few tenths of a second.
+        Only for a running job. It takes a few tenths of a second. None where it cannot be measured.
         """
-        if self._machine is None:
+        if not self._is_measured:
             assert self._group is not None, "a lane without connections runs no jobs"
-            self._machine = measure(ProcessGroupExchange(self._group))
+            self._machine = self._probed = measure(ProcessGroupExchange(self._group, traffic=self.setup))
+            self._is_measured = True
         return self._machine
+
+    def saw(self, byte_seconds: float) -> None:
+        """A step showed that a byte takes at least so long here; all ranks are told the same.
+
+        The least of the last few is believed, and more than what was probed, of two at least.
+        """
+        self._seen.append(byte_seconds)
+        if self._probed is not None and len(self._seen) > 1:
+            self._machine = self._probed.slowed(min(self._seen))
 
     def _find_hosts(self, exchange: Exchange) -> None:
         """Before the first job, and on an exchange of its own: what a lane counts are bytes of its jobs."""

@@ -216,6 +216,20 @@ class ProcessGroupExchange:
             raise lost_peer(error, self.rank, self.world_size) from error
 
 
+_SPARSE_METADATA_BYTES = 9 * 8  # what ProcessGroupGloo gathers before a sparse tensor: sizes and nnz, int64
+
+
+def sparse_all_reduce_bytes(held: Sequence[int], rank: int, row_bytes: int, num_tensors: int = 1) -> int:
+    """Bytes that a rank sends in torch's own all-reduce of sparse tensors, of which each rank holds so many rows.
+
+    Gloo gathers ids and values in a ring: a rank passes on what all but the next one hold.
+    """
+    if len(held) < 2:
+        return 0
+    passed_on = sum(held) - held[(rank + 1) % len(held)]
+    return num_tensors * (len(held) - 1) * _SPARSE_METADATA_BYTES + passed_on * (8 + row_bytes)
+
+
 def ring_all_reduce_bytes(tensor_bytes: int, world_size: int) -> int:
     """Bytes that a rank sends in a ring all-reduce: 2 (n - 1) / n of the tensor, rounded up to whole bytes."""
     return -(-2 * (world_size - 1) * tensor_bytes // world_size)

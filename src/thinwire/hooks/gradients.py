@@ -198,7 +198,7 @@ class GradientSync:
         seconds: float,
     ) -> None:
         """From a timed step, whose seconds on the slowest rank all ranks are told."""
-        is_timed = learned.is_timed and learned.choice is not None
+        is_timed = learned.is_timed and learned.is_told and learned.choice is not None
         machine = channel.machine()
         learned.know(machine, ranks_of_hosts(channel.exchange.hosts))
         if not is_timed or machine is None:

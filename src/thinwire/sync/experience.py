@@ -57,12 +57,14 @@ class Experience:
         choice: what stands; None before the first step.
         rehearsal: what is being tried.
         rehearsals: how many there were.
+        is_told: whether something is to be learned from the seconds of the timed step that was begun.
         window: the sizes of the last batches, oldest first.
     """
 
     choice: Point | None = None
     rehearsal: Rehearsal | None = None
     rehearsals: int = 0
+    is_told: bool = False
     window: deque[Size] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
     _machine: Machine | None = None
     _hosts: Hosts = ()
@@ -83,6 +85,7 @@ class Experience:
     def take(self, held: float) -> Point | None:
         """What runs in a timed step in which a rank holds so many rows; None where nothing was chosen yet."""
         tried = self.rehearsal.next(held) if self.rehearsal is not None else None
+        self.is_told = self.rehearsal is None or tried is not None
         return tried or self.choice
 
     def know(self, machine: Machine | None, hosts: Hosts) -> None:

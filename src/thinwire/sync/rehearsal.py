@@ -23,7 +23,7 @@ MIN_BYTES = 64 * 1024
 """What sends less than this has little to gain."""
 MAX_SECONDS = 0.1
 """Where a step is expected to take longer, the wire decides, and so bytes do."""
-HOPELESS = 2.0
+HOPELESS = 1.5
 """Not rehearsed is what is expected to take so many times the seconds of the fastest."""
 MAX_REGRET = 1.0
 """Nor what the others make too dear: the trials of one rehearsal may be expected to take so many steps more in all."""
@@ -60,7 +60,7 @@ class Rehearsal:
 
 
 def to_rehearse(offers: Sequence[Price]) -> list[Point]:
-    """The candidates that may be faster than the one of fewest bytes, and that one first; none where bytes decide.
+    """The candidates that may be the fastest, the most promising first; none where bytes decide, or one is sure to be.
 
     Only schemes that add in the same order as each other: what is taken must not depend on a clock in its last bits.
     Pure: equal on all ranks.
@@ -68,14 +68,15 @@ def to_rehearse(offers: Sequence[Price]) -> list[Point]:
     Args:
         offers: of all candidates, with seconds, the one of fewest bytes first.
     """
-    best, *others = offers
+    best = offers[0]
     if best.sent_bytes < MIN_BYTES or _seconds(best) > MAX_SECONDS or not _adds_in_rank_order(best.scheme):
         return []
-    fastest = min(map(_seconds, offers))
-    hopeful, regret = [best.scheme], 0.0
-    for offer in sorted((offer for offer in others if _adds_in_rank_order(offer.scheme)), key=_seconds):
-        regret += _seconds(offer) / fastest - 1.0
-        if _seconds(offer) <= HOPELESS * fastest and regret <= MAX_REGRET:
+    rivals = sorted((offer for offer in offers if _adds_in_rank_order(offer.scheme)), key=_seconds)
+    hopeful, regret = [], 0.0
+    for offer in rivals:
+        slower = _seconds(offer) / _seconds(rivals[0])
+        regret += slower - 1.0
+        if slower <= HOPELESS and regret <= MAX_REGRET:
             hopeful.append(offer.scheme)
     return hopeful if len(hopeful) > 1 else []
 

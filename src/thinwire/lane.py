@@ -105,6 +105,7 @@ class Lane:
         self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
         self._timeout = timeout or _timeout_of(parent)
         group = _take_group(parent, self._timeout)
+        self._native: dist.ProcessGroup | None = None
         self._group: dist.ProcessGroup | None = group
         self.exchange: Exchange = StagedExchange(group, staging or HostStaging())
         self.busy_seconds = 0.0
@@ -125,6 +126,17 @@ class Lane:
     def world_size(self) -> int:
         return self.exchange.world_size
 
+    def native_group(self) -> dist.ProcessGroup:
+        """A second Gloo group of the same ranks, for all-reduces that need not wait for jobs; the same one every time.
+
+        The first call is a collective one of all ranks, outside of jobs.
+        """
+        if self._native is None:
+            parent = self._parent()
+            assert parent is not None, "the process group of this lane was destroyed"
+            self._native = _take_group(parent, self._timeout)
+        return self._native
+
     def submit(self, job: Callable[[Lane], T]) -> Future[T]:
         """Queue a job, called with this lane; the future holds its result or its exception.
 
@@ -142,13 +154,16 @@ class Lane:
             else:
                 future.set_result(result)
             finally:
-                ended = time.perf_counter()
-                self.busy_seconds += ended - started
-                if self.watcher is not None:
-                    self.watcher(started, ended)
+                self.note_busy(started, time.perf_counter())
 
         self._jobs.put(run)
         return future
+
+    def note_busy(self, started: float, ended: float) -> None:
+        """The network was busy; by a job, or on the native group while no job runs."""
+        self.busy_seconds += ended - started
+        if self.watcher is not None:
+            self.watcher(started, ended)
 
     def close(self) -> None:
         """Finish the queued jobs and release the thread and the group. Nothing can be submitted afterwards."""

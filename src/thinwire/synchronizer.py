@@ -11,14 +11,14 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import kernels
 from thinwire.cuda.staging import staging_for
 from thinwire.hooks import state as states
-from thinwire.hooks.buckets import OTHERS, Buckets
+from thinwire.hooks.buckets import OTHERS, Buckets, Pending
 from thinwire.hooks.clock import Clock
 from thinwire.hooks.compressed import CompressedSync
 from thinwire.hooks.compression import Compression, Planned, PlannedCompression
@@ -39,6 +39,7 @@ from thinwire.lane import Lane, resolve_group
 from thinwire.observe.ledger import ParameterRecord
 from thinwire.observe.trace import Event
 from thinwire.sync.channel import Subject
+from thinwire.sync.named import DENSE, name_of
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
 
@@ -62,7 +63,7 @@ class Synchronizer:
         self._module = module_of(model)
         self._names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         self._gradients = GradientSync(scheme)
-        self._in_flight: list[Future[Tensor]] = []
+        self._in_flight: list[Pending] = []
         self._exposed_seconds = 0.0
         self._clock = Clock()
         self._passes = Passes(model, self._clock, self._finish_backward)
@@ -72,7 +73,6 @@ class Synchronizer:
         device = next(trained, torch.device("cpu"))
         group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
         self._staging = staging_for(device)
-        self._native = NativeAllReduce(group, self._gradients, OTHERS) if is_native(group, device) else None
         self._lane = Lane(group, timeout, self._staging)
         self._compressed: CompressedSync | None = None
         self._execution: Execution | None = None
@@ -83,6 +83,7 @@ class Synchronizer:
             self._lane.submit(self._agree_on_configuration).wait()
             if not isinstance(model, DistributedDataParallel):
                 broadcast_module(model, group)
+            self._native = self._make_native(group, device)
             self._plug = self._make_plug()
             if intent is not None:
                 hooks = self._plug if isinstance(self._plug, ParameterHooks) else None
@@ -216,6 +217,14 @@ class Synchronizer:
     def _records(self) -> list[ParameterRecord]:
         return list(self._gradients.records.values())
 
+    def _make_native(self, group: dist.ProcessGroup, device: torch.device) -> NativeAllReduce | None:
+        """None where jobs of the lane have to be timed, and for gradients of a GPU that the group does not take."""
+        if is_native(group, device):
+            return NativeAllReduce(group, self._gradients, OTHERS, "NCCL")
+        if device.type != "cpu" or self._intent is not None:
+            return None
+        return NativeAllReduce(self._lane.native_group(), self._gradients, OTHERS, name_of(DENSE))
+
     def _make_plug(self) -> Plug:
         is_ddp = isinstance(self._model, DistributedDataParallel)
         planned = () if self._intent is None else self._intent.names
@@ -256,11 +265,13 @@ class Synchronizer:
         started = time.perf_counter()
         in_flight = self._in_flight.copy()
         self._in_flight.clear()
-        for future in in_flight:
-            future.wait()
+        for pending in in_flight:
+            pending.wait()
         times = self._clock.finish()
         self._exposed_seconds += times.ended - started
         self._plug.deliver()
+        if self._native is not None:
+            self._native.finish_step(self._lane)
         self._gradients.finish_step()
         if self._compressed is not None:
             self._compressed.finish_step()

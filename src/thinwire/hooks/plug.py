@@ -12,7 +12,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.hooks import ddp
-from thinwire.hooks.buckets import Buckets
+from thinwire.hooks.buckets import Buckets, Pending
+from thinwire.hooks.native import DenseBucket
 
 
 class Plug(Protocol):
@@ -51,7 +52,7 @@ class DdpPlug:
         model: gets the communication hook.
         buckets: where its buckets go.
         begin: called with each bucket; whether a backward is running, at whose end `finish` and `deliver` are called.
-        expect: called with each future that is to be waited for then.
+        expect: called with what is to be waited for then.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class DdpPlug:
         model: DistributedDataParallel,
         buckets: Buckets,
         begin: Callable[[], bool],
-        expect: Callable[[Future[Tensor]], None],
+        expect: Callable[[Pending], None],
     ) -> None:
         self._model, self._buckets, self._begin, self._expect = model, buckets, begin, expect
         ddp.install(model, self._on_bucket)
@@ -89,7 +90,7 @@ class DdpPlug:
 
         Under ``model.join()`` also outside of backward, for ranks that ran out of data.
         """
-        future = self._buckets.add(bucket)
+        pending = self._buckets.add(bucket)
         if self._begin():
-            self._expect(future)
-        return future
+            self._expect(pending)
+        return pending.future() if isinstance(pending, DenseBucket) else pending

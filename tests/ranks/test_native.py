@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -89,6 +91,52 @@ def _left_to_ddp(context: RankContext) -> None:
 
 def test_without_tables_nothing_but_all_reduces() -> None:
     run_ranks(_left_to_ddp, world_size=3, timeout_seconds=60)
+
+
+class Branches(nn.Module):
+    """Of which the first parameters are used in every second step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare, self.last = nn.Linear(40, 40), nn.Linear(40, 4)
+
+    def forward(self, features: Tensor, step: int) -> Tensor:
+        return self.last(self.rare(features) if step % 2 else features)
+
+
+def _no_hook(context: RankContext, **ddp: bool) -> None:
+    """Only rank 0 looks at what DDP does, from the third step on."""
+    torch.manual_seed(0)
+    model = Branches()
+    trained = DistributedDataParallel(model, **ddp)
+    sync = thinwire.attach(trained)
+    assert not trained._comm_hooks
+    busy: list[float] = []
+    trace = None
+    for step in range(6):
+        if step == 2 and context.rank == 0:
+            trace = sync.trace()
+            sync.watch_lane(lambda started, ended: busy.append(ended - started))
+        with sync.no_sync():
+            trained(torch.ones(2, 40), 1).sum().backward()
+        local = model.rare.weight.grad.clone()
+        trained(torch.full((2, 40), float(context.rank)), step if ddp else 1).sum().backward()
+        assert sync.stats()["comm/steps"] == step + 1
+        model.zero_grad()
+    assert sync.stats()["comm/bytes_dense"] == 6 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert local.any()
+    if trace is not None:
+        assert len(trace.steps) == 4
+        assert sum(event.name.startswith("communicate") for event in trace.events) == len(busy) >= 4
+        assert min(busy) > 0
+    sync.detach()
+    thinwire.attach(trained, compress=thinwire.compress.top_k(0.1)).detach()
+    assert trained._comm_hooks
+
+
+@pytest.mark.parametrize("ddp", [{}, {"find_unused_parameters": True}])
+def test_ddp_has_no_hook_where_there_is_nothing_to_gain(ddp: dict[str, bool]) -> None:
+    run_ranks(partial(_no_hook, **ddp), world_size=2, timeout_seconds=60)
 
 
 @pytest.mark.parametrize(("backend", "device", "expected"), [

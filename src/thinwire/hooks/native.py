@@ -103,6 +103,10 @@ class NativeAllReduce:
         self._jobs.append(job)
         return DenseBucket(self.start(gradients), buffer, job)
 
+    def count(self, num_bytes: int) -> None:
+        """An all-reduce of so many bytes was made; booked by `finish_step`."""
+        self._moved_bytes += ring_all_reduce_bytes(num_bytes, self._process_group.size())
+
     def finish_step(self, lane: Lane) -> None:
         """Book bytes, those of a ring, and seconds; while no job of the lane runs, which books there too."""
         moved, self._moved_bytes = self._moved_bytes, 0
@@ -122,7 +126,7 @@ class NativeAllReduce:
         group = self._process_group
         work = dist.all_reduce(gradient.mul_(1.0 / group.size()), group=group, async_op=True)
         assert work is not None, "hooks run on ranks of the group"
-        self._moved_bytes += ring_all_reduce_bytes(gradient.nbytes, group.size())
+        self.count(gradient.nbytes)
         return Started(work, group)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -99,11 +100,12 @@ class ParameterHooks:
         finally:
             self.synchronizes = before
 
-    def finish(self) -> None:
+    def finish(self) -> float:
         """Submit the groups that are left, at the end of backward."""
         while self._pass.submitted < len(self.groups):
             self._submit()
         self._buckets.flush()
+        return time.perf_counter()
 
     def deliver(self) -> None:
         """Store what futures brought, when all of them are done; and agree on the order after the first pass."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -24,8 +25,8 @@ class Plug(Protocol):
         """Whether the next backward pass is not one of `no_sync`."""
         ...
 
-    def finish(self) -> None:
-        """Submit what is left, at the end of backward."""
+    def finish(self) -> float:
+        """Submit what is left, at the end of backward; since when nothing is left to compute (`time.perf_counter`)."""
         ...
 
     def deliver(self) -> None:
@@ -69,8 +70,9 @@ class DdpPlug:
     def synchronizes(self) -> bool:
         return self._model.require_backward_grad_sync
 
-    def finish(self) -> None:
+    def finish(self) -> float:
         self._buckets.flush()
+        return time.perf_counter()
 
     def deliver(self) -> None:
         pass

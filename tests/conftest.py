@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import random
+from collections.abc import Iterator
 from importlib.metadata import version
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from thinwire import kernels
 from thinwire.testbed import launch
 
 # Nightly there are more of them: see the Makefile.
@@ -38,6 +40,18 @@ def seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def nothing_compiles_after_warm_up() -> Iterator[None]:
+    """Whatever kernels are called with, `warm_up` has compiled for it."""
+    from numba.core import event
+
+    kernels.warm_up()
+    with event.install_recorder("numba:compile") as recorder:
+        yield
+    compiled = [(found.data["dispatcher"], found.data["args"]) for _, found in recorder.buffer if found.is_start]
+    assert [seen for seen in compiled if seen[0].__module__.startswith("thinwire.kernels.")] == []
 
 
 def pytest_report_header() -> str:

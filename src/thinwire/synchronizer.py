@@ -92,7 +92,7 @@ class Synchronizer:
         except Exception:
             self._lane.close()
             raise
-        self._lane.submit(lambda lane: kernels.warm_up())  # while the first forward runs
+        self._lane.submit(lambda lane: kernels.warm_up(wait=False))  # while the first forward runs
         self._passes.watch(self._plug)
         _attached.add(model)
 

@@ -36,8 +36,8 @@ def wait_until(holds: Callable[[], bool]) -> None:
 def patient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The process that compiles does nothing and ends when the file is there, with the status that is in it."""
     end = tmp_path / "end"
-    code = f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.01)\nexit(int(open({str(end)!r}).read()))"
-    monkeypatch.setattr(once, "_COMMAND", code)
+    code = "import os, time\nwhile not os.path.exists(END): time.sleep(0.01)\nexit(int(open(END).read()))"
+    monkeypatch.setattr(once, "_COMMAND", code.replace("END", repr(str(end))))
     monkeypatch.setattr(once, "LOOK_SECONDS", 0.0)
     yield end
     end.write_text("0")

@@ -175,10 +175,11 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
 
 def _known(*tensors: Tensor) -> bool:
     """Whether numba can index them as they are."""
-    return all(
-        tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
-        for tensor in tensors
-    )
+    return all(tensor.device.type == "cpu" and tensor.is_contiguous() and _is_aligned(tensor) for tensor in tensors)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % tensor.element_size() == 0
 
 
 def _ids(ids: Tensor) -> int:
@@ -194,7 +195,8 @@ def _words(buffer: Tensor) -> int:
 
 
 def _dense(dense: Tensor) -> int:
-    return dense.numel() if dense.device.type == "cpu" else UNKNOWN
+    known = dense.device.type == "cpu" and _is_aligned(dense)
+    return dense.numel() if known else UNKNOWN
 
 
 def _gathered(values: Tensor, places: Tensor, out: Tensor | None = None) -> int:

@@ -80,7 +80,7 @@ def _of_rows(call: Callable[[ModuleType, Tensor, Tensor], object]) -> Callable[[
 
     def of_all(compiled: ModuleType) -> None:
         for dtype in _DTYPES:
-            for width in (1, 2, 4, 8):
+            for width in (1, 2, 3, 4, 8):
                 call(compiled, torch.ones(3, width, dtype=dtype), torch.tensor([0, 2]))
 
     return of_all
@@ -99,6 +99,7 @@ def _of_values(call: Callable[[ModuleType, Tensor, Tensor], object]) -> Callable
 def _largest(compiled: ModuleType, values: Tensor, steps: Tensor) -> None:
     compiled.top_magnitudes(values, 10)
     compiled.top_magnitudes(values, 1)  # in two passes
+    compiled.top_magnitudes(steps, 10)  # of equal ones
 
 
 def _quantize(compiled: ModuleType, values: Tensor, steps: Tensor) -> None:

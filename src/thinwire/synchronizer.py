@@ -95,7 +95,7 @@ class Synchronizer:
             self._lane.close()
             raise
         if not self._is_left_to_ddp:
-            self._lane.submit(lambda lane: kernels.warm_up())  # while the first forward runs
+            self._lane.submit(lambda lane: kernels.warm_up(wait=False))  # while the first forward runs
         self._passes.watch(self._plug)
         _attached.add(model)
 

@@ -22,6 +22,7 @@ from thinwire.cuda.exchange import StagedExchange
 from thinwire.cuda.staging import HostStaging, Staging
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerError, ThinwireError
 from thinwire.sync.channel import Channel, Subject
+from thinwire.sync.connections import PrivateGroup
 from thinwire.sync.exchange import Exchange, ProcessGroupExchange, Traffic
 from thinwire.sync.hosts import discover
 from thinwire.sync.machine import Machine, measure
@@ -56,11 +57,11 @@ def resolve_group(process_group: Group) -> dist.ProcessGroup:
     return process_group
 
 
-_idle_groups: WeakKeyDictionary[dist.ProcessGroup, list[tuple[timedelta | None, dist.ProcessGroup]]]
+_idle_groups: WeakKeyDictionary[dist.ProcessGroup, list[tuple[timedelta | None, PrivateGroup]]]
 _idle_groups = WeakKeyDictionary()
 
 
-def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
+def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> PrivateGroup:
     """A Gloo group of the same ranks for a lane alone: one that a closed lane left, else a new one.
 
     Groups are kept because torch names a group of some of the ranks after those ranks, so that a second
@@ -71,6 +72,10 @@ def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> dist.Pr
         if idle_timeout == timeout:
             del idle[place]
             return group
+    return PrivateGroup(lambda: _new_group(parent, timeout))
+
+
+def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(parent)
     some = len(ranks) < dist.get_world_size()
     group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
@@ -105,7 +110,9 @@ class Lane:
         parent = resolve_group(process_group)
         self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
         self._timeout = timeout or _timeout_of(parent)
-        group = _take_group(parent, self._timeout)
+        self._own = _take_group(parent, self._timeout)
+        self._native: PrivateGroup | None = None
+        group = self._own.process_group
         self._group: dist.ProcessGroup | None = group
         self.exchange: Exchange = StagedExchange(group, staging or HostStaging())
         self.setup = Traffic()  # what was sent of no gradient: to find hosts, to measure, and to agree
@@ -130,6 +137,18 @@ class Lane:
     def world_size(self) -> int:
         return self.exchange.world_size
 
+    def native_group(self) -> dist.ProcessGroup:
+        """A second Gloo group of the same ranks, for all-reduces that need not wait for jobs; the same one every time.
+
+        The first call is a collective one of all ranks, outside of jobs. The group goes the way of the lane: it is hung
+        up with it, and left for the next lane when this one is closed.
+        """
+        if self._native is None:
+            parent = self._parent()
+            assert parent is not None, "the process group of this lane was destroyed"
+            self._native = _take_group(parent, self._timeout)
+        return self._native.process_group
+
     def submit(self, job: Callable[[Lane], T]) -> Future[T]:
         """Queue a job, called with this lane; the future holds its result or its exception.
 
@@ -147,13 +166,16 @@ class Lane:
             else:
                 future.set_result(result)
             finally:
-                ended = time.perf_counter()
-                self.busy_seconds += ended - started
-                if self.watcher is not None:
-                    self.watcher(started, ended)
+                self.note_busy(started, time.perf_counter())
 
         self._jobs.put(run)
         return future
+
+    def note_busy(self, started: float, ended: float) -> None:
+        """The network was busy; by a job, or on the native group while no job runs."""
+        self.busy_seconds += ended - started
+        if self.watcher is not None:
+            self.watcher(started, ended)
 
     def close(self) -> None:
         """Finish the queued jobs and release the thread and the group. Nothing can be submitted afterwards."""
@@ -161,7 +183,8 @@ class Lane:
         self._thread.join()
         parent = self._parent()
         if parent is not None and self._group is not None and self._broken is None:
-            _idle_groups.setdefault(parent, []).append((self._timeout, self._group))
+            idle = _idle_groups.setdefault(parent, [])
+            idle += [(self._timeout, group) for group in (self._own, self._native) if group is not None]
             self._group = None
         self._hang_up()
 
@@ -243,8 +266,9 @@ class Lane:
         group, self._group = self._group, None
         self.exchange.close()
         if group is not None:
-            with contextlib.suppress(Exception):
-                dist.destroy_process_group(group)
+            for owned in (self._own, self._native):
+                if owned is not None:
+                    owned.hang_up()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:

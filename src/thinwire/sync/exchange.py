@@ -80,6 +80,10 @@ class Exchange(Protocol):
         """Sum a contiguous tensor over the ranks, in place, by the group's own algorithm."""
         ...
 
+    def count_all_reduce(self, moved_bytes: int) -> None:
+        """Count an all-reduce in which each rank sent ``moved_bytes`` to the next one of a ring."""
+        ...
+
     def close(self) -> None:
         """Let go of the group. Nothing can be exchanged afterwards."""
         ...
@@ -179,9 +183,11 @@ class ProcessGroupExchange:
         assert self._is_whole, "the native all-reduce is of the whole group"
         with self._losing_peers():
             dist.all_reduce(tensor, group=self.process_group)
-        moved = ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size)
-        self._count_sent((self.rank + 1) % self.world_size, moved)
-        self._count_received((self.rank - 1) % self.world_size, moved)
+        self.count_all_reduce(ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size))
+
+    def count_all_reduce(self, moved_bytes: int) -> None:
+        self._count_sent((self.rank + 1) % self.world_size, moved_bytes)
+        self._count_received((self.rank - 1) % self.world_size, moved_bytes)
 
     def close(self) -> None:
         self.process_group = None

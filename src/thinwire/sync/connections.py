@@ -1,0 +1,95 @@
+"""The sockets of a Gloo group, so that a rank can hang up at once, whatever in its process still holds the group.
+
+Gloo closes its sockets when the last reference to a group goes: that of the group, of each of its works, and of the
+futures and frames that hold works. Some of these are not ours (DDP keeps the futures of its last backward), a thread
+that waits in a collective keeps the others, and the abort of a Gloo group does nothing (torch 2.13). So hanging up
+shuts the sockets down themselves: pending operations of this rank and of its peers fail at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+from collections.abc import Callable, Iterator
+
+import torch.distributed as dist
+
+from thinwire.sync.exchange import ProcessGroupExchange
+from thinwire.sync.records import swap_record
+
+Address = tuple[bytes, int]
+"""An IP address as 16 bytes, IPv4 mapped into IPv6; and a port."""
+_NOWHERE: Address = (bytes(16), 0)
+
+
+class PrivateGroup:
+    """A Gloo group that nothing else uses, and the addresses by which its sockets are known.
+
+    Each rank of a Gloo group listens at a port of its own, which one end of each of its connections has. Ranks tell
+    each other these addresses. Where a rank does not find its own (another thread began to listen at the same moment),
+    the sockets between two such ranks close only with the last reference.
+
+    Args:
+        make: makes the group. A collective call of its ranks, as this constructor is.
+    """
+
+    def __init__(self, make: Callable[[], dist.ProcessGroup]) -> None:
+        before = set(_listening())
+        self.process_group = make()
+        self._addresses: set[Address] = set()
+        if self.process_group.size() > 1:
+            begun = [address for address in _listening() if address not in before]
+            mine = begun[0] if len(begun) == 1 else _NOWHERE
+            told = swap_record(ProcessGroupExchange(self.process_group), "address", _packed(mine))
+            self._addresses = set(map(_unpacked, told)) - {_NOWHERE}
+
+    def hang_up(self) -> None:
+        """Break off whatever is under way on any rank, and let go of the group."""
+        for connection in _tcp_sockets():
+            with contextlib.suppress(OSError):
+                ends = {_address(connection.getsockname()), _address(connection.getpeername())}
+                if not ends.isdisjoint(self._addresses):
+                    connection.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group(self.process_group)
+
+
+def _tcp_sockets() -> Iterator[socket.socket]:
+    """Those of this process, as duplicates, which name the same connection even if the original is closed meanwhile."""
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError), _duplicate(int(name)) as found:
+            if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
+                yield found
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    duplicate = os.dup(descriptor)
+    try:
+        return socket.socket(fileno=duplicate)
+    except OSError:
+        os.close(duplicate)
+        raise
+
+
+def _listening() -> list[Address]:
+    return [
+        _address(found.getsockname())
+        for found in _tcp_sockets()
+        if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+    ]
+
+
+def _address(name: tuple[str, int] | tuple[str, int, int, int]) -> Address:
+    ip = ipaddress.ip_address(name[0].split("%")[0])
+    mapped = ip if ip.version == 6 else ipaddress.ip_address(f"::ffff:{ip}")
+    return mapped.packed, name[1]
+
+
+def _packed(address: Address) -> bytes:
+    return address[0] + address[1].to_bytes(2, "little")
+
+
+def _unpacked(record: bytes) -> Address:
+    return record[:16], int.from_bytes(record[16:], "little")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import random
+from collections.abc import Iterator
 from importlib.metadata import version
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from thinwire import kernels
 from thinwire.testbed import launch
 
 # Nightly there are more of them: see the Makefile.
@@ -38,6 +40,24 @@ def seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def nothing_compiles_after_warm_up() -> Iterator[None]:
+    """Whatever kernels are called with, `warm_up` has compiled for it."""
+    kernels.warm_up()
+    before = _signatures()
+    yield
+    assert {name: added for name, found in _signatures().items() if (added := found - before[name])} == {}
+
+
+def _signatures() -> dict[str, set[object]]:
+    """The types that each function was compiled for, in this process or one before."""
+    from thinwire.kernels import cpu_bits, cpu_codes, cpu_ids, cpu_quantize, cpu_rows, cpu_select, cpu_sum, cpu_union
+
+    modules = (cpu_bits, cpu_codes, cpu_ids, cpu_quantize, cpu_rows, cpu_select, cpu_sum, cpu_union)
+    functions = [item for module in modules for item in vars(module).items() if hasattr(item[1], "signatures")]
+    return {name: set(function.signatures) for name, function in functions}
 
 
 def pytest_report_header() -> str:

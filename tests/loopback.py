@@ -207,9 +207,11 @@ class LoopbackExchange:
             total += piece
         tensor.copy_(total)
         if self.world_size > 1:
-            moved = ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size)
-            self._count_sent((self.rank + 1) % self.world_size, moved)
-            self.traffic.received_bytes += moved
+            self.count_all_reduce(ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size))
+
+    def count_all_reduce(self, moved_bytes: int) -> None:
+        self._count_sent((self.rank + 1) % self.world_size, moved_bytes)
+        self.traffic.received_bytes += moved_bytes
 
     def close(self) -> None:
         self._hub.leave(self._members[self.rank])

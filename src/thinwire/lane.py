@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
@@ -24,7 +25,7 @@ from thinwire.cuda.staging import HostStaging, Staging
 from thinwire.errors import ThinwireError, forget_locals, ranks_told
 from thinwire.sync.channel import Channel, Subject
 from thinwire.sync.connections import PrivateGroup
-from thinwire.sync.exchange import Exchange, ProcessGroupExchange
+from thinwire.sync.exchange import Exchange, ProcessGroupExchange, Traffic
 from thinwire.sync.hosts import discover
 from thinwire.sync.machine import Machine, measure
 
@@ -149,11 +150,15 @@ class Lane:
         group = self._own.process_group
         self._group: dist.ProcessGroup | None = group
         self.exchange: Exchange = self._hanging_up(StagedExchange(group, staging or HostStaging()))
+        self.setup = Traffic()  # what was sent of no gradient: to find hosts, to measure, and to agree
         self.busy_seconds = 0.0
         self.watcher: Callable[[float, float], None] | None = None  # told when each job started and ended
         self._sequence = 0
         self._broken: Exception | None = None
         self._machine: Machine | None = None
+        self._probed: Machine | None = None
+        self._is_measured = False
+        self._seen: deque[float] = deque(maxlen=3)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="thinwire-lane", daemon=True)
         self._thread.start()
@@ -195,12 +200,21 @@ class Lane:
                 future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
             else:
                 future.set_result(result)
-            ended = time.perf_counter()
-            self.busy_seconds += ended - started
-            self._tell_watcher(started, ended)
+            self.note_busy(started, time.perf_counter())
 
         self._jobs.put(run)
         return future
+
+    def note_busy(self, started: float, ended: float) -> None:
+        """The network was busy; by a job, or on the native group while no job runs."""
+        self.busy_seconds += ended - started
+        if self.watcher is None:
+            return
+        try:
+            self.watcher(started, ended)
+        except Exception:
+            self.watcher = None
+            logger.exception("a watcher of the lane raised, and is not called any more")
 
     def close(self) -> None:
         """Finish the queued jobs and release the thread and the group. Nothing can be submitted afterwards."""
@@ -247,29 +261,41 @@ class Lane:
         self._sequence += 1
         return channel
 
-    def rehearsal(self, subject: Subject) -> Channel:
-        """As `channel`, but what it sends is not counted: nothing of it reaches a gradient."""
-        channel = self.channel(subject)
-        exchange = self._uncounted()
-        exchange.hosts = self.exchange.hosts
-        return Channel(exchange, subject, channel.sequence, self.machine)
+    @contextlib.contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """What is sent meanwhile is counted as `setup`: nothing of it reaches a gradient."""
+        traffic, self.exchange.traffic = self.exchange.traffic, self.setup
+        try:
+            yield
+        finally:
+            self.exchange.traffic = traffic
 
-    def machine(self) -> Machine:
+    def machine(self) -> Machine | None:
         """What messages, bytes and rows take on these ranks: measured by the first call, which all ranks make together.
 
-        Only for a running job. It takes a few tenths of a second.
+        Only for a running job. It takes a few tenths of a second. None where it cannot be measured.
         """
-        if self._machine is None:
-            self._machine = measure(self._uncounted())
+        if not self._is_measured:
+            self._machine = self._probed = measure(self._setup_exchange())
+            self._is_measured = True
         return self._machine
+
+    def saw(self, byte_seconds: float) -> None:
+        """A step showed that a byte takes at least so long here; all ranks are told the same.
+
+        The least of the last few is believed, and more than what was probed, of two at least.
+        """
+        self._seen.append(byte_seconds)
+        if self._probed is not None and len(self._seen) > 1:
+            self._machine = self._probed.slowed(min(self._seen))
 
     def _find_hosts(self) -> None:
         """Before the first job, and on an exchange of its own: what a lane counts are bytes of its jobs."""
-        self.exchange.hosts = discover(self._uncounted())
+        self.exchange.hosts = discover(self._setup_exchange())
 
-    def _uncounted(self) -> ProcessGroupExchange:
+    def _setup_exchange(self) -> ProcessGroupExchange:
         assert self._group is not None, "a lane without connections runs no jobs"
-        return self._hanging_up(ProcessGroupExchange(self._group))
+        return self._hanging_up(ProcessGroupExchange(self._group, traffic=self.setup))
 
     def _hanging_up(self, exchange: E) -> E:
         exchange.hang_up = self.break_off
@@ -301,15 +327,6 @@ class Lane:
         for group in self._groups():
             group.destroy()
         self._group = self._own = self._native = None
-
-    def _tell_watcher(self, started: float, ended: float) -> None:
-        if self.watcher is None:
-            return
-        try:
-            self.watcher(started, ended)
-        except Exception:
-            self.watcher = None
-            logger.exception("a watcher of the lane raised, and is not called any more")
 
     def _run(self) -> None:
         while self._run_next():

@@ -3,33 +3,34 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import kernels
 from thinwire.cuda.staging import staging_for
 from thinwire.hooks import state as states
-from thinwire.hooks.buckets import OTHERS, Buckets
+from thinwire.hooks.buckets import OTHERS, Buckets, Pending
 from thinwire.hooks.clock import Clock
 from thinwire.hooks.compressed import CompressedSync
 from thinwire.hooks.compression import Compression, Planned, PlannedCompression
 from thinwire.hooks.describe import configuration, first_step
-from thinwire.hooks.embedding import LookupRows
+from thinwire.hooks.embedding import LookupRows, has_tables
 from thinwire.hooks.execution import Execution
 from thinwire.hooks.following import Following
 from thinwire.hooks.fused import FusedSync
 from thinwire.hooks.gradients import GradientSync
 from thinwire.hooks.groups import places_of
 from thinwire.hooks.intent import Intent
+from thinwire.hooks.left import LeftToDdp
 from thinwire.hooks.native import NativeAllReduce, is_native
 from thinwire.hooks.parameters import ParameterHooks, broadcast_module, trained_parameters
 from thinwire.hooks.passes import Passes
@@ -39,6 +40,7 @@ from thinwire.lane import Lane, resolve_group
 from thinwire.observe.ledger import ParameterRecord
 from thinwire.observe.trace import Event
 from thinwire.sync.channel import Subject
+from thinwire.sync.named import DENSE, name_of
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
 
@@ -62,7 +64,7 @@ class Synchronizer:
         self._module = module_of(model)
         self._names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         self._gradients = GradientSync(scheme)
-        self._in_flight: list[Future[Tensor]] = []
+        self._in_flight: list[Pending] = []
         self._exposed_seconds = 0.0
         self._clock = Clock()
         self._passes = Passes(model, self._clock, self._finish_backward)
@@ -72,7 +74,6 @@ class Synchronizer:
         device = next(trained, torch.device("cpu"))
         group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
         self._staging = staging_for(device)
-        self._native = NativeAllReduce(group, self._gradients, OTHERS) if is_native(group, device) else None
         self._lane = Lane(group, timeout, self._staging)
         self._compressed: CompressedSync | None = None
         self._execution: Execution | None = None
@@ -83,6 +84,7 @@ class Synchronizer:
             self._lane.submit(self._agree_on_configuration).wait()
             if not isinstance(model, DistributedDataParallel):
                 broadcast_module(model, group)
+            self._native = self._make_native(group, device)
             self._plug = self._make_plug()
             if intent is not None:
                 hooks = self._plug if isinstance(self._plug, ParameterHooks) else None
@@ -92,15 +94,22 @@ class Synchronizer:
         except Exception:
             self._lane.close()
             raise
-        self._lane.submit(lambda lane: kernels.warm_up())  # while the first forward runs
+        if not self._is_left_to_ddp:
+            self._lane.submit(lambda lane: kernels.warm_up(wait=False))  # while the first forward runs
         self._passes.watch(self._plug)
         _attached.add(model)
 
     def stats(self) -> dict[str, float]:
         """Totals of this rank since `attach`: bytes, seconds, steps. Slash names, for any metrics logger.
 
-        ``comm/seconds`` is the time that the lane worked, ``comm/exposed_seconds`` the part of it for which the
-        backward pass had to wait, ``comm/bytes_dense`` what all-reducing everything would have sent. With compression,
+        ``comm/bytes_sent`` is the traffic of gradients; ``comm/setup_bytes`` are those besides: to find hosts, measure
+        the link and agree, 2 MB at most. ``comm/bytes_dense`` is what stock DDP would have sent: of dense gradients an
+        all-reduce of all, of those of ``sparse=True`` tables torch's own sparse all-reduce, which gathers the rows of
+        all ranks on each. ``comm/rehearsals`` counts how often "auto" tried schemes in a few steps.
+
+        ``comm/seconds`` is the time that the lane worked or an all-reduce took, ``comm/exposed_seconds`` the part of it
+        for which the backward pass had to wait, which is all that is seen of a model that is left to DDP. With
+        compression,
         ``compress/encode_seconds``, ``compress/wire_seconds`` and ``compress/decode_seconds`` are parts of the former,
         and ``compress/bytes_sent`` is what the jobs of compressed parameters sent, small ones that travel with them
         included. ``compress/tensor_missing_rate`` is the part of the tensors of which a sparsifier chose no element.
@@ -116,11 +125,13 @@ class Synchronizer:
         return {
             "comm/steps": float(self._passes.steps),
             "comm/bytes_sent": float(traffic.sent_bytes),
+            "comm/setup_bytes": float(self._lane.setup.sent_bytes),
             "comm/bytes_received": float(traffic.received_bytes),
             "comm/bytes_sent_between_hosts": float(traffic.sent_between_hosts_bytes),
             "comm/bytes_dense": float(sum(record.total_dense_bytes for record in self._records())),
             "comm/seconds": self._lane.busy_seconds,
             "comm/exposed_seconds": self._exposed_seconds,
+            "comm/rehearsals": float(self._gradients.rehearsals),
             **self._staging.stats(),
             **(self._compressed.stats() if self._compressed is not None else {}),
             **(self._execution.stats() if self._execution is not None else {}),
@@ -191,17 +202,25 @@ class Synchronizer:
         """
         if self._trace is not None:
             raise ValueError("a trace is being recorded already: stop() it first")
+        self._observe()
         self._trace = trace = Trace(self._stop_trace, steps, self._predicted_events)
         if self._compressed is not None:
             self._compressed.stopwatch.listener = self._clock.phase
         return trace
 
     def watch_lane(self, watcher: Callable[[float, float], None] | None) -> None:
-        """Have ``watcher`` called with the start and end (`time.perf_counter`) of each job of the lane, on its thread.
+        """Have ``watcher`` called with the start and end (`time.perf_counter`) of each job and each all-reduce.
 
-        That is when the network is busy. None ends it.
+        That is when the network is busy. Jobs are told on the thread of the lane as they end, all-reduces of buckets at
+        the end of backward. None ends it.
         """
+        self._observe()
         self._lane.watcher = watcher
+
+    def _observe(self) -> None:
+        """Have each bucket be seen from now on, by those who watch."""
+        if isinstance(self._plug, LeftToDdp):
+            self._plug.observe()
 
     def detach(self) -> None:
         """Take all hooks off and release the lane, on all ranks; a DDP model is stock again. Twice does nothing."""
@@ -215,6 +234,21 @@ class Synchronizer:
 
     def _records(self) -> list[ParameterRecord]:
         return list(self._gradients.records.values())
+
+    def _make_native(self, group: dist.ProcessGroup, device: torch.device) -> NativeAllReduce | None:
+        """None where jobs of the lane have to be timed, and for gradients of a GPU that the group does not take."""
+        if is_native(group, device) or self._is_left_to_ddp:
+            scheme = "NCCL" if is_native(group, device) else name_of(DENSE)
+            return NativeAllReduce(group, self._gradients, OTHERS, scheme)
+        if device.type != "cpu" or self._intent is not None:
+            return None
+        return NativeAllReduce(self._lane.native_group(), self._gradients, OTHERS, name_of(DENSE))
+
+    @property
+    def _is_left_to_ddp(self) -> bool:
+        """Whether there is nothing to gain on what stock DDP does."""
+        is_exact = self._compressed is None and self._intent is None
+        return isinstance(self._model, DistributedDataParallel) and is_exact and not has_tables(self._module)
 
     def _make_plug(self) -> Plug:
         is_ddp = isinstance(self._model, DistributedDataParallel)
@@ -235,7 +269,11 @@ class Synchronizer:
         begin, expect = self._passes.begin, self._in_flight.append
         try:
             if isinstance(self._model, DistributedDataParallel):
-                return DdpPlug(self._model, buckets, begin, expect)
+                hooked = partial(DdpPlug, self._model, buckets, begin, expect)
+                if not self._is_left_to_ddp:
+                    return hooked()
+                assert self._native is not None
+                return LeftToDdp(self._model, self._module.parameters(), self._native, self._lane, begin, hooked)
             trained = trained_parameters(self._module, self._lookups, self._names)
             names = None if self._intent is None else self._intent.groups
             groups = None if names is None else places_of(trained, names)
@@ -247,20 +285,22 @@ class Synchronizer:
     def _agree_on_configuration(self, lane: Lane) -> Tensor:
         is_plain = not isinstance(self._model, DistributedDataParallel)
         text = configuration(self._gradients.scheme, self._module, is_plain, self._compressed, self._intent)
-        lane.channel(Subject("attach", text)).open()
+        with lane.setting_up():
+            lane.channel(Subject("attach", text)).open()
         return torch.empty(0)
 
     def _finish_backward(self) -> None:
         """Runs when backward has nothing left to compute: what is waited for here is exposed communication."""
-        self._plug.finish()
-        started = time.perf_counter()
+        started = self._plug.finish()
         in_flight = self._in_flight.copy()
         self._in_flight.clear()
-        for future in in_flight:
-            future.wait()
+        for pending in in_flight:
+            pending.wait()
         times = self._clock.finish()
         self._exposed_seconds += times.ended - started
         self._plug.deliver()
+        if self._native is not None:
+            self._native.finish_step(self._lane)
         self._gradients.finish_step()
         if self._compressed is not None:
             self._compressed.finish_step()

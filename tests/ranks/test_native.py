@@ -1,6 +1,8 @@
-"""Dense gradients by the all-reduce of the model's own group, as over NCCL: here it is Gloo's, on real ranks."""
+"""Dense gradients by the native all-reduce, as stock DDP sends them: no job of the lane, no headers, the same bits."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
@@ -45,7 +47,96 @@ def _as_stock(context: RankContext) -> None:
 
 
 def test_dense_gradients_by_the_group_of_the_model() -> None:
+    """As over NCCL: here it is Gloo's."""
     run_ranks(_as_stock, world_size=3, timeout_seconds=60)
+
+
+def _large(context: RankContext, how: str) -> tuple[Tensor, dict[str, float], int]:
+    """Three steps without a table: parameters, statistics, and how many jobs a backward submitted."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.Tanh(), nn.Linear(40, 50), nn.Tanh(), nn.Linear(50, 3))
+    trained = model if how == "plain" else DistributedDataParallel(model, bucket_cap_mb=0.005)
+    sync = None if how == "stock" else thinwire.attach(trained)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    data = torch.Generator().manual_seed(context.rank)
+    jobs: list[float] = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = trained(torch.randn(20, 30, generator=data)).square().mean()
+        with pytest.MonkeyPatch.context() as patch:
+            if sync is not None:
+                patch.setattr(sync._lane, "submit", lambda job, submit=sync._lane.submit: jobs.append(0) or submit(job))
+            loss.backward()
+        optimizer.step()
+    stats = {} if sync is None else sync.stats()
+    if sync is not None:
+        sync.detach()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]), stats, len(jobs)
+
+
+def _left_to_ddp(context: RankContext) -> None:
+    stock, _, _ = _large(context, "stock")
+    for how, expected_jobs in (("DDP", 0), ("plain", 1)):  # a plain module agrees on an order after its first backward
+        mine, stats, jobs = _large(context, how)
+        torch.testing.assert_close(mine, stock, atol=1e-6, rtol=1e-5)
+        assert how == "plain" or torch.equal(mine, stock), "the bits of stock DDP, which has the same buckets"
+        assert jobs == expected_jobs
+        gradient = 4 * mine.numel()
+        assert stats["comm/steps"] == 3
+        assert stats["comm/bytes_dense"] == pytest.approx(3 * gradient * 2 * 2 / 3, abs=24)
+        assert stats["comm/bytes_sent"] == pytest.approx(stats["comm/bytes_dense"], abs=1000)
+        assert stats["comm/exposed_seconds"] > 0
+        assert stats["comm/seconds"] > 0
+
+
+def test_without_tables_nothing_but_all_reduces() -> None:
+    run_ranks(_left_to_ddp, world_size=3, timeout_seconds=60)
+
+
+class Branches(nn.Module):
+    """Of which the first parameters are used in every second step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare, self.last = nn.Linear(40, 40), nn.Linear(40, 4)
+
+    def forward(self, features: Tensor, step: int) -> Tensor:
+        return self.last(self.rare(features) if step % 2 else features)
+
+
+def _no_hook(context: RankContext, **ddp: bool) -> None:
+    """Only rank 0 looks at what DDP does, from the third step on."""
+    torch.manual_seed(0)
+    model = Branches()
+    trained = DistributedDataParallel(model, **ddp)
+    sync = thinwire.attach(trained)
+    assert not trained._comm_hooks
+    busy: list[float] = []
+    trace = None
+    for step in range(6):
+        if step == 2 and context.rank == 0:
+            trace = sync.trace()
+            sync.watch_lane(lambda started, ended: busy.append(ended - started))
+        with sync.no_sync():
+            trained(torch.ones(2, 40), 1).sum().backward()
+        local = model.rare.weight.grad.clone()
+        trained(torch.full((2, 40), float(context.rank)), step if ddp else 1).sum().backward()
+        assert sync.stats()["comm/steps"] == step + 1
+        model.zero_grad()
+    assert sync.stats()["comm/bytes_dense"] == 6 * 4 * sum(parameter.numel() for parameter in model.parameters())
+    assert local.any()
+    if trace is not None:
+        assert len(trace.steps) == 4
+        assert sum(event.name.startswith("communicate") for event in trace.events) == len(busy) >= 4
+        assert min(busy) > 0
+    sync.detach()
+    thinwire.attach(trained, compress=thinwire.compress.top_k(0.1)).detach()
+    assert trained._comm_hooks
+
+
+@pytest.mark.parametrize("ddp", [{}, {"find_unused_parameters": True}])
+def test_ddp_has_no_hook_where_there_is_nothing_to_gain(ddp: dict[str, bool]) -> None:
+    run_ranks(partial(_no_hook, **ddp), world_size=2, timeout_seconds=60)
 
 
 @pytest.mark.parametrize(("backend", "device", "expected"), [

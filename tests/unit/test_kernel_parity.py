@@ -25,6 +25,7 @@ LARGE = 100_003 if JIT else 3_001  # as Python, kernels run a thousand times as 
 SIZES = (0, 1, 7, 1023, 1024, 1025, LARGE)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
+pytestmark = pytest.mark.usefixtures("nothing_compiles_after_warm_up")
 every_size = pytest.mark.parametrize("size", SIZES)
 every_dtype = pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
 every_fill = pytest.mark.parametrize("density", [0.0, 0.001, 0.05, 0.6, 1.0])
@@ -447,16 +448,3 @@ def test_every_kernel_releases_the_gil_and_is_serial_and_kept() -> None:
         options = kernel.targetoptions
         assert (options["nogil"], options["error_model"], options.get("parallel", False)) == (True, "numpy", False)
         assert not options.get("fastmath", False), "additions keep their order"
-
-
-def test_warm_up_compiles_all_that_calls_need() -> None:
-    if not JIT:
-        pytest.skip("nothing is compiled")
-    from thinwire.kernels import cpu_rows
-
-    assert kernels.warm_up() > 0
-    before = len(cpu_rows._find_words.signatures)
-    for dtype in SUPPORTED_DTYPES:
-        with kernels.using("numba"):
-            kernels.nonzero_rows(torch.ones(7, 1, dtype=dtype))
-    assert len(cpu_rows._find_words.signatures) == before

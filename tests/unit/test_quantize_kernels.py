@@ -17,6 +17,7 @@ SIZES = (0, 1, 7, 8, 9, 1023, 1024, 1025, 50_001 if JIT else 2_001)
 DTYPES = (torch.float32, torch.float64)
 SEEDS = (None, 0, 12345678901234567, -5)
 
+pytestmark = pytest.mark.usefixtures("nothing_compiles_after_warm_up")
 every_size = pytest.mark.parametrize("size", SIZES)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 

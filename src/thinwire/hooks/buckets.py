@@ -16,10 +16,13 @@ from thinwire.hooks.clock import Clock, JobTimes, Load
 from thinwire.hooks.compressed import CompressedSync
 from thinwire.hooks.embedding import LookupRows
 from thinwire.hooks.gradients import GradientSync
-from thinwire.hooks.native import NativeAllReduce, Started
+from thinwire.hooks.native import DenseBucket, NativeAllReduce, Started
 from thinwire.hooks.staged import staged
 from thinwire.hooks.table import TableGradient
 from thinwire.lane import Lane
+
+Pending = Future[Tensor] | DenseBucket
+"""What is waited for at the end of backward: a job of the lane, or an all-reduce beside it."""
 
 OTHERS = "all other parameters"
 """The row of `Synchronizer.table` for what is all-reduced in buckets."""
@@ -55,7 +58,7 @@ class Contents:
 
     @property
     def load(self) -> Load:
-        exact = sum(gradient.nbytes for _, gradient in self.others) + sum(entry.size_bytes for entry in self.started)
+        exact = sum(gradient.nbytes for _, gradient in self.others)
         compressed = [gradient.nbytes for _, gradient in self.compressed]
         return Load(self.name, exact, sum(compressed), len(compressed))
 
@@ -77,7 +80,7 @@ class Buckets:
         names: of parameters, by ``id()``.
         lane: where it is done.
         staging: how gradients get there and back; None where they are on the CPU.
-        native: all-reduces what is not a table; None to have the lane do it.
+        native: all-reduces what is neither a table nor compressed; None to have the lane do it.
         compressed: what is done with gradients that are compressed; None if none are.
         clock: is told when buckets come and jobs run.
     """
@@ -107,16 +110,19 @@ class Buckets:
         self._waiting_bytes = 0
         self._formed: dict[int, tuple[str, ...]] = {}
 
-    def add(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """What DDP takes for the bucket, once it is there: a new sparse tensor, or its buffer, in place."""
+    def add(self, bucket: dist.GradBucket) -> Pending:
+        """The mean of the bucket, once it is there: a new sparse tensor, or its buffer, in place."""
         self._clock.ready(f"bucket {bucket.index()}")
         return self.submit(self._take_apart(bucket), bucket.is_last())
 
-    def submit(self, contents: Contents, is_last: bool = False) -> Future[Tensor]:
+    def submit(self, contents: Contents, is_last: bool = False) -> Pending:
         """As `add`, of a bucket that is taken apart already."""
         if self._native is not None and not contents.compressed:
-            started = self._native.start([gradient for _, gradient in contents.others])
-            contents = replace(contents, others=(), started=tuple(started))
+            dense = [gradient for _, gradient in contents.others]
+            if not contents.tables:
+                self.flush()
+                return self._native.start_bucket(dense, contents.buffer, self._clock.submit(contents.load))
+            contents = replace(contents, others=(), started=self._native.start(dense))
         future = self._staging.future()
         self._waiting.append((contents, future))
         may_wait = self._may_wait(contents)
@@ -177,8 +183,8 @@ class Buckets:
         self._clock.run(job)
         for contents in batch:
             self._synchronize_dense(lane, contents)
-            if self._native is not None:
-                self._native.finish(lane, contents.started)
+            for one in contents.started:
+                one.wait()
         self._clock.end(job)
         return [means[contents.tables[0].name] if contents.buffer.is_sparse else contents.buffer for contents in batch]
 

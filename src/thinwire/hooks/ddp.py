@@ -14,6 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.errors import ThinwireError
 
 OnBucket = Callable[[dist.GradBucket], Future[Tensor]]
+_TAKEN = (
+    "this DDP model has a communication hook already, and DDP takes only one: leave out register_comm_hook or"
+    " thinwire.attach"
+)
 
 
 class _Dispatcher:
@@ -53,14 +57,17 @@ def install(ddp: DistributedDataParallel, target: OnBucket) -> None:
         try:
             ddp.register_comm_hook(None, dispatcher.hook)
         except RuntimeError as error:
-            raise ValueError(
-                "this DDP model has a communication hook already, and DDP takes only one: leave out"
-                f" register_comm_hook or thinwire.attach ({str(error).splitlines()[0]})"
-            ) from error
+            raise ValueError(f"{_TAKEN} ({str(error).splitlines()[0]})") from error
         _dispatchers[ddp] = dispatcher
     if _dispatchers[ddp].target is not None:
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
     _dispatchers[ddp].target = target
+
+
+def check_free(ddp: DistributedDataParallel) -> None:
+    """Raises ValueError if another communication hook is registered, without registering one."""
+    if ddp not in _dispatchers and ddp._comm_hooks:
+        raise ValueError(_TAKEN)
 
 
 def uninstall(ddp: DistributedDataParallel) -> None:

@@ -125,6 +125,12 @@ def tables_of(module: nn.Module) -> list[nn.Parameter]:
     return [weight for weight in weights if isinstance(weight, nn.Parameter)]
 
 
+def has_tables(module: nn.Module) -> bool:
+    """Whether there is an embedding whose gradient is not all-reduced unread."""
+    embeddings = (entry for entry in module.modules() if isinstance(entry, (nn.Embedding, nn.EmbeddingBag)))
+    return any(entry.sparse or _has_dense_gradient(entry) for entry in embeddings)
+
+
 def _has_dense_gradient(module: nn.Module) -> bool:
     """Whether it is a large enough embedding whose weight is trained and gets a dense gradient."""
     if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.sparse:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import ThinwireError
 from thinwire.hooks.agree import agree_on_order
-from thinwire.hooks.buckets import Buckets, Contents
+from thinwire.hooks.buckets import Buckets, Contents, Pending
 from thinwire.hooks.clock import Clock
 from thinwire.hooks.embedding import LookupRows, tables_of
 from thinwire.hooks.groups import Groups, Trained, plan_groups, with_others
@@ -46,7 +47,7 @@ class ParameterHooks:
         lookups: which rows of tables a backward touched. It must have been made before this object.
         lane: by which the order is agreed.
         begin: called at the first gradient of each backward; has `finish` and `deliver` called when it ends.
-        expect: called with each future of a group.
+        expect: called with what each group has to wait for.
         clock: is told when gradients are ready.
         planned: the groups of a plan, of all parameters but tables; None for those of `plan_groups`.
     """
@@ -58,7 +59,7 @@ class ParameterHooks:
         lookups: LookupRows,
         lane: Lane,
         begin: Callable[[], object],
-        expect: Callable[[Future[Tensor]], None],
+        expect: Callable[[Pending], None],
         clock: Clock,
         planned: Groups | None = None,
     ) -> None:
@@ -99,11 +100,12 @@ class ParameterHooks:
         finally:
             self.synchronizes = before
 
-    def finish(self) -> None:
+    def finish(self) -> float:
         """Submit the groups that are left, at the end of backward."""
         while self._pass.submitted < len(self.groups):
             self._submit()
         self._buckets.flush()
+        return time.perf_counter()
 
     def deliver(self) -> None:
         """Store what futures brought, when all of them are done; and agree on the order after the first pass."""
@@ -166,10 +168,10 @@ class ParameterHooks:
             contents = Contents(gradients[0], (table,), name=f"group {number}")
         else:
             contents = self._contents(number, members, gradients)
-        future = self._buckets.submit(contents)
-        self._expect(future)
-        if members[0].is_sparse:
-            self._pass.sparse.append((members[0], future))
+        pending = self._buckets.submit(contents)
+        self._expect(pending)
+        if isinstance(pending, Future) and members[0].is_sparse:
+            self._pass.sparse.append((members[0], pending))
 
     def _contents(self, number: int, members: Sequence[Trained], gradients: Sequence[Tensor]) -> Contents:
         """Those that are summed are copied into one tensor of each dtype, and back in `deliver`; the others stay."""

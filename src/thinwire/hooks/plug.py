@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -12,7 +13,8 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.hooks import ddp
-from thinwire.hooks.buckets import Buckets
+from thinwire.hooks.buckets import Buckets, Pending
+from thinwire.hooks.native import DenseBucket
 
 
 class Plug(Protocol):
@@ -23,8 +25,8 @@ class Plug(Protocol):
         """Whether the next backward pass is not one of `no_sync`."""
         ...
 
-    def finish(self) -> None:
-        """Submit what is left, at the end of backward."""
+    def finish(self) -> float:
+        """Submit what is left, at the end of backward; since when nothing is left to compute (`time.perf_counter`)."""
         ...
 
     def deliver(self) -> None:
@@ -51,7 +53,7 @@ class DdpPlug:
         model: gets the communication hook.
         buckets: where its buckets go.
         begin: called with each bucket; whether a backward is running, at whose end `finish` and `deliver` are called.
-        expect: called with each future that is to be waited for then.
+        expect: called with what is to be waited for then.
     """
 
     def __init__(
@@ -59,7 +61,7 @@ class DdpPlug:
         model: DistributedDataParallel,
         buckets: Buckets,
         begin: Callable[[], bool],
-        expect: Callable[[Future[Tensor]], None],
+        expect: Callable[[Pending], None],
     ) -> None:
         self._model, self._buckets, self._begin, self._expect = model, buckets, begin, expect
         ddp.install(model, self._on_bucket)
@@ -68,8 +70,9 @@ class DdpPlug:
     def synchronizes(self) -> bool:
         return self._model.require_backward_grad_sync
 
-    def finish(self) -> None:
+    def finish(self) -> float:
         self._buckets.flush()
+        return time.perf_counter()
 
     def deliver(self) -> None:
         pass
@@ -89,7 +92,7 @@ class DdpPlug:
 
         Under ``model.join()`` also outside of backward, for ranks that ran out of data.
         """
-        future = self._buckets.add(bucket)
+        pending = self._buckets.add(bucket)
         if self._begin():
-            self._expect(future)
-        return future
+            self._expect(pending)
+        return pending.future() if isinstance(pending, DenseBucket) else pending

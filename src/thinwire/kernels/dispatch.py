@@ -3,7 +3,9 @@
 The compiled one is taken where numba is installed, the input is one that it knows (tensors on the CPU, contiguous,
 aligned, of a dtype that numba has), and the work is large enough that it is faster: below, the call alone, 1 us an
 argument, costs more than the reference needs. ``THINWIRE_KERNELS=reference`` or ``=numba`` forces one for every size;
-what the compiled one does not know goes to the reference even then. Twins give equal bits, so ranks may differ in this.
+what the compiled one does not know goes to the reference even then. Twins give equal bits, so ranks may differ in this,
+and a rank may change from one to the other: on a machine that is new to them, kernels are compiled in the background
+(`thinwire.kernels.once`), and until one is there its reference runs. Forced, it is compiled at the first call.
 
 CUDA tensors go to the Triton twin, unless ``reference`` is forced, Triton is missing or the GPU is too old for it; then
 to the reference on the GPU, codes through the host.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache, wraps
@@ -24,6 +27,7 @@ import torch
 from torch import Tensor
 
 from thinwire.kernels import reference, reference_codes, reference_quantize, reference_select
+from thinwire.kernels.once import Once, shared
 from thinwire.ranges import ranged
 
 P = ParamSpec("P")
@@ -36,6 +40,8 @@ _GPU_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torc
 
 _logger = logging.getLogger("thinwire")
 _forced: str | None = None
+_uses: dict[object, str] = {}  # of `using`, in the order in which they began
+_uses_lock = threading.Lock()
 
 
 def mode() -> str:
@@ -53,18 +59,33 @@ def _environment_mode() -> str:
 
 @contextmanager
 def using(chosen: str) -> Iterator[None]:
-    """Force a mode for all threads, for tests and benchmarks."""
+    """Force a mode for all threads, for tests and benchmarks; of those that overlap the last one holds."""
     global _forced
-    before, _forced = _forced, chosen
+    use = object()
+    with _uses_lock:
+        _uses[use] = _forced = chosen
     try:
         yield
     finally:
-        _forced = before
+        with _uses_lock:
+            del _uses[use]
+            _forced = next(reversed(_uses.values()), None)
 
 
 def available() -> bool:
     """Whether numba can be imported, which this does."""
-    return _compiled() is not None
+    return compiled_kernels() is not None
+
+
+@cache
+def compilation() -> Once | None:
+    """That of all kernels; None where there is no numba, or it does not compile, or cannot keep what it compiles."""
+    compiled = compiled_kernels()
+    if compiled is None:
+        return None
+    from thinwire.kernels.cpu_bits import count_ones
+
+    return shared(count_ones, set(compiled.__all__))
 
 
 def _dispatched(twin: Callable[P, R], work: Callable[P, int], at_least: int) -> Callable[P, R]:
@@ -77,18 +98,23 @@ def _dispatched(twin: Callable[P, R], work: Callable[P, int], at_least: int) -> 
         chosen = mode()
         size = UNKNOWN if chosen == "reference" else work(*args, **kwargs)
         if size > UNKNOWN and (size >= at_least or chosen == "numba"):
-            compiled = _compiled()
-            if compiled is not None:
+            compiled = compiled_kernels()
+            if compiled is not None and (chosen == "numba" or _is_compiled(twin.__name__)):
                 return getattr(compiled, twin.__name__)(*args, **kwargs)
-            if chosen == "numba":
+            if compiled is None and chosen == "numba":
                 raise ValueError("THINWIRE_KERNELS=numba, but numba cannot be imported: pip install 'thinwire[cpu]'")
         return twin(*args, **kwargs)
 
     return call
 
 
+def _is_compiled(name: str) -> bool:
+    once = compilation()
+    return once is None or once.has(name)
+
+
 @cache
-def _compiled() -> ModuleType | None:
+def compiled_kernels() -> ModuleType | None:
     """The module of compiled kernels; None where there is no numba."""
     try:
         from thinwire.kernels import cpu
@@ -149,10 +175,11 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
 
 def _known(*tensors: Tensor) -> bool:
     """Whether numba can index them as they are."""
-    return all(
-        tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.data_ptr() % tensor.element_size() == 0
-        for tensor in tensors
-    )
+    return all(tensor.device.type == "cpu" and tensor.is_contiguous() and _is_aligned(tensor) for tensor in tensors)
+
+
+def _is_aligned(tensor: Tensor) -> bool:
+    return tensor.data_ptr() % tensor.element_size() == 0
 
 
 def _ids(ids: Tensor) -> int:
@@ -168,7 +195,8 @@ def _words(buffer: Tensor) -> int:
 
 
 def _dense(dense: Tensor) -> int:
-    return dense.numel() if dense.device.type == "cpu" else UNKNOWN
+    known = dense.device.type == "cpu" and _is_aligned(dense)
+    return dense.numel() if known else UNKNOWN
 
 
 def _gathered(values: Tensor, places: Tensor, out: Tensor | None = None) -> int:

@@ -11,6 +11,7 @@ import ctypes
 import logging
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -40,6 +41,22 @@ def njit(function: Callable[P, R]) -> Callable[P, R]:
     except RuntimeError:  # no directory can be written to
         _log_uncached()
         return numba.njit(nogil=True, error_model="numpy")(function)
+
+
+def cache_directory(kernel: object) -> Path | None:
+    """Where the machine code of what `njit` made is kept; None where it is not, or where nothing is compiled."""
+    path = getattr(getattr(kernel, "_cache", None), "cache_path", None)
+    return None if path is None else Path(path)
+
+
+def describe_target() -> tuple[str, ...]:
+    """Compiler and processor, on which machine code depends."""
+    import llvmlite
+    import numba
+    from numba.core.registry import cpu_target
+
+    processor = cpu_target.target_context.codegen().magic_tuple()  # pyrefly: ignore [missing-attribute]
+    return numba.__version__, llvmlite.__version__, *processor
 
 
 def make_popcount() -> Callable[[Int64], int]:

@@ -72,7 +72,7 @@ class Channel:
     """
 
     def __init__(
-        self, exchange: Exchange, subject: Subject, sequence: int, measure: Callable[[], Machine] | None = None
+        self, exchange: Exchange, subject: Subject, sequence: int, measure: Callable[[], Machine | None] | None = None
     ) -> None:
         self.exchange = exchange
         self._measure = measure

@@ -80,6 +80,10 @@ class Exchange(Protocol):
         """Sum a contiguous tensor over the ranks, in place, by the group's own algorithm."""
         ...
 
+    def count_all_reduce(self, moved_bytes: int) -> None:
+        """Count an all-reduce in which each rank sent ``moved_bytes`` to the next one of a ring."""
+        ...
+
     def close(self) -> None:
         """Let go of the group. Nothing can be exchanged afterwards."""
         ...
@@ -186,9 +190,11 @@ class ProcessGroupExchange:
         assert self._is_whole, "the native all-reduce is of the whole group"
         with self._losing_peers():
             dist.all_reduce(tensor, group=self.process_group)
-        moved = ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size)
-        self._count_sent((self.rank + 1) % self.world_size, moved)
-        self._count_received((self.rank - 1) % self.world_size, moved)
+        self.count_all_reduce(ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size))
+
+    def count_all_reduce(self, moved_bytes: int) -> None:
+        self._count_sent((self.rank + 1) % self.world_size, moved_bytes)
+        self._count_received((self.rank - 1) % self.world_size, moved_bytes)
 
     def close(self) -> None:
         self.process_group, self.hang_up = None, _nothing
@@ -225,6 +231,20 @@ class ProcessGroupExchange:
 
 def _nothing(reason: str) -> None:
     del reason
+
+
+_SPARSE_METADATA_BYTES = 9 * 8  # what ProcessGroupGloo gathers before a sparse tensor: sizes and nnz, int64
+
+
+def sparse_all_reduce_bytes(held: Sequence[int], rank: int, row_bytes: int, num_tensors: int = 1) -> int:
+    """Bytes that a rank sends in torch's own all-reduce of sparse tensors, of which each rank holds so many rows.
+
+    Gloo gathers ids and values in a ring: a rank passes on what all but the next one hold.
+    """
+    if len(held) < 2:
+        return 0
+    passed_on = sum(held) - held[(rank + 1) % len(held)]
+    return num_tensors * (len(held) - 1) * _SPARSE_METADATA_BYTES + passed_on * (8 + row_bytes)
 
 
 def ring_all_reduce_bytes(tensor_bytes: int, world_size: int) -> int:

@@ -1,0 +1,196 @@
+"""Kernels are compiled once a machine, in the background, and nobody waits for them who trains."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from thinwire import kernels
+from thinwire.kernels import dispatch, once
+from thinwire.kernels.once import Once
+from thinwire.kernels.warm import CALLS
+
+NAMES = {"mix", "deal", "sum_rows"}
+PATIENCE = 60.0
+needs_jit = pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT", "0") != "0", reason="nothing is compiled")
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE
+    while not holds():
+        assert time.monotonic() < end, "it did not come to be"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """The process that compiles does nothing and ends when the file is there, with the status that is in it."""
+    end = tmp_path / "end"
+    code = "import os, time\nwhile not os.path.exists(END): time.sleep(0.01)\nexit(int(open(END).read()))"
+    monkeypatch.setattr(once, "_COMMAND", code.replace("END", repr(str(end))))
+    monkeypatch.setattr(once, "LOOK_SECONDS", 0.0)
+    yield end
+    end.write_text("0")
+
+
+def compile_all(done: Callable[[str], None]) -> None:
+    for name in sorted(NAMES):
+        done(name)
+
+
+def test_what_is_compiled_is_known_to_all(tmp_path: Path, patient: Path) -> None:
+    one, other = Once(tmp_path, NAMES), Once(tmp_path, NAMES)
+    assert not one.has("mix")
+    assert one._child is not None
+    other.compile_with_lock(lambda done: done("mix"))
+    assert one.has("mix")
+    assert not one.has("deal")
+    assert not one.is_complete()
+    other.compile_with_lock(compile_all)
+    assert one.has("deal")
+    assert one.is_complete()
+
+
+def test_one_process_compiles(tmp_path: Path, patient: Path) -> None:
+    ranks = [Once(tmp_path, NAMES) for _ in range(4)]
+    for _ in range(3):
+        assert not any(rank.has("mix") for rank in ranks)
+    assert [rank._child is not None for rank in ranks] == [True, False, False, False]
+
+
+def test_another_process_takes_over_from_one_that_was_killed(
+    tmp_path: Path, patient: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = Once(tmp_path, NAMES), Once(tmp_path, NAMES)
+    first.start()
+    second.start()
+    assert first._child is not None
+    assert second._child is None
+    first._list.write_text("deal\nmi")  # killed while it wrote
+    first._child.send_signal(signal.SIGKILL)
+    wait_until(lambda: second.has("mix") or second._child is not None)
+    assert second._child is not None
+    assert second.has("deal")
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        wait_until(lambda: first.has("mix"))  # which now compiles it itself
+    assert "at their first calls" in caplog.text
+    assert not second.has("mix")
+    Once(tmp_path, NAMES).compile_with_lock(compile_all)
+    assert second.has("mix")
+    assert second.has("sum_rows")
+
+
+def test_a_process_that_fails_is_not_started_again(
+    tmp_path: Path, patient: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    patient.write_text("3")
+    rank = Once(tmp_path, NAMES)
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        wait_until(lambda: rank.has("mix"))
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "ended with 3" in caplog.text
+    assert rank.is_complete(), "each kernel is compiled at its first call, as where no process can be started"
+
+
+@pytest.mark.parametrize("trouble", ["no interpreter", "no directory"])
+def test_where_no_process_can_be_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, trouble: str
+) -> None:
+    if trouble == "no interpreter":
+        monkeypatch.setattr(sys, "executable", str(tmp_path / "nothing"))
+    rank = Once(tmp_path if trouble == "no interpreter" else tmp_path / "gone", NAMES)
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        assert rank.has("mix")
+    assert len(caplog.records) == 1
+
+
+def test_who_compiles_waits_for_who_is_at_it(tmp_path: Path) -> None:
+    ranks, compiled = [Once(tmp_path, NAMES) for _ in range(3)], []
+    lock = ranks[0]._take_lock()
+    assert lock is not None
+    threads = [
+        threading.Thread(target=rank.compile_here, args=(lambda done: compiled.append(done),)) for rank in ranks[1:]
+    ]
+    for thread in threads:
+        thread.start()
+    assert compiled == []
+    lock.close()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(compiled) == 2
+
+
+@needs_jit
+def test_warm_up_knows_all_kernels() -> None:
+    pytest.importorskip("numba")
+    from thinwire.kernels import cpu
+
+    assert set(CALLS) == set(cpu.__all__)
+
+
+def test_uses_that_overlap_leave_nothing_behind() -> None:
+    """Two threads: one begins before the other ends, and ends after it."""
+    first, second = kernels.using("numba"), kernels.using("reference")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert dispatch.mode() == "reference"
+    second.__exit__(None, None, None)
+    assert dispatch._forced is None
+
+
+COLD = """
+import sys, time
+import torch
+from numba.core import event
+from thinwire import kernels
+from thinwire.kernels import dispatch
+
+class Count(event.Listener):
+    compiled = 0
+    def on_start(self, started):
+        self.compiled += 1
+    def on_end(self, ended):
+        pass
+
+count = Count()
+event.register("numba:compile", count)
+dense = torch.zeros(9000, 1)
+dense[::7] = 1
+first = kernels.nonzero_rows(dense)
+once = dispatch.compilation()
+assert not once.has("sum_log_magnitudes"), "the last of all"
+while not once.has("nonzero_rows"):
+    time.sleep(0.01)
+assert torch.equal(kernels.nonzero_rows(dense), first)
+from thinwire.kernels.cpu_rows import _find_words
+assert len(_find_words.signatures) == 1, "now it runs compiled"
+assert count.compiled == 0, "in another process"
+print("child", once._child.pid if once._child else None)
+"""
+
+
+@needs_jit
+def test_processes_that_start_with_an_empty_cache_compile_nothing(tmp_path: Path) -> None:
+    """Two at once: both run in plain torch, and go on compiled when the one process in the background is so far."""
+    pytest.importorskip("numba")
+    environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "THINWIRE_KERNELS": "auto"}
+    command = [sys.executable, "-c", COLD]
+    ranks = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [rank.communicate(timeout=110)[0] for rank in ranks]
+    children = [int(line.split()[1]) for line in "".join(said).splitlines() if line != "child None"]
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    assert len(children) == 1

@@ -21,6 +21,7 @@ from torch import Tensor
 from thinwire import kernels, wire
 from thinwire.sync.exchange import Exchange, ring_all_reduce_bytes
 from thinwire.sync.partition import Permutation
+from thinwire.sync.records import swap_record
 from thinwire.wire import Format, Header
 
 REPEATS = 3
@@ -293,15 +294,10 @@ def _decoded(part: wire.Part, message: tuple[Format, int, Tensor], width: int) -
 
 def told(exchange: Exchange, number: float) -> list[float]:
     """The number of each rank, on all of them; a collective call."""
-    record = torch.frombuffer(bytearray(struct.pack("<d", number)), dtype=torch.uint8)
-    told = exchange.swap_records([record] * exchange.world_size)
-    return [struct.unpack("<d", other.numpy().tobytes())[0] for other in told]
+    return [struct.unpack("<d", other)[0] for other in swap_record(exchange, "number", struct.pack("<d", number))]
 
 
 def _typical(exchange: Exchange, mine: Machine) -> Machine:
     layout = struct.Struct(f"<{len(fields(Machine))}d")
-    record = torch.frombuffer(bytearray(layout.pack(*astuple(mine))), dtype=torch.uint8)
-    told = exchange.swap_records([record] * exchange.world_size)
-    return Machine(
-        *map(statistics.median, zip(*(layout.unpack(other.numpy().tobytes()) for other in told), strict=True))
-    )
+    told = swap_record(exchange, "machine", layout.pack(*astuple(mine)))
+    return Machine(*map(statistics.median, zip(*map(layout.unpack, told), strict=True)))

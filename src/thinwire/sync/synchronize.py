@@ -38,6 +38,7 @@ def agree(
         MismatchError, PeerError: see `Channel.open`; whatever ``prepare`` raises, on this rank.
     """
     rows, point = channel.attempt(lambda: (prepare(), _resolved(scheme, channel)))
+    channel.max_held = rows.num_rows
     if point is None or point.is_dense:
         channel.open(rows.ids.numel())
         point = point or (choose or chosen)(rows, channel)
@@ -82,6 +83,7 @@ def synchronize(rows: SparseRows, scheme: Scheme | TwoLevel, channel: Channel, s
     if scheme.is_dense:
         return _through_dense(rows, channel, scale)
     units = channel.attempt(lambda: to_units(rows, scheme.unit))
+    channel.max_held = units.num_rows
     if begins_with_opening(scheme) and (scheme.unit is not Unit.ROWS or not channel.held):
         channel.open(units.ids.numel())  # sizes for columns; and in a stage only two ranks hear of each other
     return from_units(_summed(units, scheme, channel, scale), rows, scheme.unit)

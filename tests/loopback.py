@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from thinwire.errors import CorruptHeaderError, LostPeerError, ThinwireError
+from thinwire.errors import LostPeerError, ranks_told
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel, Subject
 from thinwire.sync.exchange import Exchange, Traffic, ring_all_reduce_bytes
@@ -260,8 +260,7 @@ def run_ranks(
 ) -> list[Outcome[T]]:
     """Run ``function(exchange)`` on a thread for each rank; the outcomes in rank order.
 
-    As on a lane, a rank hangs up when it lost a peer or the thread of the conversation (and after anything that
-    is not about the synchronization); after other errors it stays connected and says no more.
+    As on a lane, a rank hangs up after a failure that not all ranks raise at the same point.
     """
     hub = Hub(world_size, timeout_seconds, tamper)
     outcomes: list[Outcome[T]] = [Outcome() for _ in range(world_size)]
@@ -275,8 +274,7 @@ def run_ranks(
                 outcome.result = function(exchange)
         except Exception as error:
             outcome.error = error
-            expected = isinstance(error, (ThinwireError, ValueError))
-            if not expected or isinstance(error, (LostPeerError, CorruptHeaderError)):
+            if ranks_told(error) < world_size:
                 exchange.close()
 
     threads = [

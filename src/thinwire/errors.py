@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+from types import TracebackType
+
 
 class ThinwireError(RuntimeError):
     """Base of the errors that thinwire raises about a synchronization; bad arguments are ``ValueError``."""
@@ -24,4 +27,49 @@ class CorruptHeaderError(CorruptMessageError):
 
 
 class LostPeerError(PeerError):
-    """A peer died, or did not answer within the timeout."""
+    """A peer died, gave up after a failure of its own, or did not answer within the timeout."""
+
+
+def told(error: Exception, num_ranks: int) -> Exception:
+    """The error, marked as one that so many ranks raise at the same point: they are still in step."""
+    error.__dict__["_ranks_told"] = num_ranks
+    return error
+
+
+def ranks_told(error: BaseException) -> int:
+    """How many ranks know of the error; 0 for one that only its own rank has seen."""
+    return error.__dict__.get("_ranks_told", 0)
+
+
+def in_exchange(error: BaseException) -> BaseException:
+    """The error, marked as one that broke off an exchange in the middle: peers cannot be told of it any more."""
+    error.__dict__["_in_exchange"] = True
+    return error
+
+
+def can_be_told(error: BaseException) -> bool:
+    """Whether the conversation can go on, so that peers learn of the error in place of the next message."""
+    return not isinstance(error, (LostPeerError, CorruptHeaderError)) and not error.__dict__.get("_in_exchange")
+
+
+def forget_locals(error: BaseException) -> None:
+    """Clear the local variables of our frames and torch's in its traceback and those of its causes.
+
+    Whoever holds an error holds these frames, and they hold groups, works, and gradients.
+    """
+    seen: set[int] = set()
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        link = waiting.pop()
+        if link is not None and id(link) not in seen:
+            seen.add(id(link))
+            waiting += [link.__cause__, link.__context__]
+            _clear(link.__traceback__)
+
+
+def _clear(trace: TracebackType | None) -> None:
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").split(".")[0] in ("thinwire", "torch"):
+            with contextlib.suppress(RuntimeError):  # it is still running
+                trace.tb_frame.clear()
+        trace = trace.tb_next

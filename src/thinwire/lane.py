@@ -3,31 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
 from thinwire.cuda.exchange import StagedExchange
 from thinwire.cuda.staging import HostStaging, Staging
-from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerError, ThinwireError
+from thinwire.errors import ThinwireError, forget_locals, ranks_told
 from thinwire.sync.channel import Channel, Subject
 from thinwire.sync.connections import PrivateGroup
-from thinwire.sync.exchange import Exchange, ProcessGroupExchange
+from thinwire.sync.exchange import Exchange, ProcessGroupExchange, Traffic
 from thinwire.sync.hosts import discover
 from thinwire.sync.machine import Machine, measure
 
 T = TypeVar("T")
+E = TypeVar("E", bound=ProcessGroupExchange)
 Group = dist.ProcessGroup | DeviceMesh | None
+
+logger = logging.getLogger("thinwire")
 
 
 def resolve_group(process_group: Group) -> dist.ProcessGroup:
@@ -63,8 +69,7 @@ _idle_groups = WeakKeyDictionary()
 def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> PrivateGroup:
     """A Gloo group of the same ranks for a lane alone: one that a closed lane left, else a new one.
 
-    Groups are kept because torch names a group of some of the ranks after those ranks, so that a second
-    one finds the addresses of the first, which are dead if it was destroyed.
+    Groups are kept because they cost a few connections and threads, and time until all ranks have met.
     """
     idle = _idle_groups.setdefault(parent, [])
     for place, (idle_timeout, group) in enumerate(idle):
@@ -77,7 +82,38 @@ def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> Private
 def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(parent)
     some = len(ranks) < dist.get_world_size()
-    group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
+    with _same_number_of_groups(parent) if some else contextlib.nullcontext():
+        group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+_last_number_of_groups = 0
+
+
+@contextlib.contextmanager
+def _same_number_of_groups(parent: dist.ProcessGroup) -> Iterator[None]:
+    """Have all ranks of a group be in as many groups as each other, and in more than when they last were here.
+
+    Torch names a group of some of the ranks after those ranks and the number of groups that a rank is in: under
+    different names its members wait for each other until the timeout, and under a name that was there before they find
+    the addresses of a group that may be gone. So ranks make groups of themselves alone, for as long as it takes.
+    """
+    global _last_number_of_groups
+    mine = len(distributed_c10d._world.pg_names)
+    told = [0] * parent.size()
+    dist.all_gather_object(told, max(mine, _last_number_of_groups + 1), group=parent)
+    _last_number_of_groups = max(told)
+    alone = [_group_of_this_rank() for _ in range(max(told) - mine)]
+    try:
+        yield
+    finally:
+        for group in alone:
+            dist.destroy_process_group(group)
+
+
+def _group_of_this_rank() -> dist.ProcessGroup:
+    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -109,20 +145,24 @@ class Lane:
         parent = resolve_group(process_group)
         self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
         self._timeout = timeout or _timeout_of(parent)
-        self._own = _take_group(parent, self._timeout)
+        self._own: PrivateGroup | None = _take_group(parent, self._timeout)
         self._native: PrivateGroup | None = None
         group = self._own.process_group
         self._group: dist.ProcessGroup | None = group
-        self.exchange: Exchange = StagedExchange(group, staging or HostStaging())
+        self.exchange: Exchange = self._hanging_up(StagedExchange(group, staging or HostStaging()))
+        self.setup = Traffic()  # what was sent of no gradient: to find hosts, to measure, and to agree
         self.busy_seconds = 0.0
         self.watcher: Callable[[float, float], None] | None = None  # told when each job started and ended
         self._sequence = 0
         self._broken: Exception | None = None
         self._machine: Machine | None = None
+        self._probed: Machine | None = None
+        self._is_measured = False
+        self._seen: deque[float] = deque(maxlen=3)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="thinwire-lane", daemon=True)
         self._thread.start()
-        self._jobs.put(lambda: self._find_hosts(ProcessGroupExchange(group)))
+        self.submit(Lane._find_hosts)
 
     @property
     def rank(self) -> int:
@@ -160,8 +200,7 @@ class Lane:
                 future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
             else:
                 future.set_result(result)
-            finally:
-                self.note_busy(started, time.perf_counter())
+            self.note_busy(started, time.perf_counter())
 
         self._jobs.put(run)
         return future
@@ -169,8 +208,13 @@ class Lane:
     def note_busy(self, started: float, ended: float) -> None:
         """The network was busy; by a job, or on the native group while no job runs."""
         self.busy_seconds += ended - started
-        if self.watcher is not None:
+        if self.watcher is None:
+            return
+        try:
             self.watcher(started, ended)
+        except Exception:
+            self.watcher = None
+            logger.exception("a watcher of the lane raised, and is not called any more")
 
     def close(self) -> None:
         """Finish the queued jobs and release the thread and the group. Nothing can be submitted afterwards."""
@@ -179,81 +223,118 @@ class Lane:
         parent = self._parent()
         if parent is not None and self._group is not None and self._broken is None:
             idle = _idle_groups.setdefault(parent, [])
-            idle += [(self._timeout, group) for group in (self._own, self._native) if group is not None]
-            self._group = None
-        self._hang_up()
+            idle += [(self._timeout, group) for group in self._groups()]
+            self._own = self._native = None
+        self._release()
 
     def abandon(self) -> None:
         """Have the thread end after the queued jobs, without waiting for it."""
         self._jobs.put(None)
 
+    def break_off(self, reason: str) -> None:
+        """Stop for good, on all ranks: this one cannot do its part in what peers wait for. From any thread.
+
+        Whatever is under way fails at once, here and there, and what comes later is refused with the reason.
+        """
+        if self._broken is None:
+            self._broken = ThinwireError(reason)  # a new one, without a traceback: its frames would hold the group
+        for group in self._groups():
+            group.shut_down()
+        self._jobs.put(self._release)
+
+    def check(self, what: str) -> None:
+        """Raises ThinwireError if the lane was broken off; ``what`` cannot be synchronized then."""
+        if self._broken is not None:
+            raise ThinwireError(
+                f"rank {self.rank}, {what}: not synchronized, because the lane stopped after an earlier failure:"
+                f" {self._broken}"
+            )
+
     def channel(self, subject: Subject) -> Channel:
         """The next conversation. Only for a running job.
 
         Raises:
-            ThinwireError: an earlier failure left this rank out of step with its peers; they learn of it here.
+            ThinwireError: an earlier failure left this rank out of step with its peers.
         """
+        self.check(subject.name)
         channel = Channel(self.exchange, subject, self._sequence, self.machine)
         self._sequence += 1
-        if self._broken is not None:
-            self._refuse(channel, self._broken)
         return channel
 
-    def rehearsal(self, subject: Subject) -> Channel:
-        """As `channel`, but what it sends is not counted: nothing of it reaches a gradient."""
-        channel = self.channel(subject)
-        assert self._group is not None, "a lane without connections runs no jobs"
-        exchange = ProcessGroupExchange(self._group)
-        exchange.hosts = self.exchange.hosts
-        return Channel(exchange, subject, channel.sequence, self.machine)
+    @contextlib.contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """What is sent meanwhile is counted as `setup`: nothing of it reaches a gradient."""
+        traffic, self.exchange.traffic = self.exchange.traffic, self.setup
+        try:
+            yield
+        finally:
+            self.exchange.traffic = traffic
 
-    def machine(self) -> Machine:
+    def machine(self) -> Machine | None:
         """What messages, bytes and rows take on these ranks: measured by the first call, which all ranks make together.
 
-        Only for a running job. It takes a few tenths of a second.
+        Only for a running job. It takes a few tenths of a second. None where it cannot be measured.
         """
-        if self._machine is None:
-            assert self._group is not None, "a lane without connections runs no jobs"
-            self._machine = measure(ProcessGroupExchange(self._group))
+        if not self._is_measured:
+            self._machine = self._probed = measure(self._setup_exchange())
+            self._is_measured = True
         return self._machine
 
-    def _find_hosts(self, exchange: Exchange) -> None:
+    def saw(self, byte_seconds: float) -> None:
+        """A step showed that a byte takes at least so long here; all ranks are told the same.
+
+        The least of the last few is believed, and more than what was probed, of two at least.
+        """
+        self._seen.append(byte_seconds)
+        if self._probed is not None and len(self._seen) > 1:
+            self._machine = self._probed.slowed(min(self._seen))
+
+    def _find_hosts(self) -> None:
         """Before the first job, and on an exchange of its own: what a lane counts are bytes of its jobs."""
-        self.exchange.hosts = discover(exchange)
+        self.exchange.hosts = discover(self._setup_exchange())
+
+    def _setup_exchange(self) -> ProcessGroupExchange:
+        assert self._group is not None, "a lane without connections runs no jobs"
+        return self._hanging_up(ProcessGroupExchange(self._group, traffic=self.setup))
+
+    def _hanging_up(self, exchange: E) -> E:
+        exchange.hang_up = self.break_off
+        return exchange
 
     def _attempt(self, job: Callable[[Lane], T]) -> T:
+        """What the job returns. Any failure that not all ranks raise at the same point breaks the lane off."""
         try:
             return job(self)
-        except (LostPeerError, CorruptHeaderError) as error:
-            self._broken = error
-            self._hang_up()
+        except Exception as error:
+            if ranks_told(error) < self.world_size:
+                self._give_up(error)
             raise
-        except CorruptMessageError as error:
-            self._broken = error
-            raise
+        except BaseException as error:
+            self._give_up(error)
+            raise ThinwireError(f"rank {self.rank}: a job of the lane ended by {error!r}") from error
 
-    def _refuse(self, channel: Channel, reason: Exception) -> NoReturn:
-        """Peers still in step are told at the start of this job; those we hung up on know already."""
+    def _give_up(self, error: BaseException) -> None:
+        self.break_off(str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}")
+        self._release()
+        forget_locals(error)
 
-        def fail() -> NoReturn:
-            raise ThinwireError(
-                f"rank {self.rank}, {channel.subject.name}: not synchronized, because the lane stopped after"
-                f" an earlier failure: {reason}"
-            )
+    def _groups(self) -> list[PrivateGroup]:
+        return [group for group in (self._own, self._native) if group is not None]
 
-        if self._group is None:
-            fail()
-        channel.attempt(fail)
-
-    def _hang_up(self) -> None:
-        """Close the connections, so that peers who wait for this rank fail at once instead of at the timeout."""
-        group, self._group = self._group, None
+    def _release(self) -> None:
+        """Let go of the groups, so that nothing is left of them but what others hold."""
         self.exchange.close()
-        if group is not None:
-            for owned in (self._own, self._native):
-                if owned is not None:
-                    owned.hang_up()
+        for group in self._groups():
+            group.destroy()
+        self._group = self._own = self._native = None
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while self._run_next():
+            pass
+
+    def _run_next(self) -> bool:
+        """A function of its own, so that no job, and no gradient in it, is held while the next is waited for."""
+        job = self._jobs.get()
+        if job is not None:
             job()
+        return job is not None

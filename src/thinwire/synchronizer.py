@@ -102,9 +102,14 @@ class Synchronizer:
     def stats(self) -> dict[str, float]:
         """Totals of this rank since `attach`: bytes, seconds, steps. Slash names, for any metrics logger.
 
+        ``comm/bytes_sent`` is the traffic of gradients; ``comm/setup_bytes`` are those besides: to find hosts, measure
+        the link and agree, 2 MB at most. ``comm/bytes_dense`` is what stock DDP would have sent: of dense gradients an
+        all-reduce of all, of those of ``sparse=True`` tables torch's own sparse all-reduce, which gathers the rows of
+        all ranks on each. ``comm/rehearsals`` counts how often "auto" tried schemes in a few steps.
+
         ``comm/seconds`` is the time that the lane worked or an all-reduce took, ``comm/exposed_seconds`` the part of it
-        for which the backward pass had to wait, which is all that is seen of a model that is left to DDP;
-        ``comm/bytes_dense`` what all-reducing everything would have sent. With compression,
+        for which the backward pass had to wait, which is all that is seen of a model that is left to DDP. With
+        compression,
         ``compress/encode_seconds``, ``compress/wire_seconds`` and ``compress/decode_seconds`` are parts of the former,
         and ``compress/bytes_sent`` is what the jobs of compressed parameters sent, small ones that travel with them
         included. ``compress/tensor_missing_rate`` is the part of the tensors of which a sparsifier chose no element.
@@ -120,11 +125,13 @@ class Synchronizer:
         return {
             "comm/steps": float(self._passes.steps),
             "comm/bytes_sent": float(traffic.sent_bytes),
+            "comm/setup_bytes": float(self._lane.setup.sent_bytes),
             "comm/bytes_received": float(traffic.received_bytes),
             "comm/bytes_sent_between_hosts": float(traffic.sent_between_hosts_bytes),
             "comm/bytes_dense": float(sum(record.total_dense_bytes for record in self._records())),
             "comm/seconds": self._lane.busy_seconds,
             "comm/exposed_seconds": self._exposed_seconds,
+            "comm/rehearsals": float(self._gradients.rehearsals),
             **self._staging.stats(),
             **(self._compressed.stats() if self._compressed is not None else {}),
             **(self._execution.stats() if self._execution is not None else {}),
@@ -278,7 +285,8 @@ class Synchronizer:
     def _agree_on_configuration(self, lane: Lane) -> Tensor:
         is_plain = not isinstance(self._model, DistributedDataParallel)
         text = configuration(self._gradients.scheme, self._module, is_plain, self._compressed, self._intent)
-        lane.channel(Subject("attach", text)).open()
+        with lane.setting_up():
+            lane.channel(Subject("attach", text)).open()
         return torch.empty(0)
 
     def _finish_backward(self) -> None:

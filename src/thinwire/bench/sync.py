@@ -21,6 +21,7 @@ from thinwire.observe import sparsity
 from thinwire.sync.cost import value_lower_bound_bytes
 from thinwire.sync.cost_pairs import pair_bytes
 from thinwire.sync.demand import Demand
+from thinwire.sync.exchange import sparse_all_reduce_bytes
 from thinwire.sync.hosts import Hosts, host_of_ranks
 from thinwire.sync.scheme import Ownership, Scheme
 from thinwire.sync.seconds import expected_seconds
@@ -30,7 +31,6 @@ from thinwire.testbed.launch import run_ranks
 from thinwire.testbed.network import EmulatedNetwork, Link
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat16", "float16")}
-_TORCH_METADATA_BYTES = 9 * 8  # what ProcessGroupGloo gathers before a sparse tensor: sizes and nnz, int64
 
 
 @dataclass(frozen=True)
@@ -196,14 +196,10 @@ def predicted_pairs(
     """
     world_size = len(ids)
     if method == AGSPARSE_TORCH:
-        tensors = [_TORCH_METADATA_BYTES + part.numel() * (8 + width * dtype.itemsize) for part in ids]
-        following = [(rank + 1) % world_size for rank in range(world_size)]
+        held, row_bytes = [part.numel() for part in ids], width * dtype.itemsize
+        sent = [sparse_all_reduce_bytes(held, rank, row_bytes) for rank in range(world_size)]
         return [
-            [
-                (sum(tensors) - tensors[following[rank]]) * (peer == following[rank] != rank)
-                for peer in range(world_size)
-            ]
-            for rank in range(world_size)
+            [sent[rank] * (peer == (rank + 1) % world_size) for peer in range(world_size)] for rank in range(world_size)
         ]
     scheme = _scheme(chosen, hosts)
     return pair_bytes(scheme, ids, num_rows, width, dtype)
@@ -212,15 +208,19 @@ def predicted_pairs(
 def _predicted_seconds(
     benchmark: SyncBenchmark, measurements: list[Measurement], ids: list[Tensor], sent_bytes: int
 ) -> float | None:
-    """By the machine as measured before the first method, and the bytes predicted. Null for two levels and torch's."""
+    """By the machine as measured before the first method, and the bytes predicted.
+
+    Null for two levels and torch's, and where the machine could not be measured.
+    """
     chosen = measurements[0].chosen
     scheme = None if chosen == AGSPARSE_TORCH else scheme_of(chosen)
-    if not isinstance(scheme, Scheme):
+    machine = measurements[0].machine
+    if not isinstance(scheme, Scheme) or machine is None:
         return None
     num_rows, width = benchmark.gradients().shape()
     counts, union = [part.numel() for part in ids], torch.cat(ids).unique().numel()
     demand = Demand.of(counts, num_rows, width, DTYPES[benchmark.dtype].itemsize, union)
-    return expected_seconds(scheme, demand, measurements[0].machine, sent_bytes)
+    return expected_seconds(scheme, demand, machine, sent_bytes)
 
 
 def _between_hosts_max(hosts: Hosts, pairs: list[list[int]], measurements: list[Measurement]) -> int:

@@ -19,7 +19,8 @@ from thinwire.lane import Lane
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Subject
 from thinwire.sync.hosts import HOST_VARIABLE
-from thinwire.sync.machine import Machine
+from thinwire.sync.machine import LONG_PROBE_BYTES, Machine
+from thinwire.sync.machine import measure as measure_machine
 from thinwire.sync.named import AUTO, DENSE, name_of
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.synchronize import agree, chosen, dense_all_reduce, synchronize
@@ -45,7 +46,7 @@ class Measurement:
     chosen: str
     digest: str
     max_abs_error: float | None  # on rank 0
-    machine: Machine
+    machine: Machine | None
 
 
 def measure(
@@ -60,7 +61,7 @@ def measure(
     rows = workload.rows(context.rank)
     lane = Lane()
     kernels.warm_up()
-    machine = lane.submit(lambda lane: lane.machine()).wait()
+    machine = lane.submit(lambda lane: measure_machine(lane.exchange, LONG_PROBE_BYTES)).wait()
     points = {method: _point(method, lane, rows) for method in methods}
     for method in methods:
         _once(_runner(points[method], lane, _few(rows)), lane)

@@ -19,7 +19,7 @@ from thinwire.compress.ms_top_k import MsTopK
 from thinwire.compress.schedule import DensePayload
 from thinwire.compress.sparsify import Selection
 from thinwire.compress.wrapper import unwrapped
-from thinwire.errors import CorruptHeaderError, LostPeerError
+from thinwire.errors import can_be_told
 
 T = TypeVar("T")
 
@@ -205,9 +205,9 @@ def _deferred(work: Callable[[], T]) -> Callable[[], T]:
     """Does the work now; what failed is raised where the result is asked for."""
     try:
         result = work()
-    except (LostPeerError, CorruptHeaderError):
-        raise  # nobody can be told any more: the lane hangs up
     except Exception as error:
+        if not can_be_told(error):
+            raise  # the lane hangs up
         failure = error
 
         def fail() -> NoReturn:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -15,17 +16,23 @@ from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel, Subject
 from thinwire.sync.cost_two_level import expected_bytes
 from thinwire.sync.demand import Demand
-from thinwire.sync.exchange import ring_all_reduce_bytes
+from thinwire.sync.exchange import ring_all_reduce_bytes, sparse_all_reduce_bytes
+from thinwire.sync.experience import Experience
 from thinwire.sync.hosts import ranks_of_hosts
 from thinwire.sync.machine import told
-from thinwire.sync.named import AUTO, DENSE, name_of
-from thinwire.sync.rehearsal import Rehearsal, rehearse, to_rehearse
+from thinwire.sync.named import AUTO, DENSE, name_of, resolve
+from thinwire.sync.rehearsal import MIN_BYTES, rehearse
 from thinwire.sync.scheme import Scheme
-from thinwire.sync.synchronize import agree, chosen, dense_all_reduce, explained, synchronize
+from thinwire.sync.seconds import seen_byte_seconds
+from thinwire.sync.synchronize import agree, chosen, dense_all_reduce, placed, synchronize
 from thinwire.sync.two_level import TwoLevel
+from thinwire.sync.units import Unit
 
 DENSE_PAUSE_STEPS = 50
-"""For how many steps a table is all-reduced unread after a step in which most of its rows were non-zero."""
+"""For how many steps a table is all-reduced unread, at most, after steps in which most of its rows were non-zero: one
+step after the first of them, then twice as many each time, because the next batch may be another."""
+MAX_EXPERIENCES = 64
+"""Groups of which something is remembered; small tables may come together in other groups in every step."""
 
 Group = Sequence[TableGradient]
 
@@ -39,7 +46,7 @@ class GradientSync:
 
     Small tables are stacked, see `thinwire.hooks.fusion`, and a group of tables is one synchronization. With "auto",
     the first step of a group asks how many rows the ranks hold; each synchronization tells all ranks that number and
-    the size of the union, which decide the scheme of the next one. So all ranks decide the same.
+    the size of the union, from which `Experience` decides what the next one runs. So all ranks decide the same.
     """
 
     def __init__(self, scheme: str | Scheme | TwoLevel) -> None:
@@ -48,7 +55,10 @@ class GradientSync:
         self.choices: dict[str, str] = {}  # under "auto": the scheme of a group's next step, by its parameters
         self.pauses: dict[str, int] = {}  # steps for which a table is all-reduced without looking for zeros
         self.unions: dict[str, int] = {}  # rows of a table that any rank held in its last step
-        self._rehearsals: dict[str, Rehearsal] = {}  # under "auto": what was found out for a group
+        self.rehearsals = 0
+        self.experiences: dict[str, Experience] = {}  # under "auto": what was learned of a group
+        self._rehearsed: dict[str, int] = {}  # how often a table was part of a rehearsal
+        self._dense_runs: dict[str, int] = {}  # how often in a row a table was found dense
         self._groups: dict[str, str] = {}  # the group that a table was in last
 
     def shape(self, table: TableGradient) -> TableShape:
@@ -108,7 +118,8 @@ class GradientSync:
 
     def _synchronize(self, lane: Lane, group: Group) -> list[Tensor]:
         """One synchronization of all tables of a group."""
-        plan = self.choices.get(_key(group), AUTO) if self.scheme == AUTO else self.scheme
+        learned = self._experience(group) if self.scheme == AUTO and lane.world_size > 1 else None
+        plan = self._plan(group, learned)
         channel = lane.channel(_subject(group, plan))
         before = lane.exchange.traffic.sent_bytes
         held: list[SparseRows] = []
@@ -117,22 +128,58 @@ class GradientSync:
             held.extend(table.rows() for table in group)
             return stack(held)
 
-        rows, scheme = agree(prepare, plan, channel)
+        def choose(rows: SparseRows, channel: Channel) -> Scheme | TwoLevel:
+            point = None if learned is None else learned.take(sum(channel.held) / channel.world_size)
+            return chosen(rows, channel) if point is None or point.is_dense else placed(point, channel)
+
+        rows, scheme = agree(prepare, plan, channel, choose)
+        started = time.perf_counter()
         scale = 1.0 / lane.world_size
         if scheme.is_dense and len(group) == 1 and not group[0].gradient.is_sparse:
             dense_all_reduce(group[0].gradient, channel, scale)
-            self.pauses[group[0].name] = DENSE_PAUSE_STEPS
+            seconds = time.perf_counter() - started
             unions, means = [rows.num_rows], [group[0].gradient]
         else:
             totals = unstack(synchronize(rows, scheme, channel, scale), [table.num_rows for table in held])
+            seconds = time.perf_counter() - started
             unions = [total.ids.numel() for total in totals]
             means = [table.store(mine, total) for table, mine, total in zip(group, held, totals, strict=True)]
+        self._pause(group, scheme)
         self._record(group, channel, scheme, held, unions, before)
-        self._decide_next(lane, group, channel, rows, unions)
+        self._remember(group, unions)
+        if learned is not None:
+            demand = Demand.of(channel.held, rows.num_rows, rows.width, rows.values.element_size(), sum(unions))
+            self._learn(lane, learned, channel, scheme, demand, seconds)
+            self._decide_next(group, learned, channel, demand)
         return means
 
-    def _decide_next(self, lane: Lane, group: Group, channel: Channel, rows: SparseRows, unions: Sequence[int]) -> None:
-        """From numbers that all ranks know."""
+    def _plan(self, group: Group, learned: Experience | None) -> str | Scheme | TwoLevel:
+        """What all ranks run, or "auto" where they tell how many rows they hold first."""
+        if self.scheme != AUTO:
+            return self.scheme
+        return AUTO if learned is None or learned.is_timed else self.choices.get(_key(group), AUTO)
+
+    def _experience(self, group: Group) -> Experience:
+        key = _key(group)
+        if key not in self.experiences:
+            last = self.choices.get(key, AUTO)
+            rehearsals = max(self._rehearsed.get(table.name, 0) for table in group)
+            self.experiences[key] = Experience(None if last == AUTO else resolve(last), rehearsals=rehearsals)
+            if len(self.experiences) > MAX_EXPERIENCES:
+                del self.experiences[next(iter(self.experiences))]
+        return self.experiences[key]
+
+    def _pause(self, group: Group, scheme: Scheme | TwoLevel) -> None:
+        """Whether a dense gradient is looked at in the next steps."""
+        (table, *others) = group
+        if others or table.gradient.is_sparse:
+            return
+        run = self._dense_runs.get(table.name, 0) if scheme.is_dense else -1
+        self._dense_runs[table.name] = run + 1
+        if scheme.is_dense:
+            self.pauses[table.name] = min(DENSE_PAUSE_STEPS, 2**run)
+
+    def _remember(self, group: Group, unions: Sequence[int]) -> None:
         key = _key(group)
         for table, union in zip(group, unions, strict=True):
             self.unions[table.name] = union
@@ -140,35 +187,43 @@ class GradientSync:
             if last != key:
                 self.choices.pop(last, None)
                 self._groups[table.name] = key
-        if self.scheme == AUTO:
-            last = self.choices.get(key)
-            rehearsed = self._rehearsed(lane, group, channel, rows, sum(unions))
-            following = chosen(rows, channel, sum(unions), last, rehearsed)
-            self.choices[key] = AUTO if following.is_dense else name_of(following)
-            if self.choices[key] != last:
-                self._explain(group, explained(rows, channel, sum(unions), rehearsed), channel.rank)
 
-    def _rehearsed(
-        self, lane: Lane, group: Group, channel: Channel, rows: SparseRows, union: int
-    ) -> Mapping[str, float]:
-        """Seconds of the candidates on these rows, by name, where they were or now are tried; a collective call."""
-        key, hosts = _key(group), ranks_of_hosts(channel.exchange.hosts)
-        demand = Demand.of(channel.held, rows.num_rows, rows.width, rows.values.element_size(), union)
-        known = self._rehearsals.get(key)
-        if known is None or not known.is_about(demand):
-            machine = channel.machine()
-            points = [] if machine is None else to_rehearse(demand, machine, hosts)
+    def _learn(
+        self,
+        lane: Lane,
+        learned: Experience,
+        channel: Channel,
+        scheme: Scheme | TwoLevel,
+        demand: Demand,
+        seconds: float,
+    ) -> None:
+        """From a timed step, whose seconds on the slowest rank all ranks are told."""
+        is_timed = learned.is_timed and learned.is_told and learned.choice is not None
+        machine = channel.machine()
+        learned.know(machine, ranks_of_hosts(channel.exchange.hosts))
+        if not is_timed or machine is None:
+            return
+        with lane.setting_up():
+            slowest = max(told(channel.exchange, seconds))
+        expected = learned.estimate(scheme, demand) if isinstance(scheme, Scheme) else None
+        if isinstance(scheme, Scheme) and expected is not None and expected.sent_bytes >= MIN_BYTES:
+            lane.saw(seen_byte_seconds(scheme, demand, machine, expected.sent_bytes, slowest))
+        learned.know(channel.machine(), ranks_of_hosts(channel.exchange.hosts))
+        learned.learn(_unplaced(scheme), demand, slowest)
 
-            def run(point: Scheme | TwoLevel) -> None:
-                aside = lane.rehearsal(_subject(group, point))
-                synchronize(*agree(lambda: rows, point, aside), aside)
-
-            def slowest(seconds: float) -> float:
-                return max(told(lane.rehearsal(_subject(group, AUTO)).exchange, seconds))
-
-            known = rehearse(points, demand.held, run, slowest)
-            self._rehearsals[key] = known
-        return known.seconds
+    def _decide_next(self, group: Group, learned: Experience, channel: Channel, demand: Demand) -> None:
+        """From numbers that all ranks know."""
+        key = _key(group)
+        choice = learned.observe(demand)
+        last, self.choices[key] = self.choices.get(key), AUTO if choice.is_dense else name_of(choice)
+        points = learned.hopeful(demand)
+        if points:
+            learned.begin(rehearse(points, demand.held))
+            self.rehearsals += 1
+        for table in group:
+            self._rehearsed[table.name] = learned.rehearsals
+        if self.choices[key] != last:
+            self._explain(group, learned.explain(), channel.rank)
 
     def _explain(self, group: Group, reason: str, rank: int) -> None:
         for table in group:
@@ -195,13 +250,17 @@ class GradientSync:
         formats = ", ".join(
             f"{phase.name.lower()} {'/'.join(sorted(formats))}" for phase, formats in channel.formats_sent.items()
         )
+        own = sum(rows.ids.numel() for rows in held)  # ranks tell their blocks or elements, where those travel
+        counts = channel.held if scheme.unit is Unit.ROWS else [own] * world_size
+        stock = share(sparse_all_reduce_bytes(counts, channel.rank, row_bytes, len(group)), weights)
         for place, (table, rows) in enumerate(zip(group, held, strict=True)):
             record = self._entry(table.name)
             record.kind, record.scheme, record.formats, record.fused = table.kind, name_of(scheme), formats, len(group)
             record.density = rows.density
             record.density_after = unions[place] / rows.num_rows if rows.num_rows else 0.0
             part = weights[place] / sum(weights) if any(weights) else 1 / len(group)
-            record.add(sent[place], predicted * part, ring_all_reduce_bytes(rows.num_rows * row_bytes, world_size))
+            dense = ring_all_reduce_bytes(rows.num_rows * row_bytes, world_size)
+            record.add(sent[place], predicted * part, stock[place] if table.gradient.is_sparse else dense)
 
     def _entry(self, name: str) -> ParameterRecord:
         return self.records.setdefault(name, ParameterRecord(name))
@@ -209,6 +268,11 @@ class GradientSync:
 
 def _key(group: Group) -> str:
     return " + ".join(table.name for table in group)
+
+
+def _unplaced(point: Scheme | TwoLevel) -> Scheme | TwoLevel:
+    """As a candidate is named, which is not told the hosts."""
+    return TwoLevel(point.between) if isinstance(point, TwoLevel) else point
 
 
 def _subject(group: Group, scheme: str | Scheme | TwoLevel) -> Subject:

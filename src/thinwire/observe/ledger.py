@@ -33,7 +33,7 @@ class ParameterRecord:
     _dense: int = field(default=0, repr=False)
 
     def add(self, sent_bytes: int, predicted_bytes: float, dense_bytes: int) -> None:
-        """Add one piece of the running step: bytes sent, predicted, and what a dense all-reduce would send."""
+        """Add one piece of the running step: bytes sent, predicted, and what stock DDP would send."""
         self._sent += sent_bytes
         self._predicted += predicted_bytes
         self._dense += dense_bytes

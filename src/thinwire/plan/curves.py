@@ -90,7 +90,7 @@ def _coding_seconds(
     parameter = Parameter("measured.weight", shape)
     way = exchange_for(exchange, compressor, parameter, lane.world_size)
     state = way.init(compressor, parameter, lane.rank, lane.world_size)
-    gradient = torch.randn(shape, generator=torch.Generator().manual_seed(lane.rank)).to(device)
+    gradient = torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(lane.rank)).to(device)
     peers = EchoPeers(lane.rank, lane.world_size)
 
     def run() -> tuple[float, float]:
@@ -122,7 +122,7 @@ def _measure_copies(lane: Lane, device: torch.device) -> Codec:
 
 
 def _copying_seconds(lane: Lane, shape: tuple[int, ...], device: torch.device) -> list[Point]:
-    parts = [torch.ones(shape, device=device) for _ in range(2)]
+    parts = [torch.ones(shape, dtype=torch.float32, device=device) for _ in range(2)]
 
     def run() -> tuple[float, float]:
         started = time.perf_counter()

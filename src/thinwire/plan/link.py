@@ -18,7 +18,7 @@ from thinwire.lane import Lane
 from thinwire.plan.profile import Linear
 from thinwire.plan.speeds import Fit, Link
 from thinwire.sync.exchange import Exchange, ring_all_reduce_bytes
-from thinwire.sync.machine import told
+from thinwire.sync.machine import LONG_PROBE_BYTES, measure, told
 
 REPEATS = 3
 _FIRST_BYTES = 4 * 1024
@@ -39,13 +39,15 @@ def measure_link(lane: Lane, all_reduce: Probe | None = None) -> Link:
         all_reduce: that of dense gradients, where it is not the lane's own; it waits until the sum is there.
 
     Raises:
-        ValueError: there is only one rank.
+        ValueError: there is only one rank, or what was measured cannot be.
         LostPeerError: a rank died.
     """
     exchange, world_size = lane.exchange, lane.world_size
     if world_size < 2:
         raise ValueError("one rank has nobody to talk to, so there is no link to measure: start two ranks or more")
-    machine = lane.machine()
+    machine = measure(exchange, LONG_PROBE_BYTES)
+    if machine is None:
+        raise ValueError("the link could not be measured, because messages took no time: measure again")
     others = world_size - 1
     reduce = all_reduce or partial(_reduce, exchange)
     return Link(
@@ -94,7 +96,7 @@ def _steady_seconds(exchange: Exchange, run: Callable[[], object]) -> float:
 
 
 def _reduce(exchange: Exchange, size: int) -> Callable[[], object]:
-    return partial(exchange.all_reduce, torch.zeros(size // 4))
+    return partial(exchange.all_reduce, torch.zeros(size // 4, dtype=torch.float32))
 
 
 def _gather(exchange: Exchange, size: int) -> Callable[[], object]:

@@ -226,7 +226,7 @@ def _native(device: torch.device) -> Probe | None:
         return None
 
     def probe(size: int) -> Callable[[], object]:
-        tensor = torch.zeros(size // 4, device=device)
+        tensor = torch.zeros(size // 4, dtype=torch.float32, device=device)
 
         def all_reduce() -> None:
             dist.all_reduce(tensor)

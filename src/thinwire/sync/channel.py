@@ -19,10 +19,15 @@ from thinwire.errors import (
     MismatchError,
     PeerError,
     ThinwireError,
+    in_exchange,
+    told,
 )
 from thinwire.ranges import named
 from thinwire.sync.exchange import Exchange
 from thinwire.sync.machine import Machine
+from thinwire.sync.memory import check_fits
+from thinwire.sync.records import swap_record
+from thinwire.sync.stream import Stream
 from thinwire.wire import ALIGNMENT_BYTES, Format, Header, Kind, Message
 
 _MAX_DESCRIPTION_BYTES = 1 << 20
@@ -67,13 +72,14 @@ class Channel:
     """
 
     def __init__(
-        self, exchange: Exchange, subject: Subject, sequence: int, measure: Callable[[], Machine] | None = None
+        self, exchange: Exchange, subject: Subject, sequence: int, measure: Callable[[], Machine | None] | None = None
     ) -> None:
         self.exchange = exchange
         self._measure = measure
         self.subject = subject
         self.sequence = sequence & 0xFFFFFFFF
         self.held: list[int] = []  # rows that each rank holds, known after the first swap
+        self.max_held: int | None = None  # more than so many no rank can hold, where that is known
         self.formats_sent: dict[Kind, set[Format]] = {}
         self._digest = subject.digest()
 
@@ -135,18 +141,23 @@ class Channel:
             outgoing = [self.seal_error(error)] * self.world_size
         headers = self._swap_headers([message.header for message in outgoing])
         self._check_identity(headers)
-        for header in headers:
+        for source, header in enumerate(headers):
+            self._check_sender(header, source)
             if failure is None:
                 self._check_announcement(header, kind, max_payload_bytes)
+        check_fits(sum(header.payload_bytes for header in headers), self._where())
         if kind is Kind.OPEN or not self.held:
-            self.held = [header.held for header in headers]
+            self.held = [self._checked_held(header) for header in headers]
         payloads = self._exchange(
             [message.payload for message in outgoing], [header.payload_bytes for header in headers]
         )
         if failure is not None:
-            raise failure
+            raise told(failure, self.world_size)
         incoming = [Message(header, payload) for header, payload in zip(headers, payloads, strict=True)]
-        self.raise_reported(incoming)
+        try:
+            self.raise_reported(incoming)
+        except PeerError as error:
+            raise told(error, self.world_size) from None
         return incoming
 
     def swap_with(
@@ -155,21 +166,26 @@ class Channel:
         target: int | None,
         outgoing: Sequence[Message],
         source: int | None,
-        num_messages: int,
+        origins: Sequence[int],
         max_payload_bytes: int,
     ) -> list[Message]:
-        """Send messages to one rank and return the ``num_messages`` that another one sends here; after `open`.
+        """Send messages to one rank and return those that another one sends here; after `open`.
+
+        Args:
+            origins: who made each of the messages that come; the source may pass on those of others.
 
         Errors of peers are returned as messages: see `thinwire.sync.stages`, which makes a pattern of this.
 
         Raises:
             CorruptHeaderError: an announcement that cannot be followed.
         """
-        headers = self._headers_from(target, [message.header for message in outgoing], source, num_messages)
-        for header in headers:
+        headers = self._headers_from(target, [message.header for message in outgoing], source, len(origins))
+        for header, origin in zip(headers, origins, strict=True):
+            self._check_sender(header, origin)
             if (header.digest, header.sequence) != (self._digest, self.sequence):
                 raise CorruptHeaderError(f"{self._where()}: rank {source} is in another conversation")
             self._check_announcement(header, kind, max_payload_bytes)
+        check_fits(sum(header.payload_bytes for header in headers), self._where())
         ends = list(accumulate((header.payload_bytes for header in headers), initial=0))
         with self._naming():
             data = self.exchange.swap_with(target, _joined([message.payload for message in outgoing]), source, ends[-1])
@@ -227,13 +243,32 @@ class Channel:
         if all(header.digest == self._digest and header.sequence == self.sequence for header in headers):
             return
         texts = self._swap_text(f"call {self.sequence} on this lane: {self.subject.name}\n{self.subject.description}")
-        rank, theirs = next((rank, text) for rank, text in enumerate(texts) if text != texts[self.rank])
+        others = ((rank, text) for rank, text in enumerate(texts) if text != texts[self.rank])
+        rank, theirs = next(others, (None, None))
+        if rank is None or theirs is None:
+            raise CorruptHeaderError(f"{self._where()}: a header of another conversation, with the same description")
         mine_line, their_line = _first_difference(texts[self.rank], theirs)
-        raise MismatchError(
+        error = MismatchError(
             f"{self._where()}: ranks disagree about what is synchronized.\n  rank {self.rank}: {mine_line}\n"
             f"  rank {rank}: {their_line}\nAll ranks must make the same calls in the same order, with the same"
             " shapes, dtypes, scheme and seed."
         )
+        raise told(error, self.world_size)
+
+    def _check_sender(self, header: Header, origin: int) -> None:
+        """A reason is passed on by others than the rank that failed."""
+        known = header.source < self.world_size if header.kind is Kind.ERROR else header.source == origin
+        if not known:
+            raise CorruptHeaderError(
+                f"{self._where()}: a header of rank {origin} says that rank {header.source} made it"
+            )
+
+    def _checked_held(self, header: Header) -> int:
+        if self.max_held is not None and header.held > self.max_held:
+            raise CorruptHeaderError(
+                f"{self._where()}: rank {header.source} says that it holds {header.held} rows of {self.max_held}"
+            )
+        return header.held
 
     def _check_announcement(self, header: Header, kind: Kind, max_payload_bytes: int) -> None:
         if header.kind not in (kind, Kind.ERROR):
@@ -256,8 +291,9 @@ class Channel:
 
     def _swap_text(self, text: str) -> list[str]:
         data = _as_bytes(text.encode()[:_MAX_DESCRIPTION_BYTES])
-        lengths = [_as_bytes(data.numel().to_bytes(8, "little"))] * self.world_size
-        announced = [int.from_bytes(length.numpy().tobytes(), "little") for length in self._swap_records(lengths)]
+        with self._naming():
+            lengths = swap_record(self.exchange, "length of a description", data.numel().to_bytes(8, "little"))
+        announced = [int.from_bytes(length, "little") for length in lengths]
         if max(announced) > _MAX_DESCRIPTION_BYTES:
             raise CorruptHeaderError(f"{self._where()}: a description of {max(announced)} bytes is announced")
         incoming = self._exchange([data] * self.world_size, announced)
@@ -267,6 +303,16 @@ class Channel:
         """Sum a dense tensor over the ranks, in place. After `open`, so that all ranks mean the same."""
         with self._naming():
             self.exchange.all_reduce(tensor)
+
+    @contextmanager
+    def stream(self) -> Iterator[Stream]:
+        """A stream (see `thinwire.sync.stream`), in which nobody can be told of a failure."""
+        try:
+            with self.exchange.stream() as stream:
+                yield stream
+        except BaseException as error:
+            in_exchange(error)
+            raise
 
     def _swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
         with self._naming():
@@ -283,6 +329,9 @@ class Channel:
                 yield
         except LostPeerError as error:
             raise LostPeerError(f"{self.subject.name}: {error}") from error
+        except BaseException as error:
+            in_exchange(error)
+            raise
 
     def _where(self) -> str:
         return f"rank {self.rank}, {self.subject.name}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.sync.cost import expected_bytes
@@ -39,21 +39,24 @@ HYSTERESIS = 0.03
 """A choice stands until another scheme promises to send less by this share: sparsity changes a little in every step."""
 CLEAR_SHARE, CLEAR_SECONDS = 0.25, 0.005
 """By how much more bytes must be faster to be taken: both as a share, and in seconds."""
-REHEARSED = 0.1, 0.0
-"""The same where seconds were not estimated but taken, see `thinwire.sync.rehearsal`."""
-
-
+MEASURED = 0.04, 0.0
+"""The same where the seconds of both were not estimated but taken, see `thinwire.sync.experience`."""
 DENSE_SHARE = 0.9
 """Where a rank holds so many of all rows, leaving out the others is not worth looking for them."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """What a scheme is expected to cost: bytes of the busiest rank, and seconds where the machine is known."""
+    """What a scheme is expected to cost: bytes of the busiest rank, and seconds where the machine is known.
+
+    Args:
+        is_measured: whether the seconds are those of real steps.
+    """
 
     scheme: Scheme | TwoLevel
     sent_bytes: float
     seconds: float | None
+    is_measured: bool = False
 
     @property
     def weighted_bytes(self) -> float:
@@ -71,7 +74,6 @@ def choose(
     machine: Machine | None = None,
     current: Scheme | TwoLevel | None = None,
     hosts: Hosts = (),
-    rehearsed: Mapping[str, float] | None = None,
 ) -> Scheme | TwoLevel:
     """The cheapest scheme for ranks that hold ``counts`` rows of a matrix [num_rows, width].
 
@@ -80,7 +82,6 @@ def choose(
         machine: to compare seconds; None compares bytes.
         hosts: the ranks of each host, where several share one: then schemes of two levels compete as well.
         current: the choice that stands unless another one is better by `HYSTERESIS`.
-        rehearsed: seconds that schemes took, by name; of these the first by bytes, unless another one is faster.
 
     Numbers that cannot be (no ranks' counts at all, nan, more rows than there are) are warned of, and give DENSE, which
     is right whatever the rows are.
@@ -92,53 +93,50 @@ def choose(
     if demand.fault is not None:
         warnings.warn(f"sparsity statistics that cannot be: {demand.fault}; using dense", stacklevel=2)
         return DENSE
-    if demand.held >= DENSE_SHARE * num_rows:
-        return DENSE
-    offers = prices(demand, machine, hosts, rehearsed)
-    standing = next((offer for offer in offers if offer.scheme == current), None)
-    best, clear = offers[0], REHEARSED if rehearsed else (CLEAR_SHARE, CLEAR_SECONDS)
-    close = standing is not None and standing.weighted_bytes <= best.weighted_bytes * (1.0 + HYSTERESIS)
-    if standing is not None and close and not _is_clearly_faster(best, standing, *clear):
-        return standing.scheme
-    return best.scheme
+    return DENSE if is_dense(demand) else ranked(prices(demand, machine, hosts), current)[0].scheme
 
 
-def prices(
-    demand: Demand,
-    machine: Machine | None = None,
-    hosts: Hosts = (),
-    rehearsed: Mapping[str, float] | None = None,
-) -> list[Price]:
-    """All candidates: first the one to take, then by bytes. With hosts that ranks share, bytes are those that leave.
+def is_dense(demand: Demand) -> bool:
+    """Whether there are hardly any zeros to leave out, or no values at all."""
+    return demand.held >= DENSE_SHARE * demand.num_rows or demand.width == 0
 
-    With ``rehearsed`` only those that were, if there are any.
-    """
+
+def prices(demand: Demand, machine: Machine | None = None, hosts: Hosts = ()) -> list[Price]:
+    """Of every candidate for such a demand, the one of fewest bytes first."""
+    return sorted(offers_of(demand, machine, hosts), key=lambda offer: offer.weighted_bytes)
+
+
+def offers_of(demand: Demand, machine: Machine | None, hosts: Hosts) -> list[Price]:
+    """As `prices`, of the same schemes in the same order for every number of rows."""
     offers = [price(scheme, demand, machine) for scheme in CANDIDATES if _is_sensible(scheme, demand)]
     if 1 < len(hosts) < demand.world_size:
-        leaving = (demand.world_size - max(map(len, hosts))) / (demand.world_size - 1)
-        offers = [replace(offer, sent_bytes=leaving * offer.sent_bytes) for offer in offers]
         offers += _two_level_prices(demand, machine, hosts)
-    offers.sort(key=lambda offer: offer.weighted_bytes)
-    if rehearsed and (tried := _by_rehearsal(offers, rehearsed)):
-        return tried
-    fastest = min(offers, key=lambda offer: offer.seconds or 0.0)
-    if _is_clearly_faster(fastest, offers[0]):
-        offers.sort(key=lambda offer: offer is not fastest)
     return offers
 
 
-def _by_rehearsal(offers: Sequence[Price], rehearsed: Mapping[str, float]) -> list[Price]:
-    """Those that were rehearsed: first the one to take, then by bytes."""
-    tried = [replace(offer, seconds=seconds) for offer in offers if (seconds := rehearsed.get(name_of(offer.scheme)))]
-    fastest = min(tried, key=lambda offer: offer.seconds or 0.0, default=None)
-    if fastest is not None and _is_clearly_faster(fastest, tried[0], *REHEARSED):
-        tried.sort(key=lambda offer: offer is not fastest)
-    return tried
+def ranked(offers: Sequence[Price], current: Scheme | TwoLevel | None = None) -> list[Price]:
+    """First the one to take, then by bytes: that of fewest bytes, unless another one is clearly faster.
+
+    ``current`` stands unless that one is better than it by `HYSTERESIS`, or clearly faster.
+    """
+    by_bytes = sorted(offers, key=lambda offer: offer.weighted_bytes)
+    by_seconds = sorted(offers, key=lambda offer: offer.seconds or 0.0)
+    best = next((offer for offer in by_seconds if _is_clearly_faster(offer, by_bytes[0])), by_bytes[0])
+    standing = next((offer for offer in offers if offer.scheme == current), None)
+    if standing is not None and not _is_better(best, standing):
+        best = standing
+    return sorted(by_bytes, key=lambda offer: offer is not best)
 
 
-def _is_clearly_faster(one: Price, other: Price, share: float = CLEAR_SHARE, least: float = CLEAR_SECONDS) -> bool:
+def _is_better(one: Price, other: Price) -> bool:
+    is_less = one.weighted_bytes * (1.0 + HYSTERESIS) < other.weighted_bytes
+    return _is_clearly_faster(one, other) or (is_less and not _is_clearly_faster(other, one))
+
+
+def _is_clearly_faster(one: Price, other: Price) -> bool:
     if one.seconds is None or other.seconds is None:
         return False
+    share, least = MEASURED if one.is_measured and other.is_measured else (CLEAR_SHARE, CLEAR_SECONDS)
     gain = other.seconds - one.seconds
     return gain > share * other.seconds and gain > least
 
@@ -191,25 +189,26 @@ def _levels(demand: Demand, hosts: Hosts) -> tuple[Demand, Demand, int]:
     return inside, between, linked
 
 
-def explain(
-    demand: Demand,
-    machine: Machine | None = None,
-    hosts: Hosts = (),
-    rehearsed: Mapping[str, float] | None = None,
-) -> str:
+def explain(demand: Demand, machine: Machine | None = None, hosts: Hosts = ()) -> str:
     """One line: the choice, the next best, and the numbers behind them."""
+    return explained(ranked(prices(demand, machine, hosts)), demand)
 
-    def told(offer: Price) -> str:
-        seconds = "" if offer.seconds is None else f" in {1e3 * offer.seconds:.1f} ms"
-        return f"{name_of(offer.scheme)} ({offer.sent_bytes / 1e6:.3f} MB{seconds})"
 
-    best, *others = prices(demand, machine, hosts, rehearsed)
+def explained(offers: Sequence[Price], demand: Demand) -> str:
+    """As `explain`, of offers of which the first is taken."""
+    best, *others = offers
     density, ratio = demand.held / max(1, demand.num_rows), demand.union / max(1.0, demand.held)
-    rather = f" rather than {told(others[0])}" if others else ""
+    rather = f" rather than {_told(others[0])}" if others else ""
     return (
-        f"{told(best)}{rather}: {demand.world_size} ranks, density {density:.2%}, densification {ratio:.2f},"
+        f"{_told(best)}{rather}: {demand.world_size} ranks, density {density:.2%}, densification {ratio:.2f},"
         f" rows of {demand.row_bytes} bytes"
     )
+
+
+def _told(offer: Price) -> str:
+    seconds = "" if offer.seconds is None else f" in {1e3 * offer.seconds:.1f} ms"
+    how = ", measured" if offer.is_measured else ""
+    return f"{name_of(offer.scheme)} ({offer.sent_bytes / 1e6:.3f} MB{seconds}{how})"
 
 
 def busiest_rank_bytes(scheme: Scheme, demand: Demand) -> float:

@@ -45,13 +45,16 @@ class PrivateGroup:
             told = swap_record(ProcessGroupExchange(self.process_group), "address", _packed(mine))
             self._addresses = set(map(_unpacked, told)) - {_NOWHERE}
 
-    def hang_up(self) -> None:
-        """Break off whatever is under way on any rank, and let go of the group."""
+    def shut_down(self) -> None:
+        """Have whatever is under way in the group fail at once, on this rank and on its peers; from any thread."""
         for connection in _tcp_sockets():
             with contextlib.suppress(OSError):
                 ends = {_address(connection.getsockname()), _address(connection.getpeername())}
                 if not ends.isdisjoint(self._addresses):
                     connection.shutdown(socket.SHUT_RDWR)
+
+    def destroy(self) -> None:
+        """Let go of the group."""
         with contextlib.suppress(Exception):
             dist.destroy_process_group(self.process_group)
 

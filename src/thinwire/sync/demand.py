@@ -33,9 +33,9 @@ class Demand:
     ) -> Demand:
         """From the rows that each rank holds; a ``union`` that is None is estimated."""
         world_size = len(counts)
-        mean = sum(counts) / world_size
+        mean = sum(counts) / max(1, world_size)
         if union is None:
-            union = min(num_rows, max(*counts, mean * world_size**DENSIFICATION_EXPONENT, 0.0))
+            union = min(num_rows, max([*counts, mean * world_size**DENSIFICATION_EXPONENT, 0.0]))
         return cls(world_size, num_rows, width, itemsize, mean, union)
 
     @property

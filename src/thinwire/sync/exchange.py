@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -96,7 +96,11 @@ class ProcessGroupExchange:
         process_group: a Gloo group that nothing else uses.
         ranks: the ranks of the group that take part, in this order; None for all of them.
         traffic: where bytes are counted; None makes a new count.
+
+    ``hang_up`` is called with the reason when a thread of a stream fails; a lane puts in what it does then.
     """
+
+    hang_up: Callable[[str], None]
 
     def __init__(
         self, process_group: dist.ProcessGroup, ranks: Sequence[int] | None = None, traffic: Traffic | None = None
@@ -108,11 +112,13 @@ class ProcessGroupExchange:
         self.world_size = len(self._ranks)
         self.hosts: Sequence[int] = range(self.world_size)
         self.traffic = traffic or Traffic()
+        self.hang_up = _nothing
 
     def subset(self, ranks: Sequence[int]) -> ProcessGroupExchange:
         assert self.process_group is not None
         inner = ProcessGroupExchange(self.process_group, [self._ranks[rank] for rank in ranks], self.traffic)
         inner.hosts = [self.hosts[rank] for rank in ranks]
+        inner.hang_up = self.hang_up
         return inner
 
     def swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
@@ -175,7 +181,8 @@ class ProcessGroupExchange:
         return incoming
 
     def stream(self) -> ProcessGroupStream:
-        return ProcessGroupStream(self.process_group, self.rank, self._ranks, self._count_sent, self._count_received)
+        count = self._count_sent, self._count_received
+        return ProcessGroupStream(self.process_group, self.rank, self._ranks, *count, self.hang_up)
 
     def all_reduce(self, tensor: Tensor) -> None:
         if self.world_size == 1:
@@ -190,7 +197,7 @@ class ProcessGroupExchange:
         self._count_received((self.rank - 1) % self.world_size, moved_bytes)
 
     def close(self) -> None:
-        self.process_group = None
+        self.process_group, self.hang_up = None, _nothing
 
     def _others(self) -> list[int]:
         """All other ranks, the next one first, so that not all ranks begin with the same one."""
@@ -220,6 +227,24 @@ class ProcessGroupExchange:
             yield
         except RuntimeError as error:
             raise lost_peer(error, self.rank, self.world_size) from error
+
+
+def _nothing(reason: str) -> None:
+    del reason
+
+
+_SPARSE_METADATA_BYTES = 9 * 8  # what ProcessGroupGloo gathers before a sparse tensor: sizes and nnz, int64
+
+
+def sparse_all_reduce_bytes(held: Sequence[int], rank: int, row_bytes: int, num_tensors: int = 1) -> int:
+    """Bytes that a rank sends in torch's own all-reduce of sparse tensors, of which each rank holds so many rows.
+
+    Gloo gathers ids and values in a ring: a rank passes on what all but the next one hold.
+    """
+    if len(held) < 2:
+        return 0
+    passed_on = sum(held) - held[(rank + 1) % len(held)]
+    return num_tensors * (len(held) - 1) * _SPARSE_METADATA_BYTES + passed_on * (8 + row_bytes)
 
 
 def ring_all_reduce_bytes(tensor_bytes: int, world_size: int) -> int:

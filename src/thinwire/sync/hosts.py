@@ -9,10 +9,8 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from thinwire.sync.exchange import Exchange
+from thinwire.sync.records import swap_record
 
 HOST_VARIABLE = "THINWIRE_HOST"
 """An environment variable: ranks that have the same text in it are on one host, whatever the system says."""
@@ -42,18 +40,15 @@ def host_identity() -> str:
 
 
 def discover(exchange: Exchange) -> Sequence[int]:
-    """For each rank the number of its host, for `Exchange.hosts`; collective, one round of 16 bytes for each peer.
+    """For each rank the number of its host, for `Exchange.hosts`; collective, one round of 24 bytes for each peer.
 
-    Hosts are numbered by their first rank. All ranks know the same records, so they find the same hosts. If ranks
-    cannot be asked, each is a host of its own: whatever keeps them from answering fails the next exchange with a
-    reason, so nothing is raised here.
+    Hosts are numbered by their first rank. All ranks know the same records, so they find the same hosts.
+
+    Raises:
+        LostPeerError, CorruptHeaderError: see `thinwire.sync.records.swap_record`.
     """
-    try:
-        digest = hashlib.blake2b(host_identity().encode(), digest_size=RECORD_BYTES).digest()
-        mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        return _numbered(exchange.swap_records([mine] * exchange.world_size))
-    except Exception:
-        return range(exchange.world_size)
+    digest = hashlib.blake2b(host_identity().encode(), digest_size=RECORD_BYTES).digest()
+    return _numbered(swap_record(exchange, "host", digest))
 
 
 def ranks_of_hosts(host_of_rank: Sequence[int]) -> Hosts:
@@ -79,6 +74,6 @@ def host_of_ranks(hosts: Hosts) -> list[int]:
     return [host for _, host in sorted((rank, host) for host, ranks in enumerate(hosts) for rank in ranks)]
 
 
-def _numbered(records: Sequence[Tensor]) -> list[int]:
+def _numbered(records: Sequence[bytes]) -> list[int]:
     first: dict[bytes, int] = {}
-    return [first.setdefault(record.numpy().tobytes(), len(first)) for record in records]
+    return [first.setdefault(record, len(first)) for record in records]

@@ -6,12 +6,13 @@ all take the median over the ranks: so they know the same, and decide the same.
 
 from __future__ import annotations
 
+import logging
 import math
 import statistics
 import struct
 import time
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cache
 
 import torch
@@ -20,15 +21,25 @@ from torch import Tensor
 from thinwire import kernels, wire
 from thinwire.sync.exchange import Exchange, ring_all_reduce_bytes
 from thinwire.sync.partition import Permutation
+from thinwire.sync.records import swap_record
 from thinwire.wire import Format, Header
 
 REPEATS = 3
-_FIRST_PROBE_BYTES = 4 * 1024  # for each peer
-_LAST_PROBE_BYTES = 1024 * 1024
+ATTEMPTS = 2
+"""A measurement that fails is made so often."""
+PROBE_BYTES = 128 * 1024
+"""With probes up to this size an attempt sends less than 0.9 MB a rank. What they miss, steps mend: see `Lane.saw`."""
+LONG_PROBE_BYTES = 4 * 1024 * 1024
+"""For measurements that nothing mends: more than a burst that a link of 1 Gbit/s may let through at once."""
+_FIRST_PROBE_BYTES = 32 * 1024
 _PROBE_SECONDS = 0.03
+_FASTEST_BYTE_SECONDS = 1e-10
+"""80 Gbit/s: what a rank cannot exceed over TCP, and about what its memory gives it. Nothing faster is believed."""
 _NARROW_ROWS, _WIDE_ROWS, _WIDTH = 8192, 2048, 64
 _DENSITY = 0.05
 _ASSUMED_OWNERS = 8  # the kernels of an assumed machine are measured with so many parts, whatever its world size
+
+_log = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True)
@@ -86,10 +97,25 @@ class Machine:
         byte_seconds = 8e-6 / mbit
         return cls(waits * latency_seconds, latency_seconds, byte_seconds, byte_seconds, *_own_kernel_seconds())
 
+    def slowed(self, byte_seconds: float) -> Machine:
+        """This machine after it was seen that a byte takes at least so long, whatever a short probe said.
+
+        A link may let a burst through at once that is longer than all that a probe sends.
+        """
+        reduced = max(self.reduced_byte_seconds, byte_seconds)
+        return replace(self, byte_seconds=max(self.byte_seconds, byte_seconds), reduced_byte_seconds=reduced)
+
     @property
     def mbit(self) -> float:
         """The link, as payload in Mbit/s of one rank."""
         return 8e-6 / self.byte_seconds
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether it can be: no number is missing, and no message took no time, as where a clock stands still."""
+        numbers = astuple(self)
+        links = (self.round_seconds, self.message_seconds, self.byte_seconds, self.reduced_byte_seconds)
+        return all(map(math.isfinite, numbers)) and min(numbers) >= 0.0 and min(links) > 0.0
 
     def describe(self) -> str:
         return (
@@ -98,24 +124,40 @@ class Machine:
         )
 
 
-def measure(exchange: Exchange) -> Machine:
+def measure(
+    exchange: Exchange, probe_bytes: int = PROBE_BYTES, clock: Callable[[], float] = time.perf_counter
+) -> Machine | None:
     """Measure; a collective call, whose result is the same on all ranks. Its bytes are counted on ``exchange``.
+
+    None, after a second attempt and a sentence in the log, where what was measured cannot be.
+
+    Args:
+        probe_bytes: that a rank sends to all its peers together, in the longest message.
 
     Raises:
         LostPeerError: see `Exchange.swap_records`.
     """
-    round_seconds = max(told(exchange, _fastest(lambda: _ask_all(exchange))))  # all must choose the same probes
-    message_seconds = _fastest(lambda: _ask_next(exchange))
-    byte_seconds = _byte_seconds(exchange, round_seconds)
+    for _ in range(ATTEMPTS):
+        machine = _typical(exchange, _measured(exchange, probe_bytes, clock))
+        if machine.is_possible:
+            return machine
+    if exchange.rank == 0:
+        _log.warning("the link could not be measured, a message took no time: bytes alone decide between schemes")
+    return None
+
+
+def _measured(exchange: Exchange, probe_bytes: int, clock: Callable[[], float]) -> Machine:
+    round_seconds = max(told(exchange, _fastest(lambda: _ask_all(exchange), clock)))
+    message_seconds = _fastest(lambda: _ask_next(exchange), clock)
+    byte_seconds = _byte_seconds(exchange, round_seconds, probe_bytes, clock)
     _ask_all(exchange)
-    mine = Machine(
+    return Machine(
         round_seconds,
         message_seconds,
         byte_seconds,
-        _reduced_byte_seconds(exchange, byte_seconds, message_seconds),
+        _reduced_byte_seconds(exchange, probe_bytes, byte_seconds, message_seconds, clock),
         *_kernel_seconds(exchange.world_size),
     )
-    return _typical(exchange, mine)
 
 
 def _fastest(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
@@ -141,35 +183,49 @@ def _ask_next(exchange: Exchange) -> None:
         exchange.swap_with((rank + 1) % world_size, record, (rank - 1) % world_size, Header.NUM_BYTES)
 
 
-def _byte_seconds(exchange: Exchange, round_seconds: float) -> float:
+def _byte_seconds(exchange: Exchange, round_seconds: float, probe_bytes: int, clock: Callable[[], float]) -> float:
     """From messages that double until they take `_PROBE_SECONDS` more than empty ones, on any rank.
 
-    The best of a few, each as slow as its slowest rank: one lost packet stops a connection for 0.2 s.
+    The median of a few, each as slow as its slowest rank: one lost packet stops a connection for 0.2 s, and the first
+    may be a burst that the link lets through at once. Of the time at least a quarter is the bytes': that of an empty
+    round comes and goes by more than a short message takes.
     """
-    size = _FIRST_PROBE_BYTES
+    if exchange.world_size == 1:
+        return _FASTEST_BYTE_SECONDS
+    total = _FIRST_PROBE_BYTES
     while True:
-        seconds = _swap_seconds(exchange, size)
-        if seconds > round_seconds + _PROBE_SECONDS or size >= _LAST_PROBE_BYTES or exchange.world_size == 1:
+        size = -(-total // (exchange.world_size - 1))
+        seconds = _swap_seconds(exchange, size, clock)
+        if seconds > round_seconds + _PROBE_SECONDS or total >= probe_bytes:
             break
-        size *= 2
-    seconds = min(seconds, *(_swap_seconds(exchange, size) for _ in range(REPEATS - 1)))
-    return max(seconds - round_seconds, 1e-9) / (max(1, exchange.world_size - 1) * size)
+        total *= 2
+    seconds = statistics.median([seconds, *(_swap_seconds(exchange, size, clock) for _ in range(REPEATS - 1))])
+    return _believed(max(seconds - round_seconds, seconds / 4) / (size * (exchange.world_size - 1)))
 
 
-def _swap_seconds(exchange: Exchange, size: int) -> float:
+def _believed(byte_seconds: float) -> float:
+    """No rate above what a rank can send; 0, where the clock stood still, is left for `Machine.is_possible`."""
+    return max(byte_seconds, _FASTEST_BYTE_SECONDS) if byte_seconds > 0.0 else byte_seconds
+
+
+def _swap_seconds(exchange: Exchange, size: int, clock: Callable[[], float]) -> float:
     outgoing = [torch.zeros(size, dtype=torch.uint8)] * exchange.world_size
-    return max(told(exchange, _seconds(lambda: exchange.swap(outgoing, [size] * exchange.world_size))))
+    return max(told(exchange, _seconds(lambda: exchange.swap(outgoing, [size] * exchange.world_size), clock)))
 
 
-def _reduced_byte_seconds(exchange: Exchange, byte_seconds: float, message_seconds: float) -> float:
-    """Of the dense all-reduce, by one that takes about `_PROBE_SECONDS`."""
+def _reduced_byte_seconds(
+    exchange: Exchange, probe_bytes: int, byte_seconds: float, message_seconds: float, clock: Callable[[], float]
+) -> float:
+    """Of the dense all-reduce."""
     if exchange.world_size == 1:
         return byte_seconds
-    count = min(_LAST_PROBE_BYTES, max(_FIRST_PROBE_BYTES, int(_PROBE_SECONDS / byte_seconds))) // 4
-    tensor = torch.zeros(count)
-    seconds = min(max(told(exchange, _seconds(lambda: exchange.all_reduce(tensor)))) for _ in range(REPEATS))
+    lasting = int(_PROBE_SECONDS / byte_seconds) if byte_seconds > 0 else probe_bytes  # the same on all ranks
+    count = min(probe_bytes // 2, max(_FIRST_PROBE_BYTES, lasting)) // 4
+    tensor = torch.zeros(count, dtype=torch.float32)
+    runs = [max(told(exchange, _seconds(lambda: exchange.all_reduce(tensor), clock))) for _ in range(REPEATS)]
+    seconds = statistics.median(runs)
     steps = 2 * (exchange.world_size - 1) * message_seconds
-    return max(seconds - steps, seconds / 4) / ring_all_reduce_bytes(4 * count, exchange.world_size)
+    return _believed(max(seconds - steps, seconds / 4) / ring_all_reduce_bytes(4 * count, exchange.world_size))
 
 
 @cache
@@ -197,7 +253,7 @@ def _three_jobs(num_ids: int, world_size: int, width: int = 1) -> tuple[float, f
     times what the same work takes in a synchronization, where some ranks work while others wait for the wire.
     """
     ids = torch.arange(num_ids) * round(1 / _DENSITY)
-    values = torch.ones(num_ids, width)
+    values = torch.ones(num_ids, width, dtype=torch.float32)
     partition = Permutation(round(num_ids / _DENSITY), world_size, seed=0)
     formats = tuple(Format)
 
@@ -238,15 +294,10 @@ def _decoded(part: wire.Part, message: tuple[Format, int, Tensor], width: int) -
 
 def told(exchange: Exchange, number: float) -> list[float]:
     """The number of each rank, on all of them; a collective call."""
-    record = torch.frombuffer(bytearray(struct.pack("<d", number)), dtype=torch.uint8)
-    told = exchange.swap_records([record] * exchange.world_size)
-    return [struct.unpack("<d", other.numpy().tobytes())[0] for other in told]
+    return [struct.unpack("<d", other)[0] for other in swap_record(exchange, "number", struct.pack("<d", number))]
 
 
 def _typical(exchange: Exchange, mine: Machine) -> Machine:
     layout = struct.Struct(f"<{len(fields(Machine))}d")
-    record = torch.frombuffer(bytearray(layout.pack(*astuple(mine))), dtype=torch.uint8)
-    told = exchange.swap_records([record] * exchange.world_size)
-    return Machine(
-        *map(statistics.median, zip(*(layout.unpack(other.numpy().tobytes()) for other in told), strict=True))
-    )
+    told = swap_record(exchange, "machine", layout.pack(*astuple(mine)))
+    return Machine(*map(statistics.median, zip(*map(layout.unpack, told), strict=True)))

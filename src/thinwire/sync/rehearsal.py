@@ -1,95 +1,92 @@
-"""What candidates really take, where processors and not the wire decide: each is run on rows that were summed already.
+"""Trying candidates in real steps, where processors and not the wire decide.
 
 The estimate of `thinwire.sync.seconds` knows what a rank's work takes alone. On a fast link the ranks of a machine all
 work at once, and then it is far off: of 4 ranks on two cores it expected 10 ms of `column_split` for the demo's larger
-table, which took 60, and `zen` 35. So there the candidates are tried, once, in a step whose sum is there already.
-Nothing of a rehearsal reaches the gradients.
+table, which took 60, and `zen` 35. So there each hopeful candidate gets a step of the training. They add in the same
+order, so gradients have the same bits whichever of them runs; and what a rehearsal costs is what the slower ones take
+longer, no byte more than the headers by which ranks begin together.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from thinwire.sync.choose import Price, prices
-from thinwire.sync.demand import Demand
+from thinwire.sync.choose import Price
 from thinwire.sync.dimensions import Communication
-from thinwire.sync.hosts import Hosts
-from thinwire.sync.machine import Machine
-from thinwire.sync.named import name_of
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
 
+MAX_REHEARSALS = 3
+"""Of a table in a run, unless the machine changes: the first, one that repeats what was close, and one for batches of
+another size."""
 MIN_BYTES = 64 * 1024
 """What sends less than this has little to gain."""
 MAX_SECONDS = 0.1
-"""Where a run is expected to take longer, the wire decides, and so bytes do; and a rehearsal must not be noticed."""
-HOPELESS = 3.0
+"""Where a step is expected to take longer, the wire decides, and so bytes do."""
+HOPELESS = 1.5
 """Not rehearsed is what is expected to take so many times the seconds of the fastest."""
-REPEATS = 3
-DRIFT = 2.0
-"""A rehearsal holds until the ranks hold so many times more or fewer rows."""
+MAX_REGRET = 1.0
+"""Nor what the others make too dear: the trials of one rehearsal may be expected to take so many steps more in all."""
+MAX_STEPS = 16
+"""A rehearsal whose batches do not come again in so many steps is over."""
+ALIKE = 2.0
+"""Batches are alike if the ranks hold at most so many times more or fewer rows."""
+
+Point = Scheme | TwoLevel
 
 
-@dataclass(frozen=True)
 class Rehearsal:
-    """What was found out.
+    """Which candidate a step tries; the same on all ranks.
 
     Args:
-        held: mean over the ranks of the rows that a rank held.
-        seconds: of a run on the slowest rank, by name of the scheme.
+        points: what to try, each in one step.
+        held: mean over the ranks of the rows that they hold in the steps that count.
     """
 
-    held: float
-    seconds: Mapping[str, float]
+    def __init__(self, points: Sequence[Point], held: float) -> None:
+        self._points = list(points)
+        self._held = held
+        self._steps = 0
 
-    def is_about(self, demand: Demand) -> bool:
-        """Whether it tells anything about that many rows."""
-        return self.held / DRIFT <= demand.held <= DRIFT * self.held
+    def next(self, held: float) -> Point | None:
+        """What to try in a step with ``held`` rows; None if this one is no trial."""
+        self._steps += 1
+        is_alike = self._held / ALIKE <= held <= self._held * ALIKE
+        return self._points.pop(0) if is_alike and self._points else None
+
+    @property
+    def is_over(self) -> bool:
+        return not self._points or self._steps >= MAX_STEPS
 
 
-def to_rehearse(demand: Demand, machine: Machine, hosts: Hosts = ()) -> list[Scheme | TwoLevel]:
-    """The candidates that may be faster than the one of fewest bytes, and that one; none where bytes decide.
+def to_rehearse(offers: Sequence[Price]) -> list[Point]:
+    """The candidates that may be the fastest, the most promising first; none where bytes decide, or one is sure to be.
 
     Only schemes that add in the same order as each other: what is taken must not depend on a clock in its last bits.
     Pure: equal on all ranks.
-    """
-    offers = prices(demand, machine, hosts)
-    best, fastest = offers[0], min(offers, key=_seconds)
-    if best.sent_bytes < MIN_BYTES or _seconds(best) > MAX_SECONDS:
-        return []
-    if best.scheme.is_dense or not _adds_in_rank_order(best.scheme):
-        return []
-    hopeful = [offer.scheme for offer in offers if _seconds(offer) <= HOPELESS * _seconds(fastest)]
-    return [point for point in hopeful if point == best.scheme or (not point.is_dense and _adds_in_rank_order(point))]
-
-
-def rehearse(
-    points: Sequence[Scheme | TwoLevel],
-    held: float,
-    run: Callable[[Scheme | TwoLevel], object],
-    slowest: Callable[[float], float],
-    clock: Callable[[], float] = time.perf_counter,
-) -> Rehearsal:
-    """Run each point `REPEATS` times in turns; its time is the least. A collective call.
 
     Args:
-        run: synchronizes by a point.
-        slowest: tells all ranks this rank's seconds, and returns the most of any; a collective call.
+        offers: of all candidates, with seconds, the one of fewest bytes first.
     """
-    seconds: dict[str, float] = {}
-    for _ in range(REPEATS):
-        for point in points:
-            slowest(0.0)  # so that all begin together
-            started = clock()
-            run(point)
-            taken = slowest(clock() - started)
-            seconds[name_of(point)] = min(taken, seconds.get(name_of(point), taken))
-    return Rehearsal(held, seconds)
+    best = offers[0]
+    if best.sent_bytes < MIN_BYTES or _seconds(best) > MAX_SECONDS or not _adds_in_rank_order(best.scheme):
+        return []
+    rivals = sorted((offer for offer in offers if _adds_in_rank_order(offer.scheme)), key=_seconds)
+    hopeful, regret = [], 0.0
+    for offer in rivals:
+        slower = _seconds(offer) / _seconds(rivals[0])
+        regret += slower - 1.0
+        if slower <= HOPELESS and regret <= MAX_REGRET:
+            hopeful.append(offer.scheme)
+    return hopeful if len(hopeful) > 1 else []
 
 
-def _adds_in_rank_order(point: Scheme | TwoLevel) -> bool:
+def rehearse(points: Sequence[Point], held: float) -> Rehearsal:
+    """Begin: the next steps with about ``held`` rows try one point each."""
+    return Rehearsal(points, held)
+
+
+def _adds_in_rank_order(point: Point) -> bool:
     return isinstance(point, Scheme) and point.communication is Communication.POINT_TO_POINT
 
 

@@ -17,6 +17,8 @@ from thinwire.sync.patterns.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.units import unit_shape
 
+CONTENTION = 2.0
+
 
 def expected_seconds(scheme: Scheme, demand: Demand, machine: Machine, sent_bytes: float) -> float:
     """Seconds of one synchronization of ``demand``, in which the busiest rank sends ``sent_bytes``."""
@@ -27,6 +29,16 @@ def expected_seconds(scheme: Scheme, demand: Demand, machine: Machine, sent_byte
     if scheme.is_dense:
         return waiting + sent_bytes * machine.reduced_byte_seconds
     return waiting + sent_bytes * machine.byte_seconds + work_seconds(scheme, demand, machine)
+
+
+def seen_byte_seconds(scheme: Scheme, demand: Demand, machine: Machine, sent_bytes: float, seconds: float) -> float:
+    """What a byte took at least, in a synchronization of so many seconds.
+
+    All that is not work or waiting; these may take twice what was measured, where ranks share processors.
+    """
+    rest = expected_seconds(scheme, demand, machine, sent_bytes)
+    rest -= sent_bytes * (machine.reduced_byte_seconds if scheme.is_dense else machine.byte_seconds)
+    return max(0.0, seconds - CONTENTION * rest) / sent_bytes
 
 
 def _waiting_seconds(scheme: Scheme, world_size: int, machine: Machine) -> float:

@@ -2,7 +2,7 @@
 
 In a stage only two ranks hear of each other. So a rank that fails takes part to the end, sends its reason in place
 of its messages, and raises after the last stage; whoever gets a reason passes it on. A rank that no reason reaches
-has a right sum; if bits changed on the way, the lane of the rank that saw it tells all at the next job.
+has a right sum; the lane of the rank that raises hangs up, so that rank fails at its next job at the latest.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Stages:
         self,
         kind: Kind,
         stage: Stage,
-        num_messages: tuple[int, int],
+        num_sent: int,
+        origins: Sequence[int],
         prepare: Callable[[], Sequence[Message]],
         max_payload_bytes: int,
     ) -> list[Message]:
@@ -63,16 +64,16 @@ class Stages:
         After a failure here or there the result is of no use, and `attempt` does not look at it.
 
         Args:
-            num_messages: how many are sent, and how many are received.
+            num_sent: how many are sent.
+            origins: who made each of those that are received.
         """
-        sent, received = num_messages
-        outgoing = self.attempt(prepare) if sent else []
+        outgoing = self.attempt(prepare) if num_sent else []
         if self._failure is not None:
             self._reason = self._reason or self.channel.seal_error(self._failure)
-            outgoing = [self._reason] * sent
+            outgoing = [self._reason] * num_sent
         assert outgoing is not None
-        assert len(outgoing) == sent
-        incoming = self.channel.swap_with(kind, stage.target, outgoing, stage.source, received, max_payload_bytes)
+        assert len(outgoing) == num_sent
+        incoming = self.channel.swap_with(kind, stage.target, outgoing, stage.source, origins, max_payload_bytes)
         self.attempt(lambda: self._check(incoming))
         return incoming
 
@@ -132,7 +133,8 @@ def all_gather(
         incoming = stages.swap(
             kind,
             stage,
-            (len(stage.sends), len(stage.receives)),
+            len(stage.sends),
+            stage.receives,
             lambda sends=stage.sends: [held[origin] for origin in sends],
             max_payload_bytes,
         )

@@ -34,7 +34,8 @@ class Receive(Protocol):
 
 
 class Stream(Protocol):
-    """One rank's end of a stream; a context manager. Leaving it waits for all sends, and raises what failed in one.
+    """One rank's end of a stream; a context manager. Leaving it waits for all sends, and raises what failed in one;
+    an exception that leaves it does not wait, because nobody can be told of it: the rank has to hang up.
 
     Messages from one rank to another arrive in the order in which they were sent; both sides know their sizes.
     """
@@ -43,7 +44,7 @@ class Stream(Protocol):
         """Post a receive of at most ``num_bytes``; the function that is returned waits for it.
 
         Raises:
-            LostPeerError: in that function: a peer died or did not take part, or sending failed on this rank.
+            LostPeerError: here or in that function: a peer died or did not take part, or sending failed on this rank.
         """
         ...
 
@@ -69,6 +70,7 @@ class ProcessGroupStream:
         rank: this rank, in the stream.
         ranks: the rank in the group of each rank of the stream.
         on_sent, on_received: called with the peer and the bytes of each message.
+        hang_up: called with the reason when sending fails, so that nobody waits for what will not come.
     """
 
     def __init__(
@@ -78,9 +80,10 @@ class ProcessGroupStream:
         ranks: Sequence[int],
         on_sent: Callable[[int, int], None],
         on_received: Callable[[int, int], None],
+        hang_up: Callable[[str], None],
     ) -> None:
         self._group, self._rank, self._ranks = process_group, rank, ranks
-        self._on_sent, self._on_received = on_sent, on_received
+        self._on_sent, self._on_received, self._hang_up = on_sent, on_received, hang_up
         self._jobs: queue.SimpleQueue[tuple[int, int, Callable[[], Tensor]] | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._abandoned = False
@@ -88,7 +91,10 @@ class ProcessGroupStream:
 
     def receive(self, source: int, num_bytes: int) -> Receive:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
-        work = dist.irecv(buffer, group=self._group, group_src=self._ranks[source])
+        try:
+            work = dist.irecv(buffer, group=self._group, group_src=self._ranks[source])
+        except RuntimeError as error:
+            raise (self._failure or self._lost(error)) from error
         assert work is not None, "a stream is only for ranks of the group"
 
         def wait(num_bytes: int | None = None) -> Tensor:
@@ -115,9 +121,10 @@ class ProcessGroupStream:
     ) -> None:
         self._abandoned = error is not None
         self._jobs.put(None)
-        self._thread.join()
-        if error is None and self._failure is not None:
-            raise self._failure
+        if error is None:  # else the thread may wait for a peer that waits for this rank: it ends when that hangs up
+            self._thread.join()
+            if self._failure is not None:
+                raise self._failure
 
     def _send_in_turn(self) -> None:
         """Two at a time, as in `ProcessGroupExchange.swap`; small ones, which fill nobody's link, all together."""
@@ -134,8 +141,9 @@ class ProcessGroupStream:
                     in_flight.popleft()[0].wait()
             for work, _ in in_flight:
                 work.wait()
-        except RuntimeError as error:
+        except Exception as error:
             self._failure = self._failure or self._lost(error)
+            self._hang_up(str(self._failure))
 
     def _made(self, num_bytes: int, make: Callable[[], Tensor]) -> Tensor:
         try:
@@ -147,7 +155,7 @@ class ProcessGroupStream:
             return torch.zeros(num_bytes, dtype=torch.uint8)
         return data
 
-    def _lost(self, error: RuntimeError) -> LostPeerError:
+    def _lost(self, error: Exception) -> LostPeerError:
         return lost_peer(error, self._rank, len(self._ranks))
 
 
@@ -155,6 +163,6 @@ def lost_peer(error: Exception, rank: int, world_size: int) -> LostPeerError:
     """What to raise where torch failed to move bytes."""
     cause = str(error).split("This is typically")[0].split("] ", 1)[-1].strip().rstrip(".")
     return LostPeerError(
-        f"rank {rank}: the exchange with the other {world_size - 1} ranks broke off, because a peer died or did not"
-        f" take part within the timeout: {cause}"
+        f"rank {rank}: the exchange with the other {world_size - 1} ranks broke off, because a peer died, gave up or"
+        f" did not take part within the timeout: {cause}"
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -10,11 +10,10 @@ from thinwire.kernels import nonzero_rows
 from thinwire.sparse import SparseRows
 from thinwire.sync import two_level
 from thinwire.sync.channel import Channel
-from thinwire.sync.choose import choose, explain
+from thinwire.sync.choose import choose
 from thinwire.sync.cost import begins_with_opening
-from thinwire.sync.demand import Demand
 from thinwire.sync.hosts import ranks_of_hosts
-from thinwire.sync.named import AUTO, resolve
+from thinwire.sync.named import resolve
 from thinwire.sync.patterns import gathered, hierarchy, known_ids, point_to_point, staged
 from thinwire.sync.scheme import Aggregation, Communication, Ownership, Scheme
 from thinwire.sync.stages import Stages
@@ -23,65 +22,50 @@ from thinwire.sync.units import Unit, from_units, to_units
 
 
 def agree(
-    prepare: Callable[[], SparseRows], scheme: str | Scheme | TwoLevel, channel: Channel
+    prepare: Callable[[], SparseRows],
+    scheme: str | Scheme | TwoLevel,
+    channel: Channel,
+    choose: Callable[[SparseRows, Channel], Scheme | TwoLevel] | None = None,
 ) -> tuple[SparseRows, Scheme | TwoLevel]:
     """This rank's rows, and the scheme that all ranks will run on them.
 
     Args:
         prepare: makes this rank's rows. If it raises, every rank raises, none waits.
-        scheme: a Scheme, its name, or "auto" for the cheapest by the numbers of rows that the ranks hold.
+        scheme: a Scheme, its name, or "auto" for what ``choose`` makes of the numbers of rows that the ranks hold.
+        choose: the same on all ranks; None for `chosen`.
 
     Raises:
         MismatchError, PeerError: see `Channel.open`; whatever ``prepare`` raises, on this rank.
     """
     rows, point = channel.attempt(lambda: (prepare(), _resolved(scheme, channel)))
+    channel.max_held = rows.num_rows
     if point is None or point.is_dense:
         channel.open(rows.ids.numel())
-        point = point or chosen(rows, channel)
+        point = point or (choose or chosen)(rows, channel)
     return rows, point
 
 
-def chosen(
-    rows: SparseRows,
-    channel: Channel,
-    union: int | None = None,
-    current: str | None = None,
-    rehearsed: Mapping[str, float] | None = None,
-) -> Scheme | TwoLevel:
+def chosen(rows: SparseRows, channel: Channel, union: int | None = None) -> Scheme | TwoLevel:
     """What "auto" takes for rows like these, after a conversation in which ranks told how many they hold.
 
     All ranks get the same answer: it follows from numbers that all of them know. The first call measures the machine.
 
     Args:
         union: rows in the sum, where that is known already.
-        current: the name of the choice that stands unless another one is clearly better.
-        rehearsed: seconds that schemes took here, by name.
     """
-    hosts = ranks_of_hosts(channel.exchange.hosts)
-    standing = None if current in (None, AUTO) else resolve(current)
-    point = choose(
-        channel.held,
-        rows.num_rows,
-        rows.width,
-        rows.values.element_size(),
-        union,
-        channel.machine(),
-        standing,
-        hosts,
-        rehearsed,
-    )
+    hosts, itemsize = ranks_of_hosts(channel.exchange.hosts), rows.values.element_size()
+    point = choose(channel.held, rows.num_rows, rows.width, itemsize, union, channel.machine(), hosts=hosts)
+    return placed(point, channel)
+
+
+def placed(point: Scheme | TwoLevel, channel: Channel) -> Scheme | TwoLevel:
+    """A scheme on the hosts of these ranks, where it does not name others."""
     return point.placed(channel.exchange.hosts) if isinstance(point, TwoLevel) else point
 
 
 def _resolved(scheme: str | Scheme | TwoLevel, channel: Channel) -> Scheme | TwoLevel | None:
     point = resolve(scheme)
-    return point.placed(channel.exchange.hosts) if isinstance(point, TwoLevel) else point
-
-
-def explained(rows: SparseRows, channel: Channel, union: int, rehearsed: Mapping[str, float] | None = None) -> str:
-    """One line that says what `chosen` answers, and from which numbers."""
-    demand = Demand.of(channel.held, rows.num_rows, rows.width, rows.values.element_size(), union)
-    return explain(demand, channel.machine(), ranks_of_hosts(channel.exchange.hosts), rehearsed)
+    return None if point is None else placed(point, channel)
 
 
 def synchronize(rows: SparseRows, scheme: Scheme | TwoLevel, channel: Channel, scale: float = 1.0) -> SparseRows:
@@ -99,6 +83,7 @@ def synchronize(rows: SparseRows, scheme: Scheme | TwoLevel, channel: Channel, s
     if scheme.is_dense:
         return _through_dense(rows, channel, scale)
     units = channel.attempt(lambda: to_units(rows, scheme.unit))
+    channel.max_held = units.num_rows
     if begins_with_opening(scheme) and (scheme.unit is not Unit.ROWS or not channel.held):
         channel.open(units.ids.numel())  # sizes for columns; and in a stage only two ranks hear of each other
     return from_units(_summed(units, scheme, channel, scale), rows, scheme.unit)

@@ -10,7 +10,7 @@ from typing import Final, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.errors import CorruptHeaderError, LostPeerError
+from thinwire.errors import can_be_told
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel, Subject
 from thinwire.sync.dimensions import Aggregation, Balance, Communication, Partitioning
@@ -178,6 +178,7 @@ def all_reduce(
     if single is not None:
         return synchronize(rows, single, channel, scale)
     units = channel.attempt(lambda: to_units(rows, scheme.unit))
+    channel.max_held = units.num_rows
     if not channel.held:
         channel.open(units.ids.numel())
     return from_units(_Run(placed, channel, synchronize).sum(units, scale), rows, scheme.unit)
@@ -188,8 +189,8 @@ class _Run:
 
     A failure does not stop a rank: it takes part to the end, tells the reason in place of its messages, and raises
     then. So the reason reaches the rank's host, its partners on the other hosts, and by them theirs. Only a rank
-    that cannot tell any more, because a peer or the thread of a conversation is lost, raises at once; on that its
-    lane hangs up, and whoever waits for it fails too.
+    that cannot tell any more, because a peer or the thread of a conversation is lost, or an exchange failed in the
+    middle, raises at once. Hosts may end apart, so the lane of whoever raises hangs up.
     """
 
     def __init__(self, scheme: TwoLevel, channel: Channel, synchronize: Synchronize) -> None:
@@ -230,12 +231,12 @@ class _Run:
 
 
 def _deferred(work: Callable[[], T]) -> Callable[[], T]:
-    """Does the work now; what failed is raised where the result is asked for."""
+    """Does the work now; what failed is raised where the result is asked for, if peers can be told there."""
     try:
         result = work()
-    except (LostPeerError, CorruptHeaderError):
-        raise
     except Exception as error:
+        if not can_be_told(error):
+            raise
         failure = error
 
         def fail() -> T:

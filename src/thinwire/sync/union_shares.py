@@ -214,6 +214,12 @@ class Plan:
         """Of the ids of a rank in front of what it pushes of the share of that number."""
         return self.ids_bytes(rank) if self.ids_lead and number == 0 else 0
 
+    def least_bytes(self) -> int:
+        """A rank allocates no less than this: what others push to it, and the rows of the fullest in the sum."""
+        row_bytes = self.width * self.itemsize
+        pushed = sum(self.sent_rows(rank) for rank in range(self.world_size)) * row_bytes // self.world_size
+        return pushed + self._fullest * row_bytes
+
     def values_bytes(self, num_rows: int, share: Share) -> int:
         return num_rows * share.width * self.itemsize
 

@@ -61,8 +61,9 @@ def all_reduce(rows: SparseRows, choice: Choice, channel: Channel, scale: float)
 
     for place, stage in enumerate(plan):
         held = stages.attempt(lambda: pieces.as_sent(choice, whole, held)) or held  # noqa: B023
-        count = (int(stage.target is not None), int(stage.source is not None))
-        incoming = stages.swap(Kind.GATHER, stage, count, messages, pieces.limit(whole, rows.width, rows))
+        origins = () if stage.source is None else (stage.source,)
+        num_sent = int(stage.target is not None)
+        incoming = stages.swap(Kind.GATHER, stage, num_sent, origins, messages, pieces.limit(whole, rows.width, rows))
         if incoming:
             factor = scale if place == last_sum else 1.0
             held = stages.attempt(lambda: _merged(held, incoming[0], stage, factor, rows, channel)) or held  # noqa: B023
@@ -81,5 +82,6 @@ def _merged(mine: Piece, message: Message, stage: Stage, scale: float, rows: Spa
     theirs = pieces.decode(message, Whole(rows.num_rows), rows.width, rows, channel)
     if len(stage.receives) == channel.world_size:
         return theirs  # the result
-    lower_first = [mine, theirs] if channel.rank < message.header.source else [theirs, mine]
+    assert stage.source is not None, "nothing comes in a stage without a source"
+    lower_first = [mine, theirs] if channel.rank < stage.source else [theirs, mine]
     return kernels.sum_rows(lower_first, scale)

@@ -23,6 +23,7 @@ from thinwire import kernels, wire
 from thinwire.errors import CorruptHeaderError, CorruptMessageError
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel
+from thinwire.sync.memory import check_fits
 from thinwire.sync.parcels import Parcels
 from thinwire.sync.partition import Whole
 from thinwire.sync.stream import Receive
@@ -41,7 +42,8 @@ def all_reduce(
     if plan.sent_rows(channel.rank) > rows.ids.numel():
         rows = SparseRows.trusted(torch.arange(rows.num_rows), rows.to_dense(), rows.num_rows)
     channel.formats_sent = {Kind.PUSH: {plan.format(channel.rank)}, Kind.PULL: {Format.DENSE}}
-    with channel.exchange.stream() as stream:
+    check_fits(plan.least_bytes(), f"rank {channel.rank}, {channel.subject.name}")
+    with channel.stream() as stream:
         return _Run(rows, plan, channel, Parcels(channel, stream)).sum(scale)
 
 
@@ -108,6 +110,8 @@ class _Run:
             return torch.arange(self.rows.num_rows)
         try:
             return wire.decode(format, whole, count, receive()[: self.plan.ids_bytes(rank)], 0, torch.uint8)[0]
+        except CorruptHeaderError:
+            raise
         except CorruptMessageError as error:
             where = f"rank {self.rank}, {self.channel.subject.name}: from rank {rank}"
             raise CorruptHeaderError(f"{where}: {error}") from error

@@ -59,7 +59,8 @@ def reduce_scatter(
         incoming = stages.swap(
             Kind.PUSH,
             stage,
-            (len(stage.sends), len(stage.receives)),
+            len(stage.sends),
+            () if stage.source is None else (stage.source,) * len(stage.receives),
             lambda sent=stage.sends: channel.seal(Kind.PUSH, drafts(sent)),
             max_payload_bytes,
         )

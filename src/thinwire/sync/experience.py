@@ -1,0 +1,262 @@
+"""What "auto" has learned about a group of tables: the batches of its last steps, and seconds of real ones.
+
+The scheme of a step is settled before anybody knows the batch. So what is taken is not the best one for the last batch,
+which alternating lengths would change in every step, but the one that would have cost least over the last
+`WINDOW_STEPS`: the best fixed scheme, where lengths come as they came. A mean over a window changes slowly, and over
+equal batches not at all.
+
+Pure but for seconds, which all ranks were told: so all ranks learn the same, and decide the same.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from thinwire.sync.choose import Price, explained, is_dense, offers_of, ranked
+from thinwire.sync.demand import Demand
+from thinwire.sync.hosts import Hosts
+from thinwire.sync.machine import Machine
+from thinwire.sync.named import DENSE, name_of
+from thinwire.sync.rehearsal import MAX_REGRET, MAX_REHEARSALS, Point, Rehearsal, to_rehearse
+
+WINDOW_STEPS = 32
+CHECK_STEPS = 50
+"""How often the choice that stands is timed again, which costs the ranks two rounds of headers."""
+CLASSES_PER_DOUBLING = 4
+"""Batches whose numbers of rows differ by less than a fifth are priced as one."""
+SAMPLES, KEPT_SAMPLES = 3, 12
+"""The least of so many last times of a scheme is believed: what disturbs a step makes it longer. Those of batches of
+other sizes are kept beside them."""
+CLOSE = 1.15
+"""What took at most so many times the seconds of the fastest is tried once more."""
+FAR = 4.0
+"""Batches that are so many times larger or smaller tell little about others."""
+CHANGED, SURPRISES = 2.0, 3
+"""The machine is another one when what stands takes so many times more or less than ever, so often in a row."""
+
+Size = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """A real step of a scheme, on its slowest rank."""
+
+    size: Size
+    seconds: float
+
+
+@dataclass(eq=False)
+class Experience:
+    """Of one group of tables, on one machine and its hosts.
+
+    Args:
+        choice: what stands; None before the first step.
+        rehearsal: what is being tried.
+        rehearsals: how many there were.
+        is_told: whether something is to be learned from the seconds of the timed step that was begun.
+        window: the sizes of the last batches, oldest first.
+    """
+
+    choice: Point | None = None
+    rehearsal: Rehearsal | None = None
+    rehearsals: int = 0
+    is_told: bool = False
+    window: deque[Size] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    _machine: Machine | None = None
+    _hosts: Hosts = ()
+    _demands: dict[Size, Demand] = field(default_factory=dict)
+    _samples: dict[str, deque[_Sample]] = field(default_factory=dict)
+    _estimates: dict[Size, list[Price]] = field(default_factory=dict)
+    _prices: dict[Size, list[Price]] = field(default_factory=dict)
+    _unchecked_steps: int = 0
+    _surprises: int = 0
+    _regret: float = 0.0
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the next step is timed: then ranks tell how many rows they hold first, and begin together."""
+        is_due = self.rehearsal is not None or self._unchecked_steps == 0
+        return self.choice is None or (is_due and self._machine is not None)
+
+    def take(self, held: float) -> Point | None:
+        """What runs in a timed step in which a rank holds so many rows; None where nothing was chosen yet."""
+        tried = self.rehearsal.next(held) if self.rehearsal is not None else None
+        self.is_told = self.rehearsal is None or tried is not None
+        return tried or self.choice
+
+    def know(self, machine: Machine | None, hosts: Hosts) -> None:
+        """What the next steps run on."""
+        if (machine, hosts) != (self._machine, self._hosts):
+            self._machine, self._hosts = machine, hosts
+            self._estimates.clear()
+            self._prices.clear()
+
+    def estimate(self, point: Point, demand: Demand) -> Price | None:
+        """What a step was expected to take, before any was timed; None of what is no candidate."""
+        return next((offer for offer in self._estimated(self._size(demand)) if offer.scheme == point), None)
+
+    def learn(self, point: Point, demand: Demand, seconds: float) -> None:
+        """A timed step took so long; of what is no candidate there is nothing to learn."""
+        size, name = self._size(demand), name_of(point)
+        if self._machine is None or self.estimate(point, demand) is None:
+            return
+        before = self._price(point, size)
+        self._samples.setdefault(name, deque(maxlen=KEPT_SAMPLES)).append(_Sample(size, seconds))
+        self._prices.clear()
+        if self.rehearsal is not None:
+            self._regret += seconds / min(self._seconds(offer) for offer in self._priced(size) if offer.is_measured) - 1
+        elif point == self.choice and before.is_measured:
+            self._check(name, seconds / self._seconds(before))
+
+    def observe(self, demand: Demand) -> Point:
+        """A step was of such a size: what stands from now on."""
+        size = self._size(demand)
+        is_like_all = len(self.window) == WINDOW_STEPS == self.window.count(size)
+        self.window.append(size)
+        was_timed = self.is_timed
+        self._unchecked_steps = (self._unchecked_steps + 1) % CHECK_STEPS
+        if self.rehearsal is not None and (self.rehearsal.is_over or self._regret > MAX_REGRET):
+            self.rehearsal = None
+        if was_timed or not is_like_all:
+            self._decide()
+        assert self.choice is not None
+        return self.choice
+
+    def hopeful(self, demand: Demand) -> list[Point]:
+        """What a rehearsal should try in steps like this one; nothing where there is nothing to find out."""
+        if self._machine is None or self.rehearsal is not None or self.rehearsals >= MAX_REHEARSALS:
+            return []
+        size = self._size(demand)
+        by_bytes = sorted(self._priced(size), key=lambda offer: offer.weighted_bytes)
+        measured = [offer for offer in by_bytes if offer.is_measured]
+        if len(measured) <= 1:
+            return to_rehearse(by_bytes) if self.rehearsals == 0 or self._is_costly(size) else []
+        limit = CLOSE * min(map(self._seconds, measured))
+        close = [offer.scheme for offer in measured if self._seconds(offer) <= limit]
+        is_settled = all(len(self._near(name_of(point), size)) > 1 for point in close)
+        return [] if is_settled or len(close) == 1 else close
+
+    def recall(self, choice: Point | None, demands: Sequence[Demand]) -> None:
+        """Go on where another run ended."""
+        self.choice = choice
+        self.window.extend(map(self._size, demands))
+
+    @property
+    def demands(self) -> list[Demand]:
+        """Of the last steps, about, for `recall`."""
+        return [self._demands[size] for size in self.window]
+
+    def begin(self, rehearsal: Rehearsal) -> None:
+        """Try candidates from the next step on."""
+        self.rehearsal, self._regret = rehearsal, 0.0
+        self.rehearsals += 1
+
+    def offers(self) -> list[Price]:
+        """What each candidate costs, as the mean over the window; first the one to take."""
+        counts = Counter(self.window)
+        columns = zip(*(self._priced(size) for size in counts), strict=True)
+        return ranked([_mean(column, list(counts.values())) for column in columns], self.choice)
+
+    def explain(self) -> str:
+        """One line: the choice, the next best, and the numbers behind them."""
+        demands = self.demands
+        held, union = (statistics.fmean(getattr(one, name) for one in demands) for name in ("held", "union"))
+        demand = replace(demands[-1], held=held, union=union)
+        if self.choice == DENSE and is_dense(demand):
+            return f"dense: {demand.world_size} ranks, density {held / max(1, demand.num_rows):.2%}"
+        return explained(self.offers(), demand)
+
+    def _decide(self) -> None:
+        every = all(is_dense(self._demands[size]) for size in set(self.window))
+        choice = DENSE if every else self.offers()[0].scheme
+        if choice != self.choice:
+            self.choice, self._unchecked_steps, self._surprises = choice, 0, 0
+
+    def _check(self, name: str, ratio: float) -> None:
+        """Whether what stands takes what it took before; if not, look again soon, and at last forget what was."""
+        self._surprises = 0 if 1 / CHANGED <= ratio <= CHANGED else self._surprises + 1
+        if self._surprises:
+            self._unchecked_steps = -1
+        if self._surprises >= SURPRISES:
+            last = self._samples[name][-1]
+            self._samples = {name: deque([last], maxlen=KEPT_SAMPLES)}
+            self.rehearsals = self._surprises = 0
+
+    def _is_costly(self, size: Size) -> bool:
+        """Whether batches of about this size are most of what the window costs."""
+        alike = sum(self._cost(other) for other in self.window if _distance(other, size) <= math.log2(FAR))
+        return 2 * alike > sum(map(self._cost, self.window))
+
+    def _cost(self, size: Size) -> float:
+        return min(map(self._seconds, self._priced(size)))
+
+    def _price(self, point: Point, size: Size) -> Price:
+        return next(offer for offer in self._priced(size) if offer.scheme == point)
+
+    def _priced(self, size: Size) -> list[Price]:
+        if size not in self._prices:
+            self._prices[size] = [self._corrected(offer, size) for offer in self._estimated(size)]
+        return self._prices[size]
+
+    def _estimated(self, size: Size) -> list[Price]:
+        if size not in self._estimates:
+            self._estimates[size] = offers_of(self._demands[size], self._machine, self._hosts)
+        return self._estimates[size]
+
+    def _corrected(self, offer: Price, size: Size) -> Price:
+        """As long as it took, or else as much longer than expected as the others."""
+        if offer.seconds is None:
+            return offer
+        samples = self._samples.get(name_of(offer.scheme))
+        if not samples:
+            ratios = [self._ratio(name, size) for name in self._samples]
+            return replace(offer, seconds=offer.seconds * (statistics.median(ratios) if ratios else 1.0))
+        name = name_of(offer.scheme)
+        is_measured = bool(self._near(name, size))
+        return replace(offer, seconds=offer.seconds * self._ratio(name, size), is_measured=is_measured)
+
+    def _ratio(self, name: str, size: Size) -> float:
+        """What a scheme took over what was expected, in the steps most like this size."""
+        samples = self._samples[name]
+        least = min(_distance(sample.size, size) for sample in samples)
+        nearest = [sample for sample in samples if _distance(sample.size, size) <= max(1.0, least)]
+        return min(sample.seconds / self._expected(name, sample.size) for sample in nearest[-SAMPLES:])
+
+    def _expected(self, name: str, size: Size) -> float:
+        return next(self._seconds(offer) for offer in self._estimated(size) if name_of(offer.scheme) == name)
+
+    def _near(self, name: str, size: Size) -> list[_Sample]:
+        return [sample for sample in self._samples.get(name, ()) if _distance(sample.size, size) <= math.log2(FAR)]
+
+    def _size(self, demand: Demand) -> Size:
+        size = _class_of(demand.held), _class_of(demand.union)
+        self._demands.setdefault(size, demand)
+        return size
+
+    @staticmethod
+    def _seconds(offer: Price) -> float:
+        return offer.seconds or 0.0
+
+
+def _class_of(rows: float) -> int:
+    return round(CLASSES_PER_DOUBLING * math.log2(1.0 + rows))
+
+
+def _distance(one: Size, other: Size) -> float:
+    """In doublings of the rows that a rank holds."""
+    return abs(one[0] - other[0]) / CLASSES_PER_DOUBLING
+
+
+def _mean(offers: Sequence[Price], weights: Sequence[int]) -> Price:
+    """Of one scheme, for batches of several sizes."""
+    total = sum(weights)
+    sent = sum(offer.sent_bytes * weight for offer, weight in zip(offers, weights, strict=True)) / total
+    if offers[0].seconds is None:
+        return replace(offers[0], sent_bytes=sent)
+    seconds = sum((offer.seconds or 0.0) * weight for offer, weight in zip(offers, weights, strict=True)) / total
+    is_measured = all(offer.is_measured for offer in offers)
+    return replace(offers[0], sent_bytes=sent, seconds=seconds, is_measured=is_measured)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -114,15 +115,15 @@ class Layout:
             raise ValueError(f"layout {tensor.layout} is not supported: use .to_sparse_coo() or .to_dense()")
         return cls(tuple(tensor.shape), None)
 
-    @property
+    @cached_property
     def row_dims(self) -> int:
         return min(1, len(self.shape)) if self.sparse_dim is None else self.sparse_dim
 
-    @property
+    @cached_property
     def num_rows(self) -> int:
         return math.prod(self.shape[: self.row_dims])
 
-    @property
+    @cached_property
     def width(self) -> int:
         return math.prod(self.shape[self.row_dims :])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 from functools import lru_cache
 from typing import Protocol
@@ -71,6 +71,11 @@ def payload_bytes(format: Format, count: int, row_bytes: int, size: int, num_row
 
 
 @lru_cache(maxsize=4096)
+def most_payload_bytes(row_bytes: int, size: int, num_rows: int) -> int:
+    """Of all rows of a part, in the most wasteful format."""
+    return max(payload_bytes(format, size, row_bytes, size, num_rows) for format in FORMATS)
+
+
 @lru_cache(maxsize=4096)
 def smallest(
     formats: tuple[Format, ...], count: int, row_bytes: int, size: int, num_rows: int, dense_switch: bool = False
@@ -227,6 +232,9 @@ class Kind(IntEnum):
     GATHER = 4  # a rank's whole tensor on its way to all
 
 
+_KINDS = tuple(Kind)  # by their numbers
+
+
 @dataclass(frozen=True)
 class Header:
     """What a rank announces before a payload. Fixed size, so that it can be received without knowing anything."""
@@ -242,39 +250,40 @@ class Header:
     checksum: int = 0
 
     _STRUCT = struct.Struct("<2sBBBxHIIQQQQQ")
+    _PADDING, _CRC = slice(5, 6), slice(12, 16)
     NUM_BYTES = 56
     _MAGIC = b"TW"
     _VERSION = 1
 
     def pack(self) -> bytes:
-        return self._pack(zlib.crc32(self._pack(0)))
-
-    def _pack(self, crc: int) -> bytes:
-        return self._STRUCT.pack(
-            self._MAGIC, self._VERSION, self.kind, _CODE[self.format], self.source, self.sequence, crc,
+        data = self._STRUCT.pack(
+            self._MAGIC, self._VERSION, self.kind, _CODE[self.format], self.source, self.sequence, 0,
             self.digest, self.held, self.count, self.payload_bytes, self.checksum,
         )  # fmt: skip
+        return self._with_crc(data, zlib.crc32(data))
+
+    @classmethod
+    def _with_crc(cls, data: bytes, crc: int) -> bytes:
+        return data[: cls._CRC.start] + crc.to_bytes(4, "little") + data[cls._CRC.stop :]
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
         """Raises CorruptMessageError for anything that no thinwire of this version has sent."""
         if len(data) != cls.NUM_BYTES:
             raise CorruptMessageError(f"a header of {len(data)} bytes instead of {cls.NUM_BYTES}")
-        magic, version, kind, code, source, sequence, _, digest, held, count, length, checksum = cls._STRUCT.unpack(
-            data
-        )
+        fields = cls._STRUCT.unpack(data)
+        magic, version, kind, code, source, sequence, crc, digest, held, count, length, checksum = fields
         if magic != cls._MAGIC:
             raise CorruptMessageError("bytes that are not a thinwire header: another program uses this group")
         if version != cls._VERSION:
             raise CorruptMessageError(
                 f"wire format version {version}, this rank speaks {cls._VERSION}: install the same thinwire everywhere"
             )
-        if kind not in Kind.__members__.values() or code >= len(FORMATS):
+        if kind >= len(_KINDS) or code >= len(FORMATS):
             raise CorruptMessageError(f"a header of unknown kind {kind} or format {code}")
-        header = cls(Kind(kind), source, sequence, digest, FORMATS[code], held, count, length, checksum)
-        if header.pack() != data:  # every byte counts, the padding too
+        if zlib.crc32(cls._with_crc(data, 0)) != crc or any(data[cls._PADDING]):
             raise CorruptMessageError("a header whose checksum does not match")
-        return header
+        return cls(_KINDS[kind], source, sequence, digest, FORMATS[code], held, count, length, checksum)
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,7 +296,10 @@ class Message:
     @classmethod
     def sealed(cls, header: Header, payload: Tensor) -> Message:
         """With the length and checksum of the payload filled in."""
-        return cls(replace(header, payload_bytes=payload.numel(), checksum=kernels.checksum(payload)), payload)
+        kind, source, sequence, digest = header.kind, header.source, header.sequence, header.digest
+        length, checksum = payload.numel(), kernels.checksum(payload)
+        sealed = Header(kind, source, sequence, digest, header.format, header.held, header.count, length, checksum)
+        return cls(sealed, payload)
 
     def verify(self) -> None:
         """Raises CorruptMessageError unless the payload is the one that the header announced."""

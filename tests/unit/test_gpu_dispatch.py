@@ -24,6 +24,7 @@ class OnGpu(Tensor):
 def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Triton kernels that say so, for tensors `OnGpu`."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(dispatch, "_BUILT_FOR_GPU", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     compiled = SimpleNamespace(
         mix=lambda ids, seed: "triton",

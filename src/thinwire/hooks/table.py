@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ class TableGradient:
     gradient: Tensor
     touched: Tensor | None = None
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         return Layout.of(self.gradient)
 

@@ -34,8 +34,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 MODES = ("auto", "reference", "numba")
-UNKNOWN = -1  # the size of an input that a compiled kernel does not know
 OLDEST_GPU = (7, 0)  # the compute capability that Triton's own requirements name
+_BUILT_FOR_GPU = torch.backends.cuda.is_built()
 _GPU_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8}
 
 _logger = logging.getLogger("thinwire")
@@ -88,21 +88,27 @@ def compilation() -> Once | None:
     return shared(count_ones, set(compiled.__all__))
 
 
-def _dispatched(twin: Callable[P, R], work: Callable[P, int], at_least: int) -> Callable[P, R]:
-    """The compiled twin of the same name for inputs of ``at_least`` so much ``work``, else the reference."""
+def _dispatched(
+    twin: Callable[P, R], size: Callable[..., int], at_least: int, known: Callable[..., bool]
+) -> Callable[P, R]:
+    """The compiled twin of the same name for inputs of ``at_least`` so much ``size`` that it knows, else the reference.
+
+    A step with small tables makes dozens of calls, so what is small is not looked at any further.
+    """
 
     @wraps(twin)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.cuda.is_initialized() and _any_on_gpu((*args, *kwargs.values())):
+        if _BUILT_FOR_GPU and torch.cuda.is_initialized() and _any_on_gpu((*args, *kwargs.values())):
             return _call_on_gpu(twin, *args, **kwargs)
         chosen = mode()
-        size = UNKNOWN if chosen == "reference" else work(*args, **kwargs)
-        if size > UNKNOWN and (size >= at_least or chosen == "numba"):
-            compiled = compiled_kernels()
-            if compiled is not None and (chosen == "numba" or _is_compiled(twin.__name__)):
-                return getattr(compiled, twin.__name__)(*args, **kwargs)
-            if compiled is None and chosen == "numba":
-                raise ValueError("THINWIRE_KERNELS=numba, but numba cannot be imported: pip install 'thinwire[cpu]'")
+        is_small = chosen == "auto" and size(*args, **kwargs) < at_least
+        if is_small or chosen == "reference" or not known(*args, **kwargs):
+            return twin(*args, **kwargs)
+        compiled = compiled_kernels()
+        if compiled is not None and (chosen == "numba" or _is_compiled(twin.__name__)):
+            return getattr(compiled, twin.__name__)(*args, **kwargs)
+        if compiled is None and chosen == "numba":
+            raise ValueError("THINWIRE_KERNELS=numba, but numba cannot be imported: pip install 'thinwire[cpu]'")
         return twin(*args, **kwargs)
 
     return call
@@ -173,7 +179,7 @@ def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def _known(*tensors: Tensor) -> bool:
+def _indexable(*tensors: Tensor) -> bool:
     """Whether numba can index them as they are."""
     return all(tensor.device.type == "cpu" and tensor.is_contiguous() and _is_aligned(tensor) for tensor in tensors)
 
@@ -182,126 +188,137 @@ def _is_aligned(tensor: Tensor) -> bool:
     return tensor.data_ptr() % tensor.element_size() == 0
 
 
-def _ids(ids: Tensor) -> int:
-    return ids.numel() if ids.dtype == torch.int64 and ids.dim() == 1 and _known(ids) else UNKNOWN
+def _elements(tensor: Tensor, *others: object, **settings: object) -> int:
+    return tensor.numel()
 
 
-def _bytes(buffer: Tensor) -> int:
-    return buffer.numel() if buffer.dtype == torch.uint8 and _known(buffer) else UNKNOWN
+def _ids(ids: Tensor, *settings: int, **named: int) -> bool:
+    return ids.dtype == torch.int64 and ids.dim() == 1 and _indexable(ids)
 
 
-def _words(buffer: Tensor) -> int:
-    return _bytes(buffer) if buffer.numel() % 8 == 0 and buffer.data_ptr() % 8 == 0 else UNKNOWN
+def _bytes(buffer: Tensor, *sizes: int) -> bool:
+    return buffer.dtype == torch.uint8 and _indexable(buffer)
 
 
-def _dense(dense: Tensor) -> int:
-    known = dense.device.type == "cpu" and _is_aligned(dense)
-    return dense.numel() if known else UNKNOWN
+def _words(buffer: Tensor) -> bool:
+    return _bytes(buffer) and buffer.numel() % 8 == 0 and buffer.data_ptr() % 8 == 0
 
 
-def _gathered(values: Tensor, places: Tensor, out: Tensor | None = None) -> int:
+def _dense(dense: Tensor) -> bool:
+    return dense.device.type == "cpu" and _is_aligned(dense)
+
+
+def _gathered(values: Tensor, places: Tensor, out: Tensor | None = None) -> bool:
     alike = out is None or (out.dtype == values.dtype and out.shape == (places.numel(), *values.shape[1:]))
     outs = () if out is None else (out,)
-    return places.numel() if alike and _ids(places) >= 0 and _known(values, *outs) else UNKNOWN
+    return alike and _ids(places) and _indexable(values, *outs)
 
 
-def _scattered(dense: Tensor, ids: Tensor, values: Tensor) -> int:
+def _scattered(dense: Tensor, ids: Tensor, values: Tensor) -> bool:
     alike = dense.dtype == values.dtype and values.shape == (ids.numel(), *dense.shape[1:])
-    return values.numel() if alike and _ids(ids) >= 0 and _known(dense, values) else UNKNOWN
+    return alike and _ids(ids) and _indexable(dense, values)
 
 
-def _pieces(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> int:
-    known = all(values.device.type == "cpu" for _, values in pieces)
-    return _united([ids for ids, _ in pieces], 0) if known else UNKNOWN
+def _ids_of_pieces(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> int:
+    return sum([ids.numel() for ids, _ in pieces])
+
+
+def _pieces(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> bool:
+    return all(_ids(ids) and values.device.type == "cpu" for ids, values in pieces)
 
 
 def _sum(
     pieces: Iterable[tuple[Tensor, Tensor]], num_rows: int, width: int, dtype: torch.dtype, scale: float = 1.0
-) -> int:
-    return UNKNOWN if dtype == torch.float16 else num_rows * width  # numba has no float16 on a CPU
+) -> bool:
+    return dtype != torch.float16  # numba has none on a CPU
 
 
-def _united(pieces: Sequence[Tensor], size: int) -> int:
-    sizes = [_ids(piece) for piece in pieces]
-    return UNKNOWN if UNKNOWN in sizes else sum(sizes)
+def _united(pieces: Sequence[Tensor], size: int) -> bool:
+    return all(map(_ids, pieces))
 
 
-def _dealt(ids: Tensor, world_size: int, seed: int) -> int:
-    return _ids(ids) if world_size <= 1 << 16 else UNKNOWN
+def _dealt(ids: Tensor, world_size: int, seed: int) -> bool:
+    return _ids(ids) and world_size <= 1 << 16
 
 
-def _hashed(ids: Tensor, world_size: int, seed: int, *, hashes: int = 3, parallel_slots: int, serial_slots: int) -> int:
-    return _ids(ids)
-
-
-def _floats(values: Tensor, *others: Tensor) -> int:
+def _floats(values: Tensor, *others: Tensor) -> bool:
     """Kernels that draw random numbers count in 32 bits."""
     alike = values.dtype in (torch.float32, torch.float64) and values.dim() == 1 and values.numel() < 1 << 32
-    return values.numel() if alike and _known(values, *others) else UNKNOWN
+    return alike and _indexable(values, *others)
 
 
-def _magnitudes(values: Tensor, *settings: float | None, **named: float | None) -> int:
-    known = values.dtype in (torch.float32, torch.float64) and values.dim() == 1 and _known(values)
-    return values.numel() if known else UNKNOWN
+def _magnitudes(values: Tensor, *settings: float | None, **named: float | None) -> bool:
+    return values.dtype in (torch.float32, torch.float64) and values.dim() == 1 and _indexable(values)
 
 
 # What runs compiled, and from which size on, measured with one thread (docs/kernels.md): numbers of ids, elements of
 # matrices, bytes of buffers. Below 1024 nothing is worth the half second in which a process imports numba.
-nonzero_rows = _dispatched(reference.nonzero_rows, _dense, at_least=1 << 12)
-nonzero_rows_into = _dispatched(reference.nonzero_rows_into, lambda dense, ids, count: UNKNOWN, at_least=0)  # for GPUs
-gather_rows = _dispatched(reference.gather_rows, _gathered, at_least=1 << 20)
-scatter_rows = _dispatched(reference.scatter_rows, _scattered, at_least=1 << 17)
-sum_rows = ranged("sum")(_dispatched(reference.sum_rows, _pieces, at_least=1 << 11))
-_sum_rows_at = _dispatched(reference.sum_rows_at, _sum, at_least=1 << 13)
-union_places = _dispatched(reference.union_places, _united, at_least=1 << 11)
-mix = _dispatched(reference.mix, lambda ids, seed: _ids(ids), at_least=1 << 10)
-owner_by_hash = _dispatched(reference.owner_by_hash, lambda ids, world_size, seed: _ids(ids), at_least=1 << 10)
-hierarchical_hash = _dispatched(reference.hierarchical_hash, _hashed, at_least=1 << 10)
-deal = _dispatched(reference.deal, _dealt, at_least=1 << 10)
+nonzero_rows = _dispatched(reference.nonzero_rows, _elements, 1 << 12, _dense)
+nonzero_rows_into = _dispatched(reference.nonzero_rows_into, _elements, 0, lambda dense, ids, count: False)  # for GPUs
+gather_rows = _dispatched(reference.gather_rows, lambda values, places, out=None: places.numel(), 1 << 20, _gathered)
+scatter_rows = _dispatched(reference.scatter_rows, lambda dense, ids, values: values.numel(), 1 << 17, _scattered)
+sum_rows = ranged("sum")(_dispatched(reference.sum_rows, _ids_of_pieces, 1 << 11, _pieces))
+_sum_rows_at = _dispatched(
+    reference.sum_rows_at, lambda pieces, num_rows, width, dtype, scale=1.0: num_rows * width, 1 << 13, _sum
+)
+union_places = _dispatched(
+    reference.union_places, lambda pieces, size: sum([piece.numel() for piece in pieces]), 1 << 11, _united
+)
+mix = _dispatched(reference.mix, _elements, 1 << 10, _ids)
+owner_by_hash = _dispatched(reference.owner_by_hash, _elements, 1 << 10, _ids)
+hierarchical_hash = _dispatched(reference.hierarchical_hash, _elements, 1 << 10, _ids)
+deal = _dispatched(reference.deal, _elements, 1 << 10, _dealt)
 dealt_ids = _dispatched(
-    reference.dealt_ids, lambda owner, positions, world_size, seed: _ids(positions), at_least=1 << 10
+    reference.dealt_ids,
+    lambda owner, positions, world_size, seed: positions.numel(),
+    1 << 10,
+    lambda owner, positions, world_size, seed: _ids(positions),
 )
-group_by_owner = _dispatched(reference.group_by_owner, lambda owners, world_size: _ids(owners), at_least=1 << 10)
-pack_bits = _dispatched(reference_codes.pack_bits, lambda positions, size: _ids(positions), at_least=1 << 10)
-unpack_bits = _dispatched(reference_codes.unpack_bits, lambda bitmap: _bytes(bitmap), at_least=1 << 12)
-elias_fano_encode = _dispatched(
-    reference_codes.elias_fano_encode, lambda positions, size: _ids(positions), at_least=1 << 10
-)
-elias_fano_decode = _dispatched(
-    reference_codes.elias_fano_decode, lambda data, count, size: _bytes(data), at_least=1 << 10
-)
-checksum = _dispatched(reference_codes.checksum, _words, at_least=1 << 16)
-magnitude_moments = _dispatched(reference_select.magnitude_moments, _magnitudes, at_least=1 << 12)
-sum_log_magnitudes = _dispatched(reference_select.sum_log_magnitudes, _magnitudes, at_least=1 << 12)
-count_at_least = _dispatched(reference_select.count_at_least, _magnitudes, at_least=1 << 14)
-select_at_least = _dispatched(reference_select.select_at_least, _magnitudes, at_least=1 << 12)
-leading_magnitudes = _dispatched(reference_select.leading_magnitudes, _magnitudes, at_least=1 << 12)
-top_magnitudes = _dispatched(reference_select.top_magnitudes, _magnitudes, at_least=1 << 12)
+group_by_owner = _dispatched(reference.group_by_owner, _elements, 1 << 10, _ids)
+pack_bits = _dispatched(reference_codes.pack_bits, _elements, 1 << 10, _ids)
+unpack_bits = _dispatched(reference_codes.unpack_bits, _elements, 1 << 12, _bytes)
+elias_fano_encode = _dispatched(reference_codes.elias_fano_encode, _elements, 1 << 10, _ids)
+elias_fano_decode = _dispatched(reference_codes.elias_fano_decode, _elements, 1 << 10, _bytes)
+checksum = _dispatched(reference_codes.checksum, _elements, 1 << 16, _words)
+magnitude_moments = _dispatched(reference_select.magnitude_moments, _elements, 1 << 12, _magnitudes)
+sum_log_magnitudes = _dispatched(reference_select.sum_log_magnitudes, _elements, 1 << 12, _magnitudes)
+count_at_least = _dispatched(reference_select.count_at_least, _elements, 1 << 14, _magnitudes)
+select_at_least = _dispatched(reference_select.select_at_least, _elements, 1 << 12, _magnitudes)
+leading_magnitudes = _dispatched(reference_select.leading_magnitudes, _elements, 1 << 12, _magnitudes)
+top_magnitudes = _dispatched(reference_select.top_magnitudes, _elements, 1 << 12, _magnitudes)
 largest_of_blocks = _dispatched(
-    reference_quantize.largest_of_blocks, lambda values, block: _floats(values), at_least=1 << 10
+    reference_quantize.largest_of_blocks, _elements, 1 << 10, lambda values, block: _floats(values)
 )
-pack_signs = _dispatched(reference_quantize.pack_signs, lambda values, phase: _floats(values), at_least=1 << 10)
+pack_signs = _dispatched(reference_quantize.pack_signs, _elements, 1 << 10, lambda values, phase: _floats(values))
 add_signs = _dispatched(
-    reference_quantize.add_signs, lambda packed, scales, block, total: _floats(total, packed, scales), at_least=1 << 10
+    reference_quantize.add_signs,
+    lambda packed, scales, block, total: total.numel(),
+    1 << 10,
+    lambda packed, scales, block, total: _floats(total, packed, scales),
 )
-mean_of_blocks = _dispatched(reference_quantize.mean_of_blocks, lambda values, block: _floats(values), at_least=1 << 10)
+mean_of_blocks = _dispatched(
+    reference_quantize.mean_of_blocks, _elements, 1 << 10, lambda values, block: _floats(values)
+)
 quantize = _dispatched(
     reference_quantize.quantize,
+    _elements,
+    1 << 10,
     lambda values, steps, block, levels, bits, seed: _floats(values, steps),
-    at_least=1 << 10,
 )
 add_quantized = _dispatched(
     reference_quantize.add_quantized,
+    lambda packed, steps, block, levels, bits, total: total.numel(),
+    1 << 10,
     lambda packed, steps, block, levels, bits, total: _floats(total, packed, steps),
-    at_least=1 << 10,
 )
 round_to_powers = _dispatched(
-    reference_quantize.round_to_powers, lambda values, base, seed: _floats(values), at_least=1 << 10
+    reference_quantize.round_to_powers, _elements, 1 << 10, lambda values, base, seed: _floats(values)
 )
 add_from_table = _dispatched(
     reference_quantize.add_from_table,
+    lambda codes, table, steps, block, total: total.numel(),
+    1 << 10,
     lambda codes, table, steps, block, total: _floats(total, codes, table, steps),
-    at_least=1 << 10,
 )
 
 
@@ -310,7 +327,8 @@ add_from_table = _dispatched(
 def sum_rows_at(
     pieces: Iterable[tuple[Tensor, Tensor]], num_rows: int, width: int, dtype: torch.dtype, scale: float = 1.0
 ) -> Tensor:
-    if torch.cuda.is_initialized() and isinstance(pieces, Iterator):  # the first one says where they are
+    if _BUILT_FOR_GPU and torch.cuda.is_initialized() and isinstance(pieces, Iterator):
+        # the first one says where they are
         first = tuple(islice(pieces, 1))
         pieces = chain(first, pieces)
         if _any_on_gpu(first):

@@ -121,7 +121,7 @@ def union_places(pieces: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tens
 
 def _union(pieces: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
     union, places = torch.unique(torch.cat(list(pieces)), return_inverse=True)
-    return union, list(places.split([piece.numel() for piece in pieces]))
+    return union, list(torch.split_with_sizes(places, [piece.numel() for piece in pieces]))
 
 
 def mix(ids: Tensor, seed: int) -> Tensor:

@@ -36,12 +36,13 @@ def unpack_bits(bitmap: Tensor) -> Tensor:
     """Sorted positions int64 of the ones in a uint8 bitmap, least significant bit first."""
     packed = bitmap.numpy()
     if packed.size <= _DENSE_BYTES_PER_OCCUPIED * np.count_nonzero(packed):
-        return torch.from_numpy(np.flatnonzero(np.unpackbits(packed, bitorder="little").view(np.bool_)))
-    occupied = np.flatnonzero(packed)
+        return torch.from_numpy(np.unpackbits(packed, bitorder="little").view(np.bool_).nonzero()[0])
+    (occupied,) = packed.nonzero()
     byte, bit = np.nonzero(np.unpackbits(packed[occupied, None], axis=1, bitorder="little"))
     return torch.from_numpy(occupied[byte] * 8 + bit)
 
 
+@lru_cache(maxsize=4096)
 def elias_fano_bytes(count: int, size: int) -> int:
     """Exact bytes of ``count`` positions below ``size`` in Elias-Fano coding; at most those of a bitmap."""
     return _elias_fano_bytes(count, size, elias_fano_low_bits(count, size)) if count else 0
@@ -152,7 +153,9 @@ def checksum(buffer: Tensor) -> int:
     """
     words = buffer.numpy().view(np.uint64)
     whole = words.size // CHECKSUM_CHUNK_WORDS * CHECKSUM_CHUNK_WORDS
+    tail = int(np.add.reduce(words[whole:]))
+    if not whole:
+        return tail
     sums = words[:whole].reshape(-1, CHECKSUM_CHUNK_WORDS).sum(axis=1)
     weights = np.arange(1, 2 * sums.size + 1, 2, dtype=np.uint64)
-    tail = int(words[whole:].sum()) * (2 * sums.size + 1)
-    return (int((sums * weights).sum()) + tail) % 2**64
+    return (int((sums * weights).sum()) + tail * (2 * sums.size + 1)) % 2**64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from thinwire.sync.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme
 from thinwire.sync.two_level import TWO_LEVEL_PREFIX, TwoLevel
@@ -181,6 +182,7 @@ def resolve(scheme: str | Scheme | TwoLevel) -> Scheme | TwoLevel | None:
     return TwoLevel(NAMED[name]) if name != scheme else NAMED[name]
 
 
+@lru_cache(maxsize=256)
 def name_of(scheme: Scheme | TwoLevel) -> str:
     """The (first) name of a scheme, or its description where it has none."""
     if isinstance(scheme, TwoLevel):

@@ -187,7 +187,8 @@ class Permutation:
         groups, rest = divmod(self.num_rows, self.world_size)
         last = int(self.rotation(torch.tensor([groups])))
         return tuple(
-            Dealt(self, owner, groups + ((owner - last) % self.world_size < rest)) for owner in range(self.world_size)
+            Dealt(self, owner, groups + ((owner - last) % self.world_size < rest), self.num_rows)
+            for owner in range(self.world_size)
         )
 
     def split(self, ids: Tensor) -> list[Placed]:
@@ -204,10 +205,7 @@ class Dealt:
     partition: Permutation
     owner: int
     size: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.partition.num_rows
+    num_rows: int
 
     def ids(self, positions: Tensor) -> Tensor:
         return kernels.dealt_ids(self.owner, positions, self.partition.world_size, self.partition.seed)

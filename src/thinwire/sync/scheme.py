@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass, fields
 from enum import StrEnum
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from thinwire.sync.dimensions import Aggregation, Balance, Communication, Ownership, Partitioning
 from thinwire.sync.partition import (
@@ -209,12 +209,12 @@ class Scheme:
         """How the sums come back."""
         return self.pull_communication or self.communication
 
-    @property
+    @cached_property
     def push_choice(self) -> Choice:
         """What a message may travel in on the way to the owner, or to all."""
         return Choice(self.push_format, self.dense_switch)
 
-    @property
+    @cached_property
     def pull_choice(self) -> Choice:
         """What a message may travel in on the way back."""
         return Choice(self.pull_format, self.dense_switch)
@@ -250,6 +250,10 @@ class Scheme:
 
     def describe(self) -> str:
         """One line that tells two schemes apart, the same in every process."""
+        return self._description
+
+    @cached_property
+    def _description(self) -> str:
         return ", ".join(f"{field.name}={_text(getattr(self, field.name))}" for field in fields(self))
 
     def digest(self) -> int:

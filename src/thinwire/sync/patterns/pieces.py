@@ -58,5 +58,4 @@ def total(
 
 def limit(part: Part, width: int, like: SparseRows) -> int:
     """The most bytes that a payload for this part can have: all its rows, in the most wasteful format."""
-    row_bytes = width * like.values.element_size()
-    return max(wire.payload_bytes(format, part.size, row_bytes, part.size, part.num_rows) for format in Format)
+    return wire.most_payload_bytes(width * like.values.itemsize, part.size, part.num_rows)

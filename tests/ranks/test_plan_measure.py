@@ -70,8 +70,8 @@ def check_measurement(measured: Measurement) -> None:
     measured.check(expected)
     assert {parameter.name for parameter in measured.parameters[:2]} == {"2.weight", "2.bias"}  # the last layer first
     assert measured.world_size == 2
-    assert 0 < sum(measured.backward_seconds) < 10
-    assert 0 < measured.forward_seconds < 10
+    assert min(measured.backward_seconds) >= 0
+    assert measured.forward_seconds > 0
     assert measured.link.mbit > 0.9
     assert [codec.compressor for codec in measured.codecs] == ["", TOP_K]
 

@@ -9,6 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from clocks import PATIENCE, FakeClock, wait_until
+from thinwire.checkpoint import gaps
 from thinwire.checkpoint.gaps import Pacer, even_grants, gap_grants, idle_timespans
 from thinwire.checkpoint.registration import peers_of, room_bytes
 from thinwire.checkpoint.schedule import PROFILED_ITERATIONS, profile
@@ -76,7 +78,7 @@ def test_the_pacer_grants_what_is_offered_and_no_more() -> None:
     try:
         assert "evenly" in pacer.how
         pacer.offer(1600, None)
-        assert done.wait(10)
+        assert done.wait(PATIENCE)
         time.sleep(0.02)
         assert sum(granted) == 1600
         pacer.offer(0, None)
@@ -86,40 +88,44 @@ def test_the_pacer_grants_what_is_offered_and_no_more() -> None:
         pacer.close()
 
 
-def test_the_pacer_profiles_the_lane() -> None:
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(gaps, "time", clock)
+    return clock
+
+
+def iterate(pacer: Pacer, clock: FakeClock, times: int, seconds: float) -> None:
+    """Half of each iteration the lane is busy."""
+    for _ in range(times):
+        started = clock.perf_counter()
+        clock.pass_by(seconds)
+        pacer.note_busy(started, started + seconds / 2)
+        pacer.note_step()
+
+
+def test_the_pacer_profiles_the_lane(clock: FakeClock) -> None:
     pacer = Pacer(lambda num_bytes: None, every=1, watched=True)
     try:
         pacer.note_step()
-        for _ in range(PROFILED_ITERATIONS):
-            started = time.perf_counter()
-            time.sleep(0.004)
-            pacer.note_busy(started, started + 0.003)
-            pacer.note_step()
+        iterate(pacer, clock, PROFILED_ITERATIONS, 4.0)
         assert pacer.profile is not None
-        assert 0 < pacer.idle_seconds < pacer.iteration_seconds
+        assert pacer.idle_seconds == pytest.approx(2.0)
+        assert pacer.iteration_seconds == pytest.approx(4.0)
         assert "idle timespans" in pacer.how
     finally:
         pacer.close()
 
 
-def iterate(pacer: Pacer, times: int, seconds: float) -> None:
-    """Half of each iteration the lane is busy."""
-    for _ in range(times):
-        started = time.perf_counter()
-        time.sleep(seconds)
-        pacer.note_busy(started, started + seconds / 2)
-        pacer.note_step()
-
-
-def test_iterations_that_take_another_time_are_profiled_anew() -> None:
+def test_iterations_that_take_another_time_are_profiled_anew(clock: FakeClock) -> None:
     pacer = Pacer(lambda num_bytes: None, every=1, watched=True)
     try:
         pacer.note_step()
-        iterate(pacer, PROFILED_ITERATIONS, 0.002)
+        iterate(pacer, clock, PROFILED_ITERATIONS, 2.0)
         first = pacer.profile
-        iterate(pacer, 2 * PROFILED_ITERATIONS, 0.008)
+        iterate(pacer, clock, 2 * PROFILED_ITERATIONS, 8.0)
         assert "anew" in pacer.how or pacer.profile is not first
-        iterate(pacer, PROFILED_ITERATIONS, 0.008)
+        iterate(pacer, clock, PROFILED_ITERATIONS, 8.0)
         assert first is not None
         assert pacer.profile is not None
         assert sum(pacer.profile.spans) > 1.5 * sum(first.spans)
@@ -127,22 +133,23 @@ def test_iterations_that_take_another_time_are_profiled_anew() -> None:
         pacer.close()
 
 
-def test_what_does_not_fit_an_iteration_waits_for_the_next_and_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_does_not_fit_an_iteration_waits_for_the_next_and_is_said_once(
+    caplog: pytest.LogCaptureFixture, clock: FakeClock
+) -> None:
     granted: list[int] = []
     pacer = Pacer(granted.append, every=1, watched=True)
     try:
         pacer.note_step()
-        iterate(pacer, PROFILED_ITERATIONS, 0.004)
+        iterate(pacer, clock, PROFILED_ITERATIONS, 4.0)
         for _ in range(2):
             granted.clear()
-            pacer.offer(1000, bytes_per_second=1000 / 0.004)  # 0.002 s are idle
+            pacer.offer(1000, bytes_per_second=1000 / 4.0)  # 2 s are idle
             needed = pacer.iterations_needed
             assert needed >= 2
             time.sleep(0.02)
             assert sum(granted) < 1000
-            iterate(pacer, needed, 0.004)
-            time.sleep(0.02)
-            assert sum(granted) == 1000
+            iterate(pacer, clock, needed, 4.0)
+            wait_until(lambda: sum(granted) == 1000)
         assert "of iteration 2" in pacer.schedule
         assert len([record for record in caplog.records if "versions in between are skipped" in record.message]) == 1
     finally:

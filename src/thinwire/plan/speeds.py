@@ -14,7 +14,7 @@ COPIES = ""
 
 _WELL_ABOVE = 1.4
 
-_AGAIN = "measure again with `thinwire plan --measure --fresh`"
+_AGAIN = "the machines may have been too busy; measure again with `thinwire plan --measure --fresh`"
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from thinwire.compress.dgc import SampledTopK
 from thinwire.compress.sparsify import DensitySparsifier
 
 WARM_UP_CALLS = 16  # compiled, memory touched, and SIDCo has found its number of stages
+FEEDBACK_STEPS = 20
 
 METHODS: dict[str, Callable[[float], DensitySparsifier]] = {
     "top_k": compress.top_k,
@@ -36,10 +37,23 @@ METHODS: dict[str, Callable[[float], DensitySparsifier]] = {
     "ms_top_k": compress.ms_top_k,
     "dgc selection": SampledTopK,
 }
+
+
+def under_feedback(size: int) -> Tensor:
+    """What error feedback makes of gradients whose elements have means of their own: a sharp edge at the threshold."""
+    scales, memory = torch.randn(size).exp_(), torch.zeros(size)
+    means = 0.5 * scales * torch.randn(size)
+    for _ in range(FEEDBACK_STEPS):
+        memory.add_(means).addcmul_(scales, torch.randn(size))
+        memory[kernels.top_magnitudes(memory, max(1, size // 100))[0]] = 0.0
+    return memory.add_(means).addcmul_(scales, torch.randn(size))
+
+
 DISTRIBUTIONS: dict[str, Callable[[int], Tensor]] = {
     "normal": torch.randn,
     "laplace": lambda size: torch.empty(size).exponential_() * torch.randn(size).sign(),
     "log-normal": lambda size: torch.randn(size).mul_(2).exp_() * torch.randn(size).sign(),
+    "feedback": under_feedback,
 }
 
 

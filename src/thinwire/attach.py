@@ -14,6 +14,7 @@ from thinwire.compress.assign import Compress
 from thinwire.compress.base import Compressor, Parameter
 from thinwire.compress.choose import AUTO as AUTO_EXCHANGE
 from thinwire.compress.memory import MomentumCorrection
+from thinwire.compress.sign import SignSGD
 from thinwire.compress.wrapper import Wrapper
 from thinwire.fuse.policy import Policy
 from thinwire.hooks.compression import Compression, GradScaler, Planned, PlannedCompression
@@ -70,7 +71,7 @@ def attach(
             sparsifiers; "auto" takes the one of fewest bytes that the compressor allows, but no scheme.
         grad_scaler: the ``torch.amp.GradScaler`` of the training loop. Memories are then kept in units of unscaled
             gradients, and a step that the scaler skips leaves them as they were.
-        optimizer: looked at only: with a compressor that corrects momentum it must not have its own.
+        optimizer: looked at only: it must have no momentum for parameters whose compressor has it, as that of `dgc`.
         fuse: a policy of `thinwire.fuse`, for a plain module on the CPU: after ten steps that are measured, gradients
             travel in its groups.
         ahead: whether each parameter is compressed for itself, and payloads are fused; False compresses what is
@@ -124,8 +125,8 @@ def attach(
                 check_buckets(model, tuple(entry.parameters for entry in plan.groups))
             plans = compression.plans(parameters, group.size())
     if optimizer is not None:
-        _check_momentum(optimizer, plans)
-    intent = _intent(model, fuse, plan, fallback, any(_corrects_momentum(entry.compressor) for entry in plans.values()))
+        _check_momentum(optimizer, plans, module_of(model))
+    intent = _intent(model, fuse, plan, fallback, any(_has_momentum(entry.compressor) for entry in plans.values()))
     return Synchronizer(model, scheme, timeout, plans or None, compression if plans else None, intent)
 
 
@@ -239,21 +240,25 @@ def _dense_parameters(module: nn.Module) -> list[Parameter]:
     ]
 
 
-def _check_momentum(optimizer: torch.optim.Optimizer, plans: Mapping[str, Planned]) -> None:
-    corrected = [name for name, plan in plans.items() if _corrects_momentum(plan.compressor)]
-    if not corrected:
-        return
-    for group in optimizer.param_groups:
+def _check_momentum(optimizer: torch.optim.Optimizer, plans: Mapping[str, Planned], module: nn.Module) -> None:
+    """Momentum of the optimizer is for parameters without momentum in their compressor alone.
+
+    A group counts as theirs only if it has nothing else: parameters that are not the module's may be copies of it.
+    """
+    corrected = [name for name, plan in plans.items() if _has_momentum(plan.compressor)]
+    others = {id(parameter) for name, parameter in module.named_parameters() if name not in corrected}
+    for group in optimizer.param_groups if corrected else ():
         momentum = group.get("momentum") or next(iter(group.get("betas", ())), 0.0)
-        if momentum:
+        if momentum and any(id(parameter) not in others for parameter in group["params"]):
             name = corrected[0]
             raise ValueError(
                 f"{type(optimizer).__name__} has momentum {momentum:g}, and so has {plans[name].compressor.name} of"
-                f" parameter {name!r}, which would count it twice: use torch.optim.SGD(..., momentum=0.0)"
+                f" parameter {name!r}, which would count it twice: put parameters with this compressor in a group of"
+                " torch.optim.SGD with momentum=0.0; others may keep theirs, in a group of their own"
             )
 
 
-def _corrects_momentum(compressor: Compressor) -> bool:
-    if isinstance(compressor, MomentumCorrection):
+def _has_momentum(compressor: Compressor) -> bool:
+    if isinstance(compressor, (MomentumCorrection, SignSGD)):
         return compressor.momentum > 0.0
-    return isinstance(compressor, Wrapper) and _corrects_momentum(compressor.inner)
+    return isinstance(compressor, Wrapper) and _has_momentum(compressor.inner)

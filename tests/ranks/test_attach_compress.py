@@ -296,13 +296,19 @@ def _refusals(context: RankContext) -> None:
             attached({}, True, **options)
     model = Network()
     momentum = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for optimizer in (momentum, torch.optim.Adam(model.parameters())):
-        with pytest.raises(ValueError, match="would count it twice"):
-            thinwire.attach(model, compress=thinwire.compress.dgc(0.1), optimizer=optimizer)
-    thinwire.attach(model, compress=top_k, optimizer=momentum).detach()
-    thinwire.attach(
-        model, compress=thinwire.compress.dgc(0.1), optimizer=torch.optim.SGD(model.parameters(), lr=0.1)
-    ).detach()
+    large = [parameter for parameter in model.parameters() if parameter.numel() >= 1024]
+    small = [parameter for parameter in model.parameters() if parameter.numel() < 1024]
+    signum, dgc = thinwire.compress.sign_sgd(0.9), thinwire.compress.dgc(0.1)
+    for compressor in (dgc, signum):
+        copies = torch.optim.SGD([parameter.detach().clone() for parameter in large], lr=0.1, momentum=0.9)
+        for optimizer in (momentum, torch.optim.Adam(model.parameters()), copies):
+            with pytest.raises(ValueError, match="would count it twice"):
+                thinwire.attach(model, compress=compressor, optimizer=optimizer)
+        groups: list[dict[str, Any]] = [{"params": large, "momentum": 0.0}, {"params": small, "momentum": 0.9}]
+        for optimizer in (torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(groups, lr=0.1)):
+            thinwire.attach(model, compress=compressor, optimizer=optimizer).detach()
+    for compressor in (top_k, thinwire.compress.sign_sgd()):
+        thinwire.attach(model, compress=compressor, optimizer=momentum).detach()
     with pytest.raises(ValueError, match="inside of this module"):
         thinwire.attach(nn.Sequential(DistributedDataParallel(Network())))
     with pytest.raises(ValueError, match="FSDP models yet"):

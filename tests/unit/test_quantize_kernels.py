@@ -152,6 +152,22 @@ def test_powers(base: int, size: int, dtype: torch.dtype) -> None:
 
 
 @every_dtype
+def test_powers_of_denormal_values_and_of_what_is_not_finite(dtype: torch.dtype) -> None:
+    word = {torch.float32: torch.int32, torch.float64: torch.int64}[dtype]
+    tiny = torch.finfo(dtype).tiny
+    denormal = torch.linspace(-tiny, tiny, 4099, dtype=dtype)
+    smallest = torch.tensor([1, 2, 3, -1], dtype=word).view(dtype)
+    not_a_number = torch.tensor([-1, torch.iinfo(word).max, torch.iinfo(word).max - 5], dtype=word).view(dtype)
+    infinite = torch.tensor([float("inf"), float("-inf"), float("nan")], dtype=dtype)
+    highest = 127 if dtype == torch.float32 else 1919
+    for values in (denormal, torch.cat([smallest, not_a_number, infinite]).repeat(500)):
+        for base in (0, 1, highest):
+            for seed in (0, -5):
+                codes = assert_same(lambda v=values, b=base, s=seed: kernels.round_to_powers(v, b, s)) & 0x7F
+                assert bool((codes[~values.isfinite()] == 127).all())
+
+
+@every_dtype
 @every_size
 def test_tables(size: int, dtype: torch.dtype) -> None:
     codes, table = torch.randint(0, 256, (size,), dtype=torch.uint8), torch.randn(256, dtype=dtype)

@@ -225,6 +225,28 @@ def test_natural_compression_saturates_at_the_highest_power() -> None:
     assert value.tolist() == [2.0**127, -(2.0**127), 4.0]
 
 
+@pytest.mark.parametrize("scale", [1.0, 2.0**-126, 2.0**-125, 2.0**-60], ids=lambda scale: f"largest {scale:g}")
+@pytest.mark.parametrize("value", [2.0**-149, 3 * 2.0**-149, 2.0**-140, 2.0**-128, 1.5 * 2.0**-127, 0.7 * 2.0**-126])
+def test_natural_compression_is_unbiased_on_denormal_values(value: float, scale: float) -> None:
+    """What is below all powers that are sent becomes the smallest or zero, as often as its expectation needs."""
+    count = 1 << 16
+    gradient = torch.full((count + 1,), value)
+    gradient[count] = scale
+    drawn = sent(compress.natural(), gradient)[:count].double()
+    smallest = max(2.0**-126, scale * 2.0**-125)
+    assert bool(((drawn == 0) | ((drawn >= smallest) & (drawn <= 2 * smallest))).all())
+    share = value / smallest
+    assert abs(float(drawn.mean()) / smallest - share) <= 5 * math.sqrt(share / count) + 1e-9
+
+
+def test_natural_compression_takes_what_is_not_finite_for_the_highest_power() -> None:
+    """Always, as a gradient that is not finite is refused before: a memory may still overflow."""
+    gradient = torch.tensor([math.inf, -math.inf, 4.0, 0.0] + 500 * [math.nan])
+    value = sent(compress.natural(), gradient)
+    assert value[:4].tolist() == [2.0**127, -(2.0**127), 4.0, 0.0]
+    assert bool((value[4:].abs() == 2.0**127).all())
+
+
 @pytest.mark.parametrize(("method", "largest"), [(compress.fp16(), 65504.0), (compress.bf16(), 3.3895e38)])
 def test_casts_saturate(method: Compressor, largest: float) -> None:
     value = sent(method, torch.tensor([3.4028e38, -3.4028e38, 1.0]))

@@ -234,11 +234,11 @@ DISTRIBUTIONS: dict[str, Callable[[int], Tensor]] = {
     "uniform": torch.rand,
 }
 PROMISE = {
-    "gaussian_k": (0.0, 2.0),
+    "gaussian_k": (2 / 3, 4 / 3),
     "redsync": (1.0, 2.0),
-    "sidco_exponential": (0.0, 2.0),
-    "sidco_gamma": (0.0, 2.0),
-    "sidco_pareto": (0.0, 2.0),
+    "sidco_exponential": (2 / 3, 4 / 3),
+    "sidco_gamma": (2 / 3, 4 / 3),
+    "sidco_pareto": (2 / 3, 4 / 3),
     "sampled_top_k": (0.8, 1.0),
 }
 """Of k: fewest and most."""

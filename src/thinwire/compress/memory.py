@@ -118,7 +118,8 @@ class MomentumCorrection(Wrapper):
 
     ``u = m u + g; v = v + u``; send ``C(v)``; at the places that were sent ``u`` (momentum factor masking) and ``v``
     become zero. ``v`` is the memory, so no error feedback is needed. With ``nesterov`` ``u = m (u + g); v += u + g``.
-    The optimizer must run without momentum, or momentum would count twice; `thinwire.attach` cannot see that.
+    The optimizer must have no momentum for such a parameter, or it would count twice: pass it to `thinwire.attach`,
+    which looks.
 
     Args:
         inner: the compressor; of those that are not sparsifiers only ``v`` is corrected.

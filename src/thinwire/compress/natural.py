@@ -92,10 +92,11 @@ def natural(*, seed: int = 0) -> Natural:
     """One of the two powers of two around each value, at random such that the expectation is the value: 8 bits.
 
     A sign and a power of 127: the 127 up to the first above the largest value. What is smaller than all of them (by 38
-    decimal orders) becomes the smallest or zero, also right in expectation. The variance is at most an eighth of the
-    square of the value, whatever the scale, and rounding takes no multiplication. No memory is needed.
+    decimal orders, or denormal) becomes the smallest or zero, also right in expectation. The variance is at most an
+    eighth of the square of the value, whatever the scale, and rounding takes no multiplication. No memory is needed.
 
-    Values above 2^127 (2^1023 in float64), where the next power would be infinite, become that.
+    Values above 2^127 (2^1023 in float64), where the next power would be infinite, become that. So do infinity and nan,
+    which `thinwire.attach` never passes on: gradients that are not finite are NaN on all ranks.
 
     Args:
         seed: of the random choice; it also depends on the parameter, the step and the rank.

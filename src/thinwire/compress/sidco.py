@@ -10,7 +10,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.compress.base import Compressor, Parameter, State
 from thinwire.compress.sparsify import DensitySparsifier, Selection
-from thinwire.compress.threshold import nothing, select_bounded
+from thinwire.compress.threshold import nothing, select_near
 from thinwire.kernels import Moments
 
 FIRST_RATIO = 0.25
@@ -50,7 +50,7 @@ class Sidco(DensitySparsifier):
         threshold = self._threshold(flat, moments, k, state["stages"])
         achieved = kernels.count_at_least(flat, threshold) if math.isfinite(threshold) else 0
         _adapt(state, achieved / k, _most_stages(k / flat.numel()))
-        return select_bounded(flat, threshold, k, achieved)
+        return select_near(flat, threshold, k, achieved)
 
     def _threshold(self, flat: Tensor, moments: Moments, k: int, stages: int) -> float:
         threshold = 0.0
@@ -83,9 +83,9 @@ def sidco(
 
     The first stage fits the magnitudes that are not zero, each further one what exceeded the last threshold, of which a
     quarter is left to the next stage, until the last one aims at k. After every fifth step the number of stages changes
-    by one if the mean count of these steps was not within 20 % of k. If a threshold leaves no element or more than 2 k,
-    the k largest are taken: at least one element is sent, unless all are zero, and at most 2 k. Biased: needs error
-    feedback, which `attach` adds.
+    by one if the mean count of these steps was not within 20 % of k. A threshold that does not leave 2/3 k to 4/3 k is
+    corrected as that of `gaussian_k`: so many elements are sent, or all that are not zero if there are fewer. Biased:
+    needs error feedback, which `attach` adds.
 
     Args:
         density: k / numel, in (0, 1].

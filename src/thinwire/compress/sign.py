@@ -138,7 +138,7 @@ def sign_sgd(momentum: float = 0.0) -> SignSGD:
 
     Args:
         momentum: vote with the sign of ``m = momentum m + (1 - momentum) g`` (Signum), kept by each rank; 0 with that
-            of the gradient. The optimizer then has no momentum of its own.
+            of the gradient. The optimizer then has no momentum of its own for these parameters.
 
     Raises:
         ValueError: momentum outside [0, 1).

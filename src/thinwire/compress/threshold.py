@@ -13,7 +13,11 @@ from thinwire.compress.base import Compressor, Parameter, State
 from thinwire.compress.sparsify import Selection, Sparsifier
 
 MOST = 2
-"""Methods that estimate a threshold never send more than so many times ``k``."""
+"""Methods that search a threshold never send more than so many times ``k``."""
+FEWEST, MOST_ACCEPTED = 2 / 3, 4 / 3
+"""Of k: what an estimated threshold may leave."""
+CORRECTIONS = 8
+RAISE, LOWER = 1.2, 0.8
 
 
 @dataclass(frozen=True)
@@ -75,16 +79,32 @@ def largest_of(selection: Selection, k: int) -> Selection:
     return ids[places], chosen
 
 
-def select_bounded(flat: Tensor, threshold: float, k: int, count: int | None = None) -> Selection:
-    """From a threshold on, if that is 1 to ``MOST * k`` elements (``count``, where known); else the ``k`` largest.
+def select_near(flat: Tensor, threshold: float, k: int, count: int) -> Selection:
+    """From a threshold on, corrected until 2/3 k to 4/3 k elements reach it; else the ``k`` largest.
 
-    An estimate can be anything on data that is not like its model: infinite, below zero, beyond the largest magnitude.
+    ``count`` elements reach the threshold as it was estimated, which can be anything on data that is not like its
+    model: infinite, below zero, beyond the largest magnitude. A correction raises or lowers it by a fifth; once
+    thresholds on both sides of k are known it goes to their geometric mean. Error feedback needs that: it leaves a
+    sharp edge at the last thresholds, where a fifth is the difference between k / 5 and 10 k elements. Gradients of a
+    small transformer took Gaussian-K 2.8 corrections at the mean and 5 at most, SIDCo 0.8 to 1.7 and 8.
     """
-    if threshold > 0.0:
-        count = kernels.count_at_least(flat, threshold) if count is None else count
-        if 1 <= count <= MOST * k:
-            return kernels.select_at_least(flat, threshold, count)
+    low, high = 0.0, math.inf
+    for _ in range(CORRECTIONS):
+        if FEWEST * k <= count <= MOST_ACCEPTED * k or not 0.0 < threshold < math.inf:
+            break
+        low, high = (threshold, high) if count > k else (low, threshold)
+        threshold = _between(low, high)
+        count = kernels.count_at_least(flat, threshold)
+    if threshold > 0.0 and FEWEST * k <= count <= MOST_ACCEPTED * k:
+        return kernels.select_at_least(flat, threshold, count)
     return largest_nonzero(flat, k)
+
+
+def _between(low: float, high: float) -> float:
+    """The geometric mean; beyond the one bound that is known, where there is only one."""
+    if high == math.inf:
+        return low * RAISE
+    return math.sqrt(low) * math.sqrt(high) if low > 0.0 else high * LOWER
 
 
 class Tail:

@@ -16,6 +16,7 @@ _CHUNK = 1024  # values whose codes wait in the cache to be packed
 _LANES = 64  # sums in flight, so that adding is vectorized
 _UINT32_MASK = 0xFFFFFFFF
 _UINT8_VALUES = 256
+_INFINITY_FLOAT32, _INFINITY_FLOAT64 = 0x7F800000, 0x7FF0000000000000  # their bits, which those of nan lie above
 
 
 @njit
@@ -229,7 +230,7 @@ def round_to_powers(values: Tensor, base: int, seed: int) -> Tensor:
     codes = np.empty(array.size, dtype=np.uint8)
     integer, mantissa_bits = _integer_type(array)
     smallest = np.array([(base + 1) << mantissa_bits], dtype=integer).view(array.dtype)[0]
-    unit = smallest * array.dtype.type(2.0**-RANDOM_BITS)
+    unit = array.dtype.type(2.0**RANDOM_BITS)
     kernel = _round_float32 if array.dtype == np.float32 else _round_float64
     kernel(array, array.view(integer), integer(base), smallest, unit, *_halves(seed), codes)
     return as_tensor(codes)
@@ -253,10 +254,10 @@ def _round_float32(
     """Added to the bits of a number, a random mantissa carries into the exponent with the right probability."""
     for place in range(values.size):
         hashed, word, size = _hash(np.uint32(place), low, high), words[place], abs(values[place])
-        magnitude = np.int32(word & np.int32(0x7FFFFFFF))
+        magnitude = np.int32(min(np.int32(word & np.int32(0x7FFFFFFF)), np.int32(_INFINITY_FLOAT32)))
         exponent = np.int32(np.int32(magnitude + np.int32(hashed >> np.uint32(9))) >> np.int32(23))
         code = np.int32(min(max(np.int32(exponent - base), np.int32(0)), np.int32(POWER_CODES)))
-        from_below = np.int32(np.float32(np.int32(hashed >> np.uint32(8))) * unit < size)
+        from_below = np.int32(np.float32(np.int32(hashed >> np.uint32(8))) * smallest < size * unit)
         code = from_below if size < smallest else code
         sign = np.int32(np.int32(word >> np.int32(24)) & np.int32(0x80))
         codes[place] = np.uint8(np.int32(code | sign))
@@ -275,9 +276,9 @@ def _round_float64(
 ) -> None:
     for place in range(values.size):
         hashed, word, size = np.int64(_hash(np.uint32(place), low, high)), words[place], abs(values[place])
-        magnitude = word & np.int64(0x7FFFFFFFFFFFFFFF)
+        magnitude = min(word & np.int64(0x7FFFFFFFFFFFFFFF), np.int64(_INFINITY_FLOAT64))
         code = min(max(((magnitude + (hashed << 20)) >> 52) - base, 0), POWER_CODES)
-        from_below = np.int64(np.float64(hashed >> 8) * unit < size)
+        from_below = np.int64(np.float64(hashed >> 8) * smallest < size * unit)
         code = from_below if size < smallest else code
         codes[place] = code | ((word >> 56) & 0x80)
 

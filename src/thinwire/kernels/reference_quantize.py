@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -107,18 +109,20 @@ def round_to_powers(values: Tensor, base: int, seed: int) -> Tensor:
     """Round ``values`` [n] at random to the power of two below or above, such that the expectation is the value.
 
     Codes 1 to 127 stand for the exponents ``base`` + 1 to ``base`` + 127, biased as in the number format, 0 for zero.
-    Below the smallest power the choice is between that and zero. Above the largest one it is that one, always.
+    Below the smallest power the choice is between that and zero, of denormal values too; the expectation is then right
+    to 2^-24 of that power. Above the largest one it is that one, always, and so it is for infinity and nan.
 
     Returns uint8 [n]: the sign in the highest bit, the code below.
     """
     mantissa_bits, integer = _MANTISSA_BITS[values.dtype], _INTEGERS[values.dtype]
     hashed = mix(torch.arange(values.numel(), device=values.device), seed)
-    magnitude = values.abs()
+    magnitude = values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
     fraction = hashed << (mantissa_bits - 32) if mantissa_bits > 32 else hashed >> (32 - mantissa_bits)
     exponents = (magnitude.view(integer) + fraction.to(integer)) >> mantissa_bits
     codes = (exponents - base).clamp_(0, POWER_CODES)
     smallest = _power(base + 1, values)
-    from_below = (hashed >> (32 - RANDOM_BITS)).to(values.dtype).mul_(smallest * 2.0**-RANDOM_BITS) < magnitude
+    random = (hashed >> (32 - RANDOM_BITS)).to(values.dtype)
+    from_below = random.mul_(smallest) < magnitude * 2.0**RANDOM_BITS  # divided, the smallest could vanish
     codes = torch.where(magnitude < smallest, from_below.to(integer), codes)
     return (codes | torch.signbit(values).to(integer) << 7).to(torch.uint8)
 

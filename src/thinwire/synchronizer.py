@@ -97,7 +97,7 @@ class Synchronizer:
             raise
         if not self._is_left_to_ddp:
             self._lane.submit(lambda lane: kernels.warm_up(wait=False))  # while the first forward runs
-        self._passes.watch(self._plug, Guard(self._lane))
+        self._passes.watch(self._plug, Guard(self._lane, not self._is_left_to_ddp))
         _attached.add(model)
 
     def stats(self) -> dict[str, float]:

@@ -21,10 +21,14 @@ class Guard:
 
     Autograd calls back at the end of a pass. After an exception it drops the callback uncalled, whatever raised: a hook
     of the user, a function of torch, or Ctrl-C.
+
+    Args:
+        lane: that peers wait on.
+        waits_from_output: whether they wait for a pass as soon as it goes through the output of the model.
     """
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, lane: Lane, waits_from_output: bool = True) -> None:
+        self._lane, self._waits_from_output = lane, waits_from_output
         self._running: weakref.ref[_Pass] | None = None
 
     def enter(self) -> None:
@@ -40,7 +44,7 @@ class Guard:
 
     def watch(self, output: object) -> None:
         """Enter the pass that goes through what the model returned: it may fail before there is any gradient."""
-        for tensor in _tensors(output):
+        for tensor in _tensors(output) if self._waits_from_output else ():
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda _: self.enter())
 
@@ -54,8 +58,13 @@ class Guard:
                 self._broke_off()
             raise
 
+    def check(self) -> None:
+        """Raises ThinwireError where a step begins that cannot be synchronized any more."""
+        self._lane.check("the gradients of this step")
+
     def _broke_off(self) -> None:
-        self._lane.break_off(REASON.format(rank=self._lane.rank))
+        if self._lane.world_size > 1:
+            self._lane.break_off(REASON.format(rank=self._lane.rank))
 
 
 class _Pass:

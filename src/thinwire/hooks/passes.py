@@ -82,6 +82,8 @@ class Passes:
             self._began = False
             self._plug.reset()
             self._clock.reset()
+        assert self._guard is not None
+        self._guard.check()
         self._forwards += 1
         if self._forwards == 2 and self.steps == 0 and isinstance(self._model, DistributedDataParallel):
             text = (

@@ -141,7 +141,7 @@ class ProcessGroupStream:
                     in_flight.popleft()[0].wait()
             for work, _ in in_flight:
                 work.wait()
-        except Exception as error:
+        except BaseException as error:
             self._failure = self._failure or self._lost(error)
             self._hang_up(str(self._failure))
 
@@ -155,11 +155,11 @@ class ProcessGroupStream:
             return torch.zeros(num_bytes, dtype=torch.uint8)
         return data
 
-    def _lost(self, error: Exception) -> LostPeerError:
+    def _lost(self, error: BaseException) -> LostPeerError:
         return lost_peer(error, self._rank, len(self._ranks))
 
 
-def lost_peer(error: Exception, rank: int, world_size: int) -> LostPeerError:
+def lost_peer(error: BaseException, rank: int, world_size: int) -> LostPeerError:
     """What to raise where torch failed to move bytes."""
     cause = str(error).split("This is typically")[0].split("] ", 1)[-1].strip().rstrip(".")
     return LostPeerError(

@@ -1,0 +1,207 @@
+"""The campaign of living processes: a rank fails at each point of each scheme, lives on, and all others must raise.
+
+A cell is a scheme, a point (the n-th time that the failing rank moves bytes), and a kind of failure. Ranks are
+forked once for a scheme; each cell has a process group of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import thinwire
+from thinwire.sync.exchange import ProcessGroupExchange
+from thinwire.sync.stream import ProcessGroupStream
+from thinwire.testbed.launch import RankContext
+
+WORLD_SIZE = 4
+FAILING = 1
+LIMIT_SECONDS = 2.0
+TIMEOUT = timedelta(seconds=20)
+KINDS = ("flip", "memory", "memory afterwards", "exit")
+AUTO_SCHEMES = (
+    "zen", "column_split", "union_split", "agsparse_coded", "sparcml_coded", "dense", "two_level:zen",
+)  # fmt: skip
+OTHER_SCHEMES = ("sparse_ps", "agsparse_ring", "dense_ring", "dense_halving_doubling", "sparcml_split")
+
+
+@dataclass
+class Injector:
+    """Counts what a rank does with its exchange, and fails at one of these points.
+
+    Args:
+        at: the point, counted from 0; one that never comes only counts.
+    """
+
+    kind: str = ""
+    at: int = -1
+    points: list[str] = field(default_factory=list)
+    struck: float | None = None
+
+    def around(self, point: str, work: Callable[[], Any], changed: Callable[[Any], bool] = lambda result: False) -> Any:
+        """What the work returns, unless this is the point; ``changed`` flips a bit of it, if it has any."""
+        is_here = len(self.points) == self.at
+        self.points.append(point)
+        if not is_here:
+            return work()
+        if self.kind in ("memory", "exit", "kill"):
+            self.struck = time.time()
+            if self.kind == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise SystemExit(3) if self.kind == "exit" else _out_of_memory()
+        result = work()
+        if self.kind == "memory afterwards":
+            self.struck = time.time()
+            raise _out_of_memory()
+        if changed(result):
+            self.struck = time.time()
+        return result
+
+
+def _out_of_memory() -> RuntimeError:
+    return RuntimeError("DefaultCPUAllocator: can't allocate memory (injected)")
+
+
+@contextmanager
+def injected(injector: Injector) -> Iterator[None]:
+    """Have all exchanges of this process pass through the injector."""
+    exchange, stream = ProcessGroupExchange, ProcessGroupStream
+    saved = {name: getattr(exchange, name) for name in ("swap_records", "swap", "swap_with", "all_reduce")}
+    receive, send = stream.receive, stream.send
+
+    def flip_one(incoming: list[Tensor], own: int) -> bool:
+        return any(_flip(part) for rank, part in enumerate(incoming) if rank != own)
+
+    def swap_records(self: Any, outgoing: Any) -> Any:
+        return injector.around(
+            "records", lambda: saved["swap_records"](self, outgoing), lambda got: flip_one(got, self.rank)
+        )
+
+    def swap(self: Any, outgoing: Any, sizes: Any) -> Any:
+        return injector.around(
+            "swap", lambda: saved["swap"](self, outgoing, sizes), lambda got: flip_one(got, self.rank)
+        )
+
+    def swap_with(self: Any, *args: Any) -> Any:
+        return injector.around("swap_with", lambda: saved["swap_with"](self, *args), _flip)
+
+    def all_reduce(self: Any, tensor: Tensor) -> Any:
+        return injector.around("all_reduce", lambda: saved["all_reduce"](self, tensor))
+
+    def receiving(self: Any, source: int, num_bytes: int) -> Any:
+        wait = receive(self, source, num_bytes)
+        return lambda num_bytes=None: injector.around("receive", lambda: wait(num_bytes), _flip)
+
+    def sending(self: Any, target: int, num_bytes: int, make: Callable[[], Tensor]) -> Any:
+        return send(self, target, num_bytes, lambda: injector.around("make", make))
+
+    patched = {"swap_records": swap_records, "swap": swap, "swap_with": swap_with, "all_reduce": all_reduce}
+    try:
+        for name, function in patched.items():
+            setattr(exchange, name, function)
+        stream.receive, stream.send = receiving, sending  # type: ignore[method-assign]
+        yield
+    finally:
+        for name, function in saved.items():
+            setattr(exchange, name, function)
+        stream.receive, stream.send = receive, send  # type: ignore[method-assign]
+
+
+def _flip(part: Tensor) -> bool:
+    if part.numel():
+        part[part.numel() // 2] ^= 16
+    return part.numel() > 0
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a rank saw of a cell: when it struck (on the failing rank), when this rank raised, and what."""
+
+    cell: tuple[str, int, str]
+    point: str
+    struck: float | None
+    raised: float | None
+    error: str
+
+
+def campaign(context: RankContext, scheme: str, kinds: tuple[str, ...], points: tuple[int, ...] | None) -> list[Seen]:
+    """All cells of a scheme; ``points`` names some (negative ones from the end), None all."""
+    if scheme.startswith("two_level"):
+        os.environ["THINWIRE_HOST"] = f"host {context.rank // 2}"
+    found = len(_cell(context, scheme, Injector())[0].points)
+    numbers = range(found) if points is None else sorted({point % found for point in points if point < found})
+    every: list[list[int]] = [[]] * context.world_size
+    dist.all_gather_object(every, list(numbers))  # ranks may have different numbers of points: the failing one decides
+    seen = []
+    for kind in kinds:
+        for at in every[FAILING]:
+            injector, raised, error = _cell(context, scheme, Injector(kind, at))
+            point = injector.points[at] if at < len(injector.points) else ""
+            seen.append(Seen((scheme, at, kind), point, injector.struck, raised, error))
+    return seen
+
+
+def _cell(context: RankContext, scheme: str, injector: Injector) -> tuple[Injector, float | None, str]:
+    group = dist.new_group(timeout=TIMEOUT)
+    tensor = torch.zeros(1000, 64)
+    tensor[torch.arange(0, 200, 2) + context.rank] = 1.0
+    thinwire.sparse_all_reduce(tensor, scheme, process_group=group)
+    dist.barrier()
+    raised, error = None, ""
+    with injected(injector if context.rank == FAILING or injector.at < 0 else Injector()):
+        for _ in range(2 if injector.at >= 0 else 1):
+            try:
+                thinwire.sparse_all_reduce(tensor, scheme, process_group=group)
+            except Exception as caught:
+                raised, error = time.time(), f"{type(caught).__name__}: {caught}"
+                break
+        dist.barrier()  # the failing process lives on until all others have raised
+    dist.destroy_process_group(group)
+    return injector, raised, error
+
+
+def slowest_notice(outcomes: list[list[Seen]]) -> tuple[int, float]:
+    """Number of cells and the longest time from a failure until another rank raised; checks every cell."""
+    cells, slowest = 0, 0.0
+    for of_cell in zip(*outcomes, strict=True):
+        failing = of_cell[FAILING]
+        if failing.struck is None:
+            continue  # there was nothing to change at this point
+        cells += 1
+        assert failing.raised is not None, f"{failing.cell} at {failing.point}: the failing rank noticed nothing"
+        for rank, seen in enumerate(of_cell):
+            assert seen.raised is not None, f"{failing.cell} at {failing.point}: rank {rank} noticed nothing"
+            if rank != FAILING:
+                notice = seen.raised - failing.struck
+                assert notice < LIMIT_SECONDS, f"{failing.cell} at {failing.point}: rank {rank} took {notice:.1f} s"
+                slowest = max(slowest, notice)
+    return cells, slowest
+
+
+def killed(context: RankContext, scheme: str, at: int) -> tuple[float, str]:
+    """As a cell, whose failing rank ends; when this rank raised, and what."""
+    if scheme.startswith("two_level"):
+        os.environ["THINWIRE_HOST"] = f"host {context.rank // 2}"
+    group = dist.new_group(timeout=TIMEOUT)
+    tensor = torch.zeros(1000, 64)
+    tensor[torch.arange(0, 200, 2) + context.rank] = 1.0
+    thinwire.sparse_all_reduce(tensor, scheme, process_group=group)
+    dist.barrier()
+    began = time.time()
+    with injected(Injector("kill", at) if context.rank == FAILING else Injector()):
+        for _ in range(2):
+            try:
+                thinwire.sparse_all_reduce(tensor, scheme, process_group=group)
+            except thinwire.PeerError as caught:
+                return time.time() - began, str(caught)
+    return -1.0, "nothing was raised"

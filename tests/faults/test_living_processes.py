@@ -1,0 +1,66 @@
+"""Any failure of a rank makes all others raise at once, while the process that failed lives on."""
+
+from __future__ import annotations
+
+import pytest
+from cells import (
+    AUTO_SCHEMES,
+    FAILING,
+    KINDS,
+    LIMIT_SECONDS,
+    OTHER_SCHEMES,
+    WORLD_SIZE,
+    campaign,
+    killed,
+    slowest_notice,
+)
+
+from thinwire.testbed.launch import run_ranks
+
+FEW = {
+    "zen": (0, -1),
+    "column_split": (0, 3, -1),
+    "sparcml_coded": (2, -1),
+    "two_level:zen": (0, 3, -1),
+    "dense": (-1,),
+}
+
+
+def _run(scheme: str, points: tuple[int, ...] | None, timeout_seconds: float) -> tuple[int, float]:
+    outcomes = run_ranks(campaign, scheme, KINDS, points, world_size=WORLD_SIZE, timeout_seconds=timeout_seconds)
+    cells, slowest = slowest_notice([outcome.value for outcome in outcomes])
+    print(f"{scheme}: {cells} cells, slowest notice {slowest:.3f} s")
+    return cells, slowest
+
+
+@pytest.mark.parametrize("scheme", FEW)
+def test_some_points_of_a_scheme(scheme: str) -> None:
+    assert _run(scheme, FEW[scheme], timeout_seconds=100)[0] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("scheme", [*AUTO_SCHEMES, *OTHER_SCHEMES])
+def test_all_points_of_a_scheme(scheme: str) -> None:
+    assert _run(scheme, None, timeout_seconds=500)[0] > 0
+
+
+def _check_kill(scheme: str, at: int) -> None:
+    outcomes = run_ranks(killed, scheme, at, world_size=WORLD_SIZE, check=False, timeout_seconds=60)
+    assert outcomes[FAILING].exit_code == -9
+    notices = [outcome.value[0] for outcome in outcomes if outcome.rank != FAILING]
+    assert all(0.0 <= notice < LIMIT_SECONDS for notice in notices), [outcome.value for outcome in outcomes]
+    print(f"{scheme} killed at {at}: slowest notice {max(notices):.3f} s")
+
+
+@pytest.mark.parametrize(("scheme", "at"), [("zen", 1), ("column_split", 4), ("two_level:zen", 3)])
+def test_a_rank_is_killed_at_some_points(scheme: str, at: int) -> None:
+    _check_kill(scheme, at)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("at", range(6))
+@pytest.mark.parametrize("scheme", [*AUTO_SCHEMES, *OTHER_SCHEMES])
+def test_a_rank_is_killed_at_each_point(scheme: str, at: int) -> None:
+    _check_kill(scheme, at if scheme != "dense" else at % 2)

@@ -29,6 +29,7 @@ from thinwire.hooks.following import Following
 from thinwire.hooks.fused import FusedSync
 from thinwire.hooks.gradients import GradientSync
 from thinwire.hooks.groups import places_of
+from thinwire.hooks.guard import Guard
 from thinwire.hooks.intent import Intent
 from thinwire.hooks.left import LeftToDdp
 from thinwire.hooks.native import NativeAllReduce, is_native
@@ -96,7 +97,7 @@ class Synchronizer:
             raise
         if not self._is_left_to_ddp:
             self._lane.submit(lambda lane: kernels.warm_up(wait=False))  # while the first forward runs
-        self._passes.watch(self._plug)
+        self._passes.watch(self._plug, Guard(self._lane))
         _attached.add(model)
 
     def stats(self) -> dict[str, float]:

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.hooks.clock import Clock
+from thinwire.hooks.guard import Guard
 from thinwire.hooks.plug import Plug
 
 logger = logging.getLogger("thinwire")
@@ -33,14 +34,15 @@ class Passes:
         self._forwards = 0
         self._began = False
         self._plug: Plug | None = None
+        self._guard: Guard | None = None
         self._handles: list[RemovableHandle] = []
 
     @property
     def are_watched(self) -> bool:
         return bool(self._handles)
 
-    def watch(self, plug: Plug) -> None:
-        self._plug = plug
+    def watch(self, plug: Plug, guard: Guard) -> None:
+        self._plug, self._guard = plug, guard
         self._handles = [
             self._model.register_forward_pre_hook(self._before_forward),
             self._model.register_forward_hook(self._after_forward),
@@ -53,6 +55,8 @@ class Passes:
 
     def begin(self) -> bool:
         """Have ``finish`` called at the end of the running backward; whether there is one."""
+        assert self._guard is not None
+        self._guard.enter()
         if not self._began:
             try:
                 Variable._execution_engine.queue_callback(self._end_backward)
@@ -63,7 +67,9 @@ class Passes:
 
     def _end_backward(self) -> None:
         self._began = False
-        self._finish()
+        assert self._guard is not None
+        with self._guard.finishing():
+            self._finish()
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Warn when a whole step went by without the hook: then stock DDP, or nobody, reduced the gradients."""
@@ -87,7 +93,12 @@ class Passes:
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Backward begins now, as far as anybody but the training script knows."""
-        del args, output
+        del args
         assert self._plug is not None
-        if module.training and torch.is_grad_enabled() and self._plug.synchronizes:
+        assert self._guard is not None
+        if not (torch.is_grad_enabled() and self._plug.synchronizes):
+            return
+        if module.training:
             self._clock.start()
+        if not torch.compiler.is_compiling():
+            self._guard.watch(output)

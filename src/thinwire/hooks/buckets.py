@@ -98,6 +98,7 @@ class Buckets:
     ) -> None:
         self._staging: Staging = staging or HostStaging()
         self._native = native
+        gradients.may_leave = native is not None and self._staging.is_host
         self._gradients = gradients
         self._lookups = lookups
         self._names = names
@@ -117,6 +118,9 @@ class Buckets:
 
     def submit(self, contents: Contents, is_last: bool = False) -> Pending:
         """As `add`, of a bucket that is taken apart already."""
+        if self._native is not None and contents.buffer.is_sparse and self._gradients.leaves(contents.tables[0].name):
+            job = self._clock.submit(contents.load)
+            return self._native.start_sparse(contents.tables[0].name, contents.buffer, job)
         if self._native is not None and not contents.compressed:
             dense = [gradient for _, gradient in contents.others]
             if not contents.tables:
@@ -139,6 +143,10 @@ class Buckets:
     def compresses(self, name: str) -> bool:
         """Whether the gradient of a parameter is compressed in this step."""
         return self._compressed is not None and self._compressed.takes(name)
+
+    def leaves(self, name: str) -> bool:
+        """Whether a table is all-reduced like any other gradient in this step."""
+        return self._gradients.leaves(name)
 
     def release(self, name: str, gradient: Tensor) -> None:
         """Add what compression left of earlier gradients, if it ended; see `CompressedSync.release`."""
@@ -215,7 +223,7 @@ class Buckets:
         for parameter, parameter_name, gradient in zip(
             bucket.parameters(), parameters, bucket.gradients(), strict=True
         ):
-            is_table = id(parameter) in self._tables
+            is_table = id(parameter) in self._tables and not self._gradients.leaves(parameter_name)
             if not is_table and not self.compresses(parameter_name):
                 self.release(parameter_name, gradient)
                 continue

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.hooks.fusion import TableShape, plan_groups, share, stack, unstack
@@ -31,6 +35,13 @@ from thinwire.sync.units import Unit
 DENSE_PAUSE_STEPS = 50
 """For how many steps a table is all-reduced unread, at most, after steps in which most of its rows were non-zero: one
 step after the first of them, then twice as many each time, because the next batch may be another."""
+LEFT_SECONDS, LEFT_BYTES = 0.002, 512 * 1024
+"""A table is left to what stock DDP does with it where that takes so few seconds and bytes: a synchronization of a tiny
+table takes 3 ms of processors alone. On few bytes a short probe of the link can be wrong without doing harm."""
+LEFT_STEPS = 1000
+"""For how many steps, before it is looked at again."""
+LEFT = "native"
+"""The scheme of such a table, in `Synchronizer.table`."""
 MAX_EXPERIENCES = 64
 """Groups of which something is remembered; small tables may come together in other groups in every step."""
 
@@ -55,6 +66,8 @@ class GradientSync:
         self.choices: dict[str, str] = {}  # under "auto": the scheme of a group's next step, by its parameters
         self.pauses: dict[str, int] = {}  # steps for which a table is all-reduced without looking for zeros
         self.unions: dict[str, int] = {}  # rows of a table that any rank held in its last step
+        self.may_leave = False  # whether tables can be left to what stock DDP does
+        self.left: dict[str, int] = {}  # tables that are, and for how many steps more
         self.rehearsals = 0
         self.experiences: dict[str, Experience] = {}  # under "auto": what was learned of a group
         self._rehearsed: dict[str, int] = {}  # how often a table was part of a rehearsal
@@ -99,6 +112,45 @@ class GradientSync:
             predicted,
             ring_all_reduce_bytes(size_bytes, lane.world_size),
         )
+
+    def leaves(self, name: str) -> bool:
+        """Whether stock's own all-reduce takes a table in this step, as all ranks decided in an earlier one."""
+        steps = self.left.get(name, 0)
+        if steps > 0:
+            self.left[name] = steps - 1
+        return steps > 0
+
+    def book_left(self, name: str, mean: Tensor, held: int, world_size: int) -> int:
+        """A sparse gradient was all-reduced by torch; returns about what that sent, for ranks that hold alike.
+
+        Where the sum has too many rows, which all ranks see, the table comes back to the lane in the next step.
+        """
+        row_bytes, union = mean._values()[:1].nbytes, mean._nnz()
+        moved = sparse_all_reduce_bytes([held] * world_size, 0, row_bytes)
+        record = self._entry(name)
+        record.kind, record.scheme, record.formats, record.fused = "sparse gradient", LEFT, "coo", 1
+        record.density, record.density_after = (rows / max(1, mean.shape[0]) for rows in (held, union))
+        record.add(moved, moved, moved)
+        self.unions[name] = union
+        if union * (8 + row_bytes) > LEFT_BYTES:
+            self.left[name] = 0
+        return moved
+
+    def learned(self) -> dict[str, Any]:
+        """What the next decisions follow from, besides times: plain values, for `recall`."""
+        windows = {key: [astuple(demand) for demand in one.demands] for key, one in self.experiences.items()}
+        return {"windows": windows, "left": dict(self.left), "dense_runs": dict(self._dense_runs)}
+
+    def recall(self, learned: Mapping[str, Any] | None) -> None:
+        """Go on where another run ended; None for one that learned nothing. Times are of another machine, maybe."""
+        self.experiences = {}
+        self.left = dict(learned["left"]) if learned else {}
+        self._dense_runs = dict(learned["dense_runs"]) if learned else {}
+        for key, window in (learned["windows"] if learned else {}).items():
+            last = self.choices.get(key)
+            self.experiences[key] = Experience()
+            if last is not None:
+                self.experiences[key].recall(resolve(last) or DENSE, [Demand(*numbers) for numbers in window])
 
     def finish_step(self) -> None:
         """Close the books on a step."""
@@ -162,9 +214,8 @@ class GradientSync:
     def _experience(self, group: Group) -> Experience:
         key = _key(group)
         if key not in self.experiences:
-            last = self.choices.get(key, AUTO)
             rehearsals = max(self._rehearsed.get(table.name, 0) for table in group)
-            self.experiences[key] = Experience(None if last == AUTO else resolve(last), rehearsals=rehearsals)
+            self.experiences[key] = Experience(rehearsals=rehearsals)
             if len(self.experiences) > MAX_EXPERIENCES:
                 del self.experiences[next(iter(self.experiences))]
         return self.experiences[key]
@@ -217,6 +268,10 @@ class GradientSync:
         choice = learned.observe(demand)
         last, self.choices[key] = self.choices.get(key), AUTO if choice.is_dense else name_of(choice)
         points = learned.hopeful(demand)
+        reason = self._leave(group, learned, channel)
+        if reason:
+            self._explain(group, reason, channel.rank)
+            return
         if points:
             learned.begin(rehearse(points, demand.held))
             self.rehearsals += 1
@@ -224,6 +279,31 @@ class GradientSync:
             self._rehearsed[table.name] = learned.rehearsals
         if self.choices[key] != last:
             self._explain(group, learned.explain(), channel.rank)
+
+    def _leave(self, group: Group, learned: Experience, channel: Channel) -> str:
+        """Leave tables to stock DDP where that takes next to nothing, and say why; "" if they stay.
+
+        Those that came back stay until all batches of a window are small.
+        """
+        machine, known = channel.machine(), [self.left.get(table.name) for table in group]
+        if not self.may_leave or machine is None or not all(map(_can_leave, group)):
+            return ""
+        if any(steps is not None for steps in known) and not learned.is_settled:
+            return ""
+        dense = [table for table in group if not table.gradient.is_sparse]
+        moved = sum(ring_all_reduce_bytes(table.gradient.nbytes, channel.world_size) for table in dense)
+        if len(dense) < len(group):
+            most = max(learned.demands, key=lambda demand: demand.held)
+            counts = [math.ceil(most.held)] * channel.world_size
+            moved += sparse_all_reduce_bytes(counts, 0, most.row_bytes, len(group) - len(dense))
+        rounds = 3 * max(0, len(group) - len(dense) - 1) * machine.round_seconds
+        seconds = rounds + moved * max(machine.byte_seconds, machine.reduced_byte_seconds)
+        if moved > LEFT_BYTES or seconds > LEFT_SECONDS:
+            return ""
+        for table in group:
+            self.left[table.name] = LEFT_STEPS
+            self._entry(table.name).leave(LEFT)
+        return f"{LEFT}: what stock DDP sends takes {1e3 * seconds:.2f} ms here ({moved / 1e6:.3f} MB)"
 
     def _explain(self, group: Group, reason: str, rank: int) -> None:
         for table in group:
@@ -268,6 +348,11 @@ class GradientSync:
 
 def _key(group: Group) -> str:
     return " + ".join(table.name for table in group)
+
+
+def _can_leave(table: TableGradient) -> bool:
+    """Whether torch sums such a gradient as exactly; it has no sparse sum of sixteen-bit values."""
+    return not table.gradient.is_sparse or table.gradient.dtype in (torch.float32, torch.float64)
 
 
 def _unplaced(point: Scheme | TwoLevel) -> Scheme | TwoLevel:

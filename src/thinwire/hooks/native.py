@@ -89,6 +89,7 @@ class NativeAllReduce:
         self._name, self._scheme = name, scheme
         self._moved_bytes = 0
         self._jobs: list[JobTimes] = []
+        self._tables: list[tuple[str, Tensor, int]] = []  # sparse ones, with the rows that this rank held
 
     def start(self, gradients: Sequence[Tensor]) -> tuple[Started, ...]:
         """The mean over the ranks, in place.
@@ -103,6 +104,27 @@ class NativeAllReduce:
         self._jobs.append(job)
         return DenseBucket(self.start(gradients), buffer, job)
 
+    def start_sparse(self, name: str, gradient: Tensor, job: JobTimes) -> Future[Tensor]:
+        """The mean of a sparse gradient by torch's own all-reduce, which adds in the order of ranks, as it must."""
+        job.started = time.perf_counter()
+        self._jobs.append(job)
+        group, coalesced = self._process_group, gradient.coalesce()
+        held = coalesced._nnz()
+        work = dist.all_reduce(coalesced, group=group, async_op=True)
+        assert work is not None, "hooks run on ranks of the group"
+
+        def mean(done: Future[list[Tensor]]) -> Tensor:
+            try:
+                total = done.value()[0].coalesce()
+            except RuntimeError as error:
+                raise lost_peer(error, group.rank(), group.size()) from error
+            total._values().mul_(1.0 / group.size())
+            self._tables.append((name, total, held))
+            job.ended = time.perf_counter()
+            return total
+
+        return work.get_future().then(mean)
+
     def count(self, num_bytes: int) -> None:
         """An all-reduce of so many bytes was made; booked by `finish_step`."""
         self._moved_bytes += ring_all_reduce_bytes(num_bytes, self._process_group.size())
@@ -116,6 +138,9 @@ class NativeAllReduce:
             record.density = record.density_after = 1.0
             record.add(moved, moved, moved)
             lane.exchange.count_all_reduce(moved)
+        tables, self._tables = self._tables, []
+        for name, mean, held in tables:
+            lane.exchange.count_all_reduce(self._account.book_left(name, mean, held, lane.world_size))
         jobs, self._jobs = self._jobs, []
         until = 0.0
         for job in jobs:  # one after the other: the next one begins when the last one has ended

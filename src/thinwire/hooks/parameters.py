@@ -178,7 +178,7 @@ class ParameterHooks:
         tables, compressed = [], []
         rest: dict[torch.dtype, list[tuple[Trained, Tensor]]] = {}
         for member, gradient in zip(members, gradients, strict=True):
-            if member.is_table:
+            if member.is_table and not self._buckets.leaves(member.name):
                 tables.append(TableGradient(member.name, gradient, self._lookups.take(member.parameter)))
             elif self._buckets.compresses(member.name):
                 compressed.append((member.name, gradient))

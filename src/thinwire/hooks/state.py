@@ -27,6 +27,7 @@ def saved(
         "choices": dict(gradients.choices),
         "pauses": dict(gradients.pauses),
         "unions": dict(gradients.unions),
+        "auto": gradients.learned(),
         "compress": None if compressed is None else compressed.state_dict(),
         "plan": None if execution is None else execution.state_dict(),
     }
@@ -61,3 +62,4 @@ def restore(
     gradients.choices = {name: str(scheme) for name, scheme in state["choices"].items()}
     gradients.pauses = {name: int(steps) for name, steps in state["pauses"].items()}
     gradients.unions = {name: int(rows) for name, rows in state["unions"].items()}
+    gradients.recall(state.get("auto"))

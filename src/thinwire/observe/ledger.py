@@ -38,6 +38,10 @@ class ParameterRecord:
         self._predicted += predicted_bytes
         self._dense += dense_bytes
 
+    def leave(self, scheme: str) -> None:
+        """From the next step on it is synchronized in its bucket, or counted when that is over."""
+        self.scheme, self.formats, self.fused = scheme, "", 1
+
     def finish_step(self) -> None:
         """The running step becomes the last one, if anything was synchronized in it."""
         if self._dense == 0 and self._sent == 0:

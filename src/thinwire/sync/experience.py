@@ -114,6 +114,9 @@ class Experience:
 
     def observe(self, demand: Demand) -> Point:
         """A step was of such a size: what stands from now on."""
+        if self.window and self._demands[self.window[-1]].world_size != demand.world_size:
+            self.window.clear()  # of a run on other ranks
+            self._demands.clear()
         size = self._size(demand)
         is_like_all = len(self.window) == WINDOW_STEPS == self.window.count(size)
         self.window.append(size)
@@ -141,7 +144,7 @@ class Experience:
         return [] if is_settled or len(close) == 1 else close
 
     def recall(self, choice: Point | None, demands: Sequence[Demand]) -> None:
-        """Go on where another run ended."""
+        """Go on where another run ended, on as many ranks or others."""
         self.choice = choice
         self.window.extend(map(self._size, demands))
 
@@ -149,6 +152,11 @@ class Experience:
     def demands(self) -> list[Demand]:
         """Of the last steps, about, for `recall`."""
         return [self._demands[size] for size in self.window]
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether a whole window of batches was seen."""
+        return len(self.window) == WINDOW_STEPS
 
     def begin(self, rehearsal: Rehearsal) -> None:
         """Try candidates from the next step on."""

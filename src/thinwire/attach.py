@@ -96,7 +96,9 @@ def attach(
     """
     _check_model(model)
     resolve(scheme)
-    _check_parameters(module_of(model))
+    group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
+    with telling_peers(group, timeout):
+        _check_parameters(module_of(model))
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
     if fallback:
@@ -109,7 +111,6 @@ def attach(
         _check_exact(exchange, ahead)
         intent = None if fuse is None else Intent(_names(model), (fuse,))
         return Synchronizer(model, scheme, timeout, intent=intent)
-    group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
     parameters = _dense_parameters(module_of(model))
     compression: Compression | PlannedCompression
     if plan is None:
@@ -213,13 +214,14 @@ def _check_parameters(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         if _is_any(parameter, "torch.distributed.tensor", "DTensor"):
             raise ValueError(f"parameter {name!r} is a DTensor: attach does not take sharded models yet")
-        if not parameter.requires_grad:
-            continue
-        if parameter.device != device:
+        if parameter.requires_grad and parameter.device != device:
             raise ValueError(
                 f"parameter {name!r} is on {parameter.device}, others are on {device}: move all to one device"
             )
-        if parameter.dtype not in SUPPORTED_DTYPES:
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values yet: see Module.to_empty()")
+        is_known = parameter.dtype in SUPPORTED_DTYPES or parameter.is_complex()
+        if parameter.requires_grad and not is_known:
             raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}, which is not supported")
 
 
@@ -230,12 +232,12 @@ def _is_any(value: object, module: str, *names: str) -> bool:
 
 
 def _dense_parameters(module: nn.Module) -> list[Parameter]:
-    """What can be compressed: parameters that are trained, and no tables of embeddings."""
+    """What can be compressed: real parameters that are trained, and no tables of embeddings."""
     tables = {id(table) for table in tables_of(module)}
     return [
         Parameter(name, tuple(parameter.shape), parameter.dtype)
         for name, parameter in module.named_parameters()
-        if parameter.requires_grad and id(parameter) not in tables
+        if parameter.requires_grad and not parameter.is_complex() and id(parameter) not in tables
     ]
 
 

@@ -33,7 +33,7 @@ from thinwire.hooks.intent import Intent
 from thinwire.hooks.native import NativeAllReduce, is_native
 from thinwire.hooks.parameters import ParameterHooks, broadcast_module, trained_parameters
 from thinwire.hooks.passes import Passes
-from thinwire.hooks.plug import DdpPlug, Plug
+from thinwire.hooks.plug import Alone, DdpPlug, Plug
 from thinwire.hooks.tracing import Trace
 from thinwire.lane import Lane, resolve_group
 from thinwire.observe.ledger import ParameterRecord
@@ -92,7 +92,8 @@ class Synchronizer:
         except Exception:
             self._lane.close()
             raise
-        self._lane.submit(lambda lane: kernels.warm_up())  # while the first forward runs
+        if not isinstance(self._plug, Alone):
+            self._lane.submit(lambda lane: kernels.warm_up())  # while the first forward runs
         self._passes.watch(self._plug)
         _attached.add(model)
 
@@ -221,7 +222,9 @@ class Synchronizer:
         planned = () if self._intent is None else self._intent.names
         dense = {*planned, *(() if self._compressed is None else self._compressed.plans)}
         weights = {id(parameter) for name, parameter in self._module.named_parameters() if name in dense}
-        self._lookups = LookupRows(self._module, own_hooks=1 if is_ddp else 2, compressed=weights)
+        is_alone = self._lane.world_size == 1 and self._compressed is None and self._intent is None
+        watched = nn.Module() if is_alone else self._module
+        self._lookups = LookupRows(watched, own_hooks=1 if is_ddp else 2, compressed=weights)
         self._buckets = buckets = Buckets(
             self._gradients,
             self._lookups,
@@ -232,6 +235,8 @@ class Synchronizer:
             self._compressed,
             self._clock,
         )
+        if is_alone:
+            return Alone(self._model)
         begin, expect = self._passes.begin, self._in_flight.append
         try:
             if isinstance(self._model, DistributedDataParallel):
@@ -239,7 +244,10 @@ class Synchronizer:
             trained = trained_parameters(self._module, self._lookups, self._names)
             names = None if self._intent is None else self._intent.groups
             groups = None if names is None else places_of(trained, names)
-            return ParameterHooks(trained, buckets, self._lookups, self._lane, begin, expect, self._clock, groups)
+            is_nested = self._passes.is_nested
+            return ParameterHooks(
+                trained, buckets, self._lookups, self._lane, begin, expect, self._clock, groups, is_nested
+            )
         except Exception:
             self._lookups.remove()
             raise
@@ -264,7 +272,7 @@ class Synchronizer:
         self._gradients.finish_step()
         if self._compressed is not None:
             self._compressed.finish_step()
-        self._passes.steps += 1
+        self._passes.count()
         if self._passes.steps == 1 and self._lane.rank == 0:
             text = first_step(self._records(), len(self._names), self.stats(), self._lane.world_size)
             logger.info("%s", text)

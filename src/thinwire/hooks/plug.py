@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.hooks import ddp
 from thinwire.hooks.buckets import Buckets
+
+logger = logging.getLogger("thinwire")
 
 
 class Plug(Protocol):
@@ -21,6 +25,16 @@ class Plug(Protocol):
     @property
     def synchronizes(self) -> bool:
         """Whether the next backward pass is not one of `no_sync`."""
+        ...
+
+    @property
+    def begins_at_output(self) -> bool:
+        """Whether a step is a backward through the output of the model, whatever passes run inside of it."""
+        ...
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is synchronized, so that every backward ends a step."""
         ...
 
     def finish(self) -> None:
@@ -44,6 +58,44 @@ class Plug(Protocol):
         ...
 
 
+class Alone:
+    """One rank has nothing to synchronize: gradients stay as backward made them, and only steps are counted."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._accumulates = False
+        self.begins_at_output = self.is_idle = True
+
+    @property
+    def synchronizes(self) -> bool:
+        if isinstance(self._model, DistributedDataParallel):
+            return self._model.require_backward_grad_sync
+        return not self._accumulates
+
+    def finish(self) -> None:
+        pass
+
+    def deliver(self) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._model.no_sync() if isinstance(self._model, DistributedDataParallel) else self._accumulating()
+
+    def remove(self) -> None:
+        pass
+
+    @contextmanager
+    def _accumulating(self) -> Iterator[None]:
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
+
 class DdpPlug:
     """The buckets of a DDP model, which stores their means itself.
 
@@ -62,6 +114,8 @@ class DdpPlug:
         expect: Callable[[Future[Tensor]], None],
     ) -> None:
         self._model, self._buckets, self._begin, self._expect = model, buckets, begin, expect
+        self.begins_at_output = self.is_idle = False  # DDP ends each pass by itself
+        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
         ddp.install(model, self._on_bucket)
 
     @property
@@ -72,7 +126,15 @@ class DdpPlug:
         self._buckets.flush()
 
     def deliver(self) -> None:
-        pass
+        """DDP has stored all. It never looks at parameters again that were frozen when it was built."""
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._frozen = []
+            text = (
+                "parameters were unfrozen after DistributedDataParallel was built: it does not synchronize them, so the"
+                " models of the ranks drift apart. Build it again after unfreezing, and attach the new one"
+            )
+            logger.warning("%s", text)
+            warnings.warn(text, stacklevel=2)
 
     def reset(self) -> None:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -45,7 +46,7 @@ class ParameterHooks:
         buckets: where groups go.
         lookups: which rows of tables a backward touched. It must have been made before this object.
         lane: by which the order is agreed.
-        begin: called at the first gradient of each backward; has `finish` and `deliver` called when it ends.
+        begin: called at each gradient of a backward; has `finish` and `deliver` called when it ends.
         expect: called with each future of a group.
         clock: is told when gradients are ready.
         planned: the groups of a plan, of all parameters but tables; None for those of `plan_groups`.
@@ -134,16 +135,24 @@ class ParameterHooks:
         self._handles.clear()
 
     def _after_accumulation(self, place: int) -> Callable[[Tensor], None]:
+        """It must not hold this object, which holds the parameter."""
+        weak = weakref.ref(self)
+
         def hook(parameter: Tensor) -> None:
             del parameter
-            if self.synchronizes:
-                self._add(place)
+            hooks = weak()
+            if hooks is None:
+                raise ThinwireError(
+                    "thinwire was attached to a module that is gone, and its parameters go on training: keep the module"
+                    " or the Synchronizer, or call detach() on that before"
+                )
+            if hooks.synchronizes:
+                hooks._add(place)
 
         return hook
 
     def _add(self, place: int) -> None:
-        if not self._pass.ready:
-            self._begin()
+        self._begin()
         self._clock.ready(self.trained[place].name)
         if self._group_of[place] < self._pass.submitted:
             raise ThinwireError(

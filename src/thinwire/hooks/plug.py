@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.errors import ThinwireError
 from thinwire.hooks import ddp
 from thinwire.hooks.buckets import Buckets
 
@@ -45,7 +47,7 @@ class Plug(Protocol):
 
 
 class DdpPlug:
-    """The buckets of a DDP model, which stores their means itself.
+    """The buckets of a DDP model, which stores their means itself, and which this object does not keep alive.
 
     Args:
         model: gets the communication hook.
@@ -61,12 +63,18 @@ class DdpPlug:
         begin: Callable[[], bool],
         expect: Callable[[Future[Tensor]], None],
     ) -> None:
-        self._model, self._buckets, self._begin, self._expect = model, buckets, begin, expect
+        self._weak_model, self._buckets, self._begin, self._expect = weakref.ref(model), buckets, begin, expect
         ddp.install(model, self._on_bucket)
 
     @property
     def synchronizes(self) -> bool:
         return self._model.require_backward_grad_sync
+
+    @property
+    def _model(self) -> DistributedDataParallel:
+        model = self._weak_model()
+        assert model is not None, "its reducer calls the hook, and goes with it"
+        return model
 
     def finish(self) -> None:
         self._buckets.flush()
@@ -88,8 +96,22 @@ class DdpPlug:
         """Called by DDP in backward for each bucket, in the same order on all ranks.
 
         Under ``model.join()`` also outside of backward, for ranks that ran out of data.
+
+        Raises:
+            ThinwireError: join was told to divide by the number of ranks that have data left. On all ranks, as all come
+                here, those without data too.
         """
+        if is_joining(self._model) and not self._model._divide_by_initial_world_size:
+            raise ThinwireError(
+                "join(divide_by_initial_world_size=False) divides by a number that DDP does not tell its hooks: call"
+                " model.join() without it, or train this model without thinwire"
+            )
         future = self._buckets.add(bucket)
         if self._begin():
             self._expect(future)
         return future
+
+
+def is_joining(model: nn.Module | None) -> bool:
+    """Whether ranks may run out of data before others, under ``model.join()``: nothing else can be agreed on then."""
+    return bool(getattr(getattr(model, "_join_config", None), "enable", False))

@@ -161,7 +161,11 @@ class Lane:
         self._hang_up()
 
     def abandon(self) -> None:
-        """Have the thread end after the queued jobs, without waiting for it."""
+        """Have the thread end after the queued jobs, and the group with it, without waiting for them.
+
+        The group is not left to a next lane: ranks that abandon at different times would disagree on whether it is.
+        """
+        self._jobs.put(self._hang_up)
         self._jobs.put(None)
 
     def channel(self, subject: Subject) -> Channel:
@@ -233,3 +237,4 @@ class Lane:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # and with it the gradients that it read

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.hooks.hook import Hook, weakly
+
 MIN_TABLE_BYTES = 16 * 1024
 """Smaller tables are all-reduced with the rest: their sizes and headers would cost more than their zeros."""
 
@@ -65,7 +67,7 @@ class LookupRows:
         self._handles: list[RemovableHandle] = []
         self._probes: dict[int, RemovableHandle] = {}  # see `_hooks_on_node`
         self.parameters: list[nn.Parameter] = []
-        self._handles.append(module.register_forward_pre_hook(self._before_forward))
+        self._handles.append(module.register_forward_pre_hook(Hook(self._before_forward)))
         for table in filter(_has_dense_gradient, module.modules()):
             if id(table.weight) not in compressed:
                 self._watch(table)
@@ -92,20 +94,23 @@ class LookupRows:
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """What is known is about one backward; a gradient kept for longer may have been edited meanwhile."""
         del module, args
-        self._known.clear()
+        if not torch.compiler.is_compiling():  # nothing becomes known in a compiled forward
+            self._known.clear()
 
     def _watch(self, table: nn.Module) -> None:
         weight = table.weight
         assert isinstance(weight, nn.Parameter)
         if all(weight is not known for known in self.parameters):
             self.parameters.append(weight)
-            self._handles.append(weight.register_post_accumulate_grad_hook(self._after_accumulation))
+            self._handles.append(weight.register_post_accumulate_grad_hook(weakly(self._after_accumulation)))
         if type(table) in (nn.Embedding, nn.EmbeddingBag) and "forward" not in vars(table):
-            self._handles.append(table.register_forward_hook(self._after_forward, with_kwargs=True))
+            self._handles.append(table.register_forward_hook(Hook(self._after_forward), with_kwargs=True))
 
     def _after_forward(
         self, table: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: Tensor
     ) -> None:
+        if torch.compiler.is_compiling():  # a graph has no grad_fn: asking for it would break the graph
+            return
         node = output.grad_fn if isinstance(output, Tensor) else None
         ids = args[0] if args else kwargs.get("input")
         if node is None or not isinstance(ids, Tensor) or not type(node).__name__.startswith("Embedding"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -206,9 +207,18 @@ class ParameterHooks:
         self._handles.clear()
 
     def _after_accumulation(self, place: int) -> Callable[[Tensor], None]:
+        """It must not hold this object, which holds the parameter."""
+        weak = weakref.ref(self)
+
         def hook(parameter: Tensor) -> None:
-            if self.synchronizes and parameter.requires_grad:  # else frozen since the forward: it gets no gradient
-                self._add(place)
+            hooks = weak()
+            if hooks is None:
+                raise ThinwireError(
+                    "thinwire was attached to a module that is gone, and its parameters go on training: keep the module"
+                    " or the Synchronizer, or call detach() on that before"
+                )
+            if hooks.synchronizes and parameter.requires_grad:  # else frozen since the forward, without a gradient
+                hooks._add(place)
 
         return hook
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
@@ -13,8 +14,10 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.errors import ThinwireError
 from thinwire.hooks import ddp
 from thinwire.hooks.buckets import Buckets
+from thinwire.hooks.model import synchronized_parameters
 
 logger = logging.getLogger("thinwire")
 
@@ -62,15 +65,14 @@ class Alone:
     """One rank has nothing to synchronize: gradients stay as backward made them, and only steps are counted."""
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
+        self._ddp = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
         self._accumulates = False
         self.begins_at_output = self.is_idle = True
 
     @property
     def synchronizes(self) -> bool:
-        if isinstance(self._model, DistributedDataParallel):
-            return self._model.require_backward_grad_sync
-        return not self._accumulates
+        ddp = None if self._ddp is None else self._ddp()
+        return not self._accumulates if ddp is None else ddp.require_backward_grad_sync
 
     def finish(self) -> None:
         pass
@@ -82,7 +84,8 @@ class Alone:
         pass
 
     def no_sync(self) -> AbstractContextManager[None]:
-        return self._model.no_sync() if isinstance(self._model, DistributedDataParallel) else self._accumulating()
+        ddp = None if self._ddp is None else self._ddp()
+        return self._accumulating() if ddp is None else ddp.no_sync()
 
     def remove(self) -> None:
         pass
@@ -97,7 +100,7 @@ class Alone:
 
 
 class DdpPlug:
-    """The buckets of a DDP model, which stores their means itself.
+    """The buckets of a DDP model, which stores their means itself, and which this object does not keep alive.
 
     Args:
         model: gets the communication hook.
@@ -113,21 +116,28 @@ class DdpPlug:
         begin: Callable[[], bool],
         expect: Callable[[Future[Tensor]], None],
     ) -> None:
-        self._model, self._buckets, self._begin, self._expect = model, buckets, begin, expect
+        self._weak_model, self._buckets, self._begin, self._expect = weakref.ref(model), buckets, begin, expect
         self.begins_at_output = self.is_idle = False  # DDP ends each pass by itself
-        self._frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+        frozen = (parameter for _, parameter in synchronized_parameters(model) if not parameter.requires_grad)
+        self._frozen = [weakref.ref(parameter) for parameter in frozen]
         ddp.install(model, self._on_bucket)
 
     @property
     def synchronizes(self) -> bool:
         return self._model.require_backward_grad_sync
 
+    @property
+    def _model(self) -> DistributedDataParallel:
+        model = self._weak_model()
+        assert model is not None, "its reducer calls the hook, and goes with it"
+        return model
+
     def finish(self) -> None:
         self._buckets.flush()
 
     def deliver(self) -> None:
         """DDP has stored all. It never looks at parameters again that were frozen when it was built."""
-        if any(parameter.requires_grad for parameter in self._frozen):
+        if any(parameter.requires_grad for weak in self._frozen if (parameter := weak()) is not None):
             self._frozen = []
             text = (
                 "parameters were unfrozen after DistributedDataParallel was built: it does not synchronize them, so the"
@@ -150,8 +160,22 @@ class DdpPlug:
         """Called by DDP in backward for each bucket, in the same order on all ranks.
 
         Under ``model.join()`` also outside of backward, for ranks that ran out of data.
+
+        Raises:
+            ThinwireError: join was told to divide by the number of ranks that have data left. On all ranks, as all come
+                here, those without data too.
         """
+        if is_joining(self._model) and not self._model._divide_by_initial_world_size:
+            raise ThinwireError(
+                "join(divide_by_initial_world_size=False) divides by a number that DDP does not tell its hooks: call"
+                " model.join() without it, or train this model without thinwire"
+            )
         future = self._buckets.add(bucket)
         if self._begin():
             self._expect(future)
         return future
+
+
+def is_joining(model: nn.Module | None) -> bool:
+    """Whether ranks may run out of data before others, under ``model.join()``: nothing else can be agreed on then."""
+    return bool(getattr(getattr(model, "_join_config", None), "enable", False))

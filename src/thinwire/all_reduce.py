@@ -13,7 +13,7 @@ from torch.futures import Future
 from thinwire.lane import Group, Lane, resolve_group
 from thinwire.sparse import Layout, SparseRows
 from thinwire.sync.channel import Subject
-from thinwire.sync.named import AUTO
+from thinwire.sync.named import AUTO, resolve
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.synchronize import agree, synchronize
 from thinwire.sync.two_level import TwoLevel
@@ -80,6 +80,8 @@ def sparse_all_reduce(
         >>> total = thinwire.sparse_all_reduce(gradient)                                  # doctest: +SKIP
     """
     group = resolve_group(process_group)
+    if group.size() == 1:
+        return _alone(tensor, scheme, op, async_op)
     lane = _lane_of(group)
     text = scheme.describe() if isinstance(scheme, (Scheme, TwoLevel)) else str(scheme)
     subject = Subject("sparse_all_reduce", f"{_kind(tensor)}, op={op}, scheme={text}")
@@ -87,17 +89,29 @@ def sparse_all_reduce(
     def job(lane: Lane) -> Tensor:
         channel = lane.channel(subject)
 
-        def prepare() -> SparseRows:
-            if op not in ("sum", "mean"):
-                raise ValueError(f"unknown op {op!r}; legal are sum and mean")
-            return Layout.of(tensor).rows(tensor)
-
-        rows, point = agree(prepare, scheme, channel)
+        rows, point = agree(lambda: _rows(tensor, op), scheme, channel)
         total = synchronize(rows, point, channel, 1.0 if op == "sum" else 1.0 / channel.world_size)
         return Layout.of(tensor).tensor(total)
 
     future = lane.submit(job)
     return future if async_op else future.wait()
+
+
+def _rows(tensor: Tensor, op: str) -> SparseRows:
+    if op not in ("sum", "mean"):
+        raise ValueError(f"unknown op {op!r}; legal are sum and mean")
+    return Layout.of(tensor).rows(tensor)
+
+
+def _alone(tensor: Tensor, scheme: str | Scheme | TwoLevel, op: str, async_op: bool) -> Tensor | Future[Tensor]:
+    """The sum over one rank, for which nothing is started: a copy, by the same rules."""
+    resolve(scheme)
+    total = Layout.of(tensor).tensor(_rows(tensor, op))
+    if not async_op:
+        return total
+    future: Future[Tensor] = Future()
+    future.set_result(total)
+    return future
 
 
 def _kind(tensor: Tensor) -> str:

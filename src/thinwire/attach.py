@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -21,6 +22,8 @@ from thinwire.hooks.compression import Compression, GradScaler, Planned, Planned
 from thinwire.hooks.ddp_buckets import check_buckets
 from thinwire.hooks.embedding import tables_of
 from thinwire.hooks.intent import Intent
+from thinwire.hooks.model import is_replicated, module_of, synchronized_parameters
+from thinwire.hooks.passes import INSIDE_DDP
 from thinwire.hooks.refusal import telling_peers
 from thinwire.lane import resolve_group
 from thinwire.plan.plan import Plan
@@ -29,7 +32,9 @@ from thinwire.sparse import SUPPORTED_DTYPES
 from thinwire.sync.named import AUTO, resolve
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
-from thinwire.synchronizer import Synchronizer, is_attached, module_of
+from thinwire.synchronizer import Synchronizer, is_attached
+
+logger = logging.getLogger("thinwire")
 
 
 def attach(
@@ -95,9 +100,11 @@ def attach(
         >>> sync = thinwire.attach(model, compress=thinwire.compress.top_k(0.01))         # doctest: +SKIP
         >>> sync = thinwire.attach(module, plan=thinwire.Plan.load("plan.json"))          # doctest: +SKIP
     """
-    _check_model(model)
+    model = _found(model)
     resolve(scheme)
-    _check_parameters(module_of(model))
+    group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
+    with telling_peers(group, timeout):
+        _check_parameters(model)
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
     if fallback:
@@ -110,8 +117,7 @@ def attach(
         _check_exact(exchange, ahead)
         intent = None if fuse is None else Intent(_names(model), (fuse,))
         return Synchronizer(model, scheme, timeout, intent=intent)
-    group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
-    parameters = _dense_parameters(module_of(model))
+    parameters = _dense_parameters(model)
     compression: Compression | PlannedCompression
     if plan is None:
         assert compress is not None
@@ -130,7 +136,8 @@ def attach(
     return Synchronizer(model, scheme, timeout, plans or None, compression if plans else None, intent)
 
 
-def _check_model(model: nn.Module) -> None:
+def _found(model: nn.Module) -> nn.Module:
+    """The model itself, or the one DDP that it wraps, as what `torch.compile` and Fabric return does."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"attach needs a module, not {type(model).__name__}")
     for module in model.modules():
@@ -139,8 +146,29 @@ def _check_model(model: nn.Module) -> None:
                 "attach does not take FSDP models yet: a shard has its gradient on one rank only. Use"
                 " DistributedDataParallel, or a plain module"
             )
-        if isinstance(module, DistributedDataParallel) and module is not model:
-            raise ValueError("there is a DistributedDataParallel inside of this module: attach that one instead")
+        if is_replicated(module):
+            raise ValueError(INSIDE_DDP)
+    inside = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel) and module is not model
+    ]
+    if not inside:
+        return model
+    name, ddp = inside[0]
+    if len(inside) == 1 and not isinstance(model, DistributedDataParallel) and _has_all_parameters(ddp, model):
+        logger.info("%s is a wrapper of a DistributedDataParallel, %r: attached to that", type(model).__name__, name)
+        return ddp
+    raise ValueError(
+        f"there is a DistributedDataParallel inside of this module, which trains other parameters too: attach that one"
+        f" instead, with attach(model.{name})"
+    )
+
+
+def _has_all_parameters(part: nn.Module, whole: nn.Module) -> bool:
+    """Whether all that is trained is in a part."""
+    known = {id(parameter) for parameter in part.parameters()}
+    return all(id(parameter) in known for parameter in whole.parameters() if parameter.requires_grad)
 
 
 def _check_alone(plan: Plan, others: Mapping[str, object]) -> None:
@@ -163,7 +191,8 @@ def _check_fallback(model: nn.Module, plan: Plan | None) -> None:
 
 
 def _is_on_cpu(model: nn.Module) -> bool:
-    return all(parameter.device.type == "cpu" for parameter in model.parameters() if parameter.requires_grad)
+    trained = (parameter for _, parameter in synchronized_parameters(model) if parameter.requires_grad)
+    return all(parameter.device.type == "cpu" for parameter in trained)
 
 
 def _check_fuse(model: nn.Module, fuse: object) -> None:
@@ -206,21 +235,23 @@ def _intent(model: nn.Module, fuse: Policy | None, plan: Plan | None, fallback: 
 
 
 def _names(model: nn.Module) -> tuple[str, ...]:
-    return tuple(parameter.name for parameter in _dense_parameters(module_of(model)))
+    return tuple(parameter.name for parameter in _dense_parameters(model))
 
 
-def _check_parameters(module: nn.Module) -> None:
-    device = next((parameter.device for parameter in module.parameters() if parameter.requires_grad), None)
-    for name, parameter in module.named_parameters():
+def _check_parameters(model: nn.Module) -> None:
+    trained = (parameter.device for _, parameter in synchronized_parameters(model) if parameter.requires_grad)
+    device = next(trained, None)
+    for name, parameter in synchronized_parameters(model):
         if _is_any(parameter, "torch.distributed.tensor", "DTensor"):
             raise ValueError(f"parameter {name!r} is a DTensor: attach does not take sharded models yet")
-        if not parameter.requires_grad:
-            continue
-        if parameter.device != device:
+        if parameter.requires_grad and parameter.device != device:
             raise ValueError(
                 f"parameter {name!r} is on {parameter.device}, others are on {device}: move all to one device"
             )
-        if parameter.dtype not in SUPPORTED_DTYPES:
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values yet: see Module.to_empty()")
+        is_known = parameter.dtype in SUPPORTED_DTYPES or parameter.is_complex()
+        if parameter.requires_grad and not is_known:
             raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}, which is not supported")
 
 
@@ -230,13 +261,13 @@ def _is_any(value: object, module: str, *names: str) -> bool:
     return loaded is not None and isinstance(value, tuple(getattr(loaded, name) for name in names))
 
 
-def _dense_parameters(module: nn.Module) -> list[Parameter]:
-    """What can be compressed: parameters that are trained, and no tables of embeddings."""
-    tables = {id(table) for table in tables_of(module)}
+def _dense_parameters(model: nn.Module) -> list[Parameter]:
+    """What can be compressed: real parameters that are trained, and no tables of embeddings."""
+    tables = {id(table) for table in tables_of(model)}
     return [
         Parameter(name, tuple(parameter.shape), parameter.dtype)
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad and id(parameter) not in tables
+        for name, parameter in synchronized_parameters(model)
+        if parameter.requires_grad and not parameter.is_complex() and id(parameter) not in tables
     ]
 
 

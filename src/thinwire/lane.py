@@ -228,7 +228,11 @@ class Lane:
         self._release()
 
     def abandon(self) -> None:
-        """Have the thread end after the queued jobs, without waiting for it."""
+        """Have the thread end after the queued jobs, and the group with it, without waiting for them.
+
+        The group is not left to a next lane: ranks that abandon at different times would disagree on whether it is.
+        """
+        self._jobs.put(self._release)
         self._jobs.put(None)
 
     def break_off(self, reason: str) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -18,11 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire import kernels
 from thinwire.cuda.staging import staging_for
 from thinwire.hooks import state as states
-from thinwire.hooks.buckets import OTHERS, Buckets, Pending
+from thinwire.hooks.buckets import OTHERS, Buckets
 from thinwire.hooks.clock import Clock
 from thinwire.hooks.compressed import CompressedSync
 from thinwire.hooks.compression import Compression, Planned, PlannedCompression
-from thinwire.hooks.describe import configuration, first_step
+from thinwire.hooks.describe import configuration
 from thinwire.hooks.embedding import LookupRows, has_tables
 from thinwire.hooks.execution import Execution
 from thinwire.hooks.following import Following
@@ -30,27 +30,32 @@ from thinwire.hooks.fused import FusedSync
 from thinwire.hooks.gradients import GradientSync
 from thinwire.hooks.groups import places_of
 from thinwire.hooks.guard import Guard
+from thinwire.hooks.hook import weakly
 from thinwire.hooks.intent import Intent
 from thinwire.hooks.left import LeftToDdp
+from thinwire.hooks.model import module_of, synchronized_parameters
 from thinwire.hooks.native import NativeAllReduce, is_native
 from thinwire.hooks.parameters import ParameterHooks, broadcast_module, trained_parameters
 from thinwire.hooks.passes import Passes
-from thinwire.hooks.plug import DdpPlug, Plug
+from thinwire.hooks.plug import Alone, DdpPlug, Plug
+from thinwire.hooks.steps import Steps
 from thinwire.hooks.tracing import Trace
 from thinwire.lane import Lane, resolve_group
 from thinwire.observe.ledger import ParameterRecord
-from thinwire.observe.trace import Event
 from thinwire.sync.channel import Subject
 from thinwire.sync.named import DENSE, name_of
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
 
-logger = logging.getLogger("thinwire")
 _attached: WeakSet[nn.Module] = WeakSet()
 
 
 class Synchronizer:
-    """What `attach` returns: the account, the state, and the end of a synchronization."""
+    """What `attach` returns: the account, the state, and the end of a synchronization.
+
+    It keeps its model alive, and the model does not need it: hooks hold what it is made of. When nobody holds either,
+    the model is freed, and its lane with it, as if `detach` had been called.
+    """
 
     def __init__(
         self,
@@ -63,19 +68,17 @@ class Synchronizer:
     ) -> None:
         self._model = model
         self._module = module_of(model)
-        self._names = {id(parameter): name for name, parameter in self._module.named_parameters()}
+        self._names = {id(parameter): name for name, parameter in synchronized_parameters(model)}
         self._gradients = GradientSync(scheme)
-        self._in_flight: list[Pending] = []
-        self._exposed_seconds = 0.0
         self._clock = Clock()
-        self._passes = Passes(model, self._clock, self._finish_backward)
-        self._trace: Trace | None = None
         self._intent = intent
-        trained = (parameter.device for parameter in model.parameters() if parameter.requires_grad)
+        trained = (parameter.device for _, parameter in synchronized_parameters(model) if parameter.requires_grad)
         device = next(trained, torch.device("cpu"))
         group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
         self._staging = staging_for(device)
         self._lane = Lane(group, timeout, self._staging)
+        self._steps = Steps(model, len(self._names), self._lane, self._gradients, self._clock)
+        self._passes = Passes(model, self._clock, self._steps.finish)
         self._compressed: CompressedSync | None = None
         self._execution: Execution | None = None
         try:
@@ -95,10 +98,14 @@ class Synchronizer:
         except Exception:
             self._lane.close()
             raise
-        if not self._is_left_to_ddp:
+        if not (self._is_left_to_ddp or isinstance(self._plug, Alone)):
             self._lane.submit(lambda lane: kernels.warm_up(wait=False))  # while the first forward runs
+        self._steps.plug, self._steps.compressed, self._steps.execution = self._plug, self._compressed, self._execution
+        self._steps.native = self._native
         self._passes.watch(self._plug, Guard(self._lane, not self._is_left_to_ddp))
         _attached.add(model)
+        self._release = weakref.finalize(model, _release, self._passes, self._lookups, self._lane)
+        self._release.atexit = False  # type: ignore[misc]  # a property, which the stubs make a field
 
     def stats(self) -> dict[str, float]:
         """Totals of this rank since `attach`: bytes, seconds, steps. Slash names, for any metrics logger.
@@ -124,14 +131,14 @@ class Synchronizer:
         """
         traffic = self._lane.exchange.traffic
         return {
-            "comm/steps": float(self._passes.steps),
+            "comm/steps": float(self._steps.count),
             "comm/bytes_sent": float(traffic.sent_bytes),
             "comm/setup_bytes": float(self._lane.setup.sent_bytes),
             "comm/bytes_received": float(traffic.received_bytes),
             "comm/bytes_sent_between_hosts": float(traffic.sent_between_hosts_bytes),
             "comm/bytes_dense": float(sum(record.total_dense_bytes for record in self._records())),
             "comm/seconds": self._lane.busy_seconds,
-            "comm/exposed_seconds": self._exposed_seconds,
+            "comm/exposed_seconds": self._steps.exposed_seconds,
             "comm/rehearsals": float(self._gradients.rehearsals),
             **self._staging.stats(),
             **(self._compressed.stats() if self._compressed is not None else {}),
@@ -169,7 +176,7 @@ class Synchronizer:
         has a state of its own: save all of them. The tensors are the memories themselves, as in other state dicts of
         torch: copy a state (``copy.deepcopy``) that is to be kept in memory.
         """
-        steps, names = self._passes.steps, self._names.values()
+        steps, names = self._steps.count, self._names.values()
         return states.saved(steps, names, self._gradients, self._compressed, self._execution)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -183,7 +190,7 @@ class Synchronizer:
         """
         states.check(state, self._names.values(), self._compressed, self._execution)
         states.restore(state, self._gradients, self._compressed, self._execution)
-        self._passes.steps = int(state["steps"])
+        self._steps.count = int(state["steps"])
 
     def trace(self, steps: int | None = None) -> Trace:
         """Record what happens when in the next steps: backward of each gradient, and each job with its phases.
@@ -201,13 +208,8 @@ class Synchronizer:
             ...     train(steps=3)
             >>> trace.save("step.json")             # doctest: +SKIP
         """
-        if self._trace is not None:
-            raise ValueError("a trace is being recorded already: stop() it first")
         self._observe()
-        self._trace = trace = Trace(self._stop_trace, steps, self._predicted_events)
-        if self._compressed is not None:
-            self._compressed.stopwatch.listener = self._clock.phase
-        return trace
+        return self._steps.start_trace(steps)
 
     def watch_lane(self, watcher: Callable[[float, float], None] | None) -> None:
         """Have ``watcher`` called with the start and end (`time.perf_counter`) of each job and each all-reduce.
@@ -227,6 +229,7 @@ class Synchronizer:
         """Take all hooks off and release the lane, on all ranks; a DDP model is stock again. Twice does nothing."""
         if not self._passes.are_watched:
             return
+        self._release.detach()
         self._plug.remove()
         self._lookups.remove()
         self._passes.remove()
@@ -249,14 +252,19 @@ class Synchronizer:
     def _is_left_to_ddp(self) -> bool:
         """Whether there is nothing to gain on what stock DDP does."""
         is_exact = self._compressed is None and self._intent is None
-        return isinstance(self._model, DistributedDataParallel) and is_exact and not has_tables(self._module)
+        return (
+            isinstance(self._model, DistributedDataParallel) and is_exact and not has_tables(self._module, self._names)
+        )
 
     def _make_plug(self) -> Plug:
         is_ddp = isinstance(self._model, DistributedDataParallel)
         planned = () if self._intent is None else self._intent.names
         dense = {*planned, *(() if self._compressed is None else self._compressed.plans)}
-        weights = {id(parameter) for name, parameter in self._module.named_parameters() if name in dense}
-        self._lookups = LookupRows(self._module, own_hooks=1 if is_ddp else 2, compressed=weights)
+        rows = {key for key, name in self._names.items() if name not in dense}
+        others = {id(parameter) for parameter in self._module.parameters()} - rows
+        is_alone = self._lane.world_size == 1 and self._compressed is None and self._intent is None
+        watched = nn.Module() if is_alone else self._module
+        self._lookups = LookupRows(watched, own_hooks=1 if is_ddp else 2, compressed=others)
         self._buckets = buckets = Buckets(
             self._gradients,
             self._lookups,
@@ -267,72 +275,41 @@ class Synchronizer:
             self._compressed,
             self._clock,
         )
-        begin, expect = self._passes.begin, self._in_flight.append
+        if is_alone:
+            return Alone(self._model)
+        begin, expect = weakly(self._passes.begin), self._steps.in_flight.append
         try:
             if isinstance(self._model, DistributedDataParallel):
-                hooked = partial(DdpPlug, self._model, buckets, begin, expect)
                 if not self._is_left_to_ddp:
-                    return hooked()
+                    return DdpPlug(self._model, buckets, begin, expect)
                 assert self._native is not None
-                return LeftToDdp(self._model, self._module.parameters(), self._native, self._lane, begin, hooked)
+                hooked = partial(DdpPlug, buckets=buckets, begin=begin, expect=expect)
+                return LeftToDdp(self._model, self._native, self._lane, begin, hooked)
             trained = trained_parameters(self._module, self._lookups, self._names)
             names = None if self._intent is None else self._intent.groups
             groups = None if names is None else places_of(trained, names)
-            return ParameterHooks(trained, buckets, self._lookups, self._lane, begin, expect, self._clock, groups)
+            is_nested = weakly(self._passes.is_nested)
+            return ParameterHooks(
+                trained, buckets, self._lookups, self._lane, begin, expect, self._clock, groups, is_nested
+            )
         except Exception:
             self._lookups.remove()
             raise
 
     def _agree_on_configuration(self, lane: Lane) -> Tensor:
-        is_plain = not isinstance(self._model, DistributedDataParallel)
-        text = configuration(self._gradients.scheme, self._module, is_plain, self._compressed, self._intent)
+        text = configuration(self._gradients.scheme, self._model, self._compressed, self._intent)
         with lane.setting_up():
             lane.channel(Subject("attach", text)).open()
         return torch.empty(0)
 
-    def _finish_backward(self) -> None:
-        """Runs when backward has nothing left to compute: what is waited for here is exposed communication."""
-        started = self._plug.finish()
-        in_flight = self._in_flight.copy()
-        self._in_flight.clear()
-        for pending in in_flight:
-            pending.wait()
-        times = self._clock.finish()
-        self._exposed_seconds += times.ended - started
-        self._plug.deliver()
-        if self._native is not None:
-            self._native.finish_step(self._lane)
-        self._gradients.finish_step()
-        if self._compressed is not None:
-            self._compressed.finish_step()
-        self._passes.steps += 1
-        if self._passes.steps == 1 and self._lane.rank == 0:
-            text = first_step(self._records(), len(self._names), self.stats(), self._lane.world_size)
-            logger.info("%s", text)
-        if self._trace is not None:
-            self._trace.add(times)
-        if self._execution is not None and not is_joining(self._model):
-            self._execution.finish_step(times)
 
-    def _stop_trace(self) -> None:
-        self._trace = None
-        if self._compressed is not None:
-            self._compressed.stopwatch.listener = None
-
-    def _predicted_events(self) -> Sequence[Event]:
-        return () if self._execution is None else self._execution.predicted_events()
+def _release(passes: Passes, lookups: LookupRows, lane: Lane) -> None:
+    """What `Synchronizer.detach` does, of a model that is gone: nothing to wait for, and not on all ranks at once."""
+    passes.remove()
+    lookups.remove()
+    lane.abandon()
 
 
 def is_attached(model: nn.Module) -> bool:
     """Whether a `Synchronizer` of this model was not detached yet."""
     return model in _attached
-
-
-def is_joining(model: nn.Module) -> bool:
-    """Whether ranks may run out of data before others, under ``model.join()``: nothing else can be agreed on then."""
-    return bool(getattr(getattr(model, "_join_config", None), "enable", False))
-
-
-def module_of(model: nn.Module) -> nn.Module:
-    """The module that a model trains: that inside DDP, or itself."""
-    return model.module if isinstance(model, DistributedDataParallel) else model

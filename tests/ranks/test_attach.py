@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -254,7 +255,7 @@ def _never_called(context: RankContext) -> None:
 
 
 def test_a_hook_that_is_never_called_is_warned_of_once() -> None:
-    run_ranks(_never_called, world_size=1, timeout_seconds=60)
+    run_ranks(_never_called, world_size=2, timeout_seconds=60)
 
 
 def _refusals(context: RankContext) -> None:
@@ -530,6 +531,39 @@ def test_rows_are_unknown_when_a_hook_edits_the_gradient() -> None:
     model = Table()
     model.table.weight.register_post_accumulate_grad_hook(edit_afterwards)
     assert rows_after(model, model.table, lambda: model(ids)) is None
+
+
+EDITS: dict[str, Callable[[nn.Parameter], object]] = {
+    "in place": lambda weight: weight.grad.add_(1.0),
+    "in place, a view": lambda weight: weight.grad[5].fill_(1.0),
+    "another tensor": lambda weight: setattr(weight, "grad", weight.grad + 1.0),
+    "gone": lambda weight: setattr(weight, "grad", None),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_rows_are_unknown_when_the_gradient_is_edited_before_they_are_asked_for(edit: str) -> None:
+    model = Table()
+    assert rows_after(model, model.table, lambda: model(torch.tensor([3]))).tolist() == [3]
+    model.table.weight.grad = None
+    lookups = LookupRows(model)
+    model(torch.tensor([3])).backward()
+    EDITS[edit](model.table.weight)
+    assert lookups.take(model.table.weight) is None
+
+
+def test_rows_are_unknown_while_others_have_hooks_that_could_write_uncounted() -> None:
+    """Through ``.data`` the version counter stays as it is."""
+    model = Table()
+    weight = model.table.weight
+    node = get_gradient_edge(weight).node
+    for register in (weight.register_hook, weight.register_post_accumulate_grad_hook, node.register_hook):
+        weight.grad = None
+        handle = register(lambda *_: None)
+        assert rows_after(model, model.table, lambda: model(torch.tensor([3]))) is None
+        handle.remove()
+        weight.grad = None
+        assert rows_after(model, model.table, lambda: model(torch.tensor([3]))) is not None
 
 
 def test_rows_of_a_subclass_are_unknown() -> None:

@@ -66,7 +66,7 @@ def test_exact_sums_travel_in_the_groups_asked_for(grouping: str) -> None:
     def run(network: LoopbackExchange) -> Any:
         rank = Rank(network, groups=groups)
         local, means = rank.local(0), rank.step(0)
-        sizes = {name: 4 * parameter.numel() for name, parameter in rank.module.named_parameters()}
+        sizes = {name: 4 * parameter.numel() + 4 for name, parameter in rank.module.named_parameters()}
         return local, means, [job.load for job in rank.times.jobs], sizes
 
     results = on_ranks(3, run)

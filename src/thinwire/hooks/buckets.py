@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
@@ -148,6 +149,10 @@ class Buckets:
         """Whether a table is all-reduced like any other gradient in this step."""
         return self._gradients.leaves(name)
 
+    def union(self, name: str) -> int | None:
+        """How many rows of a table any rank held in its last step; None of one that never travelled as rows."""
+        return self._gradients.unions.get(name)
+
     def release(self, name: str, gradient: Tensor) -> None:
         """Add what compression left of earlier gradients, if it ended; see `CompressedSync.release`."""
         if self._compressed is not None:
@@ -232,7 +237,7 @@ class Buckets:
             done = begin + gradient.numel()
             if is_table:
                 assert isinstance(parameter, nn.Parameter)
-                tables.append(TableGradient(parameter_name, gradient, self._lookups.take(parameter)))
+                tables.append(TableGradient(parameter_name, gradient, self._lookups.take(parameter, buffer)))
             else:
                 compressed.append((parameter_name, gradient))
         others += _between(bucket, done, buffer.numel())
@@ -243,4 +248,9 @@ class Buckets:
 
 def _between(bucket: dist.GradBucket, begin: int, stop: int) -> list[tuple[str, Tensor]]:
     name = f"elements {begin} to {stop} of gradient bucket {bucket.index()}"
-    return [(name, bucket.buffer()[begin:stop])] if stop > begin else []
+    return [(name, as_real(bucket.buffer()[begin:stop]))] if stop > begin else []
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs, which is how they are summed; anything else as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

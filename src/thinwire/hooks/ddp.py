@@ -2,6 +2,7 @@
 """The communication hook of DistributedDataParallel: one per model for life, with a target that can change."""
 
 from collections.abc import Callable
+from copy import copy
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,13 +22,23 @@ _TAKEN = (
 
 
 class _Dispatcher:
-    """DDP takes one hook and never lets go of it, so this one forwards to a target, or does what stock DDP does."""
+    """DDP takes one hook and never lets go of it, so this one forwards to a target, or does what stock DDP does.
+
+    A copy of the model, which has a reducer of its own and no hook in it, carries torch's `allreduce_hook` on its list.
+    """
 
     def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self.__name__ = self.__qualname__ = "thinwire"  # DDP reads both
         self.process_group = process_group
         self.target: OnBucket | None = None
 
-    def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+    def __deepcopy__(self, memo: dict[int, object]) -> Callable[..., Future[Tensor]]:
+        return allreduce_hook
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return copy, (allreduce_hook,)
+
+    def __call__(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         del state
         if not isinstance(bucket, dist.GradBucket):
             raise ThinwireError(
@@ -55,7 +66,7 @@ def install(ddp: DistributedDataParallel, target: OnBucket) -> None:
         assert isinstance(process_group, dist.ProcessGroup)
         dispatcher = _Dispatcher(process_group)
         try:
-            ddp.register_comm_hook(None, dispatcher.hook)
+            ddp.register_comm_hook(None, dispatcher)
         except RuntimeError as error:
             raise ValueError(f"{_TAKEN} ({str(error).splitlines()[0]})") from error
         _dispatchers[ddp] = dispatcher

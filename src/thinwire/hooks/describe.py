@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.hooks.compressed import KIND, CompressedSync
 from thinwire.hooks.intent import Intent
+from thinwire.hooks.model import synchronized_parameters
 from thinwire.observe.ledger import ParameterRecord
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
@@ -15,18 +17,17 @@ from thinwire.sync.two_level import TwoLevel
 
 def configuration(
     scheme: str | Scheme | TwoLevel,
-    module: nn.Module,
-    with_buffers: bool,
+    model: nn.Module,
     compressed: CompressedSync | None,
     intent: Intent | None,
 ) -> str:
     """Equal on ranks that can work together."""
     lines = [f"scheme={scheme if isinstance(scheme, str) else scheme.describe()}"]
-    for name, parameter in module.named_parameters():
+    for name, parameter in synchronized_parameters(model):
         frozen = "" if parameter.requires_grad else ", frozen"
         lines.append(f"parameter {name!r}: {parameter.dtype} {list(parameter.shape)}{frozen}")
-    if with_buffers:
-        lines += [f"buffer {name!r}: {buffer.dtype} {list(buffer.shape)}" for name, buffer in module.named_buffers()]
+    if not isinstance(model, DistributedDataParallel):
+        lines += [f"buffer {name!r}: {buffer.dtype} {list(buffer.shape)}" for name, buffer in model.named_buffers()]
     if compressed is not None:
         lines += compressed.describe()
     if intent is not None:
@@ -34,9 +35,7 @@ def configuration(
     return "\n".join(lines)
 
 
-def first_step(
-    records: Sequence[ParameterRecord], num_parameters: int, stats: Mapping[str, float], world_size: int
-) -> str:
+def first_step(records: Sequence[ParameterRecord], num_parameters: int, bytes_sent: int, world_size: int) -> str:
     """One line about all parameters."""
     rows = [record for record in records if record.kind not in ("all-reduce", KIND)]
     tables = "; ".join(
@@ -48,6 +47,6 @@ def first_step(
         f"thinwire synchronizes {len(rows)} of {num_parameters} parameters as rows"
         f"{': ' + tables if rows else ''};{f' {count} compressed: ' + ', '.join(compressed) + ';' if count else ''}"
         f" the others are all-reduced. First step:"
-        f" {stats['comm/bytes_sent']:,.0f} bytes sent, {stats['comm/bytes_dense']:,.0f} for a dense all-reduce"
+        f" {bytes_sent:,} bytes sent, {sum(record.total_dense_bytes for record in records):,.0f} for a dense all-reduce"
         f" ({world_size} ranks)"
     )

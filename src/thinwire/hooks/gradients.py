@@ -82,6 +82,8 @@ class GradientSync:
 
     def tables(self, lane: Lane, tables: Group) -> list[Tensor]:
         """The mean of each gradient, as `TableGradient.store` returns it; small ones travel together."""
+        if lane.world_size == 1:
+            return [table.gradient for table in tables]
         means: dict[str, Tensor] = {}
         sparse = []
         for table in tables:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 
-from torch import Tensor
 from torch.autograd import Variable
 
 from thinwire.errors import ranks_told
+from thinwire.hooks.backward import tensors_of
 from thinwire.lane import Lane
 
 REASON = "an exception ended a backward pass of rank {rank} before all its gradients were there"
@@ -44,7 +43,7 @@ class Guard:
 
     def watch(self, output: object) -> None:
         """Enter the pass that goes through what the model returned: it may fail before there is any gradient."""
-        for tensor in _tensors(output) if self._waits_from_output else ():
+        for tensor in tensors_of(output) if self._waits_from_output else ():
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda _: self.enter())
 
@@ -77,15 +76,3 @@ class _Pass:
     def __del__(self) -> None:
         if self._broke_off is not None:
             self._broke_off()
-
-
-def _tensors(value: object) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from _tensors(entry)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from _tensors(vars(value))

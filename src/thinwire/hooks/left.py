@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.hooks import ddp
+from thinwire.hooks.model import synchronized_parameters
 from thinwire.hooks.native import NativeAllReduce
 from thinwire.hooks.plug import DdpPlug
 from thinwire.lane import Lane
@@ -27,11 +28,10 @@ class LeftToDdp:
 
     Args:
         model: without a communication hook, which it keeps being.
-        parameters: all that it trains.
         native: where bytes are booked.
         lane: where seconds are booked: those for which backward waits, as more is not seen.
         begin: has `finish` and `deliver` called, when DDP has waited for its buckets.
-        hooked: makes what sees each bucket, for `observe`.
+        hooked: makes of the model what sees each bucket, for `observe`.
 
     Raises:
         ValueError: another communication hook is registered.
@@ -40,19 +40,26 @@ class LeftToDdp:
     def __init__(
         self,
         model: DistributedDataParallel,
-        parameters: Iterable[nn.Parameter],
         native: NativeAllReduce,
         lane: Lane,
         begin: Callable[[], object],
-        hooked: Callable[[], DdpPlug],
+        hooked: Callable[[DistributedDataParallel], DdpPlug],
     ) -> None:
         ddp.check_free(model)
-        self._model, self._native, self._lane, self._begin, self._hooked = model, native, lane, begin, hooked
+        self._weak_model = weakref.ref(model)
+        self._native, self._lane, self._begin, self._hooked = native, lane, begin, hooked
+        self.begins_at_output = self.is_idle = False
         self._seen: DdpPlug | None = None
         self._since: float | None = None  # nothing is left to compute in the running backward
-        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        trained = [parameter for _, parameter in synchronized_parameters(model) if parameter.requires_grad]
         self._num_bytes = sum(parameter.nbytes for parameter in trained)
         self._handles = [_watched(parameter, self) for parameter in _always_used(model, trained)]
+
+    @property
+    def _model(self) -> DistributedDataParallel:
+        model = self._weak_model()
+        assert model is not None, "what calls this goes with the model"
+        return model
 
     @property
     def synchronizes(self) -> bool:
@@ -62,7 +69,7 @@ class LeftToDdp:
         """See each bucket from now on. What is sent stays the same, so not all ranks have to."""
         if self._seen is None:
             self._remove_hooks()
-            self._seen = self._hooked()
+            self._seen = self._hooked(self._model)
 
     def finish(self) -> float:
         if self._seen is not None:

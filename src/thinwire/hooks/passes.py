@@ -4,38 +4,48 @@ from __future__ import annotations
 
 import logging
 import warnings
+import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from thinwire.errors import ThinwireError
+from thinwire.hooks.backward import Backward
 from thinwire.hooks.clock import Clock
 from thinwire.hooks.guard import Guard
+from thinwire.hooks.hook import Hook, weakly
+from thinwire.hooks.model import is_replicated, module_of, synchronized_parameters
 from thinwire.hooks.plug import Plug
 
 logger = logging.getLogger("thinwire")
 
 
 class Passes:
-    """The forward and backward passes of a model.
+    """The forward and backward passes of a model, which it does not keep alive.
 
     Args:
         model: gets hooks on its forward, with `watch`.
         clock: is told when its forward has ended.
-        finish: called at the end of each backward pass in which `begin` was called. It counts ``steps``.
+        finish: called at the end of each backward pass in which `begin` was called, with whether that is a step: under
+            DDP re-entrant checkpointing ends several for one forward, of which the first counts.
     """
 
-    def __init__(self, model: nn.Module, clock: Clock, finish: Callable[[], None]) -> None:
-        self._model, self._clock, self._finish = model, clock, finish
-        self.steps = 0
-        self._forwards = 0
+    def __init__(self, model: nn.Module, clock: Clock, finish: Callable[[bool], None]) -> None:
+        self._model, self._clock, self._finish = weakref.ref(model), clock, finish
+        self._is_ddp = isinstance(model, DistributedDataParallel)
         self._began = False
+        self._backward = Backward(self._end_backward)
+        self._forwards = self._counted = 0  # so far, and when a step was counted last
+        self._is_local = False  # whether the last forward was one of no_sync
         self._plug: Plug | None = None
         self._guard: Guard | None = None
         self._handles: list[RemovableHandle] = []
+        self._warning: RemovableHandle | None = None
 
     @property
     def are_watched(self) -> bool:
@@ -43,64 +53,124 @@ class Passes:
 
     def watch(self, plug: Plug, guard: Guard) -> None:
         self._plug, self._guard = plug, guard
+        model = self._model()
+        assert model is not None
+        module = module_of(model)  # hooks on DDP itself would break its compiled graph once more
         self._handles = [
-            self._model.register_forward_pre_hook(self._before_forward),
-            self._model.register_forward_hook(self._after_forward),
+            module.register_forward_pre_hook(Hook(self._before_forward)),
+            module.register_forward_hook(Hook(self._after_forward)),
         ]
+        if self._is_ddp:
+            self._warning = register_optimizer_step_pre_hook(weakly(self._before_optimizer))
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._stop_warning()
 
     def begin(self) -> bool:
         """Have ``finish`` called at the end of the running backward; whether there is one."""
         assert self._guard is not None
         self._guard.enter()
+        self._forget_broken_off()
         if not self._began:
-            try:
-                Variable._execution_engine.queue_callback(self._end_backward)
-            except RuntimeError:
-                return False
-            self._began = True
-        return True
+            self._began = self._backward.enter()
+        return self._began
+
+    def is_nested(self) -> bool:
+        """Whether re-entrant checkpointing runs a backward inside of the one at whose end ``finish`` is called."""
+        return self._backward.is_nested
 
     def _end_backward(self) -> None:
-        self._began = False
+        began, self._began = self._began, False
+        assert self._plug is not None
         assert self._guard is not None
-        with self._guard.finishing():
-            self._finish()
+        if began or self._plug.is_idle:
+            self._stop_warning()
+            is_repeated = self._is_ddp and 0 < self._forwards == self._counted
+            self._counted = self._forwards
+            with self._guard.finishing():
+                self._finish(not is_repeated)
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        """Warn when a whole step went by without the hook: then stock DDP, or nobody, reduced the gradients."""
-        del module, args
-        synchronizes = not isinstance(self._model, DistributedDataParallel) or self._model.require_backward_grad_sync
-        if not (self._model.training and torch.is_grad_enabled() and synchronizes):
+        if torch.compiler.is_compiling():  # anything would break its graph
             return
-        if self._began:  # the last backward was broken off by an exception
-            assert self._plug is not None
-            self._began = False
-            self._plug.reset()
-            self._clock.reset()
-        assert self._guard is not None
-        self._guard.check()
         self._forwards += 1
-        if self._forwards == 2 and self.steps == 0 and isinstance(self._model, DistributedDataParallel):
-            text = (
-                "thinwire is attached, but a forward pass went by and its hook was not called: gradients are not"
-                " synchronized by thinwire. Call the DDP model itself (not model.module), and run backward."
-            )
-            logger.warning(text)
-            warnings.warn(text, stacklevel=3)
+        if not self._is_ddp:
+            _refuse_inside_ddp(module)
+        if not torch.is_grad_enabled():
+            return
+        assert self._plug is not None
+        self._is_local = not self._plug.synchronizes
+        self._forget_broken_off()
+        if not self._is_local:
+            assert self._guard is not None
+            self._guard.check()
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Backward begins now, as far as anybody but the training script knows."""
-        del args
+        if torch.compiler.is_compiling():
+            return
         assert self._plug is not None
-        assert self._guard is not None
         if not (torch.is_grad_enabled() and self._plug.synchronizes):
             return
         if module.training:
             self._clock.start()
-        if not torch.compiler.is_compiling():
-            self._guard.watch(output)
+        if self._plug.begins_at_output:
+            self._backward.watch(output)
+        assert self._guard is not None
+        self._guard.watch(output)
+
+    def _forget_broken_off(self) -> None:
+        """Forget a backward pass that an exception broke off."""
+        if self._began and not self._backward.is_running:
+            assert self._plug is not None
+            self._began = False
+            self._plug.reset()
+            self._clock.reset()
+
+    def _before_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        """Warn when gradients are used that thinwire has not seen: stock DDP, or nobody, reduced them."""
+        model = self._model()
+        if model is None or self._is_local or not _has_gradients_of(optimizer, model):
+            return
+        self._stop_warning()
+        text = (
+            "thinwire is attached, but a backward pass went by and its hook was not called: gradients are not"
+            " synchronized by thinwire. Call the DDP model itself (not model.module), and run backward."
+        )
+        logger.warning(text)
+        warnings.warn(text, stacklevel=4)
+
+    def _stop_warning(self) -> None:
+        if self._warning is not None:
+            self._warning.remove()
+            self._warning = None
+
+
+def _has_gradients_of(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether the next step of an optimizer uses gradients of a model."""
+    mine = {id(parameter) for parameter in model.parameters() if parameter.grad is not None}
+    groups: list[dict[str, Any]] = optimizer.param_groups
+    return any(id(parameter) in mine for group in groups for parameter in group["params"])
+
+
+def _refuse_inside_ddp(module: nn.Module) -> None:
+    """A plain module averages its gradients itself: inside DDP they would travel twice, and stay uncompressed."""
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if is_replicated(module) or (ddp is not None and _share_parameters(ddp, module)):
+        raise ThinwireError(INSIDE_DDP)
+
+
+def _share_parameters(ddp: DistributedDataParallel, module: nn.Module) -> bool:
+    mine = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    return any(id(parameter) in mine for _, parameter in synchronized_parameters(ddp))
+
+
+INSIDE_DDP = (
+    "thinwire is attached to a module that DistributedDataParallel or replicate() synchronizes too, so gradients would"
+    " travel twice: attach the DDP model, as in `ddp = DistributedDataParallel(module); sync = thinwire.attach(ddp)`"
+    " (with Accelerate what prepare() returned, in a callback of transformers `trainer.model_wrapped`); or train the"
+    " plain module without either"
+)

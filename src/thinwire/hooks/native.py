@@ -69,6 +69,23 @@ class DenseBucket:
         self.job.ended = self.job.ended or time.perf_counter()
 
 
+@dataclass(frozen=True, eq=False)
+class SparseBucket:
+    """A table whose sum torch makes."""
+
+    started: Started
+    mean: Future[Tensor]
+
+    def wait(self) -> None:
+        """Raises LostPeerError, as `Started.wait` does."""
+        self.started.wait()
+        self.mean.wait()
+
+    def future(self) -> Future[Tensor]:
+        """What DDP takes."""
+        return self.mean
+
+
 class NativeAllReduce:
     """Starts the all-reduce of dense gradients on the thread of the hook.
 
@@ -104,7 +121,7 @@ class NativeAllReduce:
         self._jobs.append(job)
         return DenseBucket(self.start(gradients), buffer, job)
 
-    def start_sparse(self, name: str, gradient: Tensor, job: JobTimes) -> Future[Tensor]:
+    def start_sparse(self, name: str, gradient: Tensor, job: JobTimes) -> SparseBucket:
         """The mean of a sparse gradient by torch's own all-reduce, which adds in the order of ranks, as it must."""
         job.started = time.perf_counter()
         self._jobs.append(job)
@@ -114,16 +131,13 @@ class NativeAllReduce:
         assert work is not None, "hooks run on ranks of the group"
 
         def mean(done: Future[list[Tensor]]) -> Tensor:
-            try:
-                total = done.value()[0].coalesce()
-            except RuntimeError as error:
-                raise lost_peer(error, group.rank(), group.size()) from error
+            total = done.value()[0].coalesce()
             total._values().mul_(1.0 / group.size())
             self._tables.append((name, total, held))
             job.ended = time.perf_counter()
             return total
 
-        return work.get_future().then(mean)
+        return SparseBucket(Started(work, group), work.get_future().then(mean))
 
     def count(self, num_bytes: int) -> None:
         """An all-reduce of so many bytes was made; booked by `finish_step`."""

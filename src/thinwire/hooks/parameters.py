@@ -287,8 +287,8 @@ class ParameterHooks:
             contents = self._contents(number, places, gradients)
         pending = self._buckets.submit(contents)
         self._expect(pending)
-        if isinstance(pending, Future) and self.trained[places[0]].is_sparse:
-            self._pass.sparse.append((places[0], pending))
+        if self.trained[places[0]].is_sparse:
+            self._pass.sparse.append((places[0], pending if isinstance(pending, Future) else pending.future()))
 
     def _gradient(self, place: int) -> Tensor:
         """What backward left, in this pass or earlier ones; zeros for a parameter that was not used."""

@@ -19,7 +19,6 @@ from thinwire.errors import ThinwireError
 from thinwire.hooks import ddp
 from thinwire.hooks.buckets import Buckets, Pending
 from thinwire.hooks.model import synchronized_parameters
-from thinwire.hooks.native import DenseBucket
 
 logger = logging.getLogger("thinwire")
 
@@ -176,7 +175,7 @@ class DdpPlug:
         pending = self._buckets.add(bucket)
         if self._begin():
             self._expect(pending)
-        return pending.future() if isinstance(pending, DenseBucket) else pending
+        return pending if isinstance(pending, Future) else pending.future()
 
 
 def is_joining(model: nn.Module | None) -> bool:

@@ -166,7 +166,7 @@ def _cell(context: RankContext, scheme: str, injector: Injector) -> Seen:
         for _ in range(2 if injector.at >= 0 else 1):
             try:
                 total = float(thinwire.sparse_all_reduce(tensor, scheme, process_group=group).sum())
-            except Exception as caught:
+            except (Exception, SystemExit) as caught:  # what a rank does before it has a lane is on its own thread
                 raised, error = time.time(), f"{type(caught).__name__}: {caught}"
                 break
         dist.barrier()  # the failing process lives on until all others have raised

@@ -30,6 +30,7 @@ LIMIT_SECONDS = 2.0
 TIMEOUT = timedelta(seconds=20)
 KINDS = ("flip", "memory", "memory afterwards", "exit")
 AUTO_SCHEMES = (
+    "auto",
     "zen", "column_split", "union_split", "agsparse_coded", "sparcml_coded", "dense", "two_level:zen",
 )  # fmt: skip
 OTHER_SCHEMES = ("sparse_ps", "agsparse_ring", "dense_ring", "dense_halving_doubling", "sparcml_split")
@@ -132,42 +133,46 @@ class Seen:
     struck: float | None
     raised: float | None
     error: str
+    total: float | None
 
 
 def campaign(context: RankContext, scheme: str, kinds: tuple[str, ...], points: tuple[int, ...] | None) -> list[Seen]:
     """All cells of a scheme; ``points`` names some (negative ones from the end), None all."""
     if scheme.startswith("two_level"):
         os.environ["THINWIRE_HOST"] = f"host {context.rank // 2}"
-    found = len(_cell(context, scheme, Injector())[0].points)
+    counting = Injector()
+    _cell(context, scheme, counting)
+    found = len(counting.points)
     numbers = range(found) if points is None else sorted({point % found for point in points if point < found})
     every: list[list[int]] = [[]] * context.world_size
     dist.all_gather_object(every, list(numbers))  # ranks may have different numbers of points: the failing one decides
     seen = []
     for kind in kinds:
         for at in every[FAILING]:
-            injector, raised, error = _cell(context, scheme, Injector(kind, at))
-            point = injector.points[at] if at < len(injector.points) else ""
-            seen.append(Seen((scheme, at, kind), point, injector.struck, raised, error))
+            seen.append(_cell(context, scheme, Injector(kind, at)))
     return seen
 
 
-def _cell(context: RankContext, scheme: str, injector: Injector) -> tuple[Injector, float | None, str]:
+def _cell(context: RankContext, scheme: str, injector: Injector) -> Seen:
+    """What this rank sees; with "auto" from the first connection on, else after a first synchronization."""
     group = dist.new_group(timeout=TIMEOUT)
     tensor = torch.zeros(1000, 64)
     tensor[torch.arange(0, 200, 2) + context.rank] = 1.0
-    thinwire.sparse_all_reduce(tensor, scheme, process_group=group)
+    if scheme != "auto":
+        thinwire.sparse_all_reduce(tensor, scheme, process_group=group)
     dist.barrier()
-    raised, error = None, ""
+    raised, error, total = None, "", None
     with injected(injector if context.rank == FAILING or injector.at < 0 else Injector()):
         for _ in range(2 if injector.at >= 0 else 1):
             try:
-                thinwire.sparse_all_reduce(tensor, scheme, process_group=group)
-            except Exception as caught:
+                total = float(thinwire.sparse_all_reduce(tensor, scheme, process_group=group).sum())
+            except (Exception, SystemExit) as caught:  # what a rank does before it has a lane is on its own thread
                 raised, error = time.time(), f"{type(caught).__name__}: {caught}"
                 break
         dist.barrier()  # the failing process lives on until all others have raised
     dist.destroy_process_group(group)
-    return injector, raised, error
+    point = injector.points[injector.at] if 0 <= injector.at < len(injector.points) else ""
+    return Seen((scheme, injector.at, injector.kind), point, injector.struck, raised, error, total)
 
 
 def slowest_notice(outcomes: list[list[Seen]]) -> tuple[int, float]:
@@ -178,6 +183,10 @@ def slowest_notice(outcomes: list[list[Seen]]) -> tuple[int, float]:
         if failing.struck is None:
             continue  # there was nothing to change at this point
         cells += 1
+        if failing.cell[2] == "flip" and all(seen.raised is None for seen in of_cell):
+            assert failing.cell[0] == "auto", f"{failing.cell}: nobody noticed a flipped bit"
+            assert {seen.total for seen in of_cell} == {WORLD_SIZE * 100 * 64.0}  # a bit of a probe, which nobody reads
+            continue
         assert failing.raised is not None, f"{failing.cell} at {failing.point}: the failing rank noticed nothing"
         for rank, seen in enumerate(of_cell):
             assert seen.raised is not None, f"{failing.cell} at {failing.point}: rank {rank} noticed nothing"

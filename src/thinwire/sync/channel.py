@@ -283,10 +283,11 @@ class Channel:
             )
 
     def raise_reported(self, incoming: Sequence[Message]) -> None:
-        """Raises PeerError if there is an ERROR among the messages."""
+        """Raises PeerError if there is an ERROR among the messages; CorruptMessageError if it is not a reason."""
         for message in incoming:
             if message.header.kind is Kind.ERROR:
-                reason = message.payload.numpy().tobytes().rstrip(b"\0").decode(errors="replace")
+                with self.reading(message):
+                    reason = _reason(message)
                 raise PeerError(f"{self._where()}: rank {message.header.source} reports: {reason}")
 
     def _swap_text(self, text: str) -> list[str]:
@@ -340,7 +341,17 @@ class Channel:
 def _error_draft(error: Exception) -> Draft:
     reason = str(error) if isinstance(error, (ThinwireError, ValueError)) else f"{type(error).__name__}: {error}"
     data = reason.encode()[: _MAX_ERROR_BYTES - ALIGNMENT_BYTES]
-    return Draft(Format.COO, 0, _as_bytes(data.ljust(-(-len(data) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, b"\0")))
+    padded = data.ljust(-(-len(data) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, b"\0")
+    return Draft(Format.COO, len(data), _as_bytes(padded))
+
+
+def _reason(message: Message) -> str:
+    """Another message under the kind of an error would end one rank's conversation, and the others would wait."""
+    data = message.payload.numpy().tobytes()
+    text = data[: message.header.count]
+    if not text or data[len(text) :].strip(b"\0") or len(data) - len(text) >= ALIGNMENT_BYTES:
+        raise CorruptMessageError("a reason that is not one")
+    return text.decode(errors="replace")
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

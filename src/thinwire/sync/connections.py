@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import torch.distributed as dist
 
+from thinwire.errors import forget_locals
 from thinwire.sync.exchange import ProcessGroupExchange
 from thinwire.sync.records import swap_record
 
@@ -41,9 +42,19 @@ class PrivateGroup:
         self._addresses: set[Address] = set()
         if self.process_group.size() > 1:
             begun = [address for address in _listening() if address not in before]
-            mine = begun[0] if len(begun) == 1 else _NOWHERE
-            told = swap_record(ProcessGroupExchange(self.process_group), "address", _packed(mine))
-            self._addresses = set(map(_unpacked, told)) - {_NOWHERE}
+            try:
+                self._agree(begun[0] if len(begun) == 1 else _NOWHERE)
+            except BaseException as error:
+                self.shut_down()
+                self.destroy()
+                del self.process_group
+                forget_locals(error)  # what shutting down could not find closes with the last reference
+                raise
+
+    def _agree(self, mine: Address) -> None:
+        self._addresses = {mine} - {_NOWHERE}
+        told = swap_record(ProcessGroupExchange(self.process_group), "address", _packed(mine))
+        self._addresses = set(map(_unpacked, told)) - {_NOWHERE}
 
     def shut_down(self) -> None:
         """Have whatever is under way in the group fail at once, on this rank and on its peers; from any thread."""

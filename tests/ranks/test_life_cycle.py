@@ -40,10 +40,20 @@ class Model(nn.Module):
         return self.out(torch.tanh(self.table(ids)))
 
 
+class Dense(nn.Sequential):
+    """Nothing in it is a table, so that DDP is left to do it."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids.float().unsqueeze(1) / 1000)
+
+
 def made(kind: str, sparse: bool = False) -> nn.Module:
     torch.manual_seed(0)
-    module = Model(sparse)
-    return DistributedDataParallel(module) if kind == "ddp" else module
+    module = Dense() if kind == "dense ddp" else Model(sparse)
+    return module if kind == "plain" else DistributedDataParallel(module)
 
 
 def ids_of(rank: int, step: int = 0) -> Tensor:
@@ -118,7 +128,7 @@ def _raise_unless_inert(twin: nn.Module) -> None:
     raise ValueError("there is no hook of thinwire")
 
 
-@pytest.mark.parametrize("kind", ["ddp", "plain"])
+@pytest.mark.parametrize("kind", ["ddp", "dense ddp", "plain"])
 def test_copies_and_files_of_an_attached_model_are_models_without_thinwire(kind: str) -> None:
     run_ranks(_copies, kind, world_size=2, timeout_seconds=60)
 
@@ -185,7 +195,7 @@ def _freed(context: RankContext, kind: str) -> tuple[int, int]:
     return used[-1]
 
 
-@pytest.mark.parametrize("kind", ["ddp", "plain"])
+@pytest.mark.parametrize("kind", ["ddp", "dense ddp", "plain"])
 def test_a_model_that_is_dropped_without_detach_is_freed_with_threads_and_sockets(kind: str) -> None:
     run_ranks(_freed, kind, world_size=2, timeout_seconds=60)
 

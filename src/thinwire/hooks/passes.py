@@ -39,7 +39,7 @@ class Passes:
         self._model, self._clock, self._finish = weakref.ref(model), clock, finish
         self._is_ddp = isinstance(model, DistributedDataParallel)
         self._began = False
-        self._backward = Backward(self._end_backward)
+        self._backward = Backward(weakly(self._end_backward))
         self._forwards = self._counted = 0  # so far, and when a step was counted last
         self._is_local = False  # whether the last forward was one of no_sync
         self._plug: Plug | None = None

@@ -53,8 +53,9 @@ class Liar:
         data = part.clone()
         if data.numel() == Header.NUM_BYTES and self._random.random() < 0.8:
             return self._lying_header(data)
-        for _ in range(self._random.randint(1, 4)):
-            data[self._random.randrange(data.numel())] ^= 1 << self._random.randrange(8)
+        word = 8 * self._random.randrange(-(-data.numel() // 8))  # of several words some changes have the same checksum
+        for place in self._random.choices(range(word, min(word + 8, data.numel())), k=2):
+            data[place] ^= 1 << self._random.randrange(8)
         return data
 
     def _lying_header(self, data: Tensor) -> Tensor:

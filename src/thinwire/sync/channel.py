@@ -340,7 +340,8 @@ class Channel:
 
 
 def _error_draft(error: Exception) -> Draft:
-    reason = str(error) if isinstance(error, (ThinwireError, ValueError)) else f"{type(error).__name__}: {error}"
+    says_enough = isinstance(error, (ThinwireError, ValueError)) and str(error)
+    reason = str(error) if says_enough else f"{type(error).__name__}: {error}"
     data = reason.encode()[: _MAX_ERROR_BYTES - ALIGNMENT_BYTES]
     padded = data.ljust(-(-len(data) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, b"\0")
     return Draft(Format.COO, len(data), _as_bytes(padded))

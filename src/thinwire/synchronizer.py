@@ -27,6 +27,7 @@ from thinwire.hooks.embedding import LookupRows, has_tables
 from thinwire.hooks.execution import Execution
 from thinwire.hooks.following import Following
 from thinwire.hooks.fused import FusedSync
+from thinwire.hooks.gathered import Gathered
 from thinwire.hooks.gradients import GradientSync
 from thinwire.hooks.groups import places_of
 from thinwire.hooks.guard import Guard
@@ -173,8 +174,9 @@ class Synchronizer:
         """What has to survive a restart for the same decisions to be taken, and the memories of compressors.
 
         Plain Python values and tensors, which ``torch.load(..., weights_only=True)`` reads. With compression each rank
-        has a state of its own: save all of them. The tensors are the memories themselves, as in other state dicts of
-        torch: copy a state (``copy.deepcopy``) that is to be kept in memory.
+        has a state of its own: save all of them, each in a file of its own, or all in one by `gathered`. The tensors
+        are the memories themselves, as in other state dicts of torch: copy a state (``copy.deepcopy``) that is to be
+        kept in memory.
         """
         steps, names = self._steps.count, self._names.values()
         return states.saved(steps, names, self._gradients, self._compressed, self._execution)
@@ -191,6 +193,17 @@ class Synchronizer:
         states.check(state, self._names.values(), self._compressed, self._execution)
         states.restore(state, self._gradients, self._compressed, self._execution)
         self._steps.count = int(state["steps"])
+
+    def gathered(self) -> Gathered:
+        """`state_dict` and `load_state_dict` of all ranks at once, for frameworks that have rank 0 write one file.
+
+        Its ``state_dict()`` is called on all ranks, and has the states of all of them on rank 0; its
+        ``load_state_dict()`` takes this rank's out of what rank 0 wrote.
+
+        Example:
+            >>> accelerator.register_for_checkpointing(sync.gathered())              # doctest: +SKIP
+        """
+        return Gathered(self._lane, self.state_dict, self.load_state_dict)
 
     def trace(self, steps: int | None = None) -> Trace:
         """Record what happens when in the next steps: backward of each gradient, and each job with its phases.

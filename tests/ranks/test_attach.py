@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -237,30 +236,7 @@ def test_life_cycle_and_state() -> None:
     run_ranks(_life_cycle, world_size=3, timeout_seconds=60)
 
 
-def _never_called(context: RankContext) -> None:
-    model = DistributedDataParallel(Tagger())
-    sync = thinwire.attach(model)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            model.module(torch.arange(4)).sum().backward()  # around DDP
-        assert not caught
-        with torch.no_grad():
-            model(torch.arange(4))
-        assert not caught
-        for _ in range(3):
-            model(torch.arange(4))
-    assert [str(warning.message)[:24] for warning in caught] == ["thinwire is attached, but"[:24]]
-    sync.detach()
-
-
-def test_a_hook_that_is_never_called_is_warned_of_once() -> None:
-    run_ranks(_never_called, world_size=2, timeout_seconds=60)
-
-
 def _refusals(context: RankContext) -> None:
-    with pytest.raises(ValueError, match="DistributedDataParallel inside"):
-        thinwire.attach(nn.Sequential(DistributedDataParallel(Tagger())))
     hooked = DistributedDataParallel(Tagger())
     hooked.register_comm_hook(None, allreduce_hook)
     with pytest.raises(ValueError, match="communication hook already"):

@@ -174,7 +174,9 @@ class CompressedSync:
             )
         if state["rank"] != self._rank:
             raise ValueError(
-                f"the state of rank {state['rank']}, on rank {self._rank}: each rank has memories of its own"
+                f"the state of rank {state['rank']}, on rank {self._rank}: each rank has memories of its own. Save the"
+                " state of every rank, or where one file is written for all save sync.gathered() in place of sync, such"
+                " as by accelerator.register_for_checkpointing(sync.gathered())"
             )
         methods = self._methods()
         for name in sorted(set(methods) | set(state["methods"])):

@@ -15,10 +15,16 @@ def module_of(model: nn.Module) -> nn.Module:
 
 
 def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by name, without those that DDP was told to ignore: ranks may have others there, of other shapes."""
+    """Parameters by name, without those that DDP was told to ignore: ranks may have others there, of other shapes.
+
+    DDP ignores a name only below the root, and a parameter that has several names only by all of them.
+    """
     ignored = model.parameters_to_ignore if isinstance(model, DistributedDataParallel) else ()
-    for name, parameter in module_of(model).named_parameters():
-        if name not in ignored:
+    known: set[int] = set()
+    for name, parameter in module_of(model).named_parameters(remove_duplicate=False):
+        is_ignored = (name if "." in name else f".{name}") in ignored
+        if not is_ignored and id(parameter) not in known:
+            known.add(id(parameter))
             yield name, parameter
 
 

@@ -81,7 +81,7 @@ def _left_to_ddp(context: RankContext) -> None:
         assert jobs == expected_jobs
         gradient = 4 * mine.numel()
         assert stats["comm/steps"] == 3
-        assert stats["comm/bytes_dense"] == pytest.approx(3 * gradient * 2 * 2 / 3, abs=24)
+        assert stats["comm/bytes_dense"] == pytest.approx(3 * gradient * 2 * 2 / 3, abs=300)
         assert stats["comm/bytes_sent"] == pytest.approx(stats["comm/bytes_dense"], abs=1000)
         assert stats["comm/exposed_seconds"] > 0
         assert stats["comm/seconds"] > 0

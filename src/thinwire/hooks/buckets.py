@@ -130,10 +130,11 @@ class Buckets:
             contents = replace(contents, others=(), started=self._native.start(dense))
         future = self._staging.future()
         self._waiting.append((contents, future))
-        may_wait = self._may_wait(contents)
-        self._waiting_bytes += sum(self._gradients.shape(table).expected_bytes for table in contents.tables)
-        if not may_wait or is_last or self._waiting_bytes > MAX_WAITING_BYTES:
-            self.flush()
+        if self._may_wait(contents) and not is_last:
+            self._waiting_bytes += sum(self._gradients.shape(table).expected_bytes for table in contents.tables)
+            if self._waiting_bytes <= MAX_WAITING_BYTES:
+                return future
+        self.flush()
         return future
 
     def take_formed(self) -> list[tuple[str, ...]]:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
+from functools import partial
 from typing import Any
 
 import torch
@@ -326,7 +327,7 @@ class GradientSync:
         world_size, itemsize = channel.world_size, held[0].values.element_size()
         num_rows, row_bytes = sum(rows.num_rows for rows in held), held[0].width * itemsize
         mean = sum(channel.held) / world_size
-        predicted = expected_bytes(scheme, world_size, num_rows, row_bytes, mean, sum(unions), itemsize)
+        union = sum(unions)
         weights = [rows.ids.numel() + union for rows, union in zip(held, unions, strict=True)]
         sent = share(channel.exchange.traffic.sent_bytes - sent_before, weights)
         formats = ", ".join(
@@ -342,10 +343,16 @@ class GradientSync:
             record.density_after = unions[place] / rows.num_rows if rows.num_rows else 0.0
             part = weights[place] / sum(weights) if any(weights) else 1 / len(group)
             dense = ring_all_reduce_bytes(rows.num_rows * row_bytes, world_size)
-            record.add(sent[place], predicted * part, stock[place] if table.gradient.is_sparse else dense)
+            predicted = partial(_predicted, part, scheme, world_size, num_rows, row_bytes, mean, union, itemsize)
+            record.add(sent[place], predicted, stock[place] if table.gradient.is_sparse else dense)
 
     def _entry(self, name: str) -> ParameterRecord:
         return self.records.setdefault(name, ParameterRecord(name))
+
+
+def _predicted(part: float, scheme: Scheme | TwoLevel, *sizes: Any) -> float:
+    """Bytes of one of the tables of a group, for `Synchronizer.table`."""
+    return part * expected_bytes(scheme, *sizes)
 
 
 def _key(group: Group) -> str:

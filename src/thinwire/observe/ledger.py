@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+Prediction = float | Callable[[], float]
+"""Bytes, or what works them out: only the last step is ever asked for."""
 
 
 @dataclass
@@ -23,19 +27,24 @@ class ParameterRecord:
     reason: str = ""  # of the scheme of the next step, where it was chosen
     fused: int = 1  # parameters in the synchronization that this one was part of
     step_bytes: int = 0
-    step_predicted_bytes: float = 0.0
     step_dense_bytes: int = 0
     total_bytes: int = 0
     total_dense_bytes: int = 0
     steps: int = 0
     _sent: int = field(default=0, repr=False)
-    _predicted: float = field(default=0.0, repr=False)
+    _predicted: list[Prediction] = field(default_factory=list, repr=False)
+    _step_predicted: list[Prediction] = field(default_factory=list, repr=False)
     _dense: int = field(default=0, repr=False)
 
-    def add(self, sent_bytes: int, predicted_bytes: float, dense_bytes: int) -> None:
+    @property
+    def step_predicted_bytes(self) -> float:
+        """Worked out only when somebody asks."""
+        return sum(entry() if callable(entry) else entry for entry in self._step_predicted)
+
+    def add(self, sent_bytes: int, predicted_bytes: Prediction, dense_bytes: int) -> None:
         """Add one piece of the running step: bytes sent, predicted, and what stock DDP would send."""
         self._sent += sent_bytes
-        self._predicted += predicted_bytes
+        self._predicted.append(predicted_bytes)
         self._dense += dense_bytes
 
     def leave(self, scheme: str) -> None:
@@ -44,13 +53,14 @@ class ParameterRecord:
 
     def finish_step(self) -> None:
         """The running step becomes the last one, if anything was synchronized in it."""
+        predicted, self._predicted = self._predicted, []
         if self._dense == 0 and self._sent == 0:
             return
-        self.step_bytes, self.step_predicted_bytes, self.step_dense_bytes = self._sent, self._predicted, self._dense
+        self.step_bytes, self._step_predicted, self.step_dense_bytes = self._sent, predicted, self._dense
         self.total_bytes += self._sent
         self.total_dense_bytes += self._dense
         self.steps += 1
-        self._sent, self._predicted, self._dense = 0, 0.0, 0
+        self._sent, self._dense = 0, 0
 
     def row(self) -> dict[str, str | int | float]:
         """One row of `Synchronizer.table`; bytes are those that this rank sent in the last step."""

@@ -18,6 +18,7 @@ from thinwire.errors import (
     LostPeerError,
     MismatchError,
     PeerError,
+    Telling,
     ThinwireError,
     in_exchange,
     told,
@@ -93,7 +94,7 @@ class Channel:
 
     def machine(self) -> Machine | None:
         """What the exchange takes, if it can be measured; a collective call where it was not yet. After `open`."""
-        with self._naming():
+        with self._naming(), named("exchange"):
             return self._measure() if self._measure is not None else None
 
     def attempt(self, prepare: Callable[[], T]) -> T:
@@ -187,23 +188,26 @@ class Channel:
             self._check_announcement(header, kind, max_payload_bytes)
         check_fits(sum(header.payload_bytes for header in headers), self._where())
         ends = list(accumulate((header.payload_bytes for header in headers), initial=0))
-        with self._naming():
+        with self._naming(), named("exchange"):
             data = self.exchange.swap_with(target, _joined([message.payload for message in outgoing]), source, ends[-1])
         return [Message(header, data[start:end]) for header, (start, end) in zip(headers, pairwise(ends), strict=True)]
 
-    @contextmanager
-    def reading(self, message: Message) -> Iterator[None]:
-        """Verifies a message; what is found wrong with it here or inside names its sender.
+    def reading(self, message: Message) -> Telling:
+        """Verifies a message; what is found wrong with it here or inside of this context names its sender.
 
         Raises:
             CorruptMessageError: read where a next swap is prepared, if there is one, so that all ranks learn
                 of it there.
         """
-        try:
+
+        def tell(error: BaseException) -> None:
+            if isinstance(error, CorruptMessageError):
+                raise CorruptMessageError(f"{self._where()}: from rank {message.header.source}: {error}") from error
+
+        reading = Telling(tell)
+        with reading:
             message.verify()
-            yield
-        except CorruptMessageError as error:
-            raise CorruptMessageError(f"{self._where()}: from rank {message.header.source}: {error}") from error
+        return reading
 
     def seal_error(self, error: Exception) -> Message:
         """The message that tells of a failure of this rank."""
@@ -228,7 +232,7 @@ class Channel:
         self, target: int | None, headers: Sequence[Header], source: int | None, num_headers: int
     ) -> list[Header]:
         outgoing = _joined([_as_bytes(header.pack()) for header in headers])
-        with self._naming():
+        with self._naming(), named("exchange"):
             data = self.exchange.swap_with(target, outgoing, source, num_headers * Header.NUM_BYTES)
         return self._unpack([data[place * Header.NUM_BYTES :][: Header.NUM_BYTES] for place in range(num_headers)])
 
@@ -292,7 +296,7 @@ class Channel:
 
     def _swap_text(self, text: str) -> list[str]:
         data = _as_bytes(text.encode()[:_MAX_DESCRIPTION_BYTES])
-        with self._naming():
+        with self._naming(), named("exchange"):
             lengths = swap_record(self.exchange, "length of a description", data.numel().to_bytes(8, "little"))
         announced = [int.from_bytes(length, "little") for length in lengths]
         if max(announced) > _MAX_DESCRIPTION_BYTES:
@@ -302,7 +306,7 @@ class Channel:
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a dense tensor over the ranks, in place. After `open`, so that all ranks mean the same."""
-        with self._naming():
+        with self._naming(), named("exchange"):
             self.exchange.all_reduce(tensor)
 
     @contextmanager
@@ -316,23 +320,20 @@ class Channel:
             raise
 
     def _swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
-        with self._naming():
+        with self._naming(), named("exchange"):
             return self.exchange.swap_records(outgoing)
 
     def _exchange(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
-        with self._naming():
+        with self._naming(), named("exchange"):
             return self.exchange.swap(outgoing, receive_bytes)
 
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        try:
-            with named("exchange"):
-                yield
-        except LostPeerError as error:
+    def _naming(self) -> Telling:
+        return Telling(self._tell_failure)
+
+    def _tell_failure(self, error: BaseException) -> None:
+        if isinstance(error, LostPeerError):
             raise LostPeerError(f"{self.subject.name}: {error}") from error
-        except BaseException as error:
-            in_exchange(error)
-            raise
+        in_exchange(error)
 
     def _where(self) -> str:
         return f"rank {self.rank}, {self.subject.name}"

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.errors import Telling
 from thinwire.sync.stream import SENDS_IN_FLIGHT, ProcessGroupStream, Stream, lost_peer
 
 
@@ -221,11 +221,11 @@ class ProcessGroupExchange:
     def _count_received(self, rank: int, num_bytes: int) -> None:
         self.traffic.received_bytes += num_bytes
 
-    @contextmanager
-    def _losing_peers(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
+    def _losing_peers(self) -> Telling:
+        return Telling(self._tell_loss)
+
+    def _tell_loss(self, error: BaseException) -> None:
+        if isinstance(error, RuntimeError):
             raise lost_peer(error, self.rank, self.world_size) from error
 
 

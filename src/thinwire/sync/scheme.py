@@ -189,22 +189,22 @@ class Scheme:
         if self.knows_ids:
             raise ValueError(f"{self.ownership} ownership is shared out to all ranks: use another, or servers=None")
 
-    @property
+    @cached_property
     def is_dense(self) -> bool:
         """Whether every value travels, zeros included, by the process group's own all-reduce."""
         return self.communication is Communication.NATIVE
 
-    @property
+    @cached_property
     def is_parallel(self) -> bool:
         """Whether parts have owners."""
         return self.partition is Partitioning.PARALLELISM
 
-    @property
+    @cached_property
     def knows_ids(self) -> bool:
         """Whether all ranks learn the ids of all, so that what is owned is a share of their union."""
         return self.ownership in (Ownership.COLUMNS, Ownership.UNION)
 
-    @property
+    @cached_property
     def pull_by(self) -> Communication:
         """How the sums come back."""
         return self.pull_communication or self.communication

@@ -67,19 +67,16 @@ class OkTopkTask:
         )
 
     def decide(self, tallies: Sequence[Tally]) -> bool:
-        """Counts and threshold of this step, unless the threshold has to be found first.
-
-        One that is due has no count at any rung.
-        """
+        """Counts and threshold of this step, unless the threshold has to be found first."""
         if sum(tally.held for tally in tallies) <= self.k:
             self.counts = [tally.held for tally in tallies]
             return True
         totals = [sum(of_owners) for of_owners in zip(*(tally.passing for tally in tallies), strict=True)]
-        rung = _rung(totals, self.k)
-        if rung is None:
+        threshold, rung = self.state["global_threshold"], _rung(totals, self.k)
+        if threshold == 0.0 or rung is None:
             return False
         self.counts = [tally.passing[rung] for tally in tallies]
-        self.threshold = ladder(self.state["global_threshold"])[rung]
+        self.threshold = ladder(threshold)[rung]
         self.state["global_threshold"] = nudged(self.threshold, totals[rung], self.k, _GLOBAL_STEP, _GLOBAL_TOLERANCE)
         return True
 

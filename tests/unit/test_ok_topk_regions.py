@@ -45,9 +45,13 @@ def test_boundaries_split_evenly(chosen: set[int], world_size: int) -> None:
 
 
 def test_what_cannot_have_been_sent_is_refused() -> None:
-    good = torch.cat([Tally(4, 2, 0.5).packed(), Tally(0, 0, 0.0).packed()])
-    assert parse_tallies(good, [4, 0]) == [Tally(4, 2, 0.5), Tally(0, 0, 0.0)]
-    for bad, sizes in ((good, [3, 0]), (good[:-8], [4, 0]), (Tally(1, 2, 0.0).packed(), [9]), (-good, [4, 0])):
+    tallies = [Tally(4, (4, 3, 3, 2, 2, 1, 0, 0), 0.5), Tally(0, (0,) * 8, 0.0)]
+    good = torch.cat([tally.packed() for tally in tallies])
+    assert parse_tallies(good, [4, 0]) == tallies
+    for passing in ((5, *8 * (0,))[:8], (1, 2, 0, 0, 0, 0, 0, 0), (-1,) * 8):
+        with pytest.raises(CorruptMessageError):
+            parse_tallies(Tally(4, passing, 0.5).packed(), [4])
+    for bad, sizes in ((good, [3, 0]), (good[:-8], [4, 0]), (-good, [4, 0])):
         with pytest.raises(CorruptMessageError):
             parse_tallies(bad, sizes)
     for inner, size in (([1, 5, 4], 9), ([1, 2, 10], 9), ([-1, 2, 3], 9), ([1, 2], 9)):

@@ -18,7 +18,8 @@ OK_TOPK = "ok_topk"
 _LOCAL_STEP = 1.012
 _LOCAL_TOLERANCE = (2 / 3, 5 / 4)
 REUSABLE = (1 / 2, 3 / 2)
-"""A threshold that lets through another part of k is not reused: it is searched anew at once."""
+"""A threshold that lets through another part of k is not reused: the local one is searched anew at once, the global one
+if no other of the ladder does."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def ok_topk(density: float = 0.01, *, reselect_every: int = 32, repartition_ever
 
     Args:
         density: k / numel, in (0, 1], of what each rank selects and of the result; the paper's are 0.01 and 0.02.
-        reselect_every: steps after which both thresholds are found exactly; in between they are reused and adapted.
+        reselect_every: steps after which both thresholds are found exactly; in between they are reused and adapted, and
+            found anew where the gradient has left them far behind.
         repartition_every: steps after which the regions are cut anew.
 
     Raises:

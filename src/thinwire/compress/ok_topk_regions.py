@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -12,7 +12,9 @@ from torch import Tensor
 from thinwire.compress.base import Parameter
 from thinwire.errors import CorruptMessageError
 
-_TALLY_NUMBERS = 3
+RUNGS = (0.5, 0.6, 0.72, 0.86, 1.0, 1.2, 1.44, 1.73)
+"""Of the ladder of thresholds that sums are counted at, over the one that is reused."""
+_COUNTED = (1 << 31) - 1  # counts are told in 32 bits; so many never pass
 _WORTH_MOVING = 2
 """Shares are moved where the busiest rank then sends at most half. (The paper: where the largest share is above four
 times the mean, which for eight ranks is about the same.)"""
@@ -24,40 +26,51 @@ class Tally:
 
     Args:
         held: how many are not zero.
-        passing: how many reach the reused global threshold.
+        passing: how many reach each rung of the ladder of the reused global threshold.
         bound: the magnitude that ``ceil(k / world_size)`` of them reach; 0 if there are not so many. The least bound
             of all owners is reached by at least k sums, so the k-th largest is not below it.
     """
 
     held: int
-    passing: int
+    passing: tuple[int, ...]
     bound: float
 
     def packed(self) -> Tensor:
-        counts = torch.tensor([self.held, self.passing])
-        return torch.cat([counts, torch.tensor([self.bound], dtype=torch.float64).view(torch.int64)]).view(torch.uint8)
+        parts = (
+            torch.tensor([self.held]),
+            torch.tensor([self.bound], dtype=torch.float64),
+            torch.tensor(self.passing).clamp_(max=_COUNTED).int(),
+        )
+        return torch.cat([part.view(torch.uint8) for part in parts])
+
+
+def ladder(threshold: float) -> tuple[float, ...]:
+    """Thresholds around one, that one among them, from the lowest."""
+    return tuple(threshold * rung for rung in RUNGS)
 
 
 def tally_bytes(num_tasks: int) -> int:
     """Of the tallies of so many tasks."""
-    return 8 * _TALLY_NUMBERS * num_tasks
+    return (16 + 4 * len(RUNGS)) * num_tasks
 
 
 def parse_tallies(data: Tensor, sizes: Sequence[int]) -> list[Tally]:
     """Those of one owner, of regions of these sizes.
 
     Raises:
-        CorruptMessageError: another length, or more elements than a region has.
+        CorruptMessageError: another length, more elements than a region has, or more that reach a higher threshold.
     """
     if data.numel() != tally_bytes(len(sizes)):
         raise CorruptMessageError(f"{data.numel()} bytes are not tallies of {len(sizes)} regions")
-    table = data.view(torch.int64).view(-1, _TALLY_NUMBERS)
-    bounds: list[float] = table[:, 2].contiguous().view(torch.float64).tolist()
-    counts: list[list[int]] = table[:, :2].tolist()
-    for (held, passing), size in zip(counts, sizes, strict=True):
-        if not 0 <= passing <= held <= size:
-            raise CorruptMessageError(f"{passing} of {held} sums of a region of {size} elements")
-    return [Tally(held, passing, bound) for (held, passing), bound in zip(counts, bounds, strict=True)]
+    return [_parse_tally(row, size) for row, size in zip(data.view(len(sizes), -1), sizes, strict=True)]
+
+
+def _parse_tally(data: Tensor, size: int) -> Tally:
+    held, bound = int(data[:8].view(torch.int64)), float(data[8:16].view(torch.float64))
+    passing = tuple(data[16:].view(torch.int32).tolist())
+    if not all(more >= fewer for more, fewer in pairwise((size, held, *passing, 0))):
+        raise CorruptMessageError(f"{passing} of {held} sums of a region of {size} elements")
+    return Tally(held, passing, bound)
 
 
 def boundaries(ids: Tensor, numel: int, world_size: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.compress.exchange import Plan, Task
 from thinwire.compress.ok_topk import OkTopk, is_reusable, nudged, smallest_magnitude
-from thinwire.compress.ok_topk_regions import Tally, region
+from thinwire.compress.ok_topk_regions import RUNGS, Tally, ladder, region
 from thinwire.compress.sparsify import Selection
 from thinwire.compress.wrapper import unwrapped
 
@@ -62,22 +62,23 @@ class OkTopkTask:
         enough = 0 < fair <= values.numel()
         return Tally(
             held=values.numel(),
-            passing=kernels.count_at_least(values, threshold) if threshold > 0.0 else 0,
+            passing=tuple(kernels.count_at_least(values, rung) if threshold > 0.0 else 0 for rung in ladder(threshold)),
             bound=smallest_magnitude(kernels.top_magnitudes(values, fair)[1]) if enough else 0.0,
         )
 
     def decide(self, tallies: Sequence[Tally]) -> bool:
         """Counts and threshold of this step, unless the threshold has to be found first."""
-        held, passing = sum(tally.held for tally in tallies), sum(tally.passing for tally in tallies)
-        if held <= self.k:
+        if sum(tally.held for tally in tallies) <= self.k:
             self.counts = [tally.held for tally in tallies]
             return True
-        threshold = self.state["global_threshold"]
-        if threshold > 0.0 and is_reusable(passing, self.k):
-            self.counts, self.threshold = [tally.passing for tally in tallies], threshold
-            self.state["global_threshold"] = nudged(threshold, passing, self.k, _GLOBAL_STEP, _GLOBAL_TOLERANCE)
-            return True
-        return False
+        totals = [sum(of_owners) for of_owners in zip(*(tally.passing for tally in tallies), strict=True)]
+        threshold, rung = self.state["global_threshold"], _rung(totals, self.k)
+        if threshold == 0.0 or rung is None:
+            return False
+        self.counts = [tally.passing[rung] for tally in tallies]
+        self.threshold = ladder(threshold)[rung]
+        self.state["global_threshold"] = nudged(self.threshold, totals[rung], self.k, _GLOBAL_STEP, _GLOBAL_TOLERANCE)
+        return True
 
     def candidates(self, bound: float) -> Tensor:
         """Magnitudes of this region that can be among the k largest, if those of all owners' are at least ``bound``."""
@@ -100,6 +101,15 @@ class OkTopkTask:
         else:
             places, values = kernels.top_magnitudes(values, min(self.counts[rank], values.numel()))
         self.kept = ids[places], values
+
+
+def _rung(totals: Sequence[int], k: int) -> int | None:
+    """Of a ladder of thresholds, that reach so many, the one that is reused if it can be; else the nearest to k."""
+    reused = RUNGS.index(1.0)
+    if is_reusable(totals[reused], k):
+        return reused
+    nearest = min(range(len(totals)), key=lambda rung: abs(totals[rung] - k))
+    return nearest if is_reusable(totals[nearest], k) else None
 
 
 def mean_of(selections: Sequence[Selection]) -> Selection:

@@ -130,6 +130,13 @@ def test_warm_up_knows_all_kernels() -> None:
     assert set(CALLS) == set(cpu.__all__)
 
 
+def test_warming_up_does_nothing_where_the_reference_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "compiled_kernels", None)
+    with kernels.using("reference"):
+        kernels.warm_up()
+        kernels.warm_up(wait=False)
+
+
 def test_uses_that_overlap_leave_nothing_behind() -> None:
     """Two threads: one begins before the other ends, and ends after it."""
     first, second = kernels.using("numba"), kernels.using("reference")

@@ -29,7 +29,7 @@ except ImportError:  # on Windows, where processes that start together may compi
     fcntl = None
 
 NICENESS = 2
-"""Of the process in the background. Its work has an end, and all ranks are faster then: at 5 it took 86 s instead of 57."""
+"""Of the process in the background. Its work has an end, and all ranks are faster then: at 5 it took 86 s, not 57."""
 LOOK_SECONDS = 0.2
 _COMMAND = "from thinwire.kernels.warm import compile_beside_training; compile_beside_training()"
 

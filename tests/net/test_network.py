@@ -215,8 +215,8 @@ def test_killed_launcher_leaves_nothing():
     assert launcher.stdout is not None
     pids = [int(launcher.stdout.readline()) for _ in range(2)]
     launcher.send_signal(signal.SIGKILL)
-    launcher.communicate(timeout=20)
-    deadline = time.monotonic() + 10
+    launcher.communicate(timeout=60)
+    deadline = time.monotonic() + 60
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline, "the ranks must not outlive the launcher"
         time.sleep(0.05)

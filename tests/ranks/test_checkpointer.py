@@ -147,7 +147,7 @@ class Running:
     def finish(self) -> list[str]:
         """What each rank restored, or ``refused``."""
         for process in self.processes:
-            process.join(30)
+            process.join(90)
             assert process.exitcode == 0, f"rank ended with {process.exitcode}"
         return [self.read(rank, "restored") or "refused" for rank in range(len(self.processes))]
 
@@ -155,7 +155,7 @@ class Running:
         return [torch.load(self.job.path(rank, "parameters")) for rank in range(len(self.processes))]
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 90.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to be"

@@ -36,7 +36,7 @@ LAYOUT = b'{"tree": 1}'
 QUICK = PeerTimes(timeout_seconds=0.5, deadline_seconds=0.5)
 
 
-def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come to be"

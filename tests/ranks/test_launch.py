@@ -60,7 +60,7 @@ def exit_silently(context: RankContext) -> None:
     os._exit(0)
 
 
-def gone(pids: set[int], seconds: float = 10.0) -> bool:
+def gone(pids: set[int], seconds: float = 60.0) -> bool:
     """Whether all processes end within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -154,17 +154,17 @@ def test_ranks_that_outlive_a_failure_are_killed():
     start = time.monotonic()
     with pytest.raises(RanksFailed, match="rank 1: killed 5 s after rank 0 had failed"):
         run_ranks(work_alone, faults, world_size=2, init_process_group=False)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 100
 
 
 def test_timeout_shows_where_each_rank_hangs():
     pids: set[int] = set()
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(wait_long, world_size=2, timeout_seconds=6, on_message=lambda rank, message: pids.add(message[0]))
+        run_ranks(wait_long, world_size=2, timeout_seconds=10, on_message=lambda rank, message: pids.add(message[0]))
     assert len(pids) == 2
     assert gone(pids)
     for outcome in caught.value.outcomes:
-        assert outcome.error.startswith("still running after 6 s")
+        assert outcome.error.startswith("still running after 10 s")
         assert "in wait_long" in outcome.error
         assert outcome.exit_code == -signal.SIGKILL
 
@@ -178,9 +178,9 @@ def test_ranks_may_return_long_before_others():
 
 def test_a_value_survives_the_timeout_of_another_rank():
     faults = Faults().pause(rank=1, step=0, seconds=600)
-    outcomes = run_ranks(work_alone, faults, world_size=2, timeout_seconds=4, check=False)
+    outcomes = run_ranks(work_alone, faults, world_size=2, timeout_seconds=10, check=False)
     assert (outcomes[0].value, outcomes[0].error, outcomes[0].exit_code) == (0, None, 0)
-    assert outcomes[1].error.startswith("still running after 4 s")
+    assert outcomes[1].error.startswith("still running after 10 s")
 
 
 def test_silent_exit_is_a_failure():
@@ -207,7 +207,7 @@ def test_end_of_the_launcher_ends_its_ranks(number):
     call = "import test_launch; test_launch.launch_and_wait()"
     launcher, pids = start_launcher(call, os.path.dirname(__file__))
     launcher.send_signal(number)
-    _, errors = launcher.communicate(timeout=20)
+    _, errors = launcher.communicate(timeout=60)
     assert launcher.returncode == -number
     assert gone(pids)
     assert b"resource_tracker" not in errors

@@ -37,17 +37,24 @@ def warm_up(wait: bool = True) -> float:
     """
     started = time.perf_counter()
     compiled = dispatch.compiled_kernels() if dispatch.mode() != "reference" else None
-    once = dispatch.compilation()
     if compiled is not None and wait:
-        if once is None or once.is_complete():
-            _call_all(compiled, lambda name: None)
-        else:
-            _logger.info("compiling %d kernels, once a machine: some 10 seconds", len(CALLS))
-            once.compile_here(lambda done: _call_all(compiled, done))
-            _logger.info("compiled in %.1f seconds", time.perf_counter() - started)
-    elif once is not None and dispatch.mode() == "auto":
-        once.start()
+        _compile_or_load(compiled)
+    elif compiled is not None and dispatch.mode() == "auto":
+        once = dispatch.compilation()
+        if once is not None:
+            once.start()
     return time.perf_counter() - started
+
+
+def _compile_or_load(compiled: ModuleType) -> None:
+    once = dispatch.compilation()
+    if once is None or once.is_complete():
+        _call_all(compiled, lambda name: None)
+        return
+    started = time.perf_counter()
+    _logger.info("compiling %d kernels, once a machine: some 10 seconds", len(CALLS))
+    once.compile_here(lambda done: _call_all(compiled, done))
+    _logger.info("compiled in %.1f seconds", time.perf_counter() - started)
 
 
 def compile_beside_training() -> None:

@@ -177,6 +177,9 @@ def _kind(name: str, what: str, run: Callable[[Path], Outcome], expected: Expect
 
 
 _OLD, _NEW = (_STRUCK - 1, _STRUCK), STEPS
+_ABOUT = _STRUCK - 1, 2 * STEPS
+"""Of what is killed when a rank said that it has done a step: the others may be a step behind, and all of them ahead by
+the time that this is heard."""
 KINDS = (
     _kind("trainer, copying", "a trainer in the middle of its copy into the slot", partial(trainer, at="copy"),
           restored("memory", *_OLD)),
@@ -185,8 +188,8 @@ KINDS = (
     _kind("trainer, published", "a trainer right after the holder knows", partial(trainer, at="published"),
           restored("memory", *_OLD), slow=True),
     _kind("all trainers", "all trainers at once, somewhere in a step", all_trainers,
-          restored("memory", _STRUCK, _STRUCK + 2)),
-    _kind("trainer and holder of a host", "both at the same moment", whole_host, restored("peer", *_OLD)),
+          restored("memory", *_ABOUT)),
+    _kind("trainer and holder of a host", "both at the same moment", whole_host, restored("peer", *_ABOUT)),
     _kind("holder, before the header", "the own holder, when all but the slot's header is written",
           partial(holder, host="b", at="header"), restored("peer", *_OLD)),
     _kind("holder, after the header", "the own holder, right after the header", partial(holder, host="b", at="sealed"),

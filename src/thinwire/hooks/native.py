@@ -113,17 +113,22 @@ class NativeAllReduce:
         work = dist.all_reduce(coalesced, group=group, async_op=True)
         assert work is not None, "hooks run on ranks of the group"
 
-        def mean(done: Future[list[Tensor]]) -> Tensor:
+        future: Future[Tensor] = Future()  # one that `then` makes would lose the type of an exception
+
+        def end(done: Future[list[Tensor]]) -> None:
             try:
                 total = done.value()[0].coalesce()
             except RuntimeError as error:
-                raise lost_peer(error, group.rank(), group.size()) from error
+                future.set_exception(lost_peer(error, group.rank(), group.size()))  # type: ignore[arg-type]
+                return
             total._values().mul_(1.0 / group.size())
+            self._account.see_sum(name, total)
             self._tables.append((name, total, held))
             job.ended = time.perf_counter()
-            return total
+            future.set_result(total)
 
-        return work.get_future().then(mean)
+        work.get_future().add_done_callback(end)
+        return future
 
     def count(self, num_bytes: int) -> None:
         """An all-reduce of so many bytes was made; booked by `finish_step`."""

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.hooks import fusion
+from thinwire.hooks import fusion, gradients
 from thinwire.hooks.embedding import LookupRows
 from thinwire.testbed.faults import Faults
 from thinwire.testbed.launch import RankContext, run_ranks
@@ -390,6 +390,7 @@ def test_small_tables_travel_together(mode: str) -> None:
 
 def _left_early(context: RankContext, how: str) -> None:
     """Some buckets wait when backward ends without the last one, or fails, or thinwire is detached."""
+    gradients.LEFT_BYTES = -1  # no table is left to stock DDP, which has nothing wait
     torch.manual_seed(0)
     model = DistributedDataParallel(Recommender(sparse=True))
     sync = thinwire.attach(model)
@@ -438,6 +439,7 @@ def test_no_bucket_waits_forever(how: str) -> None:
 
 def _uneven(context: RankContext) -> list[int]:
     """Under join, DDP hands over zeros outside of backward for a rank that ran out of data."""
+    gradients.LEFT_BYTES = -1
     torch.manual_seed(0)
     model = DistributedDataParallel(Recommender(sparse=True))
     sync = thinwire.attach(model)

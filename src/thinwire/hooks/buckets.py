@@ -17,12 +17,12 @@ from thinwire.hooks.clock import Clock, JobTimes, Load
 from thinwire.hooks.compressed import CompressedSync
 from thinwire.hooks.embedding import LookupRows
 from thinwire.hooks.gradients import GradientSync
-from thinwire.hooks.native import DenseBucket, NativeAllReduce, SparseBucket, Started
+from thinwire.hooks.native import DenseBucket, NativeAllReduce, Started
 from thinwire.hooks.staged import staged
 from thinwire.hooks.table import TableGradient
 from thinwire.lane import Lane
 
-Pending = Future[Tensor] | DenseBucket | SparseBucket
+Pending = Future[Tensor] | DenseBucket
 """What is waited for at the end of backward: a job of the lane, or an all-reduce beside it."""
 
 OTHERS = "all other parameters"

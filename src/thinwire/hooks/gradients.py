@@ -123,20 +123,20 @@ class GradientSync:
             self.left[name] = steps - 1
         return steps > 0
 
-    def book_left(self, name: str, mean: Tensor, held: int, world_size: int) -> int:
-        """A sparse gradient was all-reduced by torch; returns about what that sent, for ranks that hold alike.
+    def see_sum(self, name: str, mean: Tensor) -> None:
+        """Of a table that is left: where the sum has too many rows, which all ranks see, it comes back to the lane."""
+        self.unions[name] = mean._nnz()
+        if mean._nnz() * 8 + mean._values().nbytes > LEFT_BYTES:
+            self.left[name] = 0
 
-        Where the sum has too many rows, which all ranks see, the table comes back to the lane in the next step.
-        """
+    def book_left(self, name: str, mean: Tensor, held: int, world_size: int) -> int:
+        """A sparse gradient was all-reduced by torch; returns about what that sent, for ranks that hold alike."""
         row_bytes, union = mean._values()[:1].nbytes, mean._nnz()
         moved = sparse_all_reduce_bytes([held] * world_size, 0, row_bytes)
         record = self._entry(name)
         record.kind, record.scheme, record.formats, record.fused = "sparse gradient", LEFT, "coo", 1
         record.density, record.density_after = (rows / max(1, mean.shape[0]) for rows in (held, union))
         record.add(moved, moved, moved)
-        self.unions[name] = union
-        if union * (8 + row_bytes) > LEFT_BYTES:
-            self.left[name] = 0
         return moved
 
     def learned(self) -> dict[str, Any]:
@@ -306,7 +306,7 @@ class GradientSync:
         for table in group:
             self.left[table.name] = LEFT_STEPS
             self._entry(table.name).leave(LEFT)
-        return f"{LEFT}: what stock DDP sends takes {1e3 * seconds:.2f} ms here ({moved / 1e6:.3f} MB)"
+        return f"{LEFT} ({moved / 1e6:.3f} MB in {1e3 * seconds:.1f} ms) rather than {learned.explain()}"
 
     def _explain(self, group: Group, reason: str, rank: int) -> None:
         for table in group:

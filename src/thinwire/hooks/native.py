@@ -69,23 +69,6 @@ class DenseBucket:
         self.job.ended = self.job.ended or time.perf_counter()
 
 
-@dataclass(frozen=True, eq=False)
-class SparseBucket:
-    """A table whose sum torch makes."""
-
-    started: Started
-    mean: Future[Tensor]
-
-    def wait(self) -> None:
-        """Raises LostPeerError, as `Started.wait` does."""
-        self.started.wait()
-        self.mean.wait()
-
-    def future(self) -> Future[Tensor]:
-        """What DDP takes."""
-        return self.mean
-
-
 class NativeAllReduce:
     """Starts the all-reduce of dense gradients on the thread of the hook.
 
@@ -121,7 +104,7 @@ class NativeAllReduce:
         self._jobs.append(job)
         return DenseBucket(self.start(gradients), buffer, job)
 
-    def start_sparse(self, name: str, gradient: Tensor, job: JobTimes) -> SparseBucket:
+    def start_sparse(self, name: str, gradient: Tensor, job: JobTimes) -> Future[Tensor]:
         """The mean of a sparse gradient by torch's own all-reduce, which adds in the order of ranks, as it must."""
         job.started = time.perf_counter()
         self._jobs.append(job)
@@ -130,14 +113,22 @@ class NativeAllReduce:
         work = dist.all_reduce(coalesced, group=group, async_op=True)
         assert work is not None, "hooks run on ranks of the group"
 
-        def mean(done: Future[list[Tensor]]) -> Tensor:
-            total = done.value()[0].coalesce()
+        future: Future[Tensor] = Future()  # one that `then` makes would lose the type of an exception
+
+        def end(done: Future[list[Tensor]]) -> None:
+            try:
+                total = done.value()[0].coalesce()
+            except RuntimeError as error:
+                future.set_exception(lost_peer(error, group.rank(), group.size()))  # type: ignore[arg-type]
+                return
             total._values().mul_(1.0 / group.size())
+            self._account.see_sum(name, total)
             self._tables.append((name, total, held))
             job.ended = time.perf_counter()
-            return total
+            future.set_result(total)
 
-        return SparseBucket(Started(work, group), work.get_future().then(mean))
+        work.get_future().add_done_callback(end)
+        return future
 
     def count(self, num_bytes: int) -> None:
         """An all-reduce of so many bytes was made; booked by `finish_step`."""

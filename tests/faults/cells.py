@@ -26,8 +26,10 @@ from thinwire.testbed.launch import RankContext
 
 WORLD_SIZE = 4
 FAILING = 1
-LIMIT_SECONDS = 2.0
 TIMEOUT = timedelta(seconds=20)
+LIMIT_SECONDS = 10.0
+"""Half of what whoever hears of nothing takes. The slowest notice is printed: under 2 s, unless the machine is starved
+(2.1 s once, of a cell that takes 10 ms, with 35 busy processes on two cores)."""
 KINDS = ("flip", "memory", "memory afterwards", "exit")
 AUTO_SCHEMES = (
     "auto",

@@ -23,7 +23,7 @@ from thinwire.sync.channel import Subject
 from thinwire.testbed.launch import RankContext, run_ranks
 
 TIMEOUT = timedelta(seconds=30)
-LIMIT_SECONDS = 2.0  # for what otherwise takes the timeout
+LIMIT_SECONDS = 15.0  # for what otherwise takes the timeout, on a busy machine too
 
 
 def _connections() -> int:

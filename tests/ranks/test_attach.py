@@ -392,7 +392,7 @@ def _left_early(context: RankContext, how: str) -> None:
     """Some buckets wait when backward ends without the last one, or fails, or thinwire is detached."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Recommender(sparse=True))
-    sync = thinwire.attach(model)
+    sync = thinwire.attach(model, "zen")  # "auto" leaves tables as small as these to DDP
     features = torch.arange(12 * len(SMALL_SIZES)).view(12, -1) * (context.rank + 1)
     model(features).sum().backward()
     model(features).sum().backward()
@@ -440,7 +440,7 @@ def _uneven(context: RankContext) -> list[int]:
     """Under join, DDP hands over zeros outside of backward for a rank that ran out of data."""
     torch.manual_seed(0)
     model = DistributedDataParallel(Recommender(sparse=True))
-    sync = thinwire.attach(model)
+    sync = thinwire.attach(model, "zen")  # "auto" leaves tables as small as these to DDP
     with counted_calls(sync) as calls, model.join():
         for _ in range(2 + 2 * context.rank):
             model(torch.arange(12 * len(SMALL_SIZES)).view(12, -1)).sum().backward()

@@ -393,7 +393,7 @@ def _left_early(context: RankContext, how: str) -> None:
     gradients.LEFT_BYTES = -1  # no table is left to stock DDP, which has nothing wait
     torch.manual_seed(0)
     model = DistributedDataParallel(Recommender(sparse=True))
-    sync = thinwire.attach(model)
+    sync = thinwire.attach(model, "zen")  # "auto" leaves tables as small as these to DDP
     features = torch.arange(12 * len(SMALL_SIZES)).view(12, -1) * (context.rank + 1)
     model(features).sum().backward()
     model(features).sum().backward()
@@ -442,7 +442,7 @@ def _uneven(context: RankContext) -> list[int]:
     gradients.LEFT_BYTES = -1
     torch.manual_seed(0)
     model = DistributedDataParallel(Recommender(sparse=True))
-    sync = thinwire.attach(model)
+    sync = thinwire.attach(model, "zen")  # "auto" leaves tables as small as these to DDP
     with counted_calls(sync) as calls, model.join():
         for _ in range(2 + 2 * context.rank):
             model(torch.arange(12 * len(SMALL_SIZES)).view(12, -1)).sum().backward()

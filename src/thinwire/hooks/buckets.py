@@ -120,12 +120,15 @@ class Buckets:
     def submit(self, contents: Contents, is_last: bool = False) -> Pending:
         """As `add`, of a bucket that is taken apart already."""
         if self._native is not None and contents.buffer.is_sparse and self._gradients.leaves(contents.tables[0].name):
+            if is_last:
+                self.flush()
             job = self._clock.submit(contents.load)
             return self._native.start_sparse(contents.tables[0].name, contents.buffer, job)
         if self._native is not None and not contents.compressed:
             dense = [gradient for _, gradient in contents.others]
             if not contents.tables:
-                self.flush()
+                if is_last:
+                    self.flush()
                 return self._native.start_bucket(dense, contents.buffer, self._clock.submit(contents.load))
             contents = replace(contents, others=(), started=self._native.start(dense))
         future = self._staging.future()

@@ -253,11 +253,16 @@ class Synchronizer:
         return list(self._gradients.records.values())
 
     def _make_native(self, group: dist.ProcessGroup, device: torch.device) -> NativeAllReduce | None:
-        """None where jobs of the lane have to be timed, and for gradients of a GPU that the group does not take."""
+        """What all-reduces beside the lane; None where jobs of the lane do it.
+
+        They do where jobs have to be timed, for gradients of a GPU that the group does not take, and on the CPU for
+        plain modules: their ranks may freeze or use different parameters, of which only the lane's headers tell.
+        """
         if is_native(group, device) or self._is_left_to_ddp:
             scheme = "NCCL" if is_native(group, device) else name_of(DENSE)
             return NativeAllReduce(group, self._gradients, OTHERS, scheme)
-        if device.type != "cpu" or self._intent is not None:
+        is_ddp = isinstance(self._model, DistributedDataParallel)
+        if device.type != "cpu" or self._intent is not None or not is_ddp:
             return None
         return NativeAllReduce(self._lane.native_group(), self._gradients, OTHERS, name_of(DENSE))
 

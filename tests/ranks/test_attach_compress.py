@@ -141,6 +141,10 @@ def _accumulated(context: RankContext) -> None:
     assert_same_everywhere(context, found)
     assert plain_sync.stats()["comm/steps"] == ddp_sync.stats()["comm/steps"] == STEPS
     _break_off(plain)
+    with pytest.raises(thinwire.ThinwireError, match="stopped after an earlier failure"):
+        train(context, plain, plain_sync)
+    plain_sync.detach()
+    plain_sync = thinwire.attach(plain, compress=everywhere)
     assert_same_everywhere(context, train(context, plain, plain_sync))
     for sync in (plain_sync, ddp_sync):
         sync.detach()
@@ -309,8 +313,6 @@ def _refusals(context: RankContext) -> None:
             thinwire.attach(model, compress=compressor, optimizer=optimizer).detach()
     for compressor in (top_k, thinwire.compress.sign_sgd()):
         thinwire.attach(model, compress=compressor, optimizer=momentum).detach()
-    with pytest.raises(ValueError, match="inside of this module"):
-        thinwire.attach(nn.Sequential(DistributedDataParallel(Network())))
     with pytest.raises(ValueError, match="FSDP models yet"):
         thinwire.attach(fully_shard(Network()))
     with pytest.raises(thinwire.MismatchError, match=r"top_k\(0\.[12]\)"):

@@ -101,10 +101,11 @@ def _same_number_of_groups(parent: dist.ProcessGroup) -> Iterator[None]:
     """
     global _last_number_of_groups
     mine = len(distributed_c10d._world.pg_names)
-    told = [0] * parent.size()
-    dist.all_gather_object(told, max(mine, _last_number_of_groups + 1), group=parent)
-    _last_number_of_groups = max(told)
-    alone = [_group_of_this_rank() for _ in range(max(told) - mine)]
+    device = distributed_c10d._get_object_coll_device(parent)
+    most = torch.tensor([max(mine, _last_number_of_groups + 1)], device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=parent)
+    _last_number_of_groups = int(most)
+    alone = [_group_of_this_rank() for _ in range(_last_number_of_groups - mine)]
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import queue
@@ -12,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
@@ -127,6 +128,21 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
+_running: WeakSet[Lane] = WeakSet()
+EXIT_SECONDS = 5.0
+"""How long a process that exits waits for a lane: at first for its job, and once more after it was broken off."""
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads of all lanes: one that comes back from C++ after Python has gone aborts the process."""
+    lanes = list(_running)
+    for lane in lanes:
+        lane.abandon()
+    for lane in lanes:
+        lane.join(EXIT_SECONDS)
+
+
 class Lane:
     """Runs jobs one after the other on a thread and a process group of their own.
 
@@ -162,6 +178,7 @@ class Lane:
         self._seen: deque[float] = deque(maxlen=3)
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="thinwire-lane", daemon=True)
+        _running.add(self)
         self._thread.start()
         self.submit(Lane._find_hosts)
 
@@ -235,6 +252,13 @@ class Lane:
         """
         self._jobs.put(self._release)
         self._jobs.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread to end, after `abandon`; if its job takes longer, break it off and wait as long again."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self.break_off(f"the process of rank {self.rank} exits")
+            self._thread.join(seconds)
 
     def break_off(self, reason: str) -> None:
         """Stop for good, on all ranks: this one cannot do its part in what peers wait for. From any thread.

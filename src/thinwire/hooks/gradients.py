@@ -10,7 +10,6 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from thinwire.hooks.fusion import TableShape, plan_groups, share, stack, unstack
@@ -360,8 +359,8 @@ def _key(group: Group) -> str:
 
 
 def _can_leave(table: TableGradient) -> bool:
-    """Whether torch sums such a gradient as exactly; it has no sparse sum of sixteen-bit values."""
-    return not table.gradient.is_sparse or table.gradient.dtype in (torch.float32, torch.float64)
+    """Whether a table may be left: a dense one, whose bucket hangs up when a peer dies; a sparse sum does not yet."""
+    return not table.gradient.is_sparse
 
 
 def _unplaced(point: Scheme | TwoLevel) -> Scheme | TwoLevel:

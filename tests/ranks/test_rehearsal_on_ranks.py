@@ -24,6 +24,7 @@ def _train(context: RankContext, is_rehearsed: bool) -> tuple[torch.Tensor, floa
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lane, "machine", lambda lane: MACHINE)  # two runs that measure may choose differently
         patch.setattr(rehearsal, "MIN_BYTES", 1.0 if is_rehearsed else float("inf"))
+        patch.setattr(gradients, "LEFT_BYTES", -1)  # so small a table is left to stock otherwise
         patch.setattr(rehearsal, "MAX_SECONDS", float("inf"))
         patch.setattr(
             gradients, "rehearse", lambda points, *rest: rehearsed.append(len(points)) or original(points, *rest)

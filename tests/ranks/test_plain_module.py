@@ -472,3 +472,40 @@ def _refused_on_one_rank(context: RankContext) -> None:
 
 def test_devices_are_checked_on_all_ranks() -> None:
     run_ranks(_refused_on_one_rank, world_size=2, timeout_seconds=60)
+
+
+def _edited_later(context: RankContext, how: str) -> None:
+    """As under DDP, the mean is that of the edited gradients."""
+
+    def edit(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.add_(0.01 * parameter.detach())
+
+    found = []
+    for attached in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(3000, 16), nn.Linear(16, 4))
+        weight = model[0].weight
+        assert isinstance(weight, nn.Parameter)
+        node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+        if how == "node":
+            node.register_hook(lambda *_, weight=weight: edit(weight))
+        sync = thinwire.attach(model, "zen") if attached else None
+        if how == "accumulation":
+            weight.register_post_accumulate_grad_hook(edit)
+        trained = model if attached else DistributedDataParallel(model)
+        data = torch.Generator().manual_seed(context.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            optimizer.zero_grad()
+            trained(torch.randint(3000, (400,), generator=data)).square().mean().backward()
+            optimizer.step()
+        found.append(weight.detach().clone())
+        if sync is not None:
+            sync.detach()
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("how", ["node", "accumulation"])
+def test_gradients_that_hooks_edit_after_they_were_added(how: str) -> None:
+    run_ranks(_edited_later, how, world_size=2, timeout_seconds=60)

@@ -47,7 +47,9 @@ def test_a_slow_link_and_few_bytes_are_not_rehearsed() -> None:
 
 def test_each_point_gets_one_step_of_alike_batches() -> None:
     rehearsal = rehearse([ZEN, COLUMN_SPLIT], 100.0)
-    tried = [rehearsal.next(held) for held in (100.0, 101.0 * ALIKE, 99.0 / ALIKE, 100.0 * ALIKE, 100.0)]
+    tried = [
+        rehearsal.next(held, lambda point: True) for held in (100.0, 101.0 * ALIKE, 99.0 / ALIKE, 100.0 * ALIKE, 100.0)
+    ]
     assert tried == [ZEN, None, None, COLUMN_SPLIT, None]
     assert rehearsal.is_over
 
@@ -56,7 +58,7 @@ def test_a_rehearsal_whose_batches_do_not_come_again_ends() -> None:
     rehearsal = rehearse([ZEN], 100.0)
     for _ in range(MAX_STEPS):
         assert not rehearsal.is_over
-        assert rehearsal.next(1000.0) is None
+        assert rehearsal.next(1000.0, lambda point: True) is None
     assert rehearsal.is_over
 
 

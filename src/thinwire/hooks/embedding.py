@@ -65,7 +65,7 @@ class LookupRows:
         self._pending: dict[int, _Lookup] = {}  # by id() of parameters that this object keeps alive
         self._known: dict[int, _Lookup] = {}
         self._handles: list[RemovableHandle] = []
-        self._probes: dict[int, RemovableHandle] = {}  # see `_hooks_on_node`
+        self._probes: dict[int, RemovableHandle] = {}  # see `hooks_on_node`
         self.parameters: list[nn.Parameter] = []
         self._handles.append(module.register_forward_pre_hook(Hook(self._before_forward)))
         for table in filter(_has_dense_gradient, module.modules()):
@@ -135,9 +135,9 @@ class LookupRows:
     def _others(self, parameter: nn.Parameter) -> bool:
         """Whether somebody else has hooks that could edit the gradient, before us or after us."""
         after = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-        return bool(after != self._own_hooks or parameter._backward_hooks or self._hooks_on_node(parameter) != 1)
+        return bool(after != self._own_hooks or parameter._backward_hooks or self.hooks_on_node(parameter) != 1)
 
-    def _hooks_on_node(self, parameter: nn.Parameter) -> int:
+    def hooks_on_node(self, parameter: nn.Parameter) -> int:
         """How many there are on the node that accumulates the gradient: one of ours, that shows the others.
 
         The node lives as long as somebody holds it, such as DDP or whoever registered a hook on it.

@@ -272,7 +272,8 @@ class GradientSync:
         points = learned.hopeful(demand)
         reason = self._leave(group, learned, channel)
         if reason:
-            self._explain(group, reason, channel.rank)
+            if not self._entry(group[0].name).reason.startswith(LEFT):  # else it was said when the group was left first
+                self._explain(group, reason, channel.rank)
             return
         if points:
             learned.begin(rehearse(points, demand.held))
@@ -305,7 +306,7 @@ class GradientSync:
         for table in group:
             self.left[table.name] = LEFT_STEPS
             self._entry(table.name).leave(LEFT)
-        return f"{LEFT} ({moved / 1e6:.3f} MB in {1e3 * seconds:.1f} ms) rather than {learned.explain()}"
+        return f"{LEFT} ({moved / 1e6:.3f} MB in {1e3 * seconds:.1f} ms) instead of {learned.explain()}"
 
     def _explain(self, group: Group, reason: str, rank: int) -> None:
         for table in group:

@@ -31,7 +31,8 @@ class _Pass:
 
     Args:
         ready: in the order of becoming ready.
-        is_nested: whether re-entrant checkpointing runs backward passes inside of it.
+        waits: whether all is submitted at its end: re-entrant checkpointing runs passes inside of it, or hooks of others
+            edit gradients after they were added.
         stand_ins: zeros for parameters that have no gradient on this rank; their means, later.
         sparse: futures of means of sparse gradients.
         flat: gradients that are summed as one tensor, and behind them one element each: whether a rank has it.
@@ -40,7 +41,7 @@ class _Pass:
 
     ready: dict[int, None] = field(default_factory=dict)
     submitted: int = 0
-    is_nested: bool = False
+    waits: bool = False
     stand_ins: dict[int, Tensor] = field(default_factory=dict)
     sparse: list[tuple[int, Future[Tensor]]] = field(default_factory=list)
     flat: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
@@ -236,9 +237,16 @@ class ParameterHooks:
                 " way already: with re-entrant checkpointing pass use_reentrant=False"
             )
         self._pass.ready[place] = None
-        self._pass.is_nested = self._pass.is_nested or self._is_nested()
-        while not self._pass.is_nested and self._has_next():
+        self._pass.waits = self._pass.waits or self._is_nested() or self._is_edited_later(place)
+        while not self._pass.waits and self._has_next():
             self._submit()
+
+    def _is_edited_later(self, place: int) -> bool:
+        """Whether hooks of others run after the one that adds the gradient: the lane must not read what they write."""
+        parameter = self.trained[place].parameter
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        is_last = not after or next(reversed(after)) == self._handles[place].id
+        return not is_last or self._lookups.hooks_on_node(parameter) > 1
 
     def _has_next(self) -> bool:
         """Whether all gradients of the next group are there. In nested passes nobody knows, before all of them end."""

@@ -9,7 +9,7 @@ longer, no byte more than the headers by which ranks begin together.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from thinwire.sync.choose import Price
 from thinwire.sync.dimensions import Communication
@@ -23,10 +23,11 @@ MIN_BYTES = 64 * 1024
 """What sends less than this has little to gain."""
 MAX_SECONDS = 0.1
 """Where a step is expected to take longer, the wire decides, and so bytes do."""
-HOPELESS = 1.5
+HOPELESS = 1.3
 """Not rehearsed is what is expected to take so many times the seconds of the fastest."""
-MAX_REGRET = 1.0
-"""Nor what the others make too dear: the trials of one rehearsal may be expected to take so many steps more in all."""
+REGRET_STEPS, REGRET_SHARE, FIRST_REGRET = 50, 0.05, 0.6
+"""Of the last so many steps, trials may take that share longer than the best would have; at the beginning, of so many
+steps at least. A trial of which more is expected waits; one that takes more than expected puts off the next."""
 MAX_STEPS = 16
 """A rehearsal whose batches do not come again in so many steps is over."""
 ALIKE = 2.0
@@ -44,19 +45,23 @@ class Rehearsal:
     """
 
     def __init__(self, points: Sequence[Point], held: float) -> None:
-        self._points = list(points)
+        self.points = list(points)
         self._held = held
         self._steps = 0
 
-    def next(self, held: float) -> Point | None:
+    def next(self, held: float, is_worth_it: Callable[[Point], bool]) -> Point | None:
         """What to try in a step with ``held`` rows; None if this one is no trial."""
         self._steps += 1
-        is_alike = self._held / ALIKE <= held <= self._held * ALIKE
-        return self._points.pop(0) if is_alike and self._points else None
+        if not self._held / ALIKE <= held <= self._held * ALIKE:
+            return None
+        point = next(filter(is_worth_it, self.points), None)
+        if point is not None:
+            self.points.remove(point)
+        return point
 
     @property
     def is_over(self) -> bool:
-        return not self._points or self._steps >= MAX_STEPS
+        return not self.points or self._steps >= MAX_STEPS
 
 
 def to_rehearse(offers: Sequence[Price]) -> list[Point]:
@@ -72,12 +77,7 @@ def to_rehearse(offers: Sequence[Price]) -> list[Point]:
     if best.sent_bytes < MIN_BYTES or _seconds(best) > MAX_SECONDS or not _adds_in_rank_order(best.scheme):
         return []
     rivals = sorted((offer for offer in offers if _adds_in_rank_order(offer.scheme)), key=_seconds)
-    hopeful, regret = [], 0.0
-    for offer in rivals:
-        slower = _seconds(offer) / _seconds(rivals[0])
-        regret += slower - 1.0
-        if slower <= HOPELESS and regret <= MAX_REGRET:
-            hopeful.append(offer.scheme)
+    hopeful = [offer.scheme for offer in rivals if _seconds(offer) <= HOPELESS * _seconds(rivals[0])]
     return hopeful if len(hopeful) > 1 else []
 
 

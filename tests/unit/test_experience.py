@@ -1,0 +1,127 @@
+"""What "auto" learns from real steps, and what that costs, simulated: steps take what was expected times an error."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import cycle, repeat
+
+import pytest
+
+from thinwire.sync.demand import Demand
+from thinwire.sync.dimensions import Communication
+from thinwire.sync.experience import Experience
+from thinwire.sync.machine import Machine
+from thinwire.sync.named import name_of, resolve
+from thinwire.sync.rehearsal import rehearse
+from thinwire.sync.scheme import Scheme
+
+FAST = Machine(7e-4, 3e-4, 8.4e-9, 8.4e-9, 7e-5, 1.5e-8, 3e-10, 2.5e-8, 4.6e-10, 4e-8, 1e-9)
+NUM_ROWS, WIDTH, WORLD_SIZE, STEPS = 200_000, 32, 4, 100
+WINDOW, ERROR = 50, 1.5
+NAMES = ("zen", "column_split", "union_split", "agsparse_coded", "sparcml_coded", "dense")
+
+
+def _uniform(chance: random.Random) -> Iterator[int]:
+    while True:
+        yield chance.randint(500, 8000)
+
+
+def _long_tailed(chance: random.Random) -> Iterator[int]:
+    while True:
+        yield min(20_000, int(1000 * chance.paretovariate(1.5)))
+
+
+BATCHES = {
+    "constant": lambda chance: repeat(3000),
+    "alternating": lambda chance: cycle([9000, 2000]),
+    "uniform": _uniform,
+    "long-tailed": _long_tailed,
+}
+
+
+def _demand(held: int) -> Demand:
+    union = NUM_ROWS * (1.0 - (1.0 - held / NUM_ROWS) ** WORLD_SIZE)
+    return Demand(WORLD_SIZE, NUM_ROWS, WIDTH, 4, held, union)
+
+
+def _simulated(batches: Iterator[int], factors: dict[str, float], steps: int = STEPS) -> list[dict[str, float]]:
+    """Seconds of each step: under "auto", and of each candidate that adds in the same order."""
+    learned, seconds = Experience(), []
+    learned.know(FAST, ())
+    point = None
+    for _, held in zip(range(steps), batches, strict=False):
+        demand = _demand(held)
+        offers = learned._estimated(learned._size(demand))
+        true = {name_of(offer.scheme): offer.seconds * factors.get(name_of(offer.scheme), 1.0) for offer in offers}
+        is_timed = learned.is_timed and learned.choice is not None
+        point = (learned.take(held) if is_timed else learned.choice) or offers[0].scheme
+        if is_timed and learned.is_told:
+            learned.learn(point, demand, true[name_of(point)])
+        learned.observe(demand)
+        points = learned.hopeful(demand)
+        if points:
+            learned.begin(rehearse(points, demand.held))
+        rivals = {name_of(one.scheme) for one in offers if _adds_in_rank_order(one.scheme)}
+        seconds.append({"auto": true[name_of(point)], **{name: true[name] for name in rivals}})
+    return seconds
+
+
+def _adds_in_rank_order(point: object) -> bool:
+    return isinstance(point, Scheme) and point.communication is Communication.POINT_TO_POINT and not point.is_dense
+
+
+def _overhead(seconds: list[dict[str, float]]) -> float:
+    """Of "auto" over the best fixed scheme."""
+    total = {name: sum(step[name] for step in seconds) for name in seconds[0]}
+    return total.pop("auto") / min(total.values())
+
+
+def _overheads(batches: str) -> tuple[list[float], list[float]]:
+    """Of the first 50 steps, and of the worst 50 after the first ones, for many sets of errors; in ascending order."""
+    first, later = [], []
+    for seed in range(25):
+        chance = random.Random(seed)
+        factors = {name: ERROR ** chance.uniform(-1.0, 1.0) for name in NAMES}
+        steps = _simulated(BATCHES[batches](chance), factors)
+        first.append(_overhead(steps[:WINDOW]))
+        later.append(max(_overhead(steps[begin : begin + WINDOW]) for begin in range(10, STEPS - WINDOW + 1)))
+    return sorted(first), sorted(later)
+
+
+@pytest.mark.parametrize("batches", BATCHES)
+def test_auto_takes_hardly_longer_than_the_best_fixed_scheme(batches: str) -> None:
+    first, later = _overheads(batches)
+    nine_of_ten = int(0.9 * len(first))
+    assert first[nine_of_ten] <= 1.12
+    assert first[-1] <= 1.20
+    assert later[nine_of_ten] <= 1.05
+    assert later[-1] <= 1.15
+
+
+@pytest.mark.parametrize("batches", BATCHES)
+def test_estimates_that_hold_cost_at_most_a_twentieth(batches: str) -> None:
+    assert _overhead(_simulated(BATCHES[batches](random.Random(0)), {})[:WINDOW]) <= 1.05
+
+
+def test_what_trials_take_longer_is_bounded_and_then_they_wait() -> None:
+    learned = Experience()
+    learned.know(FAST, ())
+    learned.observe(_demand(3000))
+    learned.learn(learned.choice, _demand(3000), 0.01)
+    learned.observe(_demand(3000))
+    learned.begin(rehearse([resolve("zen"), resolve("column_split")], 3000))
+    assert learned.is_timed
+    tried = learned.take(3000)
+    assert tried is not None
+    learned.learn(tried, _demand(3000), 0.03)
+    learned.observe(_demand(3000))
+    assert not learned.is_timed, "that took two steps longer, which are a whole window's"
+
+
+def test_nothing_is_tried_where_there_are_hardly_any_zeros() -> None:
+    learned = Experience()
+    learned.know(FAST, ())
+    demand = _demand(NUM_ROWS)
+    assert learned.observe(demand).is_dense
+    assert learned.hopeful(demand) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import struct
 import zlib
 from dataclasses import dataclass
@@ -250,10 +251,11 @@ class Header:
     checksum: int = 0
 
     _STRUCT = struct.Struct("<2sBBBxHIIQQQQQ")
+    _FIELDS = struct.Struct("<BBHIQQQQQ")
     _PADDING, _CRC = slice(5, 6), slice(12, 16)
     NUM_BYTES = 56
     _MAGIC = b"TW"
-    _VERSION = 1
+    _VERSION = 2
 
     def pack(self) -> bytes:
         data = self._STRUCT.pack(
@@ -283,7 +285,18 @@ class Header:
             raise CorruptMessageError(f"a header of unknown kind {kind} or format {code}")
         if zlib.crc32(cls._with_crc(data, 0)) != crc or any(data[cls._PADDING]):
             raise CorruptMessageError("a header whose checksum does not match")
-        return cls(_KINDS[kind], source, sequence, digest, FORMATS[code], held, count, length, checksum)
+        header = cls(_KINDS[kind], source, sequence, digest, FORMATS[code], held, count, length, checksum)
+        if not length and checksum != header.bound(0):
+            raise CorruptMessageError("a header of nothing whose checksum does not match")
+        return header
+
+    def bound(self, content: int) -> int:
+        """The checksum of a payload, made one of the header's other fields too: CRC-32 misses one change in 2^32."""
+        fields = self._FIELDS.pack(
+            self.kind, _CODE[self.format], self.source, self.sequence,
+            self.digest, self.held, self.count, self.payload_bytes, content,
+        )  # fmt: skip
+        return int.from_bytes(hashlib.blake2b(fields, digest_size=8).digest(), "little")
 
 
 @dataclass(frozen=True, eq=False)
@@ -297,9 +310,10 @@ class Message:
     def sealed(cls, header: Header, payload: Tensor) -> Message:
         """With the length and checksum of the payload filled in."""
         kind, source, sequence, digest = header.kind, header.source, header.sequence, header.digest
-        length, checksum = payload.numel(), kernels.checksum(payload)
-        sealed = Header(kind, source, sequence, digest, header.format, header.held, header.count, length, checksum)
-        return cls(sealed, payload)
+        format, held, count, length = header.format, header.held, header.count, payload.numel()
+        unsealed = Header(kind, source, sequence, digest, format, held, count, length)
+        checksum = unsealed.bound(kernels.checksum(payload))
+        return cls(Header(kind, source, sequence, digest, format, held, count, length, checksum), payload)
 
     def verify(self) -> None:
         """Raises CorruptMessageError unless the payload is the one that the header announced."""
@@ -307,5 +321,5 @@ class Message:
             raise CorruptMessageError(
                 f"a truncated message: {self.payload.numel()} of {self.header.payload_bytes} bytes"
             )
-        if kernels.checksum(self.payload) != self.header.checksum:
+        if self.header.bound(kernels.checksum(self.payload)) != self.header.checksum:
             raise CorruptMessageError("a message whose checksum does not match: bits changed on the way")

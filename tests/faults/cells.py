@@ -26,10 +26,11 @@ from thinwire.testbed.launch import RankContext
 
 WORLD_SIZE = 4
 FAILING = 1
-TIMEOUT = timedelta(seconds=20)
-LIMIT_SECONDS = 10.0
-"""Half of what whoever hears of nothing takes. The slowest notice is printed: under 2 s, unless the machine is starved
-(2.1 s once, of a cell that takes 10 ms, with 35 busy processes on two cores)."""
+TIMEOUT = timedelta(minutes=5)
+"""Longer than a test may take: whoever hears of nothing waits for it, so who raises at all has heard."""
+MEDIAN_SECONDS, WORST_SECONDS = 2.0, 10.0
+"""Of the notices of all cells. Each one is under 2 s unless the machine is starved (2.1 s once, of a cell that takes
+10 ms, with 35 busy processes on two cores); one that waits for a connection or a timer would move the median."""
 KINDS = ("flip", "memory", "memory afterwards", "exit")
 AUTO_SCHEMES = (
     "auto",
@@ -177,26 +178,22 @@ def _cell(context: RankContext, scheme: str, injector: Injector) -> Seen:
     return Seen((scheme, injector.at, injector.kind), point, injector.struck, raised, error, total)
 
 
-def slowest_notice(outcomes: list[list[Seen]]) -> tuple[int, float]:
-    """Number of cells and the longest time from a failure until another rank raised; checks every cell."""
-    cells, slowest = 0, 0.0
+def notices(outcomes: list[list[Seen]]) -> list[float]:
+    """For each cell that raises the seconds until the last of the other ranks does; checks every cell."""
+    seconds = []
     for of_cell in zip(*outcomes, strict=True):
         failing = of_cell[FAILING]
         if failing.struck is None:
             continue  # there was nothing to change at this point
-        cells += 1
         if failing.cell[2] == "flip" and all(seen.raised is None for seen in of_cell):
             assert failing.cell[0] == "auto", f"{failing.cell}: nobody noticed a flipped bit"
             assert {seen.total for seen in of_cell} == {WORLD_SIZE * 100 * 64.0}  # a bit of a probe, which nobody reads
             continue
-        assert failing.raised is not None, f"{failing.cell} at {failing.point}: the failing rank noticed nothing"
         for rank, seen in enumerate(of_cell):
             assert seen.raised is not None, f"{failing.cell} at {failing.point}: rank {rank} noticed nothing"
-            if rank != FAILING:
-                notice = seen.raised - failing.struck
-                assert notice < LIMIT_SECONDS, f"{failing.cell} at {failing.point}: rank {rank} took {notice:.1f} s"
-                slowest = max(slowest, notice)
-    return cells, slowest
+        seconds.append(max(seen.raised - failing.struck for seen in of_cell if seen is not failing))
+        assert seconds[-1] < WORST_SECONDS, f"{failing.cell} at {failing.point}: it took {seconds[-1]:.1f} s"
+    return seconds
 
 
 def killed(context: RankContext, scheme: str, at: int) -> tuple[float, str]:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from statistics import median
+
 import pytest
 from cells import (
     AUTO_SCHEMES,
     FAILING,
     KINDS,
-    LIMIT_SECONDS,
+    MEDIAN_SECONDS,
     OTHER_SCHEMES,
     WORLD_SIZE,
+    WORST_SECONDS,
     campaign,
     killed,
-    slowest_notice,
+    notices,
 )
 
 from thinwire.testbed.launch import run_ranks
@@ -30,31 +33,31 @@ NUM_KILLS = {"dense": 2, "agsparse_coded": 4}
 KILLS = [(scheme, at) for scheme in (*AUTO_SCHEMES, *OTHER_SCHEMES) for at in range(NUM_KILLS.get(scheme, 6))]
 
 
-def _run(scheme: str, points: tuple[int, ...] | None, timeout_seconds: float) -> tuple[int, float]:
+def _run(scheme: str, points: tuple[int, ...] | None, timeout_seconds: float) -> None:
     outcomes = run_ranks(campaign, scheme, KINDS, points, world_size=WORLD_SIZE, timeout_seconds=timeout_seconds)
-    cells, slowest = slowest_notice([outcome.value for outcome in outcomes])
-    print(f"{scheme}: {cells} cells, slowest notice {slowest:.3f} s")
-    return cells, slowest
+    seconds = notices([outcome.value for outcome in outcomes])
+    print(f"{scheme}: {len(seconds)} cells, median notice {median(seconds):.3f} s, slowest {max(seconds):.3f} s")
+    assert median(seconds) < MEDIAN_SECONDS
 
 
 @pytest.mark.parametrize("scheme", FEW)
 def test_some_points_of_a_scheme(scheme: str) -> None:
-    assert _run(scheme, FEW[scheme], timeout_seconds=100)[0] > 0
+    _run(scheme, FEW[scheme], timeout_seconds=100)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("scheme", [*AUTO_SCHEMES, *OTHER_SCHEMES])
 def test_all_points_of_a_scheme(scheme: str) -> None:
-    assert _run(scheme, None, timeout_seconds=1500)[0] > 0
+    _run(scheme, None, timeout_seconds=1500)
 
 
 def _check_kill(scheme: str, at: int) -> None:
     outcomes = run_ranks(killed, scheme, at, world_size=WORLD_SIZE, check=False, timeout_seconds=60)
     assert outcomes[FAILING].exit_code == -9
-    notices = [outcome.value[0] for outcome in outcomes if outcome.rank != FAILING]
-    assert all(0.0 <= notice < LIMIT_SECONDS for notice in notices), [outcome.value for outcome in outcomes]
-    print(f"{scheme} killed at {at}: slowest notice {max(notices):.3f} s")
+    seconds = [outcome.value[0] for outcome in outcomes if outcome.rank != FAILING]
+    assert all(0.0 <= notice < WORST_SECONDS for notice in seconds), [outcome.value for outcome in outcomes]
+    print(f"{scheme} killed at {at}: slowest notice {max(seconds):.3f} s")
 
 
 @pytest.mark.parametrize(("scheme", "at"), [("zen", 1), ("column_split", 4), ("two_level:zen", 3)])

@@ -1,4 +1,8 @@
-"""A rank that lies: its lies change nothing, or raise on those who receive them, and nothing hangs."""
+"""A rank that lies: its lies change nothing, or raise on those who receive them, and nothing hangs.
+
+Its lies are those of bits that change, even where the CRC of a header fits them. A rank that computes the checksum of
+what it made up can always send other rows: nothing is authenticated.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ from thinwire.sync.machine import told
 from thinwire.sync.memory import check_fits
 from thinwire.sync.records import swap_record
 from thinwire.sync.two_level import TwoLevel
-from thinwire.wire import FORMATS, Header, Kind
+from thinwire.wire import FORMATS, Header, Kind, Message
 
 WORLD_SIZE, LIAR, NUM_ROWS, WIDTH = 4, 1, 64, 4
 SCHEMES = [
@@ -43,7 +47,6 @@ class Liar:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
         self.lies = 0
-        self.sent_other_rows = False  # under a header that is right about them: a rank may send what it likes
 
     def tamper(self, source: int, target: int, number: int, part: Tensor) -> Tensor:
         del target, number
@@ -53,9 +56,8 @@ class Liar:
         data = part.clone()
         if data.numel() == Header.NUM_BYTES and self._random.random() < 0.8:
             return self._lying_header(data)
-        word = 8 * self._random.randrange(-(-data.numel() // 8))  # of several words some changes have the same checksum
-        for place in self._random.choices(range(word, min(word + 8, data.numel())), k=2):
-            data[place] ^= 1 << self._random.randrange(8)
+        for _ in range(self._random.randint(1, 4)):
+            data[self._random.randrange(data.numel())] ^= 1 << self._random.randrange(8)
         return data
 
     def _lying_header(self, data: Tensor) -> Tensor:
@@ -77,7 +79,6 @@ class Liar:
                 {"format": self._random.choice(FORMATS)},
             ]
         )
-        self.sent_other_rows = self.sent_other_rows or bool({"format", "count"} & set(lie))
         return torch.frombuffer(bytearray(replace(header, **lie).pack()), dtype=torch.uint8)
 
 
@@ -105,14 +106,14 @@ def _lie_until(num_lies: int) -> None:
         for outcome in outcomes:
             if outcome.error is None:
                 assert outcome.result is not None
-                assert liar.sent_other_rows or torch.equal(outcome.result.to_dense(), expected), (
-                    f"seed {seed}: another sum"
-                )
+                assert torch.equal(outcome.result.to_dense(), expected), f"seed {seed}: another sum"
             else:
                 assert isinstance(outcome.error, (ThinwireError, AssertionError)), f"seed {seed}: {outcome.error!r}"
             if isinstance(outcome.error, AssertionError):  # the exchange holds ranks to what they announced
                 assert "bytes" in str(outcome.error), f"seed {seed}: {outcome.error!r}"
         lies, seed = lies + liar.lies, seed + 1
+        if seed % 1000 == 0:
+            print(f"{seed} seeds, {lies} lies", flush=True)
 
 
 @pytest.mark.timeout(100)
@@ -133,8 +134,10 @@ def _changing(field: str, value: int) -> Any:
         del target
         if source != LIAR or number or part.numel() != Header.NUM_BYTES:
             return part
-        header = Header.unpack(part.numpy().tobytes())
-        return torch.frombuffer(bytearray(replace(header, **{field: value}).pack()), dtype=torch.uint8)
+        header = replace(Header.unpack(part.numpy().tobytes()), **{field: value})
+        if not header.payload_bytes:  # else the payload that follows no longer fits, which is seen later
+            header = Message.sealed(header, torch.empty(0, dtype=torch.uint8)).header
+        return torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
 
     return tamper
 

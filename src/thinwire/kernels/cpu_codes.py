@@ -9,26 +9,33 @@ from torch import Tensor
 from thinwire.kernels import reference_codes
 from thinwire.kernels.cpu_bits import ROOM, count_ones, list_ones
 from thinwire.kernels.cpu_memory import as_tensor
-from thinwire.kernels.jit import Int64, njit
+from thinwire.kernels.jit import njit
 from thinwire.kernels.reference_codes import elias_fano_high_bits, elias_fano_low_bits
 
 _CHUNK_WORDS = reference_codes.CHECKSUM_CHUNK_WORDS
+_SHIFT, _WEIGHTS = np.uint64(reference_codes.CHECKSUM_SHIFT), reference_codes.CHECKSUM_WEIGHTS
 
 
 def checksum(buffer: Tensor) -> int:
-    return int(_checksum(buffer.numpy().view(np.int64))) % 2**64
+    words = buffer.numpy().view(np.uint64)
+    return int(_checksum(words)) if words.size else 0
 
 
 @njit
-def _checksum(words: np.ndarray) -> Int64:
-    """In int64, which wraps around to the same bits as uint64."""
-    total, weight = np.int64(0), np.int64(1)
-    for start in range(0, words.size, _CHUNK_WORDS):
-        chunk = np.int64(0)
-        for word in range(start, min(start + _CHUNK_WORDS, words.size)):
-            chunk += words[word]
-        total += chunk * weight
-        weight += 2
+def _checksum(words: np.ndarray) -> np.uint64:
+    while words.size > 1:
+        combined = np.empty((words.size + _CHUNK_WORDS - 1) // _CHUNK_WORDS, dtype=np.uint64)
+        for chunk in range(combined.size):
+            combined[chunk] = _combine(words[chunk * _CHUNK_WORDS : (chunk + 1) * _CHUNK_WORDS])
+        words = combined
+    return words[0]
+
+
+@njit
+def _combine(chunk: np.ndarray) -> np.uint64:
+    total = np.uint64(0)
+    for place in range(chunk.size):
+        total += (chunk[place] ^ (chunk[place] >> _SHIFT)) * _WEIGHTS[place]
     return total
 
 

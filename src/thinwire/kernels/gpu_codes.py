@@ -5,12 +5,21 @@ Elias-Fano is whole tensor operations of torch around the bitmap kernels, step f
 
 from __future__ import annotations
 
+from functools import cache
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from thinwire.kernels.gpu_bits import pack_bits, unpack_bits
 from thinwire.kernels.gpu_jit import jit, launch, num_blocks, tl
-from thinwire.kernels.reference_codes import CHECKSUM_CHUNK_WORDS, elias_fano_high_bits, elias_fano_low_bits
+from thinwire.kernels.reference_codes import (
+    CHECKSUM_CHUNK_WORDS,
+    CHECKSUM_SHIFT,
+    CHECKSUM_WEIGHTS,
+    elias_fano_high_bits,
+    elias_fano_low_bits,
+)
 
 
 def elias_fano_encode(positions: Tensor, size: int) -> Tensor:
@@ -49,9 +58,20 @@ def checksum_on_device(buffer: Tensor) -> Tensor:
     """The 64 bits of `checksum` as int64 [], on the device."""
     aligned = buffer.is_contiguous() and buffer.data_ptr() % 8 == 0 and buffer.storage_offset() % 8 == 0
     words = (buffer if aligned else buffer.clone(memory_format=torch.contiguous_format)).view(torch.int64)
-    sums = torch.empty(num_blocks(words.numel(), CHECKSUM_CHUNK_WORDS), dtype=torch.int64, device=buffer.device)
-    launch(_weigh_chunk, sums.numel(), words, words, sums, words.numel(), CHECKSUM_CHUNK_WORDS)
-    return sums.sum()
+    while words.numel() > 1:
+        combined = words.new_empty(num_blocks(words.numel(), CHECKSUM_CHUNK_WORDS))
+        weights = _weights(buffer.device)
+        launch(
+            _combine_chunk, combined.numel(), words, words, weights, combined, words.numel(),
+            CHECKSUM_SHIFT, CHECKSUM_CHUNK_WORDS,
+        )  # fmt: skip
+        words = combined
+    return words.sum()  # of one or none
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    return torch.from_numpy(CHECKSUM_WEIGHTS.view(np.int64)).to(device)
 
 
 def _pack_integers(values: Tensor, bits: int) -> Tensor:
@@ -90,7 +110,10 @@ def _bytes(words: Tensor) -> Tensor:
 
 
 @jit
-def _weigh_chunk(words, sums, num_words, CHUNK: tl.constexpr):
+def _combine_chunk(words, weights, combined, num_words, SHIFT: tl.constexpr, CHUNK: tl.constexpr):
+    """In int64, which wraps around to the same bits as uint64 once what a shift copies of the sign is masked."""
     chunk = tl.program_id(0).to(tl.int64)
-    place = chunk * CHUNK + tl.arange(0, CHUNK)
-    tl.store(sums + chunk, tl.sum(tl.load(words + place, mask=place < num_words, other=0), axis=0) * (2 * chunk + 1))
+    place = tl.arange(0, CHUNK)
+    word = tl.load(words + chunk * CHUNK + place, mask=chunk * CHUNK + place < num_words, other=0)
+    folded = word ^ ((word >> SHIFT) & ((1 << (64 - SHIFT)) - 1))
+    tl.store(combined + chunk, tl.sum(folded * tl.load(weights + place), axis=0))

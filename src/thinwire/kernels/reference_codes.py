@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import lru_cache
 
 import numpy as np
@@ -9,6 +10,8 @@ import torch
 from torch import Tensor
 
 CHECKSUM_CHUNK_WORDS = 512
+CHECKSUM_SHIFT = 29  # not 32: halves of a word that change alike, as the signs of two float32 may, would cancel
+CHECKSUM_WEIGHTS = np.frombuffer(hashlib.shake_256(b"thinwire").digest(8 * CHECKSUM_CHUNK_WORDS), "<u8") | np.uint64(1)
 _DENSE_BITS_PER_POSITION = 32  # below, a byte for each bit is faster than to group positions by byte
 _DENSE_BYTES_PER_OCCUPIED = 8  # the same, for unpacking; it bounds the memory too
 
@@ -147,15 +150,24 @@ def _unpack_integers(data: np.ndarray, count: int, bits: int) -> tuple[np.ndarra
 def checksum(buffer: Tensor) -> int:
     """64-bit checksum of a uint8 buffer whose length is a multiple of 8.
 
-    The words of each 4 KiB chunk are summed, and the chunk sums are added with odd weights 1, 3, 5 ...
-    modulo 2^64. Every change confined to one word is detected, because an odd weight is invertible; chunks
-    that change places are detected too. It reads memory at full speed: 0.3 ms for 8 MB, CRC-32 3.4 ms.
+    Each chunk of 4 KiB is combined into one word: each of its words is folded, its upper bits onto its lower ones,
+    and multiplied by an odd weight of its place, and the products are added modulo 2^64. These words are combined in
+    turn, until one is left. Every change confined to one word is detected, since both steps are invertible. Changes of
+    several words do not cancel each other as they do in a plain sum (two of the same bit, in every other case): the
+    weights are random bits, of which at least 30 would have to be right, so about one in 2^30 does at the very worst,
+    where only the uppermost bits changed, and one in 2^64 usually. It reads memory at full speed: 0.3 ms for 8 MB when
+    compiled (1.7 ms here, in three passes); CRC-32 takes 3.4 ms.
     """
     words = buffer.numpy().view(np.uint64)
+    while words.size > 1:
+        words = _combine_chunks(words)
+    return int(words[0]) if words.size else 0
+
+
+def _combine_chunks(words: np.ndarray) -> np.ndarray:
+    folded = words ^ (words >> CHECKSUM_SHIFT)
     whole = words.size // CHECKSUM_CHUNK_WORDS * CHECKSUM_CHUNK_WORDS
-    tail = int(np.add.reduce(words[whole:]))
-    if not whole:
-        return tail
-    sums = words[:whole].reshape(-1, CHECKSUM_CHUNK_WORDS).sum(axis=1)
-    weights = np.arange(1, 2 * sums.size + 1, 2, dtype=np.uint64)
-    return (int((sums * weights).sum()) + tail * (2 * sums.size + 1)) % 2**64
+    sums = folded[:whole].reshape(-1, CHECKSUM_CHUNK_WORDS) @ CHECKSUM_WEIGHTS
+    if whole == words.size:
+        return sums
+    return np.append(sums, folded[whole:] @ CHECKSUM_WEIGHTS[: words.size - whole])

@@ -25,10 +25,9 @@ def _train(context: RankContext, is_rehearsed: bool) -> tuple[torch.Tensor, floa
         patch.setattr(Lane, "machine", lambda lane: MACHINE)  # two runs that measure may choose differently
         patch.setattr(gradients, "LEFT_BYTES", -1)
         patch.setattr(rehearsal, "MIN_BYTES", 1.0 if is_rehearsed else float("inf"))
-        patch.setattr(gradients, "LEFT_BYTES", -1)  # so small a table is left to stock otherwise
         patch.setattr(rehearsal, "MAX_SECONDS", float("inf"))
         patch.setattr(rehearsal, "HOPELESS", float("inf"))
-        patch.setattr(rehearsal, "MAX_REGRET", float("inf"))
+        patch.setattr(rehearsal, "FIRST_REGRET", float("inf"))
         patch.setattr(gradients, "rehearse", lambda points, *rest: begun.append(len(points)) or original(points, *rest))
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Embedding(NUM_WORDS, WIDTH, sparse=True))

@@ -31,8 +31,8 @@ class _Pass:
 
     Args:
         ready: in the order of becoming ready.
-        waits: whether all is submitted at its end: re-entrant checkpointing runs passes inside of it, or hooks of others
-            edit gradients after they were added.
+        waits: whether all is submitted at its end, because re-entrant checkpointing runs passes inside of it, or hooks
+            of others edit gradients after they were added.
         stand_ins: zeros for parameters that have no gradient on this rank; their means, later.
         sparse: futures of means of sparse gradients.
         flat: gradients that are summed as one tensor, and behind them one element each: whether a rank has it.

@@ -49,7 +49,9 @@ def main() -> None:
         stats = sync.stats()
         print(f"loss {loss.item():.4f}")
         print(f"bytes sent per step: {stats['comm/bytes_sent'] / stats['comm/steps']:,.0f}")
-        print(f"a dense all-reduce:  {stats['comm/bytes_dense'] / stats['comm/steps']:,.0f}")
+        print(f"stock DDP sends:     {stats['comm/bytes_dense'] / stats['comm/steps']:,.0f}")
+        ring = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
+        print(f"a dense all-reduce:  {ring * sum(parameter.nbytes for parameter in model.parameters()):,.0f}")
     sync.detach()
     dist.destroy_process_group()
 

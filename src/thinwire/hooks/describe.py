@@ -47,6 +47,6 @@ def first_step(records: Sequence[ParameterRecord], num_parameters: int, bytes_se
         f"thinwire synchronizes {len(rows)} of {num_parameters} parameters as rows"
         f"{': ' + tables if rows else ''};{f' {count} compressed: ' + ', '.join(compressed) + ';' if count else ''}"
         f" the others are all-reduced. First step:"
-        f" {bytes_sent:,} bytes sent, {sum(record.total_dense_bytes for record in records):,.0f} for a dense all-reduce"
+        f" {bytes_sent:,} bytes sent, {sum(record.total_dense_bytes for record in records):,.0f} by stock DDP"
         f" ({world_size} ranks)"
     )

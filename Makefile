@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-gpu test-jit-off test-nightly lint format clean
+.PHONY: help install demo test test-gpu test-jit-off test-nightly house lint format clean
 
 help:            ## list the verbs
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -37,6 +37,9 @@ test-jit-off: install ## the kernels as plain Python, which coverage tools can s
 test-nightly: install ## the slow tests: full demo, benchmark figures, long fuzzing
 	$(BIN)/python -m pytest -m "slow"
 	THINWIRE_EXAMPLES=300 $(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal tests/unit
+
+house: install   ## measure the structure of the library: files on the way of a gradient, sizes, circles, duplicate names
+	$(BIN)/python tools/house.py
 
 format: install  ## rewrite the sources in the house style
 	$(BIN)/ruff check --fix .

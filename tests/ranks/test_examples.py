@@ -99,3 +99,13 @@ def test_every_command_has_help_with_an_example(command: list[str]) -> None:
     if command in EXAMPLES:
         assert "Example: thinwire" in result.output
         assert "--json" in result.output
+
+
+def test_zen_in_100_lines_has_the_bits_of_the_library() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
+         "examples/zen_in_100_lines.py"],
+        cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("the same bits as thinwire.schemes.ZEN") == 3

@@ -1,0 +1,212 @@
+"""Measure the structure of the library, and fail where a measure is worse than the one kept in ``house.json``.
+
+    python tools/house.py            # prints the measures; the last line is JSON
+    python tools/house.py --keep     # writes them to house.json: for a change that is better, or worse for a reason
+
+Measured are the files that one embedding gradient enters on its way to the wire and back (DDP, one table and one
+linear layer, two ranks, under "zen" and under "auto"), lines of each part, Python files of each folder, import circles,
+names of public classes that are defined twice, and the longest functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "thinwire"
+KEPT = Path(__file__).with_suffix(".json")
+OUTSIDE = ("lab", "cli")
+"""Parts that no training imports."""
+WARM_STEPS, TRACED_STEPS = 8, 2
+STRICT = ("files_of_a_gradient_zen", "files_of_a_gradient_auto", "largest_folder_files", "import_circles",
+          "duplicate_class_names", "library_lines", "longest_function_lines")  # fmt: skip
+"""Measures that must not grow."""
+
+
+def sources() -> dict[str, Path]:
+    """The modules of thinwire by dotted name."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def static_measures() -> dict[str, Any]:
+    """What can be read from the sources."""
+    modules = sources()
+    trees = {name: ast.parse(path.read_text()) for name, path in modules.items()}
+    lines = {name: path.read_text().count("\n") for name, path in modules.items()}
+    folders = Counter(str(path.parent.relative_to(SOURCE)) for path in modules.values())
+    classes = Counter(
+        node.name
+        for tree in trees.values()
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    functions = sorted(
+        ((node.end_lineno or 0) - node.lineno + 1, f"{name}.{node.name}")
+        for name, tree in trees.items()
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    )
+    parts = Counter[str]()
+    for name, count in lines.items():
+        parts[name.split(".")[1] if name.count(".") else "thinwire"] += count
+    twice = sorted(name for name, count in classes.items() if count > 1)
+    return {
+        "files": len(modules),
+        "lines": sum(lines.values()),
+        "library_lines": sum(count for part, count in parts.items() if part not in OUTSIDE),
+        "lines_of_parts": dict(sorted(parts.items())),
+        "files_of_folders": dict(sorted(folders.items())),
+        "largest_folder_files": max(folders.values()),
+        "import_circles": len(circles(trees)),
+        "circles": circles(trees),
+        "duplicate_class_names": len(twice),
+        "duplicate_classes": twice,
+        "longest_function_lines": functions[-1][0],
+        "longest_functions": [f"{name}: {count}" for count, name in functions[:-6:-1]],
+        "median_function_lines": functions[len(functions) // 2][0],
+    }
+
+
+def circles(trees: dict[str, ast.Module]) -> list[list[str]]:
+    """Modules that import each other while they are loaded: strongly connected components of more than one."""
+    arrows = {name: set(_imported(tree, trees)) - {name} for name, tree in trees.items()}
+    order: list[str] = []
+    seen: set[str] = set()
+    for name in arrows:
+        _visit(name, arrows, seen, order)
+    back: dict[str, set[str]] = {name: set() for name in arrows}
+    for name, targets in arrows.items():
+        for target in targets:
+            back[target].add(name)
+    seen, found = set(), []
+    for name in reversed(order):
+        component: list[str] = []
+        _visit(name, back, seen, component)
+        if len(component) > 1:
+            found.append(sorted(component))
+    return found
+
+
+def _visit(start: str, arrows: dict[str, set[str]], seen: set[str], order: list[str]) -> None:
+    """Depth first, without recursion; appends modules in the order in which they are left."""
+    stack = [(start, False)]
+    while stack:
+        name, left = stack.pop()
+        if left:
+            order.append(name)
+        elif name not in seen:
+            seen.add(name)
+            stack.append((name, True))
+            stack += [(target, False) for target in sorted(arrows[name]) if target not in seen]
+
+
+def _imported(tree: ast.AST, modules: dict[str, ast.Module], nested: bool = False) -> Iterator[str]:
+    """Modules that are imported when this one is; not under TYPE_CHECKING, and not inside functions."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("thinwire"):
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in modules else node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            yield from _imported(node, modules, nested)
+
+
+def files_of_a_gradient(scheme: str) -> list[str]:
+    """Files entered in a step on either of two ranks, relative to the package."""
+    import torch.multiprocessing as multiprocessing
+
+    with tempfile.TemporaryDirectory() as directory:
+        multiprocessing.spawn(_rank, args=(scheme, directory), nprocs=2)
+        entered = [json.loads((Path(directory) / f"{rank}.json").read_text()) for rank in range(2)]
+    return sorted({name for names in entered for name in names})
+
+
+def _rank(rank: int, scheme: str, directory: str) -> None:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torch.nn.parallel import DistributedDataParallel
+
+    import thinwire
+
+    entered: set[str] = set()
+    is_tracing = False
+
+    def on_call(frame: FrameType, event: str, argument: object) -> None:
+        if is_tracing and event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
+            entered.add(frame.f_code.co_filename)
+
+    threading.setprofile(on_call)  # before any thread of the library begins
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = DistributedDataParallel(nn.Sequential(nn.Embedding(200_000, 32, sparse=True), nn.Linear(32, 4)))
+    sync = thinwire.attach(model, scheme)
+    generator = torch.Generator().manual_seed(rank)
+    sys.setprofile(on_call)
+    for step in range(WARM_STEPS + TRACED_STEPS):
+        ids = torch.randint(0, 200_000, (500,), generator=generator)
+        is_tracing = step >= WARM_STEPS
+        model.zero_grad()
+        model(ids).square().mean().backward()
+    sys.setprofile(None)
+    is_tracing = False
+    (Path(directory) / f"{rank}.json").write_text(
+        json.dumps(sorted(str(Path(name).relative_to(SOURCE)) for name in entered))
+    )
+    sync.detach()
+    dist.destroy_process_group()
+
+
+def measures() -> dict[str, Any]:
+    """All measures of the house."""
+    found = static_measures()
+    for scheme in ("zen", "auto"):
+        files = files_of_a_gradient(scheme)
+        found[f"files_of_a_gradient_{scheme}"] = len(files)
+        found[f"gradient_{scheme}"] = files
+    return found
+
+
+def main() -> int:
+    """Print the measures; 1 if one is worse than what is kept."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--keep", action="store_true", help="write the measures to house.json")
+    arguments = parser.parse_args()
+    found = measures()
+    if arguments.keep:
+        KEPT.write_text(json.dumps({name: found[name] for name in STRICT}, indent=2) + "\n")
+    kept = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+    worse = [
+        f"{name} is {found[name]}, and was {kept[name]}" for name in STRICT if found[name] > kept.get(name, found[name])
+    ]
+    for name, value in found.items():
+        print(f"{name}: {value}")
+    for text in worse:
+        print(f"worse: {text}", file=sys.stderr)
+    print(json.dumps(found))
+    return 1 if worse else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -12,7 +12,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -29,6 +29,8 @@ from thinwire.sync.connections import PrivateGroup
 from thinwire.sync.exchange import Exchange, ProcessGroupExchange, Traffic
 from thinwire.sync.hosts import discover
 from thinwire.sync.machine import Machine, measure
+from thinwire.sync.stream import lost_peer
+from thinwire.sync.waits import EVERYONE, Waits
 
 T = TypeVar("T")
 E = TypeVar("E", bound=ProcessGroupExchange)
@@ -143,6 +145,33 @@ def _end_all() -> None:
         lane.join(EXIT_SECONDS)
 
 
+LOOK_SECONDS = 0.25
+_watch: threading.Thread | None = None
+
+
+def _keep_watching() -> None:
+    """Look after the lanes of this process, on a thread of its own; a forked process begins with none."""
+    global _watch
+    if _watch is None or not _watch.is_alive():
+        _watch = threading.Thread(target=_watch_lanes, name="thinwire-watch", daemon=True)
+        _watch.start()
+
+
+def _watch_lanes() -> None:
+    while True:
+        time.sleep(LOOK_SECONDS)
+        _look_at_lanes()
+
+
+def _look_at_lanes() -> None:
+    """A function of its own, so that no lane is held meanwhile."""
+    for lane in list(_running):
+        try:
+            lane.look()
+        except Exception:
+            logger.exception("a lane could not be watched: rank %d may wait for a peer that is gone", lane.rank)
+
+
 class Lane:
     """Runs jobs one after the other on a thread and a process group of their own.
 
@@ -166,6 +195,7 @@ class Lane:
         self._native: PrivateGroup | None = None
         group = self._own.process_group
         self._group: dist.ProcessGroup | None = group
+        self._waits = Waits()
         self.exchange: Exchange = self._hanging_up(StagedExchange(group, staging or HostStaging()))
         self.setup = Traffic()  # what was sent of no gradient: to find hosts, to measure, and to agree
         self.busy_seconds = 0.0
@@ -176,10 +206,12 @@ class Lane:
         self._probed: Machine | None = None
         self._is_measured = False
         self._seen: deque[float] = deque(maxlen=3)
+        self._claim = threading.Lock()
+        self._current: Future[Any] | None = None
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="thinwire-lane", daemon=True)
         _running.add(self)
-        self._thread.start()
+        _keep_watching()
+        self._start_thread()
         self.submit(Lane._find_hosts)
 
     @property
@@ -212,12 +244,15 @@ class Lane:
 
         def run() -> None:
             started = time.perf_counter()
+            self._current = future
             try:
                 result = self._attempt(job)
             except Exception as error:
-                future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
+                if self._claims(future):
+                    future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
             else:
-                future.set_result(result)
+                if self._claims(future):
+                    future.set_result(result)
             self.note_busy(started, time.perf_counter())
 
         self._jobs.put(run)
@@ -270,6 +305,23 @@ class Lane:
         for group in self._groups():
             group.shut_down()
         self._jobs.put(self._release)
+
+    def look(self) -> None:
+        """See whether a thread waits for what cannot come; if so, fail its job, and go on without that thread."""
+        ranks = self._waits.look()
+        own = self._own
+        if not ranks or own is None:
+            return
+        lost = own.lost()
+        if self._broken is None and lost.isdisjoint(ranks) and not (lost and EVERYONE in ranks):
+            return
+        cause = f"the connection to rank {', '.join(map(str, sorted(lost)))} is gone" if lost else "this rank hung up"
+        error = lost_peer(RuntimeError(cause), self.rank, self.world_size)
+        self.break_off(str(error))
+        future = self._current
+        if future is not None and self._claims(future):
+            self._start_thread()
+            future.set_exception(error)  # type: ignore[arg-type]
 
     def check(self, what: str) -> None:
         """Raises ThinwireError if the lane was broken off; ``what`` cannot be synchronized then."""
@@ -327,7 +379,7 @@ class Lane:
         return self._hanging_up(ProcessGroupExchange(self._group, traffic=self.setup))
 
     def _hanging_up(self, exchange: E) -> E:
-        exchange.hang_up = self.break_off
+        exchange.hang_up, exchange.waits = self.break_off, self._waits
         return exchange
 
     def _attempt(self, job: Callable[[Lane], T]) -> T:
@@ -357,8 +409,20 @@ class Lane:
             group.destroy()
         self._group = self._own = self._native = None
 
+    def _claims(self, future: Future[Any]) -> bool:
+        """Whether it is the caller who settles the future of the running job: only one thread does."""
+        with self._claim:
+            is_ours = self._current is future
+            self._current = None
+        return is_ours
+
+    def _start_thread(self) -> None:
+        """The thread of the jobs; another one before it, if there was one, does no more."""
+        self._thread = threading.Thread(target=self._run, name="thinwire-lane", daemon=True)
+        self._thread.start()
+
     def _run(self) -> None:
-        while self._run_next():
+        while self._run_next() and self._thread is threading.current_thread():
             pass
 
     def _run_next(self) -> bool:

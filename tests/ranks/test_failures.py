@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
+import threading
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,8 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.errors import LostPeerError, ThinwireError
-from thinwire.lane import Lane
+from thinwire.lane import LOOK_SECONDS, Lane
 from thinwire.sync.channel import Subject
+from thinwire.sync.waits import EVERYONE
 from thinwire.testbed.launch import RankContext, run_ranks
 
 TIMEOUT = timedelta(seconds=30)
@@ -206,3 +210,112 @@ def _in_a_pair(context: RankContext) -> int:
 def test_ranks_of_a_subgroup_that_are_in_different_numbers_of_groups() -> None:
     outcomes = run_ranks(_in_a_pair, world_size=4, timeout_seconds=60)
     assert [outcome.value for outcome in outcomes] == [0, 0, 2, 2]
+
+
+LARGE_BYTES = 100_000_000  # some of it is under way for all of 50 ms
+
+
+def _swaps(lane: Lane) -> None:
+    sizes = [0 if rank == lane.rank else LARGE_BYTES for rank in range(lane.world_size)]
+    lane.exchange.swap([torch.zeros(size, dtype=torch.uint8) for size in sizes], sizes)
+
+
+def _streams(lane: Lane) -> None:
+    others = [rank for rank in range(lane.world_size) if rank != lane.rank]
+    with lane.exchange.stream() as stream:
+        receives = [stream.receive(rank, LARGE_BYTES) for rank in others]
+        for rank in others:
+            stream.send(rank, LARGE_BYTES, lambda: torch.zeros(LARGE_BYTES, dtype=torch.uint8))
+        for receive in receives:
+            receive()
+
+
+def _ends_in_the_middle(context: RankContext, job: Callable[[Lane], None], how: str) -> tuple[float, float]:
+    lane = Lane(timeout=TIMEOUT)
+    lane.submit(lambda lane: None).wait()
+    dist.barrier()
+    started = time.monotonic()
+
+    def end() -> None:
+        time.sleep(0.05)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        lane.break_off("in the middle of a message")
+
+    if context.rank == 1:
+        threading.Thread(target=end, daemon=True).start()
+    with pytest.raises(LostPeerError):
+        lane.submit(job).wait()
+    failed = time.monotonic() - started
+    with pytest.raises(ThinwireError, match="stopped after an earlier failure"):
+        lane.submit(lambda lane: lane.check("the next")).wait()
+    return failed, time.monotonic() - started
+
+
+@pytest.mark.parametrize("how", ["killed", "hangs up"])
+@pytest.mark.parametrize("job", [_swaps, _streams])
+def test_a_rank_that_ends_in_the_middle_of_large_messages(job: Callable[[Lane], None], how: str) -> None:
+    outcomes = run_ranks(_ends_in_the_middle, job, how, world_size=3, check=False, timeout_seconds=60)
+    living = [outcome for outcome in outcomes if how == "hangs up" or outcome.rank != 1]
+    assert all(max(outcome.value) < LIMIT_SECONDS for outcome in living), [outcome.error for outcome in living]
+
+
+class _NeverDone:
+    """A work of which Gloo has forgotten to wake whoever waits."""
+
+    def wait(self) -> None:
+        threading.Event().wait()
+
+
+def _waits_for_what_is_gone(context: RankContext, of_everyone: bool) -> str:
+    lane = Lane(timeout=TIMEOUT)
+    lane.submit(lambda lane: None).wait()
+    dist.barrier()
+    if context.rank == 1:
+        lane.break_off("a reason of its own")
+        dist.barrier()
+        return ""
+
+    def waits(lane: Lane) -> None:
+        lane.exchange.waits.wait(_NeverDone(), EVERYONE if of_everyone else 1)  # type: ignore[attr-defined,arg-type]
+
+    future, queued = lane.submit(waits), lane.submit(lambda lane: lane.check("the next"))
+    with pytest.raises(LostPeerError) as caught:
+        future.wait()
+    with pytest.raises(ThinwireError, match="stopped after an earlier failure"):
+        queued.wait()
+    lane.close()
+    dist.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("of_everyone", [False, True])
+def test_a_wait_for_a_peer_that_is_gone_ends_although_gloo_does_not_end_it(of_everyone: bool) -> None:
+    outcomes = run_ranks(_waits_for_what_is_gone, of_everyone, world_size=3, timeout_seconds=TIMEOUT.seconds - 5)
+    assert "the connection to rank 1" in outcomes[0].value
+    assert "is gone" in outcomes[2].value  # of rank 1, or of rank 0, which hung up when it saw that
+
+
+def _waits_for_who_is_late(context: RankContext) -> bool:
+    """Rank 1 is done and gone while rank 0 still waits for rank 2."""
+    lane = Lane(timeout=TIMEOUT)
+    late = threading.Event()
+
+    def swaps(lane: Lane) -> int:
+        if lane.rank == 2:
+            late.wait(8 * LOOK_SECONDS)
+        target, source = {0: (None, 2), 1: (None, None), 2: (0, None)}[lane.rank]
+        data = torch.ones(10 if target is not None else 0, dtype=torch.uint8)
+        return lane.exchange.swap_with(target, data, source, 10 if source is not None else 0).numel()
+
+    future = lane.submit(swaps)
+    if context.rank == 1:
+        future.wait()
+        lane.break_off("this rank is done")
+    is_whole = future.wait() == (10 if context.rank == 0 else 0)
+    dist.barrier()
+    return is_whole
+
+
+def test_a_peer_that_is_done_and_gone_fails_nobody_who_waits_for_another() -> None:
+    assert all(outcome.value for outcome in run_ranks(_waits_for_who_is_late, world_size=3, timeout_seconds=60))

@@ -23,14 +23,17 @@ from thinwire.sync.records import swap_record
 Address = tuple[bytes, int]
 """An IP address as 16 bytes, IPv4 mapped into IPv6; and a port."""
 _NOWHERE: Address = (bytes(16), 0)
+_PACKED_BYTES = 18
+Connection = tuple[Address, Address]
+"""The address of this end, and of the other one."""
 
 
 class PrivateGroup:
     """A Gloo group that nothing else uses, and the addresses by which its sockets are known.
 
     Each rank of a Gloo group listens at a port of its own, which one end of each of its connections has. Ranks tell
-    each other these addresses. Where a rank does not find its own (another thread began to listen at the same moment),
-    the sockets between two such ranks close only with the last reference.
+    each other these addresses, and those from which they connected. Where a rank does not find its own (another thread
+    began to listen at the same moment), the sockets between two such ranks close only with the last reference.
 
     Args:
         make: makes the group. A collective call of its ranks, as this constructor is.
@@ -40,6 +43,7 @@ class PrivateGroup:
         before = set(_listening())
         self.process_group = make()
         self._addresses: set[Address] = set()
+        self._connections: dict[int, Connection] = {}
         if self.process_group.size() > 1:
             begun = [address for address in _listening() if address not in before]
             try:
@@ -52,17 +56,32 @@ class PrivateGroup:
                 raise
 
     def _agree(self, mine: Address) -> None:
+        """Learn the addresses, and which connection leads to which rank: who connected knows it, and tells."""
         self._addresses = {mine} - {_NOWHERE}
-        told = swap_record(ProcessGroupExchange(self.process_group), "address", _packed(mine))
-        self._addresses = set(map(_unpacked, told)) - {_NOWHERE}
+        exchange = ProcessGroupExchange(self.process_group)
+        listening = list(map(_unpacked, swap_record(exchange, "address", _packed(mine))))
+        self._addresses = set(listening) - {_NOWHERE}
+        local = {remote: local for local, remote in _connected()}
+        mine_to = [local.get(address, _NOWHERE) for address in listening]
+        told = swap_record(exchange, "connections", b"".join(map(_packed, mine_to)))
+        remote = {remote: (local, remote) for local, remote in _connected()}
+        for rank, record in enumerate(told):
+            to_me = _unpacked(record[_PACKED_BYTES * exchange.rank :][:_PACKED_BYTES])
+            found = remote.get(listening[rank]) or remote.get(to_me)
+            if found is not None:
+                self._connections[rank] = found
+
+    def lost(self) -> set[int]:
+        """The ranks to which there was a connection, and is none."""
+        connected = set(_connected())
+        return {rank for rank, connection in self._connections.items() if connection not in connected}
 
     def shut_down(self) -> None:
         """Have whatever is under way in the group fail at once, on this rank and on its peers; from any thread."""
-        for connection in _tcp_sockets():
+        for found in _tcp_sockets():
             with contextlib.suppress(OSError):
-                ends = {_address(connection.getsockname()), _address(connection.getpeername())}
-                if not ends.isdisjoint(self._addresses):
-                    connection.shutdown(socket.SHUT_RDWR)
+                if not self._addresses.isdisjoint(_ends(found)):
+                    found.shutdown(socket.SHUT_RDWR)
 
     def destroy(self) -> None:
         """Let go of the group."""
@@ -93,6 +112,17 @@ def _listening() -> list[Address]:
         for found in _tcp_sockets()
         if found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
     ]
+
+
+def _connected() -> Iterator[Connection]:
+    for found in _tcp_sockets():
+        with contextlib.suppress(OSError):
+            yield _ends(found)
+
+
+def _ends(found: socket.socket) -> Connection:
+    """Raises OSError where it is not connected."""
+    return _address(found.getsockname()), _address(found.getpeername())
 
 
 def _address(name: tuple[str, int] | tuple[str, int, int, int]) -> Address:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from thinwire.errors import Telling
 from thinwire.sync.stream import SENDS_IN_FLIGHT, ProcessGroupStream, Stream, lost_peer
+from thinwire.sync.waits import Waits
 
 
 @dataclass
@@ -89,6 +90,10 @@ class Exchange(Protocol):
         ...
 
 
+_PointToPoint = tuple[dist.Work | None, int]
+"""A send or a receive, and the rank of the group at the other end."""
+
+
 class ProcessGroupExchange:
     """An `Exchange` over a torch process group of CPU tensors.
 
@@ -97,10 +102,12 @@ class ProcessGroupExchange:
         ranks: the ranks of the group that take part, in this order; None for all of them.
         traffic: where bytes are counted; None makes a new count.
 
-    ``hang_up`` is called with the reason when a thread of a stream fails; a lane puts in what it does then.
+    ``hang_up`` is called with the reason when a thread of a stream fails, and ``waits`` knows what is waited for; a
+    lane puts in its own.
     """
 
     hang_up: Callable[[str], None]
+    waits: Waits
 
     def __init__(
         self, process_group: dist.ProcessGroup, ranks: Sequence[int] | None = None, traffic: Traffic | None = None
@@ -113,12 +120,13 @@ class ProcessGroupExchange:
         self.hosts: Sequence[int] = range(self.world_size)
         self.traffic = traffic or Traffic()
         self.hang_up = _nothing
+        self.waits = Waits()
 
     def subset(self, ranks: Sequence[int]) -> ProcessGroupExchange:
         assert self.process_group is not None
         inner = ProcessGroupExchange(self.process_group, [self._ranks[rank] for rank in ranks], self.traffic)
         inner.hosts = [self.hosts[rank] for rank in ranks]
-        inner.hang_up = self.hang_up
+        inner.hang_up, inner.waits = self.hang_up, self.waits
         return inner
 
     def swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
@@ -128,7 +136,7 @@ class ProcessGroupExchange:
         sent = torch.stack(list(outgoing))
         received = torch.empty_like(sent)
         with self._losing_peers():
-            dist.all_to_all_single(received, sent, group=self.process_group)
+            self.waits.wait(dist.all_to_all_single(received, sent, group=self.process_group, async_op=True))
         for rank in self._others():
             self._count_sent(rank, num_bytes)
             self._count_received(rank, num_bytes)
@@ -150,14 +158,14 @@ class ProcessGroupExchange:
         ]
         with self._losing_peers():
             receives = [self._receive(rank, incoming[rank]) for rank in reversed(others) if incoming[rank].numel()]
-            sends: deque[dist.Work] = deque()
+            sends: deque[_PointToPoint] = deque()
             for rank in others:
                 if outgoing[rank].numel():
                     sends.append(self._send(rank, outgoing[rank]))
                 if len(sends) == SENDS_IN_FLIGHT:
-                    sends.popleft().wait()
-            for work in (*sends, *receives):
-                work.wait()
+                    self.waits.wait(*sends.popleft())
+            for work, rank in (*sends, *receives):
+                self.waits.wait(work, rank)
         for rank in others:
             self._count_sent(rank, outgoing[rank].numel())
             self._count_received(rank, receive_bytes[rank])
@@ -172,8 +180,8 @@ class ProcessGroupExchange:
                 works.append(self._receive(source, incoming))
             if target is not None and outgoing.numel():
                 works.append(self._send(target, outgoing))
-            for work in works:
-                work.wait()
+            for work, rank in works:
+                self.waits.wait(work, rank)
         if target is not None:
             self._count_sent(target, outgoing.numel())
         if source is not None:
@@ -182,14 +190,14 @@ class ProcessGroupExchange:
 
     def stream(self) -> ProcessGroupStream:
         count = self._count_sent, self._count_received
-        return ProcessGroupStream(self.process_group, self.rank, self._ranks, *count, self.hang_up)
+        return ProcessGroupStream(self.process_group, self.rank, self._ranks, *count, self.hang_up, self.waits)
 
     def all_reduce(self, tensor: Tensor) -> None:
         if self.world_size == 1:
             return
         assert self._is_whole, "the native all-reduce is of the whole group"
         with self._losing_peers():
-            dist.all_reduce(tensor, group=self.process_group)
+            self.waits.wait(dist.all_reduce(tensor, group=self.process_group, async_op=True))
         self.count_all_reduce(ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size))
 
     def count_all_reduce(self, moved_bytes: int) -> None:
@@ -203,15 +211,13 @@ class ProcessGroupExchange:
         """All other ranks, the next one first, so that not all ranks begin with the same one."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
-    def _send(self, rank: int, data: Tensor) -> dist.Work:
-        work = dist.isend(data, group=self.process_group, group_dst=self._ranks[rank])
-        assert work is not None, "an exchange is only for ranks of the group"
-        return work
+    def _send(self, rank: int, data: Tensor) -> _PointToPoint:
+        peer = self._ranks[rank]
+        return dist.isend(data, group=self.process_group, group_dst=peer), peer
 
-    def _receive(self, rank: int, data: Tensor) -> dist.Work:
-        work = dist.irecv(data, group=self.process_group, group_src=self._ranks[rank])
-        assert work is not None, "an exchange is only for ranks of the group"
-        return work
+    def _receive(self, rank: int, data: Tensor) -> _PointToPoint:
+        peer = self._ranks[rank]
+        return dist.irecv(data, group=self.process_group, group_src=peer), peer
 
     def _count_sent(self, rank: int, num_bytes: int) -> None:
         self.traffic.sent_bytes += num_bytes

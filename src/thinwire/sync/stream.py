@@ -20,6 +20,7 @@ from torch import Tensor
 
 from thinwire.errors import LostPeerError
 from thinwire.ranges import named
+from thinwire.sync.waits import Waits
 
 SENDS_IN_FLIGHT = 2
 SMALL_BYTES = 16 * 1024
@@ -71,6 +72,7 @@ class ProcessGroupStream:
         ranks: the rank in the group of each rank of the stream.
         on_sent, on_received: called with the peer and the bytes of each message.
         hang_up: called with the reason when sending fails, so that nobody waits for what will not come.
+        waits: knows what the threads of the stream wait for.
     """
 
     def __init__(
@@ -81,9 +83,10 @@ class ProcessGroupStream:
         on_sent: Callable[[int, int], None],
         on_received: Callable[[int, int], None],
         hang_up: Callable[[str], None],
+        waits: Waits,
     ) -> None:
         self._group, self._rank, self._ranks = process_group, rank, ranks
-        self._on_sent, self._on_received, self._hang_up = on_sent, on_received, hang_up
+        self._on_sent, self._on_received, self._hang_up, self._waits = on_sent, on_received, hang_up, waits
         self._jobs: queue.SimpleQueue[tuple[int, int, Callable[[], Tensor]] | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._abandoned = False
@@ -91,17 +94,17 @@ class ProcessGroupStream:
 
     def receive(self, source: int, num_bytes: int) -> Receive:
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
+        peer = self._ranks[source]
         try:
-            work = dist.irecv(buffer, group=self._group, group_src=self._ranks[source])
+            work = dist.irecv(buffer, group=self._group, group_src=peer)
         except RuntimeError as error:
             raise (self._failure or self._lost(error)) from error
-        assert work is not None, "a stream is only for ranks of the group"
 
         def wait(num_bytes: int | None = None) -> Tensor:
             message = buffer if num_bytes is None else buffer[:num_bytes]
             try:
                 with named("exchange"):
-                    work.wait()
+                    self._waits.wait(work, peer)
             except RuntimeError as error:
                 raise (self._failure or self._lost(error)) from error
             self._on_received(source, message.numel())
@@ -129,18 +132,16 @@ class ProcessGroupStream:
     def _send_in_turn(self) -> None:
         """Two at a time, as in `ProcessGroupExchange.swap`; small ones, which fill nobody's link, all together."""
         try:
-            in_flight: deque[tuple[dist.Work, int]] = deque()
+            in_flight: deque[tuple[dist.Work | None, int, int]] = deque()
             while (job := self._jobs.get()) is not None and not self._abandoned:
                 target, num_bytes, make = job
-                data = self._made(num_bytes, make)
-                work = dist.isend(data, group=self._group, group_dst=self._ranks[target])
-                assert work is not None, "a stream is only for ranks of the group"
-                in_flight.append((work, num_bytes))
+                data, peer = self._made(num_bytes, make), self._ranks[target]
+                in_flight.append((dist.isend(data, group=self._group, group_dst=peer), peer, num_bytes))
                 self._on_sent(target, data.numel())
-                while len(in_flight) >= SENDS_IN_FLIGHT and sum(size for _, size in in_flight) > SMALL_BYTES:
-                    in_flight.popleft()[0].wait()
-            for work, _ in in_flight:
-                work.wait()
+                while len(in_flight) >= SENDS_IN_FLIGHT and sum(size for *_, size in in_flight) > SMALL_BYTES:
+                    self._waits.wait(*in_flight.popleft()[:2])
+            for work, peer, _ in in_flight:
+                self._waits.wait(work, peer)
         except BaseException as error:
             self._failure = self._failure or self._lost(error)
             self._hang_up(str(self._failure))

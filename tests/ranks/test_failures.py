@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import signal
 import socket
 import threading
@@ -73,9 +74,11 @@ def _holds_an_error(context: RankContext) -> tuple[int, int, float, str]:
 
 def test_a_failure_in_the_middle_hangs_up_although_the_error_is_kept() -> None:
     for outcome in run_ranks(_holds_an_error, world_size=3, timeout_seconds=60):
-        before, left, seconds, _ = outcome.value
+        before, left, seconds, error = outcome.value
         assert left == before
         assert seconds < LIMIT_SECONDS
+        if "Connection closed by peer" in error:
+            assert re.search(r"Connection closed by peer rank [012]$", error), error
 
 
 class _Failing(torch.autograd.Function):

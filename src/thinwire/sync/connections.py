@@ -19,6 +19,7 @@ import torch.distributed as dist
 from thinwire.errors import forget_locals
 from thinwire.sync.exchange import ProcessGroupExchange
 from thinwire.sync.records import swap_record
+from thinwire.sync.stream import peers_at
 
 Address = tuple[bytes, int]
 """An IP address as 16 bytes, IPv4 mapped into IPv6; and a port."""
@@ -70,6 +71,7 @@ class PrivateGroup:
             found = remote.get(listening[rank]) or remote.get(to_me)
             if found is not None:
                 self._connections[rank] = found
+                peers_at[_as_gloo_writes(found[1])] = rank
 
     def lost(self) -> set[int]:
         """The ranks to which there was a connection, and is none."""
@@ -129,6 +131,12 @@ def _address(name: tuple[str, int] | tuple[str, int, int, int]) -> Address:
     ip = ipaddress.ip_address(name[0].split("%")[0])
     mapped = ip if ip.version == 6 else ipaddress.ip_address(f"::ffff:{ip}")
     return mapped.packed, name[1]
+
+
+def _as_gloo_writes(address: Address) -> str:
+    """It prints the port without turning it from network order."""
+    ip = ipaddress.IPv6Address(address[0])
+    return f"[{ip.ipv4_mapped or ip}]:{socket.htons(address[1])}"
 
 
 def _packed(address: Address) -> bytes:

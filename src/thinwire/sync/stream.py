@@ -8,6 +8,7 @@ the processor nor the processor for the link.
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -23,6 +24,9 @@ from thinwire.ranges import named
 from thinwire.sync.waits import Waits
 
 SENDS_IN_FLIGHT = 2
+_ADDRESS = re.compile(r"\[[0-9a-fA-F.:]+\]:[0-9]+")
+peers_at: dict[str, int] = {}
+"""The rank at the other end of a connection, by the address that Gloo writes in errors."""
 SMALL_BYTES = 16 * 1024
 
 
@@ -163,6 +167,9 @@ class ProcessGroupStream:
 def lost_peer(error: BaseException, rank: int, world_size: int) -> LostPeerError:
     """What to raise where torch failed to move bytes."""
     cause = str(error).split("This is typically")[0].split("] ", 1)[-1].strip().rstrip(".")
+    for address in _ADDRESS.findall(cause):
+        if address in peers_at:
+            cause = cause.replace(address, f"rank {peers_at[address]}")
     return LostPeerError(
         f"rank {rank}: the exchange with the other {world_size - 1} ranks broke off, because a peer died, gave up or"
         f" did not take part within the timeout: {cause}"

@@ -1,5 +1,6 @@
 """Emulated hosts: the link is what was asked for, Gloo runs over it, and nothing stays behind."""
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+import thinwire
 from namespaces import needs_namespaces
 from thinwire.testbed import network as network_module
 from thinwire.testbed.launch import RankContext, run_ranks
@@ -86,7 +88,7 @@ def test_missing_right_is_named_with_the_way_out(monkeypatch):
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(network_module, "_system_call", forbid)
-    with pytest.raises(NetAdminError, match=r"CAP_NET_ADMIN.*run as root, or use `--link none`"):
+    with pytest.raises(NetAdminError, match=r"start the command by `unshare -Ur`.*or use `--link none`"):
         require_net_admin()
 
 
@@ -221,3 +223,38 @@ def test_killed_launcher_leaves_nothing():
         assert time.monotonic() < deadline, "the ranks must not outlive the launcher"
         time.sleep(0.05)
     assert machine_state() == before
+
+
+_RESTARTED = """
+import os
+from thinwire.testbed.network import require_net_admin, restart_as_root_of_a_user_namespace
+restart_as_root_of_a_user_namespace()
+require_net_admin()
+print("made as", os.getuid(), *__import__("sys").argv[1:])
+"""
+
+
+def _pythons_of_an_ordinary_user() -> list[list[str]]:
+    """Commands that run this package as a user without rights."""
+    user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.getuid() == 0 else []
+    candidates = [[*user, python] for python in (sys.executable, "/usr/bin/python3")]
+    again = "import os, sys, thinwire.testbed.network; os.execv(sys.executable, [sys.executable, '-c', ''])"
+    return [python for python in candidates if _works([*python, "-c", again])]
+
+
+def _works(command: list[str]) -> bool:
+    with contextlib.suppress(OSError):
+        return subprocess.run(command, env=_ENVIRONMENT, capture_output=True, check=False).returncode == 0
+    return False
+
+
+_ENVIRONMENT = {"PYTHONPATH": str(Path(thinwire.__file__).parents[1]), "PATH": os.environ["PATH"]}
+
+
+def test_an_ordinary_user_makes_networks_in_a_user_namespace():
+    pythons = _pythons_of_an_ordinary_user()
+    if not pythons or not _works(["unshare", "-Ur", "true"]):
+        pytest.skip("user namespaces are not allowed here, or a user may run no Python")
+    command = [*pythons[0], "-c", _RESTARTED, "--an", "argument"]
+    ran = subprocess.run(command, env=_ENVIRONMENT, capture_output=True, text=True, timeout=60, check=False)
+    assert ran.stdout == "made as 0 --an argument\n", ran.stderr

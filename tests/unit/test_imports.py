@@ -48,7 +48,7 @@ IMPORTED_ONLY_BY = {
     "bench": {"bench", "cli", "analyze"},
     "demo": {"demo", "cli", "analyze", "bench"},
     "analyze": {"analyze", "cli"},
-    "cli": {"cli"},
+    "cli": {"cli", "__main__"},
 }  # fmt: skip
 
 # Packages that only some rooms import at all; and those that even they import inside functions, on first use.

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire.cli.output import STDOUT, console_for, write_json
+from thinwire.cli.output import STDOUT, clear_errors, console_for, write_json
 
 if TYPE_CHECKING:
     from thinwire.demo.compare import Comparison, Launch, OnStep
@@ -44,7 +44,10 @@ def demo(
         if not path.parent.is_dir():
             raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
     console = console_for(json_path)
-    comparison = _compare(console, workers, steps, link, seed)
+    from thinwire.testbed.network import NetAdminError
+
+    with clear_errors(NetAdminError):
+        comparison = _compare(console, workers, steps, link, seed)
     _print(console, comparison)
     from thinwire.demo.report import write_report
 
@@ -70,14 +73,14 @@ def _emulated(link_text: str) -> "Launch":
     """Start the workers on emulated hosts, one each."""
     from thinwire.demo.train import train_on_host
     from thinwire.testbed.launch import preload, run_ranks
-    from thinwire.testbed.network import EmulatedNetwork, Link, NetAdminError, require_net_admin
+    from thinwire.testbed.network import EmulatedNetwork, Link, require_net_admin
 
     try:
         link = Link.parse(link_text)
-        require_net_admin()
-    except (ValueError, NetAdminError) as error:
+    except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="--link") from error
 
+    require_net_admin()
     preload("torch._dynamo")
 
     def launch(job: "TrainJob", workers: int) -> float:

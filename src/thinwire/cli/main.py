@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from thinwire import __version__
+from thinwire.cli import output
 from thinwire.cli.analyze import CONTEXT_SETTINGS, analyze
 from thinwire.cli.bench import bench
 from thinwire.cli.demo import demo
@@ -39,3 +40,9 @@ def main(
     version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
 ) -> None:
     """Make PyTorch data-parallel training fast on the network you have."""
+
+
+def command() -> None:
+    """Run the command line as a process of its own: `thinwire`, or `python -m thinwire`."""
+    output.is_command = True
+    app(prog_name="thinwire")

@@ -14,6 +14,8 @@ from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 STDOUT = Path("-")
+is_command = False
+"""Whether this process is the command, and not one that calls it."""
 
 
 def console_for(json_path: Path | None) -> Console:
@@ -47,9 +49,16 @@ def write_json(result: dict[str, Any], path: Path | None) -> None:
 
 @contextmanager
 def clear_errors(*expected: type[Exception]) -> Iterator[None]:
-    """Turn the errors that a user can mend into one line and exit status 2."""
+    """Turn the errors that a user can mend into one line and exit status 2.
+
+    A command that lacks the right to make emulated hosts begins again where it has it, before it says so.
+    """
     try:
         yield
     except expected as error:
+        if is_command and type(error).__name__ == "NetAdminError":
+            from thinwire.testbed.network import restart_as_root_of_a_user_namespace
+
+            restart_as_root_of_a_user_namespace()
         Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error

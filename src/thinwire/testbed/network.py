@@ -16,6 +16,7 @@ import ctypes
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -90,9 +91,45 @@ def require_net_admin() -> None:
         os.close(_new_namespace())
     except OSError as error:
         raise NetAdminError(
-            "emulated hosts need CAP_NET_ADMIN and CAP_SYS_ADMIN to make network namespaces "
-            f"({error.strerror}); run as root, or use `--link none`"
+            "emulated hosts need network namespaces, which this process may not make "
+            f"({error.strerror}); start the command by `unshare -Ur`, where user namespaces are allowed, run it as root"
+            " or in a container with CAP_NET_ADMIN and CAP_SYS_ADMIN, or use `--link none`"
         ) from error
+
+
+_RESTARTED = "THINWIRE_IN_USER_NAMESPACE"
+_AS_ROOT_OF_ITS_OWN = """
+import ctypes, os, sys
+user, group = os.getuid(), os.getgid()
+def enter():
+    if ctypes.CDLL(None).unshare(0x10000000) != 0:  # CLONE_NEWUSER
+        raise OSError
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
+        with open(f"/proc/self/{name}", "w") as file:
+            file.write(text)
+child = os.fork()  # which tries: there is no way back
+if child == 0:
+    try:
+        enter()
+    except OSError:
+        os._exit(1)
+    os._exit(0)
+if os.waitpid(child, 0)[1] == 0:
+    enter()
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+
+
+def restart_as_root_of_a_user_namespace() -> None:
+    """Begin the command of this process again, in a user namespace where it may make network namespaces.
+
+    There the user has the identity of root and no right that the user has not. By another program, because the kernel
+    lets only a process of one thread enter. Returns if this process is the one that was begun again.
+    """
+    if _RESTARTED not in os.environ:
+        os.environ[_RESTARTED] = "1"
+        sys.stdout.flush()
+        os.execv(sys.executable, [sys.executable, "-S", "-c", _AS_ROOT_OF_ITS_OWN, *sys.orig_argv[1:]])
 
 
 class EmulatedNetwork:

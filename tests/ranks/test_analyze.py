@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from torch import Tensor
 from typer.testing import CliRunner
 
 from thinwire.analyze.run import ScriptFailed, run_script
 from thinwire.bench.trace import load_trace
-from thinwire.cli.analyze import CONTEXT_SETTINGS, analyze
+from thinwire.cli.analyze import app
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "analyze.md"
 
@@ -84,9 +83,6 @@ def words(rank, step, half):
     generator = torch.Generator().manual_seed(100 * step + 10 * half + rank)
     return torch.randint(0, 2000, (60,), generator=generator)
 """
-
-app = typer.Typer()
-app.command(context_settings=CONTEXT_SETTINGS)(analyze)
 
 
 @pytest.fixture

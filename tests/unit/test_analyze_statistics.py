@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -27,7 +26,7 @@ from thinwire.analyze.statistics import (
 )
 from thinwire.analyze.summary import Analysis
 from thinwire.bench.trace import Trace
-from thinwire.cli.analyze import CONTEXT_SETTINGS, analyze
+from thinwire.cli.analyze import app
 from thinwire.sync.cost import sent_bytes
 from thinwire.sync.named import NAMED
 from thinwire.sync.partition import Contiguous
@@ -257,10 +256,6 @@ def test_page_without_sparse_tables(tmp_path: Path) -> None:
     assert "No parameter has a sparse gradient" in build_report(analysis).html()
     with pytest.raises(ValueError, match="no trace to record"):
         analysis.largest_trace()
-
-
-app = typer.Typer()
-app.command(context_settings=CONTEXT_SETTINGS)(analyze)
 
 
 @pytest.mark.parametrize(

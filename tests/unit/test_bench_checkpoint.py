@@ -30,7 +30,7 @@ from thinwire.bench.checkpoint.rows import (
 from thinwire.bench.checkpoint.summary import COLUMNS, sentences, table_rows
 from thinwire.bench.checkpoint.traffic import Sample, rates, timeline
 from thinwire.bench.checkpoint.work import Work
-from thinwire.cli.bench import bench
+from thinwire.cli.bench import app as bench
 from thinwire.testbed.network import Link
 
 FIELDS = [

@@ -12,7 +12,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire.cli.output import STDOUT, clear_errors, console_for, plain_table, write_json
+from thinwire.cli.lazy import ScriptCommand
+from thinwire.cli.output import STDOUT, check_directories, clear_errors, console_for, plain_table, write_json
 
 if TYPE_CHECKING:
     from thinwire.analyze.prediction import Network
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
 
 DEFAULT_MODEL = "lstm-lm"
 
-CONTEXT_SETTINGS = {"ignore_unknown_options": True}
-"""To register the command with: options that are not ours go to the script."""
+app = typer.Typer(add_completion=False)
 
 
+@app.command(cls=ScriptCommand)
 def analyze(
     command: list[str] = typer.Argument(
         None, metavar="[SCRIPT.py [ARGS]...]", help="A script for torchrun with a DDP model, and its arguments."
@@ -58,7 +59,7 @@ def analyze(
     from thinwire.analyze.summary import Analysis
     from thinwire.bench.trace import save_trace
 
-    _check_directories({"--json": json_path, "--report": report, "--record": record})
+    check_directories({"--json": json_path, "--report": report, "--record": record})
     console = console_for(json_path)
     with clear_errors(ValueError, OSError, ScriptFailed):
         network = parse_network(link, latency)
@@ -75,12 +76,6 @@ def analyze(
         if record is not None:
             save_trace(record, analysis.largest_trace())
             console.print(f"Ids of {analysis.sparse[0].name}: [bold]{record}[/]")
-
-
-def _check_directories(paths: dict[str, Path | None]) -> None:
-    for option, path in paths.items():
-        if path is not None and path != STDOUT and not path.parent.is_dir():
-            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
 
 
 def parse_network(link: str, latency: str) -> Network:

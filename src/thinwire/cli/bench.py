@@ -2,149 +2,38 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from typing import ClassVar
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from thinwire.bench.methods import METHODS, design_space
-from thinwire.bench.recipes import RECIPES, get_recipe
-from thinwire.bench.sync import DTYPES, SyncBenchmark, run
-from thinwire.cli.bench_checkpoint import checkpoint
-from thinwire.cli.bench_train import train
-from thinwire.cli.output import clear_errors, console_for, plain_table, write_json
-from thinwire.testbed.launch import RanksFailed
-from thinwire.testbed.network import Link, NetAdminError
-
-bench = typer.Typer(no_args_is_help=True, help="Measure thinwire and its rivals on emulated hosts.")
+from thinwire.cli.lazy import LazyGroup
 
 
-@bench.callback()
+class _Benchmarks(LazyGroup):
+    lazy: ClassVar = {
+        "sync": (
+            "thinwire.cli.bench_sync",
+            "Sum one workload's sparse gradients by every scheme, and compare bytes, time and exactness.",
+        ),
+        "train": (
+            "thinwire.cli.bench_train",
+            "Train one job by each method in turn: step times, bytes, loss against steps and against time.",
+        ),
+        "checkpoint": (
+            "thinwire.cli.bench_checkpoint",
+            "Train with a checkpoint in every iteration by each method in turn; then kill the trainings, and a host.",
+        ),
+    }
+
+
+app = typer.Typer(
+    cls=_Benchmarks,
+    add_completion=False,
+    no_args_is_help=True,
+    help="Measure thinwire and its rivals on emulated hosts.",
+)
+
+
+@app.callback()
 def _bench() -> None:
     """Measure thinwire and its rivals on emulated hosts."""
-
-
-bench.command(epilog="Example: thinwire bench train --job digits --methods ddp,bf16,top_k --html out.html")(train)
-bench.command(
-    epilog="Example: thinwire bench checkpoint --hosts 8 --link 100mbit --state-mb 4 --compute-ms 1000 --html out.html"
-)(checkpoint)
-
-
-@bench.command(epilog="Example: thinwire bench sync --hosts 8 --link 100mbit --workload lstm --json out.json")
-def sync(
-    workload: str = typer.Option("lstm", help=f"A published workload: {', '.join(sorted(RECIPES))}."),
-    trace: Path = typer.Option(None, help="Use a recorded trace instead of a workload.", show_default=False),
-    hosts: int = typer.Option(8, help="Emulated hosts."),
-    ranks_per_host: int = typer.Option(1, help="Ranks that share the link of a host."),
-    link: str = typer.Option("100mbit", help="Speed of each host's link, such as 100mbit or 1gbit; none for loopback."),
-    schemes: str = typer.Option(
-        "zen,agsparse,agsparse_torch,sparse_ps,dense",
-        help=f"Comma-separated, of: {', '.join(METHODS)}, two_level:NAME.",
-    ),
-    every_point: bool = typer.Option(
-        False,
-        "--design-space",
-        help="Price and run every point of the design space, on a tenth of the table unless --scale is given.",
-    ),
-    repeat: int = typer.Option(5, help="Measured repetitions of each scheme, interleaved, after a small warm-up."),
-    seed: int = typer.Option(0, help="Of the gradients."),
-    dtype: str = typer.Option("float32", help=f"One of {', '.join(DTYPES)}."),
-    scale: float = typer.Option(
-        None,
-        help="Shrink the workload's table to this share; by default a dense gradient is about 80 MB.",
-        show_default=False,
-    ),
-    json_path: Path = typer.Option(
-        None, "--json", help="Write the rows here; - for standard output.", show_default=False
-    ),
-) -> None:
-    """Sum one workload's sparse gradients by every scheme, and compare bytes, time and exactness."""  # fmt: skip
-    console = console_for(json_path)
-    with clear_errors(ValueError, FileNotFoundError, NetAdminError, RanksFailed):
-        benchmark = SyncBenchmark(
-            workload=str(trace) if trace else workload,
-            is_trace=trace is not None,
-            hosts=hosts,
-            ranks_per_host=ranks_per_host,
-            link=Link.parse(link),
-            methods=tuple(design_space()) if every_point else _names(schemes),
-            repeat=repeat,
-            seed=seed,
-            dtype=dtype,
-            scale=_small(workload) if every_point and scale is None and trace is None else scale,
-        )
-        result = _run(benchmark, console)
-    _print(result, console)
-    write_json(result, json_path)
-
-
-def _names(schemes: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in schemes.split(",") if name.strip())
-
-
-def _small(workload: str) -> float:
-    """Some of the two hundred points send fifty times what the best one does."""
-    return get_recipe(workload).default_scale / 10
-
-
-def _run(benchmark: SyncBenchmark, console: Console) -> dict[str, Any]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("starting hosts", total=len(benchmark.methods) * benchmark.repeat)
-
-        def on_progress(method: str) -> None:
-            progress.update(task, advance=1, description=method)
-
-        return run(benchmark, on_progress)
-
-
-def _print(result: dict[str, Any], console: Console) -> None:
-    rows = sorted(result["rows"], key=lambda row: row["seconds_median"])
-    first = rows[0]
-    link = f"{first['link_mbit']:.1f} Mbit/s measured" if first["link_mbit"] else "loopback"
-    table = plain_table(
-        title=f"{first['workload']}: {first['num_rows']:,} x {first['width']} {first['dtype']}, density"
-        f" {first['density']:.2%}, {first['world_size']} ranks, {link}",
-        caption="MB sent: of the busiest rank; off host: of the ranks of the busiest host, to others; "
-        "own wire: seconds over what the bytes off host need on the link; dense: speed-up "
-        "over dense. agsparse_torch is torch's own sparse all-reduce, bytes by formula.",
-        title_justify="center",
-    )
-    spread = "p10 .. p90" if first["ranks_per_host"] == 1 else "off host"  # 80 columns do not hold both
-    for name in ("scheme", "MB sent", "seconds", spread, "own wire", "dense", "error"):
-        table.add_column(name, justify="left" if name == "scheme" else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*_cells(row))
-    console.print(table)
-    _print_checks(rows, console)
-
-
-def _print_checks(rows: list[dict[str, Any]], console: Console) -> None:
-    first = rows[0]
-    bound = f", {first['seconds_wire_bound']:.3f} s" if first["seconds_wire_bound"] is not None else ""
-    console.print(f"No scheme can send less than {first['bytes_lower_bound'] / 1e6:.2f} MB of values a rank{bound}.")
-    wrong = [row["scheme"] for row in rows if row["bytes_sent_max"] != row["bytes_predicted_max"]]
-    console.print(
-        f"Bytes sent are not the bytes predicted: {', '.join(wrong)}" if wrong else "All sent the predicted bytes."
-    )
-    unequal = [row["scheme"] for row in rows if not row["bitwise_equal_across_ranks"]]
-    console.print(
-        f"Not the same bits on all ranks: {', '.join(unequal)}" if unequal else "All ranks got the same bits."
-    )
-
-
-def _cells(row: dict[str, Any]) -> list[str]:
-    own, speedup = row["seconds_own_wire"], row["speedup_vs_dense"]
-    spread = f"{row['seconds_p10']:.3f} .. {row['seconds_p90']:.3f}"
-    chosen = f" ({row['chosen']})" if row["chosen"] != row["scheme"] else ""
-    return [
-        row["scheme"] + chosen,
-        f"{row['bytes_sent_max'] / 1e6:.2f}",
-        f"{row['seconds_median']:.3f}",
-        spread if row["ranks_per_host"] == 1 else f"{row['bytes_between_hosts_max'] / 1e6:.2f} MB",
-        f"{row['seconds_median'] / own:.2f}x" if own else "-",
-        f"{speedup:.1f}x" if speedup is not None else "-",
-        f"{row['max_abs_error']:.0e}",
-    ]

@@ -15,11 +15,16 @@ from thinwire.bench.checkpoint.report import write_picture, write_report
 from thinwire.bench.checkpoint.summary import CAPTION, COLUMNS, conditions, sentences, table_rows
 from thinwire.bench.checkpoint.work import SYNTHETIC, Work
 from thinwire.bench.jobs.named import JOBS
-from thinwire.cli.output import STDOUT, clear_errors, console_for, plain_table, write_json
+from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, write_json
 from thinwire.testbed.launch import RanksFailed
 from thinwire.testbed.network import Link, NetAdminError
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command(
+    epilog="Example: thinwire bench checkpoint --hosts 8 --link 100mbit --state-mb 4 --compute-ms 1000 --html out.html"
+)
 def checkpoint(
     job: str = typer.Option(
         SYNTHETIC, help=f"What to train: a model of --state-mb that mostly waits, or {', '.join(JOBS)}."
@@ -44,9 +49,7 @@ def checkpoint(
     ),
 ) -> None:
     """Train with a checkpoint in every iteration by each method in turn; then kill the trainings, and a host."""
-    for option, path in (("--html", html), ("--json", json_path), ("--picture", picture)):
-        if path is not None and path != STDOUT and not path.parent.is_dir():
-            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
+    check_directories({"--html": html, "--json": json_path, "--picture": picture})
     console = console_for(json_path)
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
         benchmark = CheckpointBenchmark(

@@ -14,11 +14,14 @@ from thinwire.bench.train.benchmark import TrainBenchmark, run
 from thinwire.bench.train.methods import PLAN, SETTINGS, THINWIRE, TORCH_METHODS
 from thinwire.bench.train.report import write_report
 from thinwire.bench.train.summary import COLUMNS, conditions, table_rows, verdict
-from thinwire.cli.output import STDOUT, clear_errors, console_for, plain_table, write_json
+from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, write_json
 from thinwire.testbed.launch import RanksFailed
 from thinwire.testbed.network import Link, NetAdminError
 
+app = typer.Typer(add_completion=False)
 
+
+@app.command(epilog="Example: thinwire bench train --job digits --methods ddp,bf16,top_k --html out.html")
 def train(
     job: str = typer.Option("lstm", help=f"What to train: {', '.join(JOBS)}."),
     methods: str = typer.Option(
@@ -37,9 +40,7 @@ def train(
     html: Path = typer.Option(None, help="Write a page with pictures here.", show_default=False),
 ) -> None:
     """Train one job by each method in turn: step times, bytes, loss against steps and against time."""
-    for option, path in (("--html", html), ("--json", json_path)):
-        if path is not None and path != STDOUT and not path.parent.is_dir():
-            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
+    check_directories({"--html": html, "--json": json_path})
     console = console_for(json_path)
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
         benchmark = TrainBenchmark(

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire.cli.output import STDOUT, clear_errors, console_for, write_json
+from thinwire.cli.output import check_directories, clear_errors, console_for, write_json
 
 if TYPE_CHECKING:
     from thinwire.demo.compare import Comparison, Launch, OnStep
@@ -22,6 +22,10 @@ _LINK_TIMEOUT_SECONDS = 3600.0
 _LABELS = {"ddp": "stock DDP", "thinwire": "thinwire"}
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 def demo(
     workers: Annotated[int, typer.Option(min=1, help="Ranks; every rank sees its own part of the text.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two runs.")] = 120,
@@ -40,9 +44,7 @@ def demo(
 
     Example: thinwire demo --link 100mbit --json demo.json
     """
-    for option, path in (("--report", report), ("--json", json_path or STDOUT)):
-        if not path.parent.is_dir():
-            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
+    check_directories({"--report": report, "--json": json_path})
     console = console_for(json_path)
     from thinwire.testbed.network import NetAdminError
 

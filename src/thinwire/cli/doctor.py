@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from thinwire.cli.output import clear_errors, console_for, write_json
+from thinwire.cli.lazy import ScriptCommand
+from thinwire.cli.output import check_directories, clear_errors, console_for, write_json
 from thinwire.cli.plan import (
     COMPRESSORS,
-    check_directories,
     in_job,
     is_first_rank,
     measure_target,
@@ -38,6 +38,10 @@ torchrun --nproc-per-node 4 --no-python thinwire doctor mytrain:make
 """
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command(cls=ScriptCommand, epilog=EXAMPLES)
 def doctor(
     command: list[str] = typer.Argument(
         None,

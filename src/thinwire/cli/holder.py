@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from thinwire.checkpoint.start import HolderOptions
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command(epilog="Example: thinwire holder --bind 10.0.0.1 --secret-file job.secret --memory-budget 64GiB")
 def holder(
     bind: str = typer.Option("127.0.0.1", help="Address of this host on which the peers' holders reach it."),
     port: int = typer.Option(0, min=0, max=65535, help="TCP port; 0 takes a free one and says which."),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,16 +12,22 @@ from typing import Any
 import typer
 from rich import box
 from rich.console import Console, JustifyMethod
+from rich.markup import escape
 from rich.table import Table
 
 STDOUT = Path("-")
+PIPE_COLUMNS = 160
+"""Of a pipe or a file, where nothing has to fit a window: no cell of a table is cut."""
 is_command = False
 """Whether this process is the command, and not one that calls it."""
 
 
 def console_for(json_path: Path | None) -> Console:
     """Where tables and progress go: standard output, or standard error when that carries the JSON."""
-    return Console(stderr=json_path == STDOUT)
+    console = Console(stderr=json_path == STDOUT)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = PIPE_COLUMNS
+    return console
 
 
 def plain_table(title: str | None = None, caption: str | None = None, title_justify: JustifyMethod = "left") -> Table:
@@ -60,5 +67,21 @@ def clear_errors(*expected: type[Exception]) -> Iterator[None]:
             from thinwire.testbed.network import restart_as_root_of_a_user_namespace
 
             restart_as_root_of_a_user_namespace()
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        message = f"[bold red]error:[/] {escape(str(error))}"
+        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
         raise typer.Exit(2) from error
+
+
+def check_directories(paths: dict[str, Path | None]) -> None:
+    """Before anything is measured, whether the files that options name can be written.
+
+    Raises:
+        typer.BadParameter: the folder of one does not exist, or it is a folder itself.
+    """
+    for option, path in paths.items():
+        if path is None or path == STDOUT:
+            continue
+        if not path.parent.is_dir():
+            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
+        if path.is_dir():
+            raise typer.BadParameter(f"{path} is a directory", param_hint=option)

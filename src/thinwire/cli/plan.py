@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from thinwire.cli.output import STDOUT, clear_errors, console_for, plain_table, write_json
+from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, write_json
 
 if TYPE_CHECKING:
     from thinwire.plan.collectives import CostRow
@@ -31,10 +31,10 @@ thinwire plan show plan.json
 thinwire plan --model vgg16 --hosts 8 --ranks-per-host 8 --link 25gbit
 """
 
-plan = typer.Typer(invoke_without_command=True, epilog=_EXAMPLES)
+app = typer.Typer(invoke_without_command=True, add_completion=False, epilog=_EXAMPLES)
 
 
-@plan.callback()
+@app.callback()
 def make(
     context: typer.Context,
     measure: bool = typer.Option(False, "--measure", help="Measure a training, its ranks and their link."),
@@ -93,7 +93,7 @@ def make(
             _finish(found, compressors, console, measurement, output, json_path)
 
 
-@plan.command(epilog="Example: thinwire plan show plan.json")
+@app.command(epilog="Example: thinwire plan show plan.json")
 def show(
     path: Path = typer.Argument(..., metavar="FILE", help="A plan."),
     json_path: Path = typer.Option(
@@ -165,13 +165,6 @@ class status:  # used as a function
     def _tell(self, stage: str) -> None:
         if self._status is not None:
             self._status.update(f"Measuring {stage} ...")
-
-
-def check_directories(paths: dict[str, Path | None]) -> None:
-    """Before anything is measured, whether the files that options name can be written."""
-    for option, path in paths.items():
-        if path is not None and path != STDOUT and not path.parent.is_dir():
-            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
 
 
 def _finish(

@@ -9,6 +9,7 @@ still connected.
 from __future__ import annotations
 
 import threading
+from dataclasses import dataclass
 
 import torch.distributed as dist
 
@@ -20,18 +21,25 @@ COLLECTIVE_LOOKS = 8
 """A rank may have its result, and be gone, while the last messages of others are still on their way."""
 
 
+@dataclass(frozen=True, eq=False)
+class _Wait:
+    """Without its work: who holds one holds the group, beyond its end."""
+
+    rank: int
+
+
 class Waits:
     """The works that threads wait for now."""
 
     def __init__(self) -> None:
-        self._now: dict[int, tuple[int, dist.Work]] = {}  # of each thread
-        self._looks: dict[tuple[int, dist.Work], int] = {}
+        self._now: dict[int, _Wait] = {}  # of each thread
+        self._looks: dict[_Wait, int] = {}
 
     def wait(self, work: dist.Work | None, rank: int = EVERYONE) -> None:
         """Wait for a work with this rank of the group."""
         assert work is not None, "an exchange is only for ranks of the group"
         thread = threading.get_ident()
-        self._now[thread] = rank, work
+        self._now[thread] = _Wait(rank)
         try:
             work.wait()
         finally:
@@ -41,7 +49,7 @@ class Waits:
         """The ranks that some thread has waited for since the last looks, for one and the same work."""
         self._looks = {wait: self._looks.get(wait, 0) + 1 for wait in list(self._now.values())}
         return {
-            rank
-            for (rank, _), looks in self._looks.items()
-            if looks >= (COLLECTIVE_LOOKS if rank == EVERYONE else LOOKS)
+            wait.rank
+            for wait, looks in self._looks.items()
+            if looks >= (COLLECTIVE_LOOKS if wait.rank == EVERYONE else LOOKS)
         }

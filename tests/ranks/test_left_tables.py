@@ -72,12 +72,12 @@ def sizes_of(step: int, world_size: int) -> list[int]:
     return kinds[step % len(kinds)]
 
 
-def _sums(context: RankContext) -> None:
+def _sums(context: RankContext, static_graph: bool) -> None:
     leave_small()
     dtypes = (torch.float32, torch.float64)
     model = Tables(*dtypes)
-    sync = thinwire.attach(DistributedDataParallel(model))
-    ddp = sync._model
+    ddp = DistributedDataParallel(model, static_graph=static_graph)
+    sync = thinwire.attach(ddp)
     for step in range(6):
         sizes = sizes_of(step, context.world_size)
         model.zero_grad()
@@ -94,9 +94,9 @@ def _sums(context: RankContext) -> None:
     sync.detach()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_sums_in_rank_order_of_ranks_that_hold_many_few_or_no_rows(world_size: int) -> None:
-    run_ranks(_sums, world_size=world_size, timeout_seconds=60)
+@pytest.mark.parametrize(("world_size", "static_graph"), [(2, False), (3, False), (3, True)])
+def test_sums_in_rank_order_of_ranks_that_hold_many_few_or_no_rows(world_size: int, static_graph: bool) -> None:
+    run_ranks(_sums, static_graph, world_size=world_size, timeout_seconds=60)
 
 
 def _sixteen_bits(context: RankContext) -> None:

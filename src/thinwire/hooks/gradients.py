@@ -40,8 +40,8 @@ LEFT_SECONDS, LEFT_BYTES = 0.002, 512 * 1024
 """A table is left to what stock DDP does with it where that takes so few seconds and bytes: a synchronization of a tiny
 table takes 3 ms of processors alone. On few bytes a short probe of the link can be wrong without doing harm."""
 LEFT_ROOM = 2.0
-"""A sparse table comes back when its sum has so many times the rows that would take as much: each rank knows that number
-alone, and not how many rows the others held."""
+"""A sparse table comes back when its sum has so many times the rows with which it would take as much: that number all
+ranks see, and not how many rows the others held."""
 LEFT_STEPS = 1000
 """For how many steps, before it is looked at again."""
 LEFT = "native"

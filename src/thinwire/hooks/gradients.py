@@ -10,6 +10,7 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from thinwire.hooks.fusion import TableShape, plan_groups, share, stack, unstack
@@ -38,6 +39,9 @@ step after the first of them, then twice as many each time, because the next bat
 LEFT_SECONDS, LEFT_BYTES = 0.002, 512 * 1024
 """A table is left to what stock DDP does with it where that takes so few seconds and bytes: a synchronization of a tiny
 table takes 3 ms of processors alone. On few bytes a short probe of the link can be wrong without doing harm."""
+LEFT_ROOM = 2.0
+"""A sparse table comes back when its sum has so many times the rows with which it would take as much: that number all
+ranks see, and not how many rows the others held."""
 LEFT_STEPS = 1000
 """For how many steps, before it is looked at again."""
 LEFT = "native"
@@ -68,6 +72,7 @@ class GradientSync:
         self.unions: dict[str, int] = {}  # rows of a table that any rank held in its last step
         self.may_leave = False  # whether tables can be left to what stock DDP does
         self.left: dict[str, int] = {}  # tables that are, and for how many steps more
+        self._most_rows: dict[str, int] = {}  # of the sum of such a sparse one, or it comes back to the lane
         self.rehearsals = 0
         self.experiences: dict[str, Experience] = {}  # under "auto": what was learned of a group
         self._rehearsed: dict[str, int] = {}  # how often a table was part of a rehearsal
@@ -124,12 +129,15 @@ class GradientSync:
 
     def see_sum(self, name: str, mean: Tensor) -> None:
         """Of a table that is left: where the sum has too many rows, which all ranks see, it comes back to the lane."""
-        self.unions[name] = mean._nnz()
-        if mean._nnz() * 8 + mean._values().nbytes > LEFT_BYTES:
+        self.unions[name] = rows = mean._nnz()
+        if rows > self._most_rows.get(name, 0):
             self.left[name] = 0
 
     def book_left(self, name: str, mean: Tensor, held: int, world_size: int) -> int:
-        """A sparse gradient was all-reduced by torch; returns about what that sent, for ranks that hold alike."""
+        """A sparse gradient was all-reduced by torch, which returns bytes: all of its rows, once for each other rank.
+
+        Ranks pass on rows of others, of which they are not told how many; of all ranks together that is what they send.
+        """
         row_bytes, union = mean._values()[:1].nbytes, mean._nnz()
         moved = sparse_all_reduce_bytes([held] * world_size, 0, row_bytes)
         record = self._entry(name)
@@ -141,12 +149,14 @@ class GradientSync:
     def learned(self) -> dict[str, Any]:
         """What the next decisions follow from, besides times: plain values, for `recall`."""
         windows = {key: [astuple(demand) for demand in one.demands] for key, one in self.experiences.items()}
-        return {"windows": windows, "left": dict(self.left), "dense_runs": dict(self._dense_runs)}
+        left = {"left": dict(self.left), "most_rows": dict(self._most_rows)}
+        return {"windows": windows, **left, "dense_runs": dict(self._dense_runs)}
 
     def recall(self, learned: Mapping[str, Any] | None) -> None:
         """Go on where another run ended; None for one that learned nothing. Times are of another machine, maybe."""
         self.experiences = {}
         self.left = dict(learned["left"]) if learned else {}
+        self._most_rows = dict(learned.get("most_rows", {})) if learned else {}
         self._dense_runs = dict(learned["dense_runs"]) if learned else {}
         for key, window in (learned["windows"] if learned else {}).items():
             last = self.choices.get(key)
@@ -306,6 +316,10 @@ class GradientSync:
         for table in group:
             self.left[table.name] = LEFT_STEPS
             self._entry(table.name).leave(LEFT)
+        if len(dense) < len(group):
+            growth = most.held / max(1.0, learned.demands[-1].held)
+            room = LEFT_ROOM * growth * min(LEFT_BYTES / moved, LEFT_SECONDS / seconds)
+            self._most_rows |= {table.name: math.ceil(room * (1 + self.unions[table.name])) for table in group}
         return f"{LEFT} ({moved / 1e6:.3f} MB in {1e3 * seconds:.1f} ms) instead of {learned.explain()}"
 
     def _explain(self, group: Group, reason: str, rank: int) -> None:
@@ -360,8 +374,8 @@ def _key(group: Group) -> str:
 
 
 def _can_leave(table: TableGradient) -> bool:
-    """Whether a table may be left: a dense one, whose bucket hangs up when a peer dies; a sparse sum does not yet."""
-    return not table.gradient.is_sparse
+    """Whether torch sums such a gradient as exactly; it has no sparse sum of sixteen-bit values on Gloo."""
+    return not table.gradient.is_sparse or table.gradient.dtype in (torch.float32, torch.float64)
 
 
 def _unplaced(point: Scheme | TwoLevel) -> Scheme | TwoLevel:

@@ -24,7 +24,8 @@ class Started:
     """An all-reduce under way."""
 
     work: dist.Work
-    group: dist.ProcessGroup
+    rank: int
+    world_size: int
 
     def wait(self) -> None:
         """On a GPU the current stream waits, and the thread does not.
@@ -35,7 +36,7 @@ class Started:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise lost_peer(error, self.group.rank(), self.group.size()) from error
+            raise lost_peer(error, self.rank, self.world_size) from error
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,10 +109,11 @@ class NativeAllReduce:
         """The mean of a sparse gradient by torch's own all-reduce, which adds in the order of ranks, as it must."""
         job.started = time.perf_counter()
         self._jobs.append(job)
-        group, coalesced = self._process_group, gradient.coalesce()
+        coalesced = gradient.coalesce()
         held = coalesced._nnz()
-        work = dist.all_reduce(coalesced, group=group, async_op=True)
+        work = dist.all_reduce(coalesced, group=self._process_group, async_op=True)
         assert work is not None, "hooks run on ranks of the group"
+        rank, world_size = self._process_group.rank(), self._process_group.size()  # its thread must not end the group
 
         future: Future[Tensor] = Future()  # one that `then` makes would lose the type of an exception
 
@@ -119,9 +121,9 @@ class NativeAllReduce:
             try:
                 total = done.value()[0].coalesce()
             except RuntimeError as error:
-                future.set_exception(lost_peer(error, group.rank(), group.size()))  # type: ignore[arg-type]
+                future.set_exception(lost_peer(error, rank, world_size))  # type: ignore[arg-type]
                 return
-            total._values().mul_(1.0 / group.size())
+            total._values().mul_(1.0 / world_size)
             self._account.see_sum(name, total)
             self._tables.append((name, total, held))
             job.ended = time.perf_counter()
@@ -157,7 +159,7 @@ class NativeAllReduce:
         work = dist.all_reduce(gradient.mul_(1.0 / group.size()), group=group, async_op=True)
         assert work is not None, "hooks run on ranks of the group"
         self.count(gradient.nbytes)
-        return Started(work, group)
+        return Started(work, group.rank(), group.size())
 
 
 def is_native(process_group: dist.ProcessGroup, device: torch.device) -> bool:

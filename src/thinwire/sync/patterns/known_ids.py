@@ -48,10 +48,7 @@ def all_reduce(
 
 
 class _Run:
-    """One run. Places of parcels: 0 the ids, unless they lead, 1 the rows of one rank alone, then push and pull.
-
-    Rows that one rank alone holds are sent between push and pull, so that the wire is busy while owners add up.
-    """
+    """One run. Places of parcels: 0 the ids, unless they lead, then push and pull."""
 
     def __init__(self, rows: SparseRows, plan: Plan, channel: Channel, parcels: Parcels) -> None:
         self.rows, self.plan, self.channel, self.parcels = rows, plan, channel, parcels
@@ -65,19 +62,17 @@ class _Run:
         early = [number for number, share in enumerate(self.mine) if share.early]
         late = [number for number, share in enumerate(self.mine) if not share.early]
         ids = {} if self.plan.ids_lead else self._swap_ids()
-        pushes = [self._receive_push(number, None) for number in (early + late if self.plan.by_columns else early)]
+        pushes = [self._receive_push(number, None) for number in early]
         self._push(early, None)
         union = self._union(ids or pushes[0])
-        pushes = pushes or [self._receive_push(number, union) for number in late]
+        pushes += [self._receive_push(number, union) for number in late]
         self._push(late, union)
-        own = self._send_alone(union, scale)
-        alone, pulls = self._receive_alone(union), [self._receive_pull(number, union) for number in early + late]
+        pulls = [self._receive_pull(number, union) for number in early + late]
         values = self.rows.values.new_empty(union.ids.numel(), self.rows.width)
         for number, share in enumerate(self.mine):
             total = self._sum(number, pushes[number], union, scale)
             self._send_back(number, share, total)
             _write(values, union.places(share), share.columns, total)
-        self._write_alone(values, union, alone, own)
         for number, received in enumerate(pulls):
             for owner, receive in received.items():
                 share = self.shares[owner][number]
@@ -102,7 +97,7 @@ class _Run:
         ids = {rank: self._decode_ids(rank, awaited[rank]) for rank in reversed(self.others)}
         ids[self.rank] = self.rows.ids
         in_order = [ids[rank] for rank in self.ranks]
-        return Union.of(*kernels.union_places(in_order, self.rows.num_rows), self.plan.alone_bytes)
+        return Union(*kernels.union_places(in_order, self.rows.num_rows))
 
     def _decode_ids(self, rank: int, receive: Receive) -> Tensor:
         format, count, whole = self.plan.format(rank), self.plan.held[rank], Whole(self.rows.num_rows)
@@ -119,21 +114,17 @@ class _Run:
     def _receive_push(self, number: int, union: Union | None) -> dict[int, Receive]:
         """What awaits the pieces of one of this rank's shares.
 
-        Receives of columns are posted before the union is known, for all rows of the sender, because a sender cannot
-        begin before it has heard of the posted receive, and would hear of a late one behind what was sent meanwhile.
+        Those of columns of all rows are posted before the union is known, because a sender cannot begin before it has
+        heard of the posted receive, and would hear of a late one behind what was sent meanwhile.
         """
         share = self.mine[number]
 
         def receive(source: int) -> Receive:
             count = self.plan.sent_rows(source) if union is None else union.pushed(share, source)[0].numel()
             num_bytes = self.plan.lead_bytes(source, number) + self.plan.values_bytes(count, share)
-            return cache(self.parcels.receive(source, 2 + number, num_bytes))
+            return cache(self.parcels.receive(source, 1 + number, num_bytes))
 
         return {source: receive(source) for source in reversed(self.others)}
-
-    def _receive_alone(self, union: Union) -> dict[int, Receive]:
-        num_bytes = union.num_alone * self.plan.alone_bytes
-        return {source: self.parcels.receive(source, 1, num_bytes) for source in reversed(self.others)}
 
     def _receive_pull(self, number: int, union: Union) -> dict[int, Receive]:
         def receive(owner: int) -> Receive:
@@ -161,21 +152,7 @@ class _Run:
             matrix = self._matrix(target[lead:], count, share.width)
             matrix.copy_(values) if pushed is None else torch.index_select(values, 0, pushed, out=matrix)
 
-        self.parcels.send(owner, 2 + number, lead + self.plan.values_bytes(count, share), write)
-
-    def _send_alone(self, union: Union, scale: float) -> Tensor:
-        """Send the rows that this rank alone holds to all; returns them, times ``scale``, without early columns."""
-        mine = torch.searchsorted(self.rows.ids, union.ids[union.alone[self.rank]])
-        rows = self.rows.values[:, self.plan.num_early :].index_select(0, mine).mul_(scale)
-        num_bytes = union.num_alone * self.plan.alone_bytes
-        self.parcels.send_to_all(1, num_bytes, lambda target: self._matrix(target, *rows.shape).copy_(rows))
-        return rows
-
-    def _write_alone(self, values: Tensor, union: Union, received: dict[int, Receive], own: Tensor) -> None:
-        columns = slice(self.plan.num_early, self.rows.width)
-        for rank, places in enumerate(union.alone):
-            rows = own if rank == self.rank else self._matrix(received[rank](), *own.shape)
-            _write(values, places, columns, rows)
+        self.parcels.send(owner, 1 + number, lead + self.plan.values_bytes(count, share), write)
 
     def _sum(self, number: int, received: dict[int, Receive], union: Union, scale: float) -> Tensor:
         """The sum of a share: added in rank order as the pieces are there, times ``scale``, rounded once."""
@@ -184,21 +161,13 @@ class _Run:
         def piece(rank: int) -> tuple[Tensor, Tensor]:
             places, pushed = union.pushed(share, rank)
             if rank != self.rank:
-                return places, self._matrix(
-                    self._received(number, received[rank], rank, places), places.numel(), share.width
-                )
+                data = received[rank]()[self.plan.lead_bytes(rank, number) :]
+                return places, self._matrix(data, places.numel(), share.width)
             own = self.rows.values[:, share.columns]
             return places, own if pushed is None else own[pushed]
 
         pieces = (piece(rank) for rank in self.ranks)
         return kernels.sum_rows_at(pieces, union.num_rows(share), share.width, self.rows.values.dtype, scale)
-
-    def _received(self, number: int, receive: Receive, rank: int, places: Tensor) -> Tensor:
-        """The values that a rank pushed of a share, as bytes."""
-        share, lead = self.mine[number], self.plan.lead_bytes(rank, number)
-        if share.early:
-            return receive()[lead:]
-        return receive(self.plan.values_bytes(places.numel(), share))
 
     def _send_back(self, number: int, share: Share, total: Tensor) -> None:
         def write(target: Tensor) -> None:
@@ -207,7 +176,7 @@ class _Run:
         self.parcels.send_to_all(self._pull_place(number), self.plan.values_bytes(total.shape[0], share), write)
 
     def _pull_place(self, number: int) -> int:
-        return 2 + len(self.mine) + number
+        return 1 + len(self.mine) + number
 
     def _matrix(self, data: Tensor, num_rows: int, width: int) -> Tensor:
         return data.view(self.rows.values.dtype).view(num_rows, width)

@@ -138,7 +138,7 @@ class Plan:
         held: rows that each rank holds.
         num_rows, width, itemsize: of the tensor; ``itemsize`` in bytes.
         formats: to choose from for the ids.
-        by_columns: whether shares are columns of every row, or every n-th row.
+        by_columns: whether some columns of every row are pushed before the ids are known, or rows are dealt alone.
     """
 
     held: tuple[int, ...]

@@ -2,13 +2,14 @@
 
 Every rank sends its ids to all, so all know the union. Then the union is a matrix [u, width] that can be dealt out as
 if it were dense: to each owner some columns of every row (imbalance exactly 1 in both phases, whatever the ids are), or
-every n-th row (imbalance exactly 1 in the pull). It pays when few wide rows are spread over many owners.
+as many rows as to the others, of those that it holds (see `thinwire.sync.union_shares.deal`), which saves their way to
+the owner. It pays when few wide rows are spread over many owners.
 
 Once ranks have told each other how many rows they hold, the sizes of all ids and columns are known, and the sizes of
 everything else once the ids are there. So no header travels, and everything runs as one stream, in which the share of
 an owner is cut into chunks: while one is on the wire, the next is gathered, and an earlier one is summed and sent back.
-The first columns (of many ranks all of them) are pushed with the ids. For the others the ranks know by then
-which rows one of them alone holds, and send those to all instead of to an owner.
+By columns, only the first ones are pushed with the ids, so that the wire is busy until all ranks know them, and of
+the others the rows are dealt. Of many ranks, or where rows are few or narrow, all are pushed so.
 """
 
 from __future__ import annotations

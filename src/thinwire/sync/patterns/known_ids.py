@@ -65,10 +65,11 @@ class _Run:
         ids = {} if self.plan.ids_lead else self._swap_ids()
         pushes = [self._receive_push(number, None) for number in early]
         self._push(early, None)
-        union = self._union(ids or pushes[0])
-        pushes += [self._receive_push(number, union) for number in late]
+        posted = None if self.plan.posts_early else self._union(ids or pushes[0])
+        pushes += [self._receive_push(number, posted) for number in late]
+        pulls = [self._receive_pull(number, posted) for number in early + late]
+        union = posted or self._union(ids or pushes[0])
         self._push(late, union)
-        pulls = [self._receive_pull(number, union) for number in early + late]
         values = self.rows.values.new_empty(union.ids.numel(), self.rows.width)
         for number, share in enumerate(self.mine):
             total = self._sum(number, pushes[number], union, scale)
@@ -77,7 +78,8 @@ class _Run:
         for number, received in enumerate(pulls):
             for owner, receive in received.items():
                 share = self.shares[owner][number]
-                total = self._matrix(receive(), union.num_rows(share), share.width)
+                num_rows = union.num_rows(share)
+                total = self._matrix(receive(self.plan.values_bytes(num_rows, share)), num_rows, share.width)
                 _write(values, union.places(share), share.columns, total)
         return SparseRows.trusted(union.ids, values, self.rows.num_rows)
 
@@ -113,25 +115,25 @@ class _Run:
             raise CorruptHeaderError(f"{where}: {error}") from error
 
     def _receive_push(self, number: int, union: Union | None) -> dict[int, Receive]:
-        """What awaits the pieces of one of this rank's shares.
+        """What awaits the pieces of one of this rank's shares; of all rows that could come, without the union.
 
-        Those of columns of all rows are posted before the union is known, because a sender cannot begin before it has
-        heard of the posted receive, and would hear of a late one behind what was sent meanwhile.
+        Receives are posted early, because a sender cannot begin before it has heard of the posted receive, and would
+        hear of a late one behind what was sent meanwhile.
         """
         share = self.mine[number]
 
         def receive(source: int) -> Receive:
-            count = self.plan.sent_rows(source) if union is None else union.pushed(share, source)[0].numel()
+            count = union.pushed(share, source)[0].numel() if union else self.plan.most_pushed(share, source)
             num_bytes = self.plan.lead_bytes(source, number) + self.plan.values_bytes(count, share)
             return cache(self.parcels.receive(source, 1 + number, num_bytes))
 
         return {source: receive(source) for source in reversed(self.others)}
 
-    def _receive_pull(self, number: int, union: Union) -> dict[int, Receive]:
+    def _receive_pull(self, number: int, union: Union | None) -> dict[int, Receive]:
         def receive(owner: int) -> Receive:
             share = self.shares[owner][number]
-            num_bytes = self.plan.values_bytes(union.num_rows(share), share)
-            return self.parcels.receive(owner, self._pull_place(number), num_bytes)
+            count = union.num_rows(share) if union else self.plan.most_sums(share)
+            return self.parcels.receive(owner, self._pull_place(number), self.plan.values_bytes(count, share))
 
         return {owner: receive(owner) for owner in reversed(self.others)}
 
@@ -162,13 +164,20 @@ class _Run:
         def piece(rank: int) -> tuple[Tensor, Tensor]:
             places, pushed = union.pushed(share, rank)
             if rank != self.rank:
-                data = received[rank]()[self.plan.lead_bytes(rank, number) :]
+                data = self._pushed(number, received[rank], rank, places.numel())
                 return places, self._matrix(data, places.numel(), share.width)
             own = self.rows.values[:, share.columns]
             return places, own if pushed is None else own[pushed]
 
         pieces = (piece(rank) for rank in self.ranks)
         return kernels.sum_rows_at(pieces, union.num_rows(share), share.width, self.rows.values.dtype, scale)
+
+    def _pushed(self, number: int, receive: Receive, rank: int, num_rows: int) -> Tensor:
+        """The values that a rank pushed of a share, as bytes."""
+        share = self.mine[number]
+        if share.early:
+            return receive()[self.plan.lead_bytes(rank, number) :]
+        return receive(self.plan.values_bytes(num_rows, share))
 
     def _send_back(self, number: int, share: Share, total: Tensor) -> None:
         def write(target: Tensor) -> None:
@@ -180,7 +189,8 @@ class _Run:
         return 1 + len(self.mine) + number
 
     def _matrix(self, data: Tensor, num_rows: int, width: int) -> Tensor:
-        return data.view(self.rows.values.dtype).view(num_rows, width)
+        num_bytes = num_rows * width * self.rows.values.element_size()
+        return data[:num_bytes].view(self.rows.values.dtype).view(num_rows, width)
 
 
 def _write(values: Tensor, places: Tensor | slice, columns: slice, rows: Tensor) -> None:

@@ -1,8 +1,11 @@
-"""Where the time of a synchronization by columns goes: opening, push, sum, pull, beside what the wire needs.
+"""Where the time of a synchronization by columns goes, beside what the wire needs.
 
     python benchmarks/where_time_goes.py --hosts 8 --link 100mbit --workload lstm
 
-Medians over repetitions of the mean over ranks. Needs the right to make network namespaces.
+Opening; early columns, until the first sum is sent (all columns, where no rows are dealt); rows that are dealt, until
+the last sum is sent; and the rest of the pull. Sums are sent while later columns are still pushed, so each phase stands
+beside what a rank has sent or got at least by its end. Medians over repetitions of the mean over ranks. Needs the right
+to make network namespaces.
 """
 
 from __future__ import annotations
@@ -20,46 +23,32 @@ from thinwire.bench.workload import Workload
 from thinwire.lane import Lane
 from thinwire.sync.channel import Channel
 from thinwire.sync.named import resolve
-from thinwire.sync.parcels import Parcels
 from thinwire.sync.patterns.known_ids import _Run
-from thinwire.sync.stream import Receive
+from thinwire.sync.scheme import Scheme
+from thinwire.sync.union_shares import Plan
 from thinwire.testbed.launch import run_ranks
 from thinwire.testbed.network import EmulatedNetwork, Link
 from thinwire.testbed.rank import RankContext
 
-PHASES = ("opening", "push", "sum", "pull")
+PHASES = ("opening", "early push", "late push", "pull")
 
 
-def watch() -> dict[str, float]:
+def watch() -> list[float]:
     """Moments of the last synchronization, by wrapping the steps that it consists of."""
-    moments: dict[str, float] = {}
+    moments: list[float] = []
 
-    def after(name: str, owner: type, method: str) -> None:
+    def after(owner: type, method: str) -> None:
         original = getattr(owner, method)
 
         def timed(*args: object, **kwargs: object) -> object:
             result = original(*args, **kwargs)
-            moments[name] = time.perf_counter()
+            moments.append(time.perf_counter())
             return result
 
         setattr(owner, method, timed)
 
-    receive = Parcels.receive
-
-    def timed_receive(self: Parcels, source: int, place: int, num_bytes: int) -> Receive:
-        wait = receive(self, source, place, num_bytes)
-
-        def timed(num_bytes: int | None = None) -> torch.Tensor:
-            data = wait(num_bytes)
-            if "summed" not in moments:
-                moments["pushed"] = time.perf_counter()
-            return data
-
-        return timed
-
-    after("opened", Channel, "open")
-    after("summed", _Run, "_send_back")
-    Parcels.receive = timed_receive  # pyrefly: ignore [bad-assignment]
+    after(Channel, "open")
+    after(_Run, "_send_back")
     return moments
 
 
@@ -75,10 +64,30 @@ def measure(context: RankContext, workload: Workload, repeat: int) -> list[list[
         moments.clear()
         started = time.perf_counter()
         run()
-        marks = [started, moments["opened"], moments["pushed"], moments["summed"], time.perf_counter()]
+        marks = [started, moments[0], moments[1], moments[-1], time.perf_counter()]
         phases.append([end - begin for begin, end in pairwise(marks)])
     lane.close()
     return phases[1:]
+
+
+def wire_seconds(workload: Workload, world_size: int, mbit: float) -> dict[str, float]:
+    """What the values of each phase take on the link, of the rank that sends most."""
+    scheme, ids = resolve("column_split"), [workload.ids(rank) for rank in range(world_size)]
+    assert isinstance(scheme, Scheme)
+    held, (num_rows, width) = tuple(part.numel() for part in ids), workload.shape()
+    plan = Plan(held, num_rows, width, 4, scheme.push_format, by_columns=True)
+    union, ranks = plan.union(ids), range(world_size)
+
+    def pushed(rank: int, owner: int, early: bool) -> int:
+        shares = [share for share in plan.shares(owner) if share.early is early]
+        return sum(plan.values_bytes(union.pushed(share, rank)[0].numel(), share) for share in shares)
+
+    def most(early: bool) -> int:
+        return max(sum(pushed(rank, owner, early) for owner in ranks if owner != rank) for rank in ranks)
+
+    sums = max(sum(plan.values_bytes(union.num_rows(share), share) for share in plan.shares(rank)) for rank in ranks)
+    bytes_of = {"early push": most(True), "late push": most(False), "pull": (world_size - 1) * sums}
+    return {phase: num_bytes * 8e-6 / mbit for phase, num_bytes in bytes_of.items()}
 
 
 def main() -> None:
@@ -92,18 +101,12 @@ def main() -> None:
     with EmulatedNetwork(options.hosts, options.link) as network:
         mbit = network.measure()
         outcomes = run_ranks(measure, workload, options.repeat, world_size=options.hosts, network=network)
-    ids = [workload.ids(rank) for rank in range(options.hosts)]
-    _, width = workload.shape()
-    away = (options.hosts - 1) / options.hosts * width * 4 * 8e-6 / mbit
-    wire = {
-        "push": max(part.numel() for part in ids) * away,
-        "pull": torch.cat(ids).unique().numel() * away,
-    }
+    wire = wire_seconds(workload, options.hosts, mbit)
     print(f"{options.workload}, {options.hosts} hosts, {mbit:.1f} Mbit/s; seconds, beside the busiest rank's wire")
     for place, phase in enumerate(PHASES):
         means = [statistics.fmean(outcome.value[run][place] for outcome in outcomes) for run in range(options.repeat)]
         needed = f"  wire {wire[phase]:.4f}" if phase in wire else ""
-        print(f"  {phase:8} {statistics.median(means):.4f}{needed}")
+        print(f"  {phase:10} {statistics.median(means):.4f}{needed}")
 
 
 if __name__ == "__main__":

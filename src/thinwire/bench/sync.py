@@ -26,6 +26,7 @@ from thinwire.sync.hosts import Hosts, host_of_ranks
 from thinwire.sync.scheme import Ownership, Scheme
 from thinwire.sync.seconds import expected_seconds
 from thinwire.sync.two_level import TwoLevel
+from thinwire.sync.union_shares import Plan
 from thinwire.sync.units import unit_ids, unit_shape
 from thinwire.testbed.launch import run_ranks
 from thinwire.testbed.network import EmulatedNetwork, Link
@@ -144,7 +145,7 @@ def _rows(
         median = statistics.median(seconds[method])
         rows.append(
             common
-            | _imbalance(chosen, benchmark.ranks_of_hosts, ids, num_rows, width)
+            | _imbalance(chosen, benchmark.ranks_of_hosts, ids, num_rows, width, DTYPES[benchmark.dtype])
             | {
                 "scheme": method,
                 "chosen": chosen,
@@ -233,27 +234,42 @@ def _between_hosts_max(hosts: Hosts, pairs: list[list[int]], measurements: list[
     return max(sum(sent[rank] or 0 for rank in ranks) for ranks in hosts)
 
 
-def _imbalance(chosen: str, hosts: Hosts, ids: list[Tensor], num_rows: int, width: int) -> dict[str, float | None]:
+def _imbalance(
+    chosen: str, hosts: Hosts, ids: list[Tensor], num_rows: int, width: int, dtype: torch.dtype
+) -> dict[str, float | None]:
     """Imbalance of push and pull (ZEN, Definition 8); null where nobody owns a part, and for two levels."""
     scheme = None if chosen == AGSPARSE_TORCH else _scheme(chosen, hosts)
     if not isinstance(scheme, Scheme) or scheme.balance is None:
         return {"imbalance_push": None, "imbalance_pull": None}
-    if scheme.ownership is Ownership.COLUMNS:
-        return {"imbalance_push": 1.0, "imbalance_pull": 1.0}
-    world_size = len(ids)
-    num_units, _ = unit_shape(num_rows, width, scheme.unit)
+    num_units, unit_width = unit_shape(num_rows, width, scheme.unit)
     units = [unit_ids(part, width, scheme.unit) for part in ids]
-    every = torch.cat(units).unique()
-    if scheme.knows_ids:  # every n-th row of the union
-        owners = [torch.searchsorted(every, part) % world_size for part in (*units, every)]
+    if scheme.knows_ids:
+        counts, union = _shares_of_union(scheme, units, num_units, unit_width, dtype)
     else:
-        partition = scheme.rows_partition(num_units, world_size)
-        owners = [partition.owners(part) for part in (*units, every)]
-    *counts, union = [torch.bincount(of_rows, minlength=world_size) for of_rows in owners]
-    return {
-        "imbalance_push": sparsity.imbalance_push(torch.stack(counts)),
-        "imbalance_pull": sparsity.imbalance_pull(union),
-    }
+        partition = scheme.rows_partition(num_units, len(ids))
+        owners = [partition.owners(part) for part in (*units, torch.cat(units).unique())]
+        *pushed, union = [torch.bincount(of_rows, minlength=len(ids)) for of_rows in owners]
+        counts = torch.stack(pushed)
+    return {"imbalance_push": sparsity.imbalance_push(counts), "imbalance_pull": sparsity.imbalance_pull(union)}
+
+
+def _shares_of_union(
+    scheme: Scheme, ids: list[Tensor], num_rows: int, width: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Values that each rank pushes to each of the others, and values that each owner adds up.
+
+    What an owner has itself does not count: it is dealt rows that it holds.
+    """
+    held, by_columns = tuple(part.numel() for part in ids), scheme.ownership is Ownership.COLUMNS
+    plan = Plan(held, num_rows, width, dtype.itemsize, scheme.push_format, by_columns)
+    union, ranks = plan.union(ids), range(len(ids))
+
+    def pushed(rank: int, owner: int) -> int:
+        return sum(union.pushed(share, rank)[0].numel() * share.width for share in plan.shares(owner))
+
+    counts = [[pushed(rank, owner) for owner in ranks if owner != rank] for rank in ranks]
+    sums = [sum(union.num_rows(share) * share.width for share in plan.shares(owner)) for owner in ranks]
+    return torch.tensor(counts), torch.tensor(sums)
 
 
 def _scheme(name: str, hosts: Hosts) -> Scheme | TwoLevel:

@@ -110,7 +110,6 @@ class _Flow:
         union = plan.union(self.ids)
         for rank in range(self.world_size):
             self._send_to_all(rank, 0 if plan.ids_lead else parcel_bytes(plan.ids_bytes(rank)))
-            self._send_to_all(rank, parcel_bytes(union.num_alone * plan.alone_bytes))
             for owner in range(self.world_size):
                 for number, share in enumerate(plan.shares(owner)):
                     if owner == rank:

@@ -43,4 +43,4 @@ class Ownership(StrEnum):
     PERMUTATION = "permutation"
     HIERARCHICAL_HASH = "hierarchical_hash"
     COLUMNS = "columns"  # each owner has some columns of every row: not a partition of the rows
-    UNION = "union"  # every n-th row of the union, which all ranks know
+    UNION = "union"  # as many rows of the union, which all ranks know

@@ -85,8 +85,8 @@ class Parcels:
 
     def _sealed(self, place: int, num_bytes: int, write: Write) -> Tensor:
         data = torch.empty(parcel_bytes(num_bytes), dtype=torch.uint8)
+        data[-SEAL_BYTES - ALIGNMENT_BYTES :] = 0
         write(data[:num_bytes])
-        data[num_bytes:-SEAL_BYTES] = 0
         seal = bytearray(self._seal(self._channel.rank, place, data[:-SEAL_BYTES]))
         data[-SEAL_BYTES:] = torch.frombuffer(seal, dtype=torch.uint8)
         return data

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +12,7 @@ from torch import Tensor
 
 from thinwire import wire
 from thinwire.sync.parcels import parcel_bytes
-from thinwire.wire import Format
+from thinwire.wire import ALIGNMENT_BYTES, Format
 
 CHUNK_BYTES = 96 * 1024
 """A chunk for one owner has at least so many bytes: smaller ones cost more in messages than they save in waiting. Of
@@ -21,32 +20,35 @@ CHUNK_BYTES = 96 * 1024
 (247 kB) 0.928 in one, 0.888 in two, 0.912 in four."""
 MAX_CHUNKS = 4
 
-MIN_ALONE_BYTES = 16 * 1024
-"""Rows that one rank alone holds go straight to all if those of a rank have so many bytes; else a message for each peer
-costs more than they save."""
+MIN_DEALT_BYTES = 64 * 1024
+"""Rows are dealt to owners if a rank pushes so many bytes to each; else the messages that it takes cost more than it
+saves."""
 
-MAX_ALONE_RANKS = 4
-"""Columns of rows that one rank alone holds go straight to all on up to so many ranks. What it saves falls as 1 / n,
-while the messages that it takes cost processor time, and the ids have to be known first. Seconds without and with it at
-100 Mbit/s, all ranks on two cores: nmt 0.511 and 0.458 on 4 hosts, 0.881 and 0.863 on 8; bert 0.248 and 0.227 on 4,
-0.444 and 0.466 on 8; lstm on 16 hosts at 50 Mbit/s 0.945 and 1.022. Hosts with cores of their own could go higher."""
-
+MAX_DEALT_RANKS = 8
+"""Rows are dealt to owners on up to so many ranks. What it saves falls as 1 / n, while the messages that it takes cost
+processor time, and the ids have to be known first."""
 
 EARLY_SHARE = 4
 """One column in so many is pushed right behind the ids, so that the wire is busy while the ids are on their way. Of 8
 ranks on two cores the round of ids took 20 ms; a quarter of the push of lstm takes 16 ms at 100 Mbit/s."""
 
+POSTED_BYTES = 64 * 1024 * 1024
+"""Receives are posted before the union is known, for as many rows as could come, if these have no more bytes in all."""
+
 
 @dataclass(frozen=True)
 class Share:
-    """What an owner adds up of the union, as a matrix: all rows of some columns, or every n-th row of all.
+    """What an owner adds up of the union, as a matrix: some columns of all rows, or of the rows dealt to that owner.
 
-    ``early``: sent before the ids of other ranks are known, so with the rows that one rank alone holds.
+    Columns of all rows are pushed before the ids of other ranks are known.
     """
 
-    rows: slice
     columns: slice
-    early: bool = False
+    dealt_to: int | None = None
+
+    @property
+    def early(self) -> bool:
+        return self.dealt_to is None
 
     @property
     def width(self) -> int:
@@ -55,69 +57,82 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class Union:
-    """The union of the ids of all ranks, as all ranks see it once they know them, and how it is dealt with.
-
-    A row that one rank alone holds needs no owner that adds it up: its holder sends it to all, which saves its way to
-    the owner. As many rows of each rank are sent so, because a rank with more of them would send more than the others.
+    """The union of the ids of all ranks, as all ranks see it once they know them, and how its rows are dealt.
 
     Args:
         ids: int64 [u], increasing.
         positions: of each rank, where in the union its rows are, increasing.
-        alone: of each rank, positions in the union of its first m rows that no other rank holds.
-        shared: positions in the union of all other rows; None for all rows, where m is 0.
-        held: of each rank, where in ``shared`` its other rows are.
-        kept: of each rank, which of its rows those are; None for all.
     """
 
     ids: Tensor
     positions: Sequence[Tensor]
-    alone: Sequence[Tensor]
-    shared: Tensor | None
-    held: Sequence[Tensor]
-    kept: Sequence[Tensor | None]
 
-    @classmethod
-    def of(cls, ids: Tensor, positions: Sequence[Tensor], row_bytes: int) -> Union:
-        """From the union and the positions in it of each rank's rows; ``row_bytes`` of what is sent of a row alone."""
-        holders = torch.bincount(torch.cat(list(positions)), minlength=ids.numel())
-        singles = [(holders[places] == 1).nonzero().flatten() for places in positions]
-        count = min(places.numel() for places in singles)
-        count = min(count, min(places.numel() for places in positions) - 1)  # so that every rank pushes something
-        if count * row_bytes < MIN_ALONE_BYTES or len(positions) == 1:
-            none = positions[0][:0]
-            return cls(ids, positions, [none] * len(positions), None, positions, [None] * len(positions))
-        alone = [places[single[:count]] for places, single in zip(positions, singles, strict=True)]
-        is_shared = torch.ones(ids.numel(), dtype=torch.bool)
-        is_shared[torch.cat(alone)] = False
-        places_shared = is_shared.cumsum(0) - 1
-        kept = [is_shared[places].nonzero().flatten() for places in positions]
-        held = [places_shared[places[keep]] for places, keep in zip(positions, kept, strict=True)]
-        return cls(ids, positions, alone, is_shared.nonzero().flatten(), held, kept)
+    @cached_property
+    def owned(self) -> list[Tensor]:
+        """For each rank the positions of the rows that it owns, increasing."""
+        return deal(self.positions, self.ids.numel())
 
-    @property
-    def num_alone(self) -> int:
-        """m, of each rank."""
-        return self.alone[0].numel()
-
-    @property
-    def num_shared(self) -> int:
-        return self.ids.numel() if self.shared is None else self.shared.numel()
+    @cached_property
+    def _owners_and_places(self) -> tuple[Tensor, Tensor]:
+        """Of each row its owner, and where among the rows of its owner it is."""
+        owners, places = torch.empty_like(self.ids), torch.empty_like(self.ids)
+        for rank, rows in enumerate(self.owned):
+            owners[rows], places[rows] = rank, torch.arange(rows.numel())
+        return owners, places
 
     def num_rows(self, share: Share) -> int:
-        return len(range(self.ids.numel() if share.early else self.num_shared)[share.rows])
+        return self.ids.numel() if share.dealt_to is None else self.owned[share.dealt_to].numel()
 
     def places(self, share: Share) -> Tensor | slice:
         """Where in the union the rows of a share are."""
-        return share.rows if share.early or self.shared is None else self.shared[share.rows]
+        return slice(None) if share.dealt_to is None else self.owned[share.dealt_to]
 
     def pushed(self, share: Share, rank: int) -> tuple[Tensor, Tensor | None]:
         """Where in a share the rows that a rank pushes are, and which of its rows those are (None for all)."""
-        held, kept = (self.positions[rank], None) if share.early else (self.held[rank], self.kept[rank])
-        if share.rows.step is None:
-            return held, kept
-        selected = (held % share.rows.step == share.rows.start).nonzero().flatten()
-        places = torch.div(held[selected], share.rows.step, rounding_mode="floor")
-        return places, selected if kept is None else kept[selected]
+        held = self.positions[rank]
+        if share.dealt_to is None:
+            return held, None
+        owners, places = self._owners_and_places
+        selected = (owners[held] == share.dealt_to).nonzero().flatten()
+        return places[held[selected]], selected
+
+
+def deal(positions: Sequence[Tensor], num_rows: int) -> list[Tensor]:
+    """Deal rows to owners, each of them as many: to a rank that holds the row, where that is possible.
+
+    An owner that holds a row saves its way to the owner, so that of a row that m of n ranks hold n + m - 2 travel, the
+    least. The m ranks take turns, among all rows of as many holders, so that no owner gets much more than the others.
+    What would be more than u / n rows of a rank goes to those that have fewer. Of 8 ranks the busiest sends 1.014 of
+    the least of lstm and nmt, 1.017 of bert's, because not all hold as many rows; it gets 1.013, 1.013 and 1.020.
+
+    Args:
+        positions: of each rank, which of the ``num_rows`` rows it holds; each row is held by one at least.
+
+    Returns:
+        For each rank the rows that it owns, increasing.
+    """
+    holders = torch.bincount(torch.cat(list(positions)), minlength=num_rows)
+    order = holders.to(torch.int16).argsort(stable=True)  # sorted by counting
+    turns = torch.empty_like(holders)
+    turns[order] = torch.arange(num_rows).remainder_(holders[order])
+    owned, rest, quota = [], [], -(-num_rows // len(positions))
+    for held in positions:
+        turn = turns[held]
+        mine = held[turn == 0]
+        owned.append(mine[:quota])
+        rest.append(mine[quota:])
+        turns[held] = turn - 1
+    parts = torch.cat(rest).split(_filling(torch.cat(rest).numel(), [quota - rows.numel() for rows in owned]))
+    return [torch.cat([rows, part]).sort().values for rows, part in zip(owned, parts, strict=True)]
+
+
+def _filling(count: int, rooms: Sequence[int]) -> list[int]:
+    """How many of ``count`` go into each room, the first ones filled first."""
+    filled = []
+    for room in rooms:
+        filled.append(min(room, count))
+        count -= filled[-1]
+    return filled
 
 
 @dataclass(frozen=True)
@@ -128,7 +143,7 @@ class Plan:
         held: rows that each rank holds.
         num_rows, width, itemsize: of the tensor; ``itemsize`` in bytes.
         formats: to choose from for the ids.
-        by_columns: whether shares are columns of every row, or every n-th row.
+        by_columns: whether some columns of every row are pushed before the ids are known, or rows are dealt alone.
     """
 
     held: tuple[int, ...]
@@ -167,42 +182,34 @@ class Plan:
 
     @cached_property
     def num_early(self) -> int:
-        """Columns that are pushed before the ids are known; as many for each owner."""
+        """Columns that are pushed before the ids are known; as many for each owner, where there are others."""
         if not self.by_columns:
             return 0
-        if self.world_size > MAX_ALONE_RANKS:
-            return self.width
-        return self.width // EARLY_SHARE // self.world_size * self.world_size
+        some = self.width // EARLY_SHARE // self.world_size * self.world_size
+        share_bytes = self._fullest * self.width * self.itemsize // self.world_size
+        pays = some and self.world_size <= MAX_DEALT_RANKS and share_bytes >= MIN_DEALT_BYTES
+        return some if pays else self.width
 
     @property
     def ids_lead(self) -> bool:
         """Whether the ids are not a message of their own, but in front of the first piece that is pushed."""
-        return self.by_columns and self.num_early == self.width
-
-    @property
-    def alone_bytes(self) -> int:
-        """Of a row that its holder sends to all: without its early columns."""
-        return (self.width - self.num_early) * self.itemsize
+        return self.num_early == self.width
 
     def shares(self, owner: int) -> list[Share]:
         """What an owner adds up, in the pieces in which it travels; as many for each owner, early ones first.
 
         Columns are consecutive, and their numbers differ by at most one between owners.
         """
-        early, late = slice(0, self.num_early), slice(self.num_early, self.width)
-        if not self.by_columns:
-            rows = slice(owner, None, self.world_size)
-            return [Share(rows, columns) for columns in _cut(late, self._num_chunks)]
-        mine = _cut(early if self.ids_lead else late, self.world_size)[owner]
-        chunks = [Share(slice(None), columns, self.ids_lead) for columns in _cut(mine, self._num_chunks)]
-        if self.ids_lead or not self.num_early:
-            return chunks
-        return [Share(slice(None), _cut(early, self.world_size)[owner], early=True), *chunks]
+        early = _cut(slice(0, self.num_early), self.world_size)[owner]
+        if self.ids_lead:
+            return [Share(columns) for columns in _cut(early, self._num_chunks)]
+        dealt = [Share(columns, owner) for columns in _cut(slice(self.num_early, self.width), self._num_chunks)]
+        return [Share(early), *dealt] if self.num_early else dealt
 
     @cached_property
     def _num_chunks(self) -> int:
         narrow = -(-(self.num_early if self.ids_lead else self.width - self.num_early) // self.world_size)
-        most = min(MAX_CHUNKS, narrow if self.by_columns else self.width)
+        most = min(MAX_CHUNKS, narrow if self.ids_lead else self.width - self.num_early)
         return max(1, min(most, narrow * self._fullest * self.itemsize // CHUNK_BYTES))
 
     @cached_property
@@ -221,43 +228,53 @@ class Plan:
         return pushed + self._fullest * row_bytes
 
     def values_bytes(self, num_rows: int, share: Share) -> int:
-        return num_rows * share.width * self.itemsize
+        """Of a message about a share; of rows dealt never nothing, since it may be awaited before that is known."""
+        num_bytes = num_rows * share.width * self.itemsize
+        return num_bytes if share.early else max(ALIGNMENT_BYTES, num_bytes)
 
-    def sent_bytes(self, rank: int, union: int, alone: int, pushed_rows: Sequence[int] | None = None) -> int:
+    @cached_property
+    def most_rows(self) -> int:
+        """That the union may have."""
+        return min(self.num_rows, sum(self.sent_rows(rank) for rank in range(self.world_size)))
+
+    def most_sums(self, share: Share) -> int:
+        """Rows that a share may have."""
+        return self.most_rows if share.early else -(-self.most_rows // self.world_size)
+
+    def most_pushed(self, share: Share, rank: int) -> int:
+        """Rows of a share that a rank may push."""
+        return self.sent_rows(rank) if share.early else min(self.sent_rows(rank), self.most_sums(share))
+
+    @property
+    def posts_early(self) -> bool:
+        """Whether receives are posted before the union is known: of up to the fullest's rows and the union's."""
+        row_bytes = self.width * self.itemsize
+        return (self.world_size * self._fullest + self.most_rows) * row_bytes <= POSTED_BYTES
+
+    def sent_bytes(self, rank: int, union: int, owned: int, pushed_rows: Sequence[int]) -> int:
         """Exact bytes that a rank sends after the opening.
 
         Args:
             union: rows that all ranks hold together.
-            alone: rows that each rank sends to all.
-            pushed_rows: rows that this rank pushes to each owner; None where it pushes all but those alone.
+            owned: rows that are dealt to this rank.
+            pushed_rows: of the rows dealt to each owner, how many this rank pushes.
         """
-        shared, sent_rows = union - self.world_size * alone, self.sent_rows(rank)
-        ids_bytes = 0 if self.ids_lead else self.ids_bytes(rank)
-        total = (self.world_size - 1) * (parcel_bytes(ids_bytes) + parcel_bytes(alone * self.alone_bytes))
+        total = 0 if self.ids_lead else (self.world_size - 1) * parcel_bytes(self.ids_bytes(rank))
         for owner in range(self.world_size):
             for number, share in enumerate(self.shares(owner)):
                 if owner == rank:
-                    rows = len(range(union if share.early else shared)[share.rows])
+                    rows = union if share.early else owned
                     total += (self.world_size - 1) * parcel_bytes(self.values_bytes(rows, share))
                 else:
-                    late = sent_rows - alone if pushed_rows is None else pushed_rows[owner]
-                    pushed = sent_rows if share.early else late
+                    pushed = self.sent_rows(rank) if share.early else pushed_rows[owner]
                     total += parcel_bytes(self.lead_bytes(rank, number) + self.values_bytes(pushed, share))
         return total
 
     def expected_bytes(self, union: float) -> float:
-        """Of a rank, if all hold as many rows, ``union`` in all, and the union of m ranks is a power of m.
-
-        Then a rank adds what the union of n ranks has more than that of n - 1: the rows that it alone holds (lstm of 8
-        ranks: 97 expected, 84 to 108 held; nmt 225, 185 to 234).
-        """
-        held, world_size = self.held[0], self.world_size
-        growth = math.log(union / held) / math.log(world_size) if 0 < held < union else 0.0
-        alone = int(union * (1 - ((world_size - 1) / world_size) ** growth))
-        if alone * self.alone_bytes < MIN_ALONE_BYTES:
-            alone = 0
-        pushed = None if self.by_columns else [round((self.sent_rows(0) - alone) / world_size)] * world_size
-        return self.sent_bytes(0, round(union), alone, pushed)
+        """Of a rank, if all hold as many rows, ``union`` in all, and each holds what is dealt to it."""
+        owned = round(union / self.world_size)
+        pushed = max(0, self.sent_rows(0) - owned) / max(1, self.world_size - 1)
+        return self.sent_bytes(0, round(union), owned, [round(pushed)] * self.world_size)
 
     def union(self, ids_per_rank: Sequence[Tensor]) -> Union:
         """What all ranks make of these ids (sorted, unique)."""
@@ -266,21 +283,18 @@ class Plan:
             for rank, ids in enumerate(ids_per_rank)
         ]
         union = torch.cat(sent).unique()
-        return Union.of(union, [torch.searchsorted(union, ids) for ids in sent], self.alone_bytes)
+        return Union(union, [torch.searchsorted(union, ids) for ids in sent])
 
 
 def sent_bytes(plan: Plan, ids_per_rank: Sequence[Tensor]) -> list[int]:
     """Exact bytes that each rank sends after the opening, when the ranks hold these ids (sorted, unique)."""
-    union = plan.union(ids_per_rank)
+    union, ranks = plan.union(ids_per_rank), range(plan.world_size)
 
-    def pushed_rows(rank: int) -> list[int] | None:
-        if plan.by_columns:
-            return None
-        owners = union.held[rank] % plan.world_size
-        return torch.bincount(owners, minlength=plan.world_size).tolist()
+    def sent(rank: int) -> int:
+        pushed = [union.pushed(Share(slice(0, 0), owner), rank)[0].numel() for owner in ranks]
+        return plan.sent_bytes(rank, union.ids.numel(), union.owned[rank].numel(), pushed)
 
-    ranks = range(plan.world_size)
-    return [plan.sent_bytes(rank, union.ids.numel(), union.num_alone, pushed_rows(rank)) for rank in ranks]
+    return [sent(rank) for rank in ranks]
 
 
 def _cut(columns: slice, count: int) -> list[slice]:

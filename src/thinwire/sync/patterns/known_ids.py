@@ -2,13 +2,14 @@
 
 Every rank sends its ids to all, so all know the union. Then the union is a matrix [u, width] that can be dealt out as
 if it were dense: to each owner some columns of every row (imbalance exactly 1 in both phases, whatever the ids are), or
-every n-th row (imbalance exactly 1 in the pull). It pays when few wide rows are spread over many owners.
+as many rows as to the others, of those that it holds (see `thinwire.sync.union_shares.deal`), which saves their way to
+the owner. It pays when few wide rows are spread over many owners.
 
 Once ranks have told each other how many rows they hold, the sizes of all ids and columns are known, and the sizes of
 everything else once the ids are there. So no header travels, and everything runs as one stream, in which the share of
 an owner is cut into chunks: while one is on the wire, the next is gathered, and an earlier one is summed and sent back.
-The first columns (of many ranks all of them) are pushed with the ids. For the others the ranks know by then
-which rows one of them alone holds, and send those to all instead of to an owner.
+By columns, only the first ones are pushed with the ids, so that the wire is busy until all ranks know them, and of
+the others the rows are dealt. Of many ranks, or where rows are few or narrow, all are pushed so.
 """
 
 from __future__ import annotations
@@ -48,10 +49,7 @@ def all_reduce(
 
 
 class _Run:
-    """One run. Places of parcels: 0 the ids, unless they lead, 1 the rows of one rank alone, then push and pull.
-
-    Rows that one rank alone holds are sent between push and pull, so that the wire is busy while owners add up.
-    """
+    """One run. Places of parcels: 0 the ids, unless they lead, then push and pull."""
 
     def __init__(self, rows: SparseRows, plan: Plan, channel: Channel, parcels: Parcels) -> None:
         self.rows, self.plan, self.channel, self.parcels = rows, plan, channel, parcels
@@ -65,23 +63,23 @@ class _Run:
         early = [number for number, share in enumerate(self.mine) if share.early]
         late = [number for number, share in enumerate(self.mine) if not share.early]
         ids = {} if self.plan.ids_lead else self._swap_ids()
-        pushes = [self._receive_push(number, None) for number in (early + late if self.plan.by_columns else early)]
+        pushes = [self._receive_push(number, None) for number in early]
         self._push(early, None)
-        union = self._union(ids or pushes[0])
-        pushes = pushes or [self._receive_push(number, union) for number in late]
+        posted = None if self.plan.posts_early else self._union(ids or pushes[0])
+        pushes += [self._receive_push(number, posted) for number in late]
+        pulls = [self._receive_pull(number, posted) for number in early + late]
+        union = posted or self._union(ids or pushes[0])
         self._push(late, union)
-        own = self._send_alone(union, scale)
-        alone, pulls = self._receive_alone(union), [self._receive_pull(number, union) for number in early + late]
         values = self.rows.values.new_empty(union.ids.numel(), self.rows.width)
         for number, share in enumerate(self.mine):
             total = self._sum(number, pushes[number], union, scale)
             self._send_back(number, share, total)
             _write(values, union.places(share), share.columns, total)
-        self._write_alone(values, union, alone, own)
         for number, received in enumerate(pulls):
             for owner, receive in received.items():
                 share = self.shares[owner][number]
-                total = self._matrix(receive(), union.num_rows(share), share.width)
+                num_rows = union.num_rows(share)
+                total = self._matrix(receive(self.plan.values_bytes(num_rows, share)), num_rows, share.width)
                 _write(values, union.places(share), share.columns, total)
         return SparseRows.trusted(union.ids, values, self.rows.num_rows)
 
@@ -102,7 +100,7 @@ class _Run:
         ids = {rank: self._decode_ids(rank, awaited[rank]) for rank in reversed(self.others)}
         ids[self.rank] = self.rows.ids
         in_order = [ids[rank] for rank in self.ranks]
-        return Union.of(*kernels.union_places(in_order, self.rows.num_rows), self.plan.alone_bytes)
+        return Union(*kernels.union_places(in_order, self.rows.num_rows))
 
     def _decode_ids(self, rank: int, receive: Receive) -> Tensor:
         format, count, whole = self.plan.format(rank), self.plan.held[rank], Whole(self.rows.num_rows)
@@ -117,29 +115,25 @@ class _Run:
             raise CorruptHeaderError(f"{where}: {error}") from error
 
     def _receive_push(self, number: int, union: Union | None) -> dict[int, Receive]:
-        """What awaits the pieces of one of this rank's shares.
+        """What awaits the pieces of one of this rank's shares; of all rows that could come, without the union.
 
-        Receives of columns are posted before the union is known, for all rows of the sender, because a sender cannot
-        begin before it has heard of the posted receive, and would hear of a late one behind what was sent meanwhile.
+        Receives are posted early, because a sender cannot begin before it has heard of the posted receive, and would
+        hear of a late one behind what was sent meanwhile.
         """
         share = self.mine[number]
 
         def receive(source: int) -> Receive:
-            count = self.plan.sent_rows(source) if union is None else union.pushed(share, source)[0].numel()
+            count = union.pushed(share, source)[0].numel() if union else self.plan.most_pushed(share, source)
             num_bytes = self.plan.lead_bytes(source, number) + self.plan.values_bytes(count, share)
-            return cache(self.parcels.receive(source, 2 + number, num_bytes))
+            return cache(self.parcels.receive(source, 1 + number, num_bytes))
 
         return {source: receive(source) for source in reversed(self.others)}
 
-    def _receive_alone(self, union: Union) -> dict[int, Receive]:
-        num_bytes = union.num_alone * self.plan.alone_bytes
-        return {source: self.parcels.receive(source, 1, num_bytes) for source in reversed(self.others)}
-
-    def _receive_pull(self, number: int, union: Union) -> dict[int, Receive]:
+    def _receive_pull(self, number: int, union: Union | None) -> dict[int, Receive]:
         def receive(owner: int) -> Receive:
             share = self.shares[owner][number]
-            num_bytes = self.plan.values_bytes(union.num_rows(share), share)
-            return self.parcels.receive(owner, self._pull_place(number), num_bytes)
+            count = union.num_rows(share) if union else self.plan.most_sums(share)
+            return self.parcels.receive(owner, self._pull_place(number), self.plan.values_bytes(count, share))
 
         return {owner: receive(owner) for owner in reversed(self.others)}
 
@@ -161,21 +155,7 @@ class _Run:
             matrix = self._matrix(target[lead:], count, share.width)
             matrix.copy_(values) if pushed is None else torch.index_select(values, 0, pushed, out=matrix)
 
-        self.parcels.send(owner, 2 + number, lead + self.plan.values_bytes(count, share), write)
-
-    def _send_alone(self, union: Union, scale: float) -> Tensor:
-        """Send the rows that this rank alone holds to all; returns them, times ``scale``, without early columns."""
-        mine = torch.searchsorted(self.rows.ids, union.ids[union.alone[self.rank]])
-        rows = self.rows.values[:, self.plan.num_early :].index_select(0, mine).mul_(scale)
-        num_bytes = union.num_alone * self.plan.alone_bytes
-        self.parcels.send_to_all(1, num_bytes, lambda target: self._matrix(target, *rows.shape).copy_(rows))
-        return rows
-
-    def _write_alone(self, values: Tensor, union: Union, received: dict[int, Receive], own: Tensor) -> None:
-        columns = slice(self.plan.num_early, self.rows.width)
-        for rank, places in enumerate(union.alone):
-            rows = own if rank == self.rank else self._matrix(received[rank](), *own.shape)
-            _write(values, places, columns, rows)
+        self.parcels.send(owner, 1 + number, lead + self.plan.values_bytes(count, share), write)
 
     def _sum(self, number: int, received: dict[int, Receive], union: Union, scale: float) -> Tensor:
         """The sum of a share: added in rank order as the pieces are there, times ``scale``, rounded once."""
@@ -184,21 +164,20 @@ class _Run:
         def piece(rank: int) -> tuple[Tensor, Tensor]:
             places, pushed = union.pushed(share, rank)
             if rank != self.rank:
-                return places, self._matrix(
-                    self._received(number, received[rank], rank, places), places.numel(), share.width
-                )
+                data = self._pushed(number, received[rank], rank, places.numel())
+                return places, self._matrix(data, places.numel(), share.width)
             own = self.rows.values[:, share.columns]
             return places, own if pushed is None else own[pushed]
 
         pieces = (piece(rank) for rank in self.ranks)
         return kernels.sum_rows_at(pieces, union.num_rows(share), share.width, self.rows.values.dtype, scale)
 
-    def _received(self, number: int, receive: Receive, rank: int, places: Tensor) -> Tensor:
+    def _pushed(self, number: int, receive: Receive, rank: int, num_rows: int) -> Tensor:
         """The values that a rank pushed of a share, as bytes."""
-        share, lead = self.mine[number], self.plan.lead_bytes(rank, number)
+        share = self.mine[number]
         if share.early:
-            return receive()[lead:]
-        return receive(self.plan.values_bytes(places.numel(), share))
+            return receive()[self.plan.lead_bytes(rank, number) :]
+        return receive(self.plan.values_bytes(num_rows, share))
 
     def _send_back(self, number: int, share: Share, total: Tensor) -> None:
         def write(target: Tensor) -> None:
@@ -207,10 +186,11 @@ class _Run:
         self.parcels.send_to_all(self._pull_place(number), self.plan.values_bytes(total.shape[0], share), write)
 
     def _pull_place(self, number: int) -> int:
-        return 2 + len(self.mine) + number
+        return 1 + len(self.mine) + number
 
     def _matrix(self, data: Tensor, num_rows: int, width: int) -> Tensor:
-        return data.view(self.rows.values.dtype).view(num_rows, width)
+        num_bytes = num_rows * width * self.rows.values.element_size()
+        return data[:num_bytes].view(self.rows.values.dtype).view(num_rows, width)
 
 
 def _write(values: Tensor, places: Tensor | slice, columns: slice, rows: Tensor) -> None:

@@ -140,7 +140,7 @@ def main() -> None:
         sys.exit("no CUDA device: nothing to measure. benchmarks/bench_kernels.py measures the CPU")
     torch.manual_seed(0)
     torch.set_default_device("cuda")
-    if dispatch.gpu_kernels(torch.ones(1)) is None:
+    if not dispatch.runs_on_gpu(torch.ones(1)):
         sys.exit("no Triton, a GPU too old for it, or THINWIRE_KERNELS=reference: both columns would be one")
     bandwidth, results = copy_bandwidth(), []
     print(f"{machine()}\ncopies move {bandwidth / 1e9:.0f} GB/s, read and written bytes together")

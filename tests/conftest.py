@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from compiled import compiled_functions
 from thinwire import kernels
 from thinwire.testbed import launch
 
@@ -53,11 +54,7 @@ def nothing_compiles_after_warm_up() -> Iterator[None]:
 
 def _signatures() -> dict[str, set[object]]:
     """The types that each function was compiled for, in this process or one before."""
-    from thinwire.kernels import cpu_bits, cpu_codes, cpu_ids, cpu_quantize, cpu_rows, cpu_select, cpu_sum, cpu_union
-
-    modules = (cpu_bits, cpu_codes, cpu_ids, cpu_quantize, cpu_rows, cpu_select, cpu_sum, cpu_union)
-    functions = [item for module in modules for item in vars(module).items() if hasattr(item[1], "signatures")]
-    return {name: set(function.signatures) for name, function in functions}
+    return {name: set(function.signatures) for name, function in compiled_functions().items()}
 
 
 def pytest_report_header() -> str:

@@ -68,7 +68,7 @@ def payload_bytes(format: Format, count: int, row_bytes: int, size: int, num_row
         total = count * row_bytes + kernels.elias_fano_bytes(count, size)
     else:
         total = count * row_bytes + ((size if format is Format.HASH_BITMAP else num_rows) + 7) // 8
-    return _aligned(total)
+    return aligned(total)
 
 
 @lru_cache(maxsize=4096)
@@ -219,8 +219,14 @@ def _is_increasing(positions: Tensor, size: int) -> bool:
     return inside and bool((positions[1:] > positions[:-1]).all())
 
 
-def _aligned(count: int) -> int:
-    return -(-count // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+def aligned(num_bytes: int) -> int:
+    """Round up to whole words of `ALIGNMENT_BYTES`."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def digest64(data: bytes) -> int:
+    """64 bits that tell any two texts apart, the same in every process and on every machine."""
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 class Kind(IntEnum):
@@ -296,7 +302,7 @@ class Header:
             self.kind, _CODE[self.format], self.source, self.sequence,
             self.digest, self.held, self.count, self.payload_bytes, content,
         )  # fmt: skip
-        return int.from_bytes(hashlib.blake2b(fields, digest_size=8).digest(), "little")
+        return digest64(fields)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ if os.environ.get("TRITON_INTERPRET", "0") != "0":
 from gpu_laws import *  # noqa: F403
 from gpu_laws import check_same, some_ids
 from thinwire import kernels
-from thinwire.kernels import gpu, reference, reference_codes
+from thinwire.kernels import gpu_find, gpu_hash, gpu_ids, gpu_rows, reference, reference_codes
 
 pytestmark = pytest.mark.gpu
 LARGE = 20_000_003
@@ -55,9 +55,9 @@ def test_large_finds_are_right_and_the_same_each_time(device: torch.device) -> N
     slots = 2 * ids.numel()
     hashed = reference.hierarchical_hash(ids.cpu(), 8, 3, parallel_slots=slots, serial_slots=slots // 10)
     for _ in range(5):
-        assert torch.equal(gpu.nonzero_rows(dense), ids)
-        check_same([(one.cpu(), other.cpu()) for one, other in dealt], gpu.deal(ids, 8, 1))
-        check_same(hashed, gpu.hierarchical_hash(ids, 8, 3, parallel_slots=slots, serial_slots=slots // 10))
+        assert torch.equal(gpu_find.nonzero_rows(dense), ids)
+        check_same([(one.cpu(), other.cpu()) for one, other in dealt], gpu_ids.deal(ids, 8, 1))
+        check_same(hashed, gpu_hash.hierarchical_hash(ids, 8, 3, parallel_slots=slots, serial_slots=slots // 10))
 
 
 def test_large_sums_are_the_same_each_time(device: torch.device) -> None:
@@ -65,7 +65,7 @@ def test_large_sums_are_the_same_each_time(device: torch.device) -> None:
     moved = [(ids.to(device), torch.randn(ids.numel(), 16, device=device)) for ids, _ in pieces]
     expected = reference.sum_rows([(ids.cpu(), values.cpu()) for ids, values in moved])
     for _ in range(3):
-        check_same(expected, gpu.sum_rows(moved))
+        check_same(expected, gpu_rows.sum_rows(moved))
 
 
 def test_ids_above_2_to_31(device: torch.device) -> None:
@@ -76,4 +76,4 @@ def test_ids_above_2_to_31(device: torch.device) -> None:
     dense = torch.zeros(size, 1, dtype=torch.uint8, device=device)
     expected = [0, 2**31 - 1, 2**31, size - 1]
     dense[expected] = 1
-    assert gpu.nonzero_rows(dense).tolist() == expected
+    assert gpu_find.nonzero_rows(dense).tolist() == expected

@@ -31,7 +31,8 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         sum_rows=lambda pieces, scale=1.0: "triton",
         sum_rows_at=lambda pieces, *_: f"triton, {len(list(pieces))} pieces",
     )
-    monkeypatch.setattr(dispatch, "_triton", lambda: compiled)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "_module", lambda name: compiled)
     return compiled
 
 
@@ -52,6 +53,7 @@ def test_cuda_tensors_go_to_triton(as_on_gpu: SimpleNamespace) -> None:
 
 def test_what_triton_does_not_know_goes_to_the_reference(as_on_gpu: SimpleNamespace) -> None:
     assert kernels.mix(on_gpu(torch.arange(3, dtype=torch.int32)), 0).dtype == torch.int32
+    assert kernels.count_at_least(on_gpu(torch.arange(3.0)), 1.0) == 2, "has no Triton twin"
     with kernels.using("reference"):
         assert kernels.mix(on_gpu(torch.arange(3)), 0).tolist() == reference.mix(torch.arange(3), 0).tolist()
 
@@ -65,8 +67,8 @@ import torch
 from thinwire import kernels
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 from thinwire.kernels import dispatch
-assert dispatch.gpu_kernels(torch.ones(1)) is None
-assert dispatch.gpu_kernels(torch.ones(1)) is None
+assert not dispatch.runs_on_gpu(torch.ones(1))
+assert not dispatch.runs_on_gpu(torch.ones(1))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
@@ -78,22 +80,22 @@ def test_a_gpu_that_is_too_old_gets_the_reference(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (6, 1))
-    dispatch._triton.cache_clear()
+    dispatch._has_triton.cache_clear()
     try:
         with caplog.at_level("INFO", "thinwire"):
-            assert dispatch.gpu_kernels(torch.ones(1)) is None
+            assert not dispatch.runs_on_gpu(torch.ones(1))
     finally:
-        dispatch._triton.cache_clear()
+        dispatch._has_triton.cache_clear()
     assert "compute capability 7.0" in caplog.text
 
 
 def test_the_reference_on_a_gpu_takes_codes_through_the_host(as_on_gpu: SimpleNamespace) -> None:
-    """They are numpy's. What Triton's module has no kernel for goes to the reference as well."""
+    """They are numpy's."""
     ids = torch.tensor([1, 5, 9])
-    assert torch.equal(kernels.pack_bits(on_gpu(ids), 12), reference_codes.pack_bits(ids, 12))
     room, count = on_gpu(torch.zeros(4, dtype=torch.int64)), on_gpu(torch.zeros(2, dtype=torch.int64))
     dense = torch.tensor([[0.0], [2.0], [0.0], [3.0]])
     with kernels.using("reference"):
+        assert torch.equal(kernels.pack_bits(on_gpu(ids), 12), reference_codes.pack_bits(ids, 12))
         kernels.nonzero_rows_into(on_gpu(dense), room, count)
     assert room.tolist() == [1, 3, 0, 0]
     assert count.tolist() == [2, 0]

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from compiled import compiled_functions
 from thinwire import kernels
 from thinwire.kernels import dispatch, reference
 from thinwire.sparse import SUPPORTED_DTYPES
@@ -85,6 +86,17 @@ def layouts(rows: Tensor) -> dict[str, Tensor]:
         "transposed": transposed,
         "unaligned": unaligned.view(num_rows, width).copy_(rows),
     }
+
+
+@pytest.mark.parametrize("kernel", dispatch.compiled_kernels(), ids=lambda kernel: kernel.name)
+def test_twins_give_the_same_for_their_samples(kernel: dispatch.Kernel) -> None:
+    """Also in what they write to; sums of magnitudes to 1e-12."""
+    for sample, other in zip(kernel.samples(), kernel.samples(), strict=True):
+        expected, got = sample.call(kernel.reference), other.call(kernel.on_cpu())
+        if kernel.equal_bits:
+            check_same([expected, sample.args], [got, other.args])
+        else:
+            torch.testing.assert_close(got, expected, rtol=1e-12, atol=0)
 
 
 @every_size
@@ -348,9 +360,9 @@ def test_checksum(size: int) -> None:
 
 
 def test_the_compiled_twin_runs_from_its_size_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from thinwire.kernels import cpu
+    from thinwire.kernels import cpu_ids
 
-    monkeypatch.setattr(cpu, "mix", lambda ids, seed: "compiled")
+    monkeypatch.setattr(cpu_ids, "mix", lambda ids, seed: "compiled")
     ran = {}
     for mode in dispatch.MODES:
         with kernels.using(mode):
@@ -435,15 +447,8 @@ def test_kernels_run_where_nothing_can_be_kept(
 def test_every_kernel_releases_the_gil_and_is_serial_and_kept() -> None:
     if not JIT:
         pytest.skip("kernels are plain functions without compilation")
-    from thinwire.kernels import cpu_bits, cpu_codes, cpu_ids, cpu_quantize, cpu_rows, cpu_union
-
-    compiled = [
-        value
-        for module in (cpu_bits, cpu_codes, cpu_ids, cpu_quantize, cpu_rows, cpu_union)
-        for value in vars(module).values()
-        if hasattr(value, "py_func") and hasattr(value, "targetoptions")
-    ]
-    assert len(compiled) >= 20
+    compiled = [function for function in compiled_functions().values() if hasattr(function, "targetoptions")]
+    assert len(compiled) >= 40
     for kernel in compiled:
         options = kernel.targetoptions
         assert (options["nogil"], options["error_model"], options.get("parallel", False)) == (True, "numpy", False)

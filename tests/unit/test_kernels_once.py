@@ -18,7 +18,6 @@ from clocks import PATIENCE, wait_until
 from thinwire import kernels
 from thinwire.kernels import dispatch, once
 from thinwire.kernels.once import Once
-from thinwire.kernels.warm import CALLS
 
 NAMES = {"mix", "deal", "sum_rows"}
 needs_jit = pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT", "0") != "0", reason="nothing is compiled")
@@ -122,16 +121,8 @@ def test_who_compiles_waits_for_who_is_at_it(tmp_path: Path) -> None:
     assert len(compiled) == 2
 
 
-@needs_jit
-def test_warm_up_knows_all_kernels() -> None:
-    pytest.importorskip("numba")
-    from thinwire.kernels import cpu
-
-    assert set(CALLS) == set(cpu.__all__)
-
-
 def test_warming_up_does_nothing_where_the_reference_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "compiled_kernels", None)
+    monkeypatch.setattr(dispatch, "has_numba", None)
     with kernels.using("reference"):
         kernels.warm_up()
         kernels.warm_up(wait=False)

@@ -18,6 +18,7 @@ from thinwire.checkpoint.placement import replicas_of_ranks
 from thinwire.checkpoint.start import HolderOptions, ensure_holder, load_secret, socket_path
 from thinwire.checkpoint.version import topology_digest
 from thinwire.errors import ThinwireError
+from thinwire.sync.hosts import boot_id
 
 logger = logging.getLogger("thinwire")
 
@@ -123,7 +124,7 @@ class Registration:
             except ThinwireError as reason:
                 error = str(reason)
         names = [self._run_id, topology_digest(self._topology)]
-        told = gather_json({"address": address, "error": error, "boot": _boot(), "names": names}, self._group)
+        told = gather_json({"address": address, "error": error, "boot": boot_id() or "", "names": names}, self._group)
         for rank, each in enumerate(told):
             if each["names"] != told[0]["names"]:
                 raise ValueError(f"rank {rank} has another run_id, or another model or other parts, than rank 0")
@@ -181,9 +182,3 @@ class Registration:
 
     def close(self) -> None:
         self.lost()
-
-
-def _boot() -> str:
-    with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire.errors import CorruptMessageError
+from thinwire.wire import aligned
 
 ALIGNMENT_BYTES = 8
 _LENGTH_BYTES = 8
@@ -32,20 +33,20 @@ class PartSpec:
 def packed_bytes(specs: Sequence[PartSpec]) -> int:
     """Bytes of parts of known lengths."""
     assert all(spec.numel is not None for spec in specs), "lengths that depend on the gradient have no fixed size"
-    return sum(_LENGTH_BYTES + _aligned(spec.dtype.itemsize * (spec.numel or 0)) for spec in specs)
+    return sum(_LENGTH_BYTES + aligned(spec.dtype.itemsize * (spec.numel or 0)) for spec in specs)
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
     """All parts as one uint8 tensor, newly allocated: for each part its length in elements, its bytes, zeros."""
     sizes = [part.numel() * part.element_size() for part in parts]
-    data = torch.empty(sum(_LENGTH_BYTES + _aligned(size) for size in sizes), dtype=torch.uint8)
+    data = torch.empty(sum(_LENGTH_BYTES + aligned(size) for size in sizes), dtype=torch.uint8)
     end = 0
     for part, size in zip(parts, sizes, strict=True):
         data[end : end + _LENGTH_BYTES].view(torch.int64)[0] = part.numel()
         end += _LENGTH_BYTES
         data[end : end + size] = part.contiguous().view(-1).view(torch.uint8)
-        data[end + size : end + _aligned(size)] = 0
-        end += _aligned(size)
+        data[end + size : end + aligned(size)] = 0
+        end += aligned(size)
     return data
 
 
@@ -65,14 +66,10 @@ def unpack(data: Tensor, specs: Sequence[PartSpec]) -> tuple[Tensor, ...]:
         if numel < 0 or numel > limit or (spec.numel is not None and numel != spec.numel):
             raise CorruptMessageError(f"part {number} of a payload has {numel} elements, where {limit} are expected")
         size = numel * spec.dtype.itemsize
-        end = start + _aligned(size)
+        end = start + aligned(size)
         if end > data.numel():
             raise CorruptMessageError(f"a payload of {data.numel()} bytes ends inside part {number}")
         parts.append(data[start : start + size].view(spec.dtype))
     if end != data.numel():
         raise CorruptMessageError(f"{data.numel() - end} bytes after the last part of a payload")
     return tuple(parts)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

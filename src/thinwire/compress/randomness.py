@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from thinwire.compress.base import Parameter, State
+from thinwire.wire import digest64
 
 
 def counters() -> State:
@@ -22,4 +21,4 @@ def next_seed(seed: int, parameter: Parameter, state: State) -> int:
 def stable_seed(*parts: int | str) -> int:
     """63 bits that depend on the parts alone: not on the process, the machine or the version of Python."""
     text = "\0".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return digest64(text) >> 1

@@ -1,84 +1,22 @@
-"""The hot loops. `reference` is the definition of correct; `dispatch` takes the compiled twin where that is faster."""
+"""The hot loops. `reference` is the definition of correct; `registry` has a row for each, which `dispatch` follows."""
+
+# ruff: noqa: F403  a row in the registry is a name of this package
 
 from thinwire.kernels.blocks import gather_blocks, nonzero_blocks
-from thinwire.kernels.dispatch import (
-    add_from_table,
-    add_quantized,
-    add_signs,
-    checksum,
-    count_at_least,
-    deal,
-    dealt_ids,
-    elias_fano_decode,
-    elias_fano_encode,
-    gather_rows,
-    group_by_owner,
-    hierarchical_hash,
-    largest_of_blocks,
-    leading_magnitudes,
-    magnitude_moments,
-    mean_of_blocks,
-    mix,
-    nonzero_rows,
-    nonzero_rows_into,
-    owner_by_hash,
-    pack_bits,
-    pack_signs,
-    quantize,
-    round_to_powers,
-    scatter_rows,
-    select_at_least,
-    sum_log_magnitudes,
-    sum_rows,
-    sum_rows_at,
-    top_magnitudes,
-    union_places,
-    unpack_bits,
-    using,
-)
+from thinwire.kernels.dispatch import KERNELS, using
 from thinwire.kernels.reference_codes import elias_fano_bytes
 from thinwire.kernels.reference_quantize import packed_codes_bytes
 from thinwire.kernels.reference_select import Moments
+from thinwire.kernels.registry import *
 from thinwire.kernels.warm import warm_up
 
 __all__ = [
     "Moments",
-    "add_from_table",
-    "add_quantized",
-    "add_signs",
-    "checksum",
-    "count_at_least",
-    "deal",
-    "dealt_ids",
     "elias_fano_bytes",
-    "elias_fano_decode",
-    "elias_fano_encode",
     "gather_blocks",
-    "gather_rows",
-    "group_by_owner",
-    "hierarchical_hash",
-    "largest_of_blocks",
-    "leading_magnitudes",
-    "magnitude_moments",
-    "mean_of_blocks",
-    "mix",
     "nonzero_blocks",
-    "nonzero_rows",
-    "nonzero_rows_into",
-    "owner_by_hash",
-    "pack_bits",
-    "pack_signs",
     "packed_codes_bytes",
-    "quantize",
-    "round_to_powers",
-    "scatter_rows",
-    "select_at_least",
-    "sum_log_magnitudes",
-    "sum_rows",
-    "sum_rows_at",
-    "top_magnitudes",
-    "union_places",
-    "unpack_bits",
     "using",
     "warm_up",
+    *KERNELS,
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.kernels.dispatch import gather_rows, nonzero_rows
+from thinwire.kernels.registry import gather_rows, nonzero_rows
 
 BLOCK_ELEMENTS = 256
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from thinwire.sync.machine import Machine
 from thinwire.sync.memory import check_fits
 from thinwire.sync.records import swap_record
 from thinwire.sync.stream import Stream
-from thinwire.wire import ALIGNMENT_BYTES, Format, Header, Kind, Message
+from thinwire.wire import ALIGNMENT_BYTES, Format, Header, Kind, Message, aligned, digest64
 
 _MAX_DESCRIPTION_BYTES = 1 << 20
 _MAX_ERROR_BYTES = 4096
@@ -52,7 +51,7 @@ class Subject:
 
     def digest(self) -> int:
         text = f"{self.name}\n{self.description}".encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
+        return digest64(text)
 
 
 @dataclass(frozen=True, eq=False)
@@ -343,7 +342,7 @@ def _error_draft(error: Exception) -> Draft:
     says_enough = isinstance(error, (ThinwireError, ValueError)) and str(error)
     reason = str(error) if says_enough else f"{type(error).__name__}: {error}"
     data = reason.encode()[: _MAX_ERROR_BYTES - ALIGNMENT_BYTES]
-    padded = data.ljust(-(-len(data) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, b"\0")
+    padded = data.ljust(aligned(len(data)), b"\0")
     return Draft(Format.COO, len(data), _as_bytes(padded))
 
 

@@ -21,6 +21,13 @@ Hosts = tuple[tuple[int, ...], ...]
 """The ranks of each host: every rank of the group is on exactly one."""
 
 
+def boot_id() -> str | None:
+    """The boot of this machine, which tells machines apart; None where there is none to read."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return None
+
+
 def host_identity() -> str:
     """A text that processes on one host share and others do not.
 
@@ -31,9 +38,7 @@ def host_identity() -> str:
     told = os.environ.get(HOST_VARIABLE)
     if told:
         return f"told {told}"
-    machine, namespace = socket.gethostname(), ""
-    with contextlib.suppress(OSError):
-        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    machine, namespace = boot_id() or socket.gethostname(), ""
     with contextlib.suppress(OSError):
         namespace = os.readlink("/proc/self/ns/net")
     return f"{machine} {namespace}"

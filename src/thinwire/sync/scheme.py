@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property, lru_cache
@@ -18,7 +17,7 @@ from thinwire.sync.partition import (
     core_size,
 )
 from thinwire.sync.units import Unit
-from thinwire.wire import Choice, Format
+from thinwire.wire import Choice, Format, digest64
 
 _OWNERSHIP = {
     Balance.IMBALANCED: (Ownership.CONTIGUOUS, Ownership.BLOCK_CYCLIC),
@@ -258,7 +257,7 @@ class Scheme:
 
     def digest(self) -> int:
         """64 bits of `describe`, to compare between ranks."""
-        return int.from_bytes(hashlib.blake2b(self.describe().encode(), digest_size=8).digest(), "little")
+        return digest64(self.describe().encode())
 
 
 @lru_cache(maxsize=16)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -20,7 +19,7 @@ from thinwire.sync.patterns import point_to_point
 from thinwire.sync.patterns.pieces import Piece
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.units import Unit, from_units, to_units
-from thinwire.wire import FORMATS, Choice
+from thinwire.wire import FORMATS, Choice, digest64
 
 T = TypeVar("T")
 
@@ -134,7 +133,7 @@ class TwoLevel:
 
     def digest(self) -> int:
         """64 bits of `describe`, to compare between ranks."""
-        return int.from_bytes(hashlib.blake2b(self.describe().encode(), digest_size=8).digest(), "little")
+        return digest64(self.describe().encode())
 
     @staticmethod
     def _check_hosts(hosts: Hosts) -> None:

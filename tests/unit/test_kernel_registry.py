@@ -1,0 +1,100 @@
+"""A kernel is its definitions and one row: what each row must hold, and that nothing else knows of a kernel."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from importlib.util import find_spec
+from pathlib import Path
+from pkgutil import walk_packages
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.kernels import dispatch, inputs, reference, reference_codes, reference_quantize, reference_select, warm
+from thinwire.kernels.dispatch import KERNELS, Kernel
+from thinwire.kernels.samples import Sample, each
+
+REFERENCES = (reference, reference_codes, reference_quantize, reference_select)
+every_kernel = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
+
+
+def definitions(module: str) -> dict[str, ast.FunctionDef]:
+    """The functions of a module that need not be importable here: numba or Triton may be missing."""
+    found = find_spec(module)
+    assert found is not None, module
+    assert found.origin is not None
+    tree = ast.parse(Path(found.origin).read_text())
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def parameters(definition: ast.FunctionDef) -> list[str]:
+    return [argument.arg for argument in (*definition.args.args, *definition.args.kwonlyargs)]
+
+
+@every_kernel
+def test_twins_have_the_name_and_the_parameters_of_the_reference(kernel: Kernel) -> None:
+    expected = list(inspect.signature(kernel.reference).parameters)
+    for module in filter(None, (kernel.cpu, kernel.gpu)):
+        assert set(parameters(definitions(module)[kernel.name])) >= set(expected), module
+
+
+@every_kernel
+def test_a_kernel_is_a_name_of_the_package(kernel: Kernel) -> None:
+    assert kernel.name in kernels.__all__
+    assert inspect.signature(getattr(kernels, kernel.name)) == inspect.signature(kernel.reference)
+
+
+@every_kernel
+def test_samples_have_a_size_and_are_known_to_the_compiled_twin(kernel: Kernel) -> None:
+    samples = list(kernel.samples())
+    assert samples
+    for sample in samples:
+        assert kernel.size(*sample.args, **sample.settings) >= 0
+    known = [kernel.knows(*sample.args, **sample.settings) for sample in samples]
+    assert any(known) == (kernel.cpu is not None)
+
+
+def test_every_twin_has_a_row() -> None:
+    """A public function with the name and the parameters of a kernel, but without a row, would never run."""
+    names = {name for module in REFERENCES for name in definitions(module.__name__) if not name.startswith("_")}
+    references = {module.__name__ for module in REFERENCES}
+    modules = {module.name for module in walk_packages(kernels.__path__, f"{kernels.__name__}.")}
+    twins = {name for module in modules - references for name in definitions(module)}
+    assert names & twins == set(KERNELS)
+
+
+def test_a_row_is_all_that_a_new_kernel_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls go to its twins, and warming up compiles it."""
+
+    def double(ids: Tensor) -> Tensor:
+        return ids * 2
+
+    calls = []
+    twin = SimpleNamespace(double=lambda ids: calls.append(ids.numel()) or ids + ids)
+    monkeypatch.setattr(dispatch, "KERNELS", {})
+    monkeypatch.setattr(dispatch, "_module", {"cpu": twin}.__getitem__)
+    monkeypatch.setattr(dispatch, "has_numba", lambda: True)
+    monkeypatch.setattr(dispatch, "compilation", lambda: None)
+    call = dispatch.register(
+        double, cpu="cpu", from_size=4, knows=inputs.are_ids, samples=each(lambda: Sample(torch.arange(7)))
+    )
+    for size in (3, 4):
+        assert torch.equal(call(torch.arange(size)), 2 * torch.arange(size))
+    assert call(torch.ones(9)).sum() == 18, "not of a type that the twin knows"
+    assert calls == [4]
+    warm.warm_up()
+    assert calls == [4, 7]
+
+
+def test_the_table_of_the_documentation_is_that_of_the_registry() -> None:
+    page = Path(__file__).parents[2] / "docs" / "kernels.md"
+    table = "\n".join(["| Kernel | numba from | Triton |", "|---|---:|---|", *map(line, KERNELS.values())])
+    assert table in page.read_text(), f"docs/kernels.md must have:\n{table}"
+
+
+def line(kernel: Kernel) -> str:
+    return f"| `{kernel.name}` | {kernel.from_size if kernel.cpu else '-'} | {'yes' if kernel.gpu else '-'} |"

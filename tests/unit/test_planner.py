@@ -149,7 +149,7 @@ def test_what_gains_little_is_not_worth_it_and_what_loses_must_gain_more() -> No
     measured = replace(measurement(), forward_seconds=0.0, rest_seconds=0.0)
 
     def way(name: str, seconds: float, compressor: str | None = None) -> Way:
-        return Way(name, ((0,),), (compressor,), "all_gather", seconds)
+        return Way(name, ((0,),), (compressor,), ("all_gather",), seconds)
 
     stock, exact, lossy = way(STOCK, 1.0), way("exact", 0.95), way("lossy", 0.93, TOP_K)
     assert best_way(measured, [stock, way("exact", 1 / WORTH)]) is stock
@@ -186,7 +186,7 @@ def test_stock_ddp_has_the_buckets_of_ddp() -> None:
     stock = ways(measurement(shapes=shapes), (), SIMPLE)[0]
     assert stock.name == STOCK
     assert stock.groups == ((0, 1), (2, 3), (4,))
-    assert stock.exchange == "all_reduce"
+    assert stock.exchanges == ("all_reduce",) * 3
 
 
 def test_a_bucket_of_stock_ddp_asks_nobody() -> None:

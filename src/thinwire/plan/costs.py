@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from thinwire.compress.assign import with_memory
 from thinwire.compress.base import Compressor, Parameter
@@ -24,11 +24,10 @@ EXACT = "exact"
 """The messages of gradients that are not compressed."""
 
 
-@dataclass(frozen=True)
-class Messages:
+class Messages(NamedTuple):
     """Seconds of the messages of a job, whatever tensors they are about.
 
-    Args:
+    Attributes:
         kind: by which exchange they go, or `EXACT`. Tensors of a job whose messages are equal share them.
         alpha: added to those of the bytes.
         floor: less they never take, with their bytes.
@@ -141,12 +140,14 @@ def coded_costs(parameters: Sequence[Parameter], link: Link, copies: Codec, code
 
 def chosen_costs(options: Sequence[Costs], choices: Sequence[int]) -> Costs:
     """Of the same gradients, each with its costs in the option of that number."""
-
-    def chosen(name: str) -> tuple[Any, ...]:
-        return tuple(getattr(options[choice], name)[place] for place, choice in enumerate(choices))
-
-    parts = ("encode_seconds", "wire_seconds", "decode_seconds", "messages")
-    return Costs(*map(chosen, parts), options[0].opening_seconds)
+    picked = list(enumerate(choices))
+    return Costs(
+        tuple(options[choice].encode_seconds[place] for place, choice in picked),
+        tuple(options[choice].wire_seconds[place] for place, choice in picked),
+        tuple(options[choice].decode_seconds[place] for place, choice in picked),
+        tuple(options[choice].messages[place] for place, choice in picked),
+        options[0].opening_seconds,
+    )
 
 
 def _exact(parameter: Parameter, link: Link, copies: Codec, world_size: int) -> tuple[float, float, float]:

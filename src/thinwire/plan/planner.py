@@ -1,7 +1,8 @@
 """Price every way to synchronize the gradients of a measured model, and take the best. "Do nothing" is a way. Pure.
 
 Espresso's decision tree has, on a lane, a leaf for each compressor by each exchange that was measured, and one for the
-exact all-reduce. Whatever is compressed is compressed on the host, beside backward, so there is one processor to choose.
+exact all-reduce. The lane compresses on the host, beside backward, whatever the gradients are on: a machine has one
+processor to choose.
 """
 
 from __future__ import annotations
@@ -298,9 +299,7 @@ def _search(measurement: Measurement, options: Sequence[Costs], search: str) -> 
     return groups, tuple(way for group, way in zip(groups, taken, strict=True) for _ in group)
 
 
-def _way(
-    measurement: Measurement, name: str, options: Sequence[_Option], jobs: Groups, choices: Sequence[int]
-) -> Way:
+def _way(measurement: Measurement, name: str, options: Sequence[_Option], jobs: Groups, choices: Sequence[int]) -> Way:
     """A way by the option of each gradient: a group for each option that a job has."""
     costs = chosen_costs([option.costs for option in options], choices)
     parts = [(part, place > 0) for job in jobs for place, part in enumerate(_parts(options, job, choices))]
@@ -317,7 +316,7 @@ def _way(
 
 
 def _parts(options: Sequence[_Option], job: Sequence[int], choices: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """The options in a job, and the gradients of each. Small ones, which stay exact anyway, are with compressed ones."""
+    """The options in a job, and the gradients of each; small ones, exact anyway, with the first compressed."""
     coded = [place for place in job if options[choices[place]].costs.coded[place]]
     parts: dict[int, list[int]] = {choices[place]: [] for place in coded[:1]}
     for place in job:

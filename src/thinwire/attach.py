@@ -128,7 +128,7 @@ def attach(
         with telling_peers(group, timeout):
             plan.check(parameters, group.size())
             if isinstance(model, DistributedDataParallel):
-                check_buckets(model, tuple(entry.parameters for entry in plan.groups))
+                check_buckets(model, plan.jobs)
             plans = compression.plans(parameters, group.size())
     if optimizer is not None:
         _check_momentum(optimizer, plans, module_of(model))
@@ -225,7 +225,7 @@ def _intent(model: nn.Module, fuse: Policy | None, plan: Plan | None, fallback: 
     return Intent(
         _names(model),
         () if isinstance(model, DistributedDataParallel) else default_policies(),
-        tuple(group.parameters for group in plan.groups),
+        plan.jobs,
         plan.predicted_seconds,
         plan.dense_seconds,
         fallback,

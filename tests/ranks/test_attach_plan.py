@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -113,6 +114,28 @@ def _followed(context: RankContext) -> None:
 
 def test_a_plan_takes_the_steps_of_what_it_plans() -> None:
     run_ranks(_followed, world_size=2, timeout_seconds=120)
+
+
+def _mixed(context: RankContext) -> None:
+    """One job with three options takes the steps of a job for each of them."""
+    options = (("last.weight", "top_k:density=0.1", "all_gather"), ("middle.weight", "power_sgd", "all_reduce"))
+    exact = tuple(name for name in ORDER if name not in {name for name, _, _ in options})
+    found = []
+    for joins in (False, True):
+        groups = (Group(exact), *(Group((name,), 0, text, way, joins) for name, text, way in options))
+        model, sync = attached(plan=replace(plan_for(ONE), groups=groups))
+        with sync.trace(steps=4) as trace:
+            found.append(train(context, model, range(4)))
+        assert jobs_of(trace) == [1 if joins else 3] * 4
+        assert sync.stats()["compress/parameters"] == 2
+        assert_same_everywhere(context, found[-1])
+        sync.detach()
+    for one, other in zip(*found, strict=True):  # exact ones are added together with others, to rounding
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+
+
+def test_a_job_of_several_compressors_takes_the_steps_of_its_parts() -> None:
+    run_ranks(_mixed, world_size=2, timeout_seconds=120)
 
 
 class Stack(nn.Module):

@@ -75,6 +75,25 @@ def test_every_plan_survives_json(
     assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
 
 
+JOINED = (
+    Group(("fc2.weight",), 20_480, "power_sgd", "all_reduce"),
+    Group(("fc2.bias",), 40, joins=True),
+    Group(("fc1.bias", "fc1.weight"), 2_099_200, "top_k:density=0.01", "all_gather"),
+)
+
+
+def test_a_group_may_join_the_job_of_the_one_before() -> None:
+    plan = plan_of(groups=JOINED)
+    assert plan.jobs == (("fc2.weight", "fc2.bias"), ("fc1.bias", "fc1.weight"))
+    assert [round(cap * 1024 * 1024) for cap in plan.bucket_cap_mb_list()] == [20_520, 2_099_200]
+    assert Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert "exact, all_reduce, with the group before: fc2.bias" in plan.explain()
+
+
+def test_a_plan_without_joint_jobs_is_one_that_earlier_versions_read() -> None:
+    assert all("joins" not in group for group in plan_of().to_json()["groups"])
+
+
 def test_the_fingerprint_is_of_names_shapes_and_dtypes_in_any_order() -> None:
     same = fingerprint(PARAMETERS[::-1])
     assert same == fingerprint(PARAMETERS)
@@ -108,6 +127,7 @@ def test_a_plan_is_for_one_model_and_world_size() -> None:
         ({"predicted_seconds": -1.0}, r"predicted_seconds of the plan is -1.0, not a time"),
         ({"dense_seconds": float("nan")}, "not a time"),
         ({"groups": ()}, "no groups"),
+        ({"groups": (Group(("a",), joins=True),)}, "joins the group before it, and there is none"),
         ({"groups": (Group(("a",)), Group(("b", "a")))}, "parameter 'a' is in the plan twice"),
     ],
 )

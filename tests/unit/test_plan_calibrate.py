@@ -59,11 +59,11 @@ def test_a_compressor_that_training_shows_to_be_slow_is_not_taken() -> None:
 def test_one_way_of_each_compressor_is_tried_its_fastest() -> None:
     groups = ((0,),)
     found = [
-        Way("a", groups, (None,), "all_reduce", 3.0),
-        Way("b", groups, (None,), "all_reduce", 2.0),
-        Way("c", groups, (TOP_K,), "all_gather", 1.0),
-        Way("d", groups, (TOP_K,), "two_shot", 4.0),
-        Way("e", groups, (None, TOP_K), "all_gather", 0.5),
+        Way("a", groups, (None,), ("all_reduce",), 3.0),
+        Way("b", groups, (None,), ("all_reduce",), 2.0),
+        Way("c", groups, (TOP_K,), ("all_gather",), 1.0),
+        Way("d", groups, (TOP_K,), ("two_shot",), 4.0),
+        Way("e", groups, (None, TOP_K), ("all_reduce", "all_gather"), 0.5),
     ]
     assert [way.name for way in best_of_codecs(found)] == ["b", "e", "d"]
 

@@ -20,6 +20,7 @@ from thinwire.plan.plan import STOCK
 from thinwire.plan.planner import (
     DEFAULTS,
     LOSSY_WORTH,
+    MIXED,
     WORTH,
     Way,
     best_plan,
@@ -28,6 +29,7 @@ from thinwire.plan.planner import (
     default_policies,
     equivalent_profile,
     in_turn,
+    plan_of,
     ways,
 )
 from thinwire.plan.profile import Groups
@@ -149,7 +151,7 @@ def test_what_gains_little_is_not_worth_it_and_what_loses_must_gain_more() -> No
     measured = replace(measurement(), forward_seconds=0.0, rest_seconds=0.0)
 
     def way(name: str, seconds: float, compressor: str | None = None) -> Way:
-        return Way(name, ((0,),), (compressor,), "all_gather", seconds)
+        return Way(name, ((0,),), (compressor,), ("all_gather",), seconds)
 
     stock, exact, lossy = way(STOCK, 1.0), way("exact", 0.95), way("lossy", 0.93, TOP_K)
     assert best_way(measured, [stock, way("exact", 1 / WORTH)]) is stock
@@ -170,6 +172,48 @@ def test_what_takes_no_part_in_the_choice_is_not_needed() -> None:
         best_plan(measured, ["int8"])
 
 
+KINDS = (codec(TOP_K, "all_gather"), codec("bf16", "all_reduce"), codec("ef_sign_sgd", "two_shot"))
+
+
+@given(
+    costs,
+    st.lists(st.floats(0.0, 0.02), min_size=8, max_size=8),
+    st.floats(5.0, 2000.0),
+    st.lists(st.floats(1e-5, 0.02), min_size=3, max_size=3),
+)
+def test_no_plan_of_espresso_is_slower_than_one_of_groups(
+    rows: list[int], backward: list[float], mbit: float, launches: list[float]
+) -> None:
+    kinds = [codec(kind.compressor, kind.exchange, launch) for kind, launch in zip(KINDS, launches, strict=True)]
+    measured = measurement(mbit, shapes=[(row, 64) for row in rows], codecs=kinds)
+    measured = replace(measured, backward_seconds=tuple(backward[: len(rows)]))
+    texts = [kind.compressor for kind in kinds]
+    found = {search: ways(measured, texts, SIMPLE, search) for search in ("espresso", "groups")}
+    best = {search: min(way.seconds for way in entries) for search, entries in found.items()}
+    assert best["espresso"] <= best["groups"] * (1 + 1e-9)
+    for way in found["espresso"]:
+        plan = plan_of(way, measured, found["espresso"])
+        assert sorted(plan.parameters) == sorted(measured.names)
+        assert sum(group.size_bytes for group in plan.groups) == sum(measured.size_bytes)
+
+
+def test_compressors_are_mixed_where_each_has_its_place() -> None:
+    """Encoding by one has a launch, by the other a rate: so the large gradient takes the one, the others the other."""
+    launches = [codec(TOP_K, "all_gather", 0.05, 1e-10), codec("ef_sign_sgd", "all_gather", 1e-5, 2e-8)]
+    shapes = [(256, 128)] * 4 + [(2048, 1024)]
+    measured = measurement(50, shapes=shapes, codecs=launches)
+    plan = best_plan(measured, [TOP_K, "ef_sign_sgd"])
+    assert plan.choice == MIXED
+    assert {group.compressor for group in plan.groups} == {TOP_K, "ef_sign_sgd"}
+    assert plan.groups[-1].parameters[-1:] == measured.names[-1:]
+    assert plan.predicted_seconds < best_plan(measured, [TOP_K, "ef_sign_sgd"], search="groups").predicted_seconds
+
+
+def test_an_unknown_search_is_refused() -> None:
+    with pytest.raises(ValueError, match="no search 'greedy'; legal are espresso, groups"):
+        best_plan(measurement(), [TOP_K], search="greedy")
+
+
 def test_tables_of_embeddings_are_told_of() -> None:
     plan = best_plan(replace(measurement(), tables=("words.weight",)), ())
     assert "1 tables of embeddings are not in it" in plan.note
@@ -186,7 +230,7 @@ def test_stock_ddp_has_the_buckets_of_ddp() -> None:
     stock = ways(measurement(shapes=shapes), (), SIMPLE)[0]
     assert stock.name == STOCK
     assert stock.groups == ((0, 1), (2, 3), (4,))
-    assert stock.exchange == "all_reduce"
+    assert stock.exchanges == ("all_reduce",) * 3
 
 
 def test_a_bucket_of_stock_ddp_asks_nobody() -> None:

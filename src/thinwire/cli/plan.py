@@ -48,6 +48,10 @@ def make(
         None, help="Speed of each host's link, such as 100mbit; none for loopback.", show_default=False
     ),
     compress: str = typer.Option(COMPRESSORS, help="Compressors to consider, comma-separated; none for exact plans."),
+    search: str = typer.Option(
+        "espresso",
+        help="What is compressed: decided for each gradient (espresso), or for all of a job alike (groups).",
+    ),
     steps: int = typer.Option(9, min=1, help="Training steps that are measured."),
     fresh: bool = typer.Option(False, "--fresh", help="Measure link and compressors again, and forget what is cached."),
     model: str = typer.Option(None, help="Plan for a published model instead, without measuring.", show_default=False),
@@ -80,6 +84,7 @@ def make(
             show_published(model, hosts or 8, ranks_per_host, link or "25gbit", inside, console, output, json_path)
             return
         compressors = names_of(compress)
+        check_search(search)
         if measured is not None:
             from thinwire.plan.measurement import Measurement
 
@@ -90,7 +95,7 @@ def make(
             how = How(compressors, steps, fresh=fresh)
             found = measure_target(job, hosts, ranks_per_host, link, how, console)
         if is_first_rank():
-            _finish(found, compressors, console, measurement, output, json_path)
+            _finish(found, compressors, search, console, measurement, output, json_path)
 
 
 @app.command(epilog="Example: thinwire plan show plan.json")
@@ -141,6 +146,14 @@ def is_first_rank() -> bool:
     return int(os.environ.get("RANK", "0")) == 0
 
 
+def check_search(search: str) -> None:
+    """Before anything is measured, whether there is such a search."""
+    from thinwire.plan.planner import SEARCHES
+
+    if search not in SEARCHES:
+        raise typer.BadParameter(f"{search!r} is none of {', '.join(SEARCHES)}", param_hint="--search")
+
+
 def names_of(text: str) -> tuple[str, ...]:
     """Of a comma-separated list; "none" is an empty one."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
@@ -170,6 +183,7 @@ class status:  # used as a function
 def _finish(
     measured: Measurement,
     compressors: tuple[str, ...],
+    search: str,
     console: Console,
     measurement: Path | None,
     output: Path | None,
@@ -180,7 +194,7 @@ def _finish(
     from thinwire.plan.collectives import cost_table
     from thinwire.plan.planner import best_plan
 
-    best = replace(best_plan(measured, compressors), created=measured.created)
+    best = replace(best_plan(measured, compressors, search=search), created=measured.created)
     rows = cost_table(measured.world_size, sum(measured.size_bytes), measured.link.message)
     print_measurement(measured, console)
     print_costs(rows, measured.link.message, measured.world_size, sum(measured.size_bytes), console)

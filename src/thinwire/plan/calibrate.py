@@ -55,12 +55,12 @@ def calibrate(
     if _suits_ddp(training.model):
         on_stage(f"training with {STOCK}")
         taken = _seconds_of_ddp(training) - measurement.other_seconds
-        extras.append(Extra(STOCK, stock.exchange, taken - stock.seconds))
+        extras.append(Extra(STOCK, "all_reduce", taken - stock.seconds))
     for way in best_of_codecs(found[1:]):
         if way.is_exact or way.seconds <= TOLERANCE * stock.seconds:
             on_stage(f"training with {way.name}")
             taken = _seconds_of_plan(training, plan_of(way, measurement, found)) - measurement.other_seconds
-            extras.append(Extra(*way.codec, taken - way.seconds))
+            extras.append(Extra(*way.codecs[0], taken - way.seconds))
     return replace(measurement, extras=tuple(extras))
 
 
@@ -68,8 +68,9 @@ def best_of_codecs(found: Iterable[Way]) -> list[Way]:
     """The fastest exact way, and that of each compressor and exchange, in the order in which they were found."""
     best: dict[tuple[str, str], Way] = {}
     for way in found:
-        if way.codec not in best or way.seconds < best[way.codec].seconds:
-            best[way.codec] = way
+        codec, *others = way.codecs
+        if not others and (codec not in best or way.seconds < best[codec].seconds):
+            best[codec] = way
     return list(best.values())
 
 

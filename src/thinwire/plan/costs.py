@@ -6,8 +6,10 @@ messages and the decoding of the others. All of it runs on the lane, one job aft
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from thinwire.compress.assign import with_memory
 from thinwire.compress.base import Compressor, Parameter
@@ -18,17 +20,21 @@ from thinwire.compress.policy import leave_small
 from thinwire.plan.speeds import Codec, Fit, Link
 from thinwire.sync.exchange import ring_all_reduce_bytes
 
+EXACT = "exact"
+"""The messages of gradients that are not compressed."""
 
-@dataclass(frozen=True)
-class Messages:
+
+class Messages(NamedTuple):
     """Seconds of the messages of a job, whatever tensors they are about.
 
-    Args:
+    Attributes:
+        kind: by which exchange they go, or `EXACT`. Tensors of a job whose messages are equal share them.
         alpha: added to those of the bytes.
         floor: less they never take, with their bytes.
         fixed: added to either.
     """
 
+    kind: str
     alpha: float
     floor: float = 0.0
     fixed: float = 0.0
@@ -38,25 +44,34 @@ class Messages:
         return self.fixed + max(self.floor, self.alpha + wire_seconds)
 
 
+class Part(NamedTuple):
+    """What one tensor adds to its job: seconds of its encoding and decoding, of its bytes, and by what it travels."""
+
+    coding_seconds: float
+    wire_seconds: float
+    messages: Messages
+
+
 @dataclass(frozen=True)
 class Costs:
     """Seconds of any group of the gradients of a model.
 
     Args:
         encode_seconds, wire_seconds, decode_seconds: of each tensor; more of them in a group take as much longer.
-        coded: whether it is compressed.
+        messages: by which each tensor travels, with others of its job.
         opening_seconds: of every job.
-        exact: of a job with tensors that are not compressed.
-        compressed: of a job with tensors that are.
     """
 
     encode_seconds: tuple[float, ...]
     wire_seconds: tuple[float, ...]
     decode_seconds: tuple[float, ...]
-    coded: tuple[bool, ...]
+    messages: tuple[Messages, ...]
     opening_seconds: float
-    exact: Messages
-    compressed: Messages = Messages(0.0)  # frozen
+
+    @property
+    def coded(self) -> tuple[bool, ...]:
+        """Whether each tensor is compressed."""
+        return tuple(messages.kind != EXACT for messages in self.messages)
 
     @property
     def tensor_seconds(self) -> tuple[float, ...]:
@@ -67,17 +82,26 @@ class Costs:
     @property
     def group_seconds(self) -> float:
         """Of a job of whatever kinds of tensors there are, without the tensors."""
-        exact = self.exact.seconds(0.0) if not all(self.coded) else 0.0
-        return self.opening_seconds + exact + (self.compressed.seconds(0.0) if any(self.coded) else 0.0)
+        return self.opening_seconds + sum(messages.seconds(0.0) for messages in dict.fromkeys(self.messages))
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """What each tensor adds to its job."""
+        coding = map(sum, zip(self.encode_seconds, self.decode_seconds, strict=True))
+        return tuple(map(Part, coding, self.wire_seconds, self.messages))
 
     def seconds(self, members: Sequence[int]) -> float:
         """Of one job."""
-        work = sum(self.encode_seconds[place] + self.decode_seconds[place] for place in members)
-        exact = [self.wire_seconds[place] for place in members if not self.coded[place]]
-        coded = [self.wire_seconds[place] for place in members if self.coded[place]]
-        messages = self.exact.seconds(sum(exact)) if exact else 0.0
-        messages += self.compressed.seconds(sum(coded)) if coded else 0.0
-        return self.opening_seconds + messages + work
+        return job_seconds(self.opening_seconds, [self.parts[place] for place in members])
+
+
+def job_seconds(opening_seconds: float, parts: Iterable[Part]) -> float:
+    """Of one job, whatever its tensors go by."""
+    work, wires = 0.0, dict[Messages, float]()
+    for part in parts:
+        work += part.coding_seconds
+        wires[part.messages] = wires.get(part.messages, 0.0) + part.wire_seconds
+    return opening_seconds + sum(messages.seconds(wire) for messages, wire in wires.items()) + work
 
 
 def exact_costs(parameters: Sequence[Parameter], link: Link, copies: Codec, world_size: int) -> Costs:
@@ -87,7 +111,7 @@ def exact_costs(parameters: Sequence[Parameter], link: Link, copies: Codec, worl
         copies: into one tensor and back.
     """
     encode, wire, decode = zip(*(_exact(entry, link, copies, world_size) for entry in parameters), strict=True)
-    return Costs(encode, wire, decode, (False,) * len(parameters), link.round.alpha, _exact_messages(link, copies))
+    return Costs(encode, wire, decode, (_exact_messages(link, copies),) * len(parameters), link.round.alpha)
 
 
 def coded_costs(parameters: Sequence[Parameter], link: Link, copies: Codec, codec: Codec, world_size: int) -> Costs:
@@ -100,9 +124,8 @@ def coded_costs(parameters: Sequence[Parameter], link: Link, copies: Codec, code
     policy = leave_small(compressor)
     rows, coded, rounds = [], [], 0
     for parameter in parameters:
-        is_coded = policy(parameter) is not None
-        coded.append(is_coded)
-        if is_coded:
+        coded.append(policy(parameter) is not None)
+        if coded[-1]:
             compressor.check(parameter)
             exchange = exchange_for(codec.exchange, compressor, parameter, world_size)
             rows.append(_coded(parameter, link, codec, compressor, exchange, world_size))
@@ -110,8 +133,21 @@ def coded_costs(parameters: Sequence[Parameter], link: Link, copies: Codec, code
         else:
             rows.append(_exact(parameter, link, copies, world_size))
     encode, wire, decode = zip(*rows, strict=True)
-    compressed = _messages(link, codec.exchange, rounds)
-    return Costs(encode, wire, decode, tuple(coded), link.round.alpha, _exact_messages(link, copies), compressed)
+    exact, compressed = _exact_messages(link, copies), _messages(link, codec.exchange, rounds)
+    messages = tuple(compressed if is_coded else exact for is_coded in coded)
+    return Costs(encode, wire, decode, messages, link.round.alpha)
+
+
+def chosen_costs(options: Sequence[Costs], choices: Sequence[int]) -> Costs:
+    """Of the same gradients, each with its costs in the option of that number."""
+    picked = list(enumerate(choices))
+    return Costs(
+        tuple(options[choice].encode_seconds[place] for place, choice in picked),
+        tuple(options[choice].wire_seconds[place] for place, choice in picked),
+        tuple(options[choice].decode_seconds[place] for place, choice in picked),
+        tuple(options[choice].messages[place] for place, choice in picked),
+        options[0].opening_seconds,
+    )
 
 
 def _exact(parameter: Parameter, link: Link, copies: Codec, world_size: int) -> tuple[float, float, float]:
@@ -123,7 +159,7 @@ def _exact(parameter: Parameter, link: Link, copies: Codec, world_size: int) -> 
 
 def _exact_messages(link: Link, copies: Codec) -> Messages:
     fit = link.all_reduce
-    return Messages(fit.line.alpha, fit.floor, copies.encode.line.alpha + copies.decode.line.alpha)
+    return Messages(EXACT, fit.line.alpha, fit.floor, copies.encode.line.alpha + copies.decode.line.alpha)
 
 
 def _coded(
@@ -161,12 +197,12 @@ def _collective(link: Link, exchange: str) -> Fit:
 def _messages(link: Link, exchange: str, rounds: int) -> Messages:
     """Of each shot with its headers, or of as many all-reduces as there are rounds."""
     if exchange == "all_reduce":
-        return Messages(rounds * link.all_reduce.line.alpha, rounds * link.all_reduce.floor)
+        return Messages(exchange, rounds * link.all_reduce.line.alpha, rounds * link.all_reduce.floor)
     gather = link.all_gather
     if exchange == "all_gather":
-        return Messages(gather.line.alpha, gather.floor, link.round.alpha)
+        return Messages(exchange, gather.line.alpha, gather.floor, link.round.alpha)
     deal = link.all_to_all
-    return Messages(deal.line.alpha + gather.line.alpha, deal.floor + gather.floor, 2 * link.round.alpha)
+    return Messages(exchange, deal.line.alpha + gather.line.alpha, deal.floor + gather.floor, 2 * link.round.alpha)
 
 
 def _rounds(compressor: Compressor, parameter: Parameter) -> int:

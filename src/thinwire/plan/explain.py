@@ -77,7 +77,8 @@ def _what(plan: Plan, number: int) -> str:
     behind = "" if plan.ahead or group.compressor is None else ", as one tensor"
     first, last = group.parameters[0], group.parameters[-1]
     span = first if first == last else f"{first} .. {last}"
-    return f"{group.describe()}{behind}: {span}"
+    joins = ", with the group before" if group.joins else ""
+    return f"{group.describe()}{behind}{joins}: {span}"
 
 
 def _candidates(plan: Plan) -> list[str]:

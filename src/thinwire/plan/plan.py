@@ -36,6 +36,7 @@ class Group:
             the parameters that `thinwire.compress.leave_small` lets through; the others are all-reduced exactly by the
             same job. Without, it is for the gradients of the group as one flat tensor.
         exchange: by which payloads are averaged.
+        joins: whether it travels by the job of the group before it, which then waits for both.
 
     Raises:
         ValueError: no parameters, an unknown compressor or exchange.
@@ -45,6 +46,7 @@ class Group:
     size_bytes: int = 0
     compressor: str | None = None
     exchange: str = "all_reduce"
+    joins: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", tuple(self.parameters))
@@ -64,6 +66,11 @@ class Group:
 
     def describe(self) -> str:
         return "exact, all_reduce" if self.compressor is None else f"{self.compressor}, {self.exchange}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields; ``joins`` only where it is true, so that earlier versions read all other plans."""
+        data = {**asdict(self), "parameters": list(self.parameters)}
+        return data if self.joins else {name: value for name, value in data.items() if name != "joins"}
 
 
 @dataclass(frozen=True)
@@ -127,14 +134,25 @@ class Plan:
                 raise ValueError(f"{name} of the plan is {getattr(self, name)}, not a time: {_HOW}")
         if not self.groups:
             raise ValueError(f"the plan has no groups: {_HOW}")
+        if self.groups[0].joins:
+            raise ValueError(f"the first group of the plan joins the group before it, and there is none: {_HOW}")
         twice = _first_twice(self.parameters)
         if twice is not None:
             raise ValueError(f"parameter {twice!r} is in the plan twice: {_HOW}")
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """All names, in backward order."""
+        """All names, in the order of the groups."""
         return tuple(name for group in self.groups for name in group.parameters)
+
+    @property
+    def jobs(self) -> tuple[tuple[str, ...], ...]:
+        """The names that travel together, job by job: those of a group, and of the groups that join it."""
+        found: list[tuple[str, ...]] = []
+        for group in self.groups:
+            joined = found.pop() if group.joins else ()
+            found.append((*joined, *group.parameters))
+        return tuple(found)
 
     @property
     def does_nothing(self) -> bool:
@@ -186,9 +204,12 @@ class Plan:
     def bucket_cap_mb_list(self) -> list[float]:
         """For ``DistributedDataParallel(bucket_cap_mb_list=...)``: its buckets are then the groups of this plan.
 
-        A bucket of DDP closes as soon as it has as many bytes as its cap, so the cap is what the group has.
+        A bucket of DDP closes as soon as it has as many bytes as its cap, so the cap is what the job has.
         """
-        return [group.size_bytes / _BYTES_PER_MB for group in self.groups]
+        size_bytes: list[int] = []
+        for group in self.groups:
+            size_bytes.append(group.size_bytes + (size_bytes.pop() if group.joins else 0))
+        return [size / _BYTES_PER_MB for size in size_bytes]
 
     def explain(self) -> str:
         """What it does and why, for people."""
@@ -198,7 +219,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         """The fields, which docs/plan.md describes."""
-        groups = [{**asdict(group), "parameters": list(group.parameters)} for group in self.groups]
+        groups = [group.to_json() for group in self.groups]
         candidates = [asdict(candidate) for candidate in self.candidates]
         fields = asdict(replace(self, candidates=()))
         return {"version": fields.pop("version"), **fields, "groups": groups, "candidates": candidates}

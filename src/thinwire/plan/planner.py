@@ -1,16 +1,21 @@
-"""Price every way to synchronize the gradients of a measured model, and take the best. "Do nothing" is a way. Pure."""
+"""Price every way to synchronize the gradients of a measured model, and take the best. "Do nothing" is a way. Pure.
+
+Espresso's decision tree has, on a lane, a leaf for each compressor by each exchange that was measured, and one for the
+exact all-reduce. The lane compresses on the host, beside backward, whatever the gradients are on: a machine has one
+processor to choose.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from thinwire.fuse.byte_cap import ByteCap, byte_cap
 from thinwire.fuse.policy import Policy
 from thinwire.fuse.safusion import SaFusion
-from thinwire.plan.costs import Costs
-from thinwire.plan.lane_search import fastest_jobs
+from thinwire.plan.costs import Costs, chosen_costs
+from thinwire.plan.lane_search import espresso_jobs, fastest_jobs
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.plan import EXACT, STOCK, Candidate, Group, Plan
 from thinwire.plan.profile import Groups, Linear, Profile
@@ -30,6 +35,15 @@ mostly and by 30 % at worst where it was compared, and a plan that is slower tha
 BEST_CUT = "best cut"
 """The name of groups that are optimal for costs that no policy sees exactly; see `thinwire.plan.lane_search`."""
 
+WHERE_IT_PAYS = "where it pays"
+"""The name of ways that compress some gradients and others not."""
+
+MIXED = f"compressors mixed, each {WHERE_IT_PAYS}"
+"""The name of the way that takes its pick of everything that was measured."""
+
+SEARCHES = ("espresso", "groups")
+"""How gradients that are worth compressing are found: see `best_plan`."""
+
 DDP_BUCKETS = byte_cap(mb=25, first_mb=1)
 """What stock DDP does."""
 
@@ -40,32 +54,49 @@ class Way:
 
     Args:
         name: for people.
-        groups: which gradients travel together, by place in backward order.
+        groups: which gradients are sent alike, by place in backward order.
         compressors: of each group; None for an exact one.
-        exchange: of the groups that are compressed.
+        exchanges: of each group.
         seconds: from the start of backward until the last gradient is there, as in training where that was tried.
+        joins: of each group, whether it travels by the job of the group before; empty where none does.
     """
 
     name: str
     groups: Groups
     compressors: tuple[str | None, ...]
-    exchange: str
+    exchanges: tuple[str, ...]
     seconds: float
+    joins: tuple[bool, ...] = ()
 
     @property
     def is_exact(self) -> bool:
         return not any(self.compressors)
 
     @property
-    def codec(self) -> tuple[str, str]:
-        """Compressor and exchange, as `thinwire.plan.speeds.Codec` names them."""
-        return next((text for text in self.compressors if text), COPIES), self.exchange
+    def codecs(self) -> tuple[tuple[str, str], ...]:
+        """Compressors and their exchanges; those of exact gradients where nothing is compressed."""
+        used = dict.fromkeys(zip(self.compressors, self.exchanges, strict=True))
+        return tuple((text, exchange) for text, exchange in used if text) or ((COPIES, "all_reduce"),)
+
+
+@dataclass(frozen=True)
+class _Option:
+    """One way to send a gradient: a leaf of the decision tree, priced. Without a compressor it is exact."""
+
+    compressor: str | None
+    exchange: str
+    costs: Costs
+
+    @property
+    def label(self) -> str:
+        return EXACT if self.compressor is None else f"{self.compressor} by {self.exchange}"
 
 
 def best_plan(
     measurement: Measurement,
     compressors: Sequence[str] = DEFAULTS,
     policies: Sequence[Policy] | None = None,
+    search: str = "espresso",
 ) -> Plan:
     """The best of all ways; of two that are alike, the simpler one.
 
@@ -75,15 +106,18 @@ def best_plan(
     Args:
         compressors: texts of `thinwire.compress.named.parse` that were measured; () for exact ways only.
         policies: of fusion; None takes all of `thinwire.fuse`.
+        search: how to find what is worth compressing. "espresso" decides for each gradient, among all that was
+            measured: see `thinwire.plan.lane_search.espresso_jobs`. "groups" sends all gradients of a job alike, with
+            one compressor in the plan; it is never faster than the other.
 
     Raises:
-        ValueError: a compressor that was not measured, or that sends what nobody can tell beforehand.
+        ValueError: a compressor that was not measured, or that sends what nobody can tell beforehand; another search.
 
     Example:
         >>> plan = best_plan(Measurement.load("measured.json"))   # doctest: +SKIP
         >>> plan.save("plan.json")                                # doctest: +SKIP
     """
-    return plan_of(best_way(measurement, found := ways(measurement, compressors, policies)), measurement, found)
+    return plan_of(best_way(measurement, found := ways(measurement, compressors, policies, search)), measurement, found)
 
 
 def best_way(measurement: Measurement, found: Sequence[Way]) -> Way:
@@ -98,21 +132,34 @@ def best_way(measurement: Measurement, found: Sequence[Way]) -> Way:
 
 
 def ways(
-    measurement: Measurement, compressors: Sequence[str] = DEFAULTS, policies: Sequence[Policy] | None = None
+    measurement: Measurement,
+    compressors: Sequence[str] = DEFAULTS,
+    policies: Sequence[Policy] | None = None,
+    search: str = "espresso",
 ) -> list[Way]:
     """All, priced; stock DDP first. For arguments and errors see `best_plan`."""
-    chosen = default_policies() if policies is None else policies
-    found = [stock_way(measurement)]
-    exact = measurement.costs()
-    found += _fused(measurement, exact, None, "all_reduce", chosen)
+    if search not in SEARCHES:
+        raise ValueError(f"no search {search!r}; legal are {', '.join(SEARCHES)}")
+    policies = default_policies() if policies is None else policies
+    exact = _Option(None, "all_reduce", measurement.costs())
+    found = [stock_way(measurement), *_fused(measurement, exact, policies)]
+    options = list(_options(measurement, compressors))
+    for option in options:
+        found += _fused(measurement, option, policies)
+        found += _mixed(measurement, [exact, option], search)
+    if search == "espresso" and len(options) > 1:
+        found += _mixed(measurement, [exact, *options], search)
+    return found
+
+
+def _options(measurement: Measurement, compressors: Sequence[str]) -> Iterator[_Option]:
+    """Each compressor by each exchange, where it compresses anything."""
     for compressor in compressors:
         exchanges = measurement.exchanges(compressor) or (measurement.fastest_exchange(compressor),)
         for exchange in exchanges:
             costs = measurement.costs(compressor, exchange)
             if any(costs.coded):
-                found += _fused(measurement, costs, compressor, exchange, chosen)
-                found += _mixed(measurement, exact, costs, compressor, exchange)
-    return found
+                yield _Option(compressor, exchange, costs)
 
 
 def stock_way(measurement: Measurement) -> Way:
@@ -123,17 +170,17 @@ def stock_way(measurement: Measurement) -> Way:
         STOCK,
         groups,
         (None,) * len(groups),
-        "all_reduce",
-        _in_training(measurement, groups, seconds, (STOCK, "all_reduce")),
+        ("all_reduce",) * len(groups),
+        _in_training(measurement, groups, seconds, [(STOCK, "all_reduce")]),
     )
 
 
 def _in_training(
-    measurement: Measurement, groups: Groups, seconds: Sequence[float], codec: tuple[str | None, str]
+    measurement: Measurement, jobs: Groups, seconds: Sequence[float], codecs: Iterable[tuple[str | None, str]]
 ) -> float:
-    """`in_turn`, and what it leaves out; never less than backward alone."""
-    timeline = in_turn(measurement, groups, seconds)
-    return max(timeline + measurement.extra_seconds(*codec), math.fsum(measurement.backward_seconds))
+    """`in_turn`, and what it leaves out, of several codecs the most; never less than backward alone."""
+    extra = max(measurement.extra_seconds(*codec) for codec in codecs)
+    return max(in_turn(measurement, jobs, seconds) + extra, math.fsum(measurement.backward_seconds))
 
 
 def in_turn(measurement: Measurement, groups: Groups, seconds: Sequence[float]) -> float:
@@ -188,9 +235,12 @@ def plan_of(way: Way, measurement: Measurement, found: Sequence[Way]) -> Plan:
             tuple(names[place] for place in group),
             sum(sizes[place] for place in group),
             compressor,
-            way.exchange if compressor else "all_reduce",
+            exchange,
+            joins,
         )
-        for group, compressor in zip(way.groups, way.compressors, strict=True)
+        for group, compressor, exchange, joins in zip(
+            way.groups, way.compressors, way.exchanges, way.joins or (False,) * len(way.groups), strict=True
+        )
     )
     ranked = sorted(found, key=lambda candidate: candidate.seconds)
     tables = len(measurement.tables)
@@ -217,28 +267,59 @@ def counts_bytes(policy: Policy) -> bool:
     return isinstance(policy, ByteCap) or (isinstance(policy, SaFusion) and not policy.adapt)
 
 
-def _fused(
-    measurement: Measurement, costs: Costs, compressor: str | None, exchange: str, policies: Sequence[Policy]
-) -> Iterator[Way]:
+def _fused(measurement: Measurement, option: _Option, policies: Sequence[Policy]) -> Iterator[Way]:
     """One way for each grouping that is new; the first policy that has it gives the name."""
-    label = EXACT if compressor is None else f"{compressor} by {exchange}"
-    by_bytes, by_cost = measurement.profile(compressor, exchange), equivalent_profile(measurement, costs)
+    by_bytes = measurement.profile(option.compressor, option.exchange)
+    by_cost = equivalent_profile(measurement, option.costs)
     named = [(policy.name, policy.groups(by_bytes if counts_bytes(policy) else by_cost)) for policy in policies]
-    named.append((BEST_CUT, fastest_jobs(measurement.backward_seconds, (costs,))[0]))
+    named.append((BEST_CUT, fastest_jobs(measurement.backward_seconds, (option.costs,))[0]))
     seen: set[Groups] = set()
     for name, groups in named:
         if groups not in seen:
             seen.add(groups)
-            prices = [costs.seconds(group) for group in groups]
-            seconds = _in_training(measurement, groups, prices, (compressor, exchange))
-            yield Way(f"{label}, {name}", groups, (compressor,) * len(groups), exchange, seconds)
+            yield _way(measurement, f"{option.label}, {name}", [option], groups, (0,) * len(measurement.names))
 
 
-def _mixed(measurement: Measurement, exact: Costs, coded: Costs, compressor: str, exchange: str) -> Iterator[Way]:
-    """Each group compressed only where that pays; nothing if that is all groups or none."""
-    groups, chosen = fastest_jobs(measurement.backward_seconds, (exact, coded))
-    if not all(chosen) and any(chosen):
-        prices = [(exact, coded)[way].seconds(group) for group, way in zip(groups, chosen, strict=True)]
-        compressors = tuple(compressor if way else None for way in chosen)
-        seconds = _in_training(measurement, groups, prices, (compressor, exchange))
-        yield Way(f"{compressor} by {exchange} where it pays", groups, compressors, exchange, seconds)
+def _mixed(measurement: Measurement, options: Sequence[_Option], search: str) -> list[Way]:
+    """Gradients compressed only where that pays, the first option is exact; nothing if that is none or all alike."""
+    costs = [option.costs for option in options]
+    groups, choices = _search(measurement, costs, search)
+    coded = tuple(choice if costs[choice].coded[place] else 0 for place, choice in enumerate(choices))
+    name = MIXED if len(options) > 2 else f"{options[1].label} {WHERE_IT_PAYS}"
+    way = _way(measurement, name, options, groups, coded)
+    is_mixed = len(way.codecs) > 1 if len(options) > 2 else len(set(way.compressors)) > 1
+    return [way] if is_mixed else []
+
+
+def _search(measurement: Measurement, options: Sequence[Costs], search: str) -> tuple[Groups, tuple[int, ...]]:
+    """Groups, and the option of each gradient."""
+    if search == "espresso":
+        return espresso_jobs(measurement.backward_seconds, measurement.size_bytes, options)
+    groups, taken = fastest_jobs(measurement.backward_seconds, options)
+    return groups, tuple(way for group, way in zip(groups, taken, strict=True) for _ in group)
+
+
+def _way(measurement: Measurement, name: str, options: Sequence[_Option], jobs: Groups, choices: Sequence[int]) -> Way:
+    """A way by the option of each gradient: a group for each option that a job has."""
+    costs = chosen_costs([option.costs for option in options], choices)
+    parts = [(part, place > 0) for job in jobs for place, part in enumerate(_parts(options, job, choices))]
+    way = Way(
+        name,
+        tuple(group for (_, group), _ in parts),
+        tuple(options[option].compressor for (option, _), _ in parts),
+        tuple(options[option].exchange for (option, _), _ in parts),
+        0.0,
+        tuple(joins for _, joins in parts),
+    )
+    seconds = _in_training(measurement, jobs, [costs.seconds(job) for job in jobs], way.codecs)
+    return replace(way, seconds=seconds)
+
+
+def _parts(options: Sequence[_Option], job: Sequence[int], choices: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """The options in a job, and the gradients of each; small ones, exact anyway, with the first compressed."""
+    coded = [place for place in job if options[choices[place]].costs.coded[place]]
+    parts: dict[int, list[int]] = {choices[place]: [] for place in coded[:1]}
+    for place in job:
+        is_small = coded and not options[choices[coded[0]]].costs.coded[place]
+        parts.setdefault(choices[coded[0] if is_small else place], []).append(place)
+    return [(option, tuple(places)) for option, places in parts.items()]

@@ -36,7 +36,7 @@ FOUNDATION = {
     "attach": {"sparse", "sync", "compress", "lane", "hooks", "cuda", "synchronizer", "plan", "fuse"},
     "observe": {"sparse", "sync", "wire", "errors"},
     "testbed": {"errors"},
-    "checkpoint": {"errors", "lane", "cuda"},
+    "checkpoint": {"errors", "lane", "cuda", "sync"},
 }  # fmt: skip
 
 # Of another room, the first one imports only these modules.

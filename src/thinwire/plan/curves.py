@@ -23,7 +23,7 @@ from thinwire.compress.exchange import Phase, Stopwatch, Task
 from thinwire.compress.named import parse
 from thinwire.lane import Lane
 from thinwire.plan.speeds import COPIES, Codec, Fit
-from thinwire.sync.machine import told
+from thinwire.sync.agree import gather_numbers, wait_for_all
 
 T = TypeVar("T")
 Point = tuple[float, float]
@@ -109,9 +109,10 @@ def _coding_seconds(
 def _typical(lane: Lane, run: Callable[[], tuple[float, float]]) -> list[float]:
     """Of the median rank the median of runs in a row, which all ranks begin together; after one that does not count."""
     run()
-    told(lane.exchange, 0.0)
+    wait_for_all(lane.exchange)
     runs = [run() for _ in range(_RUNS)]
-    return [statistics.median(told(lane.exchange, statistics.median(values))) for values in zip(*runs, strict=True)]
+    mine = [statistics.median(values) for values in zip(*runs, strict=True)]
+    return [statistics.median(values) for values in zip(*gather_numbers(lane.exchange, "seconds", mine), strict=True)]
 
 
 def _measure_copies(lane: Lane, device: torch.device) -> Codec:

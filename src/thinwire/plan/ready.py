@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.compress.base import Parameter
+from thinwire.sync.agree import gather_numbers
 from thinwire.sync.exchange import Exchange
 
 WARM_STEPS = 3
@@ -168,7 +169,8 @@ def agree(exchange: Exchange, times: Tensor, parameters: tuple[Parameter, ...]) 
             f"no training step was measured: at least {WARM_STEPS + 1} with forward and backward in training mode are"
             " needed"
         )
-    slowest = _of_all(exchange, times).amax(0)
+    gathered = gather_numbers(exchange, "step times", times.flatten().tolist())
+    slowest = torch.tensor(gathered, dtype=torch.float64).view(-1, *times.shape).amax(0)
     return typical(slowest, parameters)
 
 
@@ -182,10 +184,3 @@ def typical(times: Tensor, parameters: tuple[Parameter, ...]) -> Ready:
     moments = [max(forward, ready[place]) for place in places]
     backward = [late - early for early, late in zip([forward, *moments[:-1]], moments, strict=True)]
     return Ready(tuple(parameters[place] for place in places), tuple(backward), forward, max(0.0, end - moments[-1]))
-
-
-def _of_all(exchange: Exchange, values: Tensor) -> Tensor:
-    """float64 [world_size, ...]: those of each rank."""
-    mine = values.contiguous().view(-1).view(torch.uint8)
-    received = exchange.swap([mine] * exchange.world_size, [mine.numel()] * exchange.world_size)
-    return torch.stack([data.clone().view(torch.float64).view(values.shape) for data in received])

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels, wire
+from thinwire.sync.agree import gather_records, longest
 from thinwire.sync.exchange import Exchange, ring_all_reduce_bytes
 from thinwire.sync.partition import Permutation
-from thinwire.sync.records import swap_record
 from thinwire.wire import Format, Header
 
 REPEATS = 3
@@ -147,7 +147,7 @@ def measure(
 
 
 def _measured(exchange: Exchange, probe_bytes: int, clock: Callable[[], float]) -> Machine:
-    round_seconds = max(told(exchange, _fastest(lambda: _ask_all(exchange), clock)))
+    round_seconds = longest(exchange, _fastest(lambda: _ask_all(exchange), clock))
     message_seconds = _fastest(lambda: _ask_next(exchange), clock)
     byte_seconds = _byte_seconds(exchange, round_seconds, probe_bytes, clock)
     _ask_all(exchange)
@@ -210,7 +210,7 @@ def _believed(byte_seconds: float) -> float:
 
 def _swap_seconds(exchange: Exchange, size: int, clock: Callable[[], float]) -> float:
     outgoing = [torch.zeros(size, dtype=torch.uint8)] * exchange.world_size
-    return max(told(exchange, _seconds(lambda: exchange.swap(outgoing, [size] * exchange.world_size), clock)))
+    return longest(exchange, _seconds(lambda: exchange.swap(outgoing, [size] * exchange.world_size), clock))
 
 
 def _reduced_byte_seconds(
@@ -222,7 +222,7 @@ def _reduced_byte_seconds(
     lasting = int(_PROBE_SECONDS / byte_seconds) if byte_seconds > 0 else probe_bytes  # the same on all ranks
     count = min(probe_bytes // 2, max(_FIRST_PROBE_BYTES, lasting)) // 4
     tensor = torch.zeros(count, dtype=torch.float32)
-    runs = [max(told(exchange, _seconds(lambda: exchange.all_reduce(tensor), clock))) for _ in range(REPEATS)]
+    runs = [longest(exchange, _seconds(lambda: exchange.all_reduce(tensor), clock)) for _ in range(REPEATS)]
     seconds = statistics.median(runs)
     steps = 2 * (exchange.world_size - 1) * message_seconds
     return _believed(max(seconds - steps, seconds / 4) / ring_all_reduce_bytes(4 * count, exchange.world_size))
@@ -292,12 +292,7 @@ def _decoded(part: wire.Part, message: tuple[Format, int, Tensor], width: int) -
     return wire.decode(format, part, count, payload, width, torch.float32)
 
 
-def told(exchange: Exchange, number: float) -> list[float]:
-    """The number of each rank, on all of them; a collective call."""
-    return [struct.unpack("<d", other)[0] for other in swap_record(exchange, "number", struct.pack("<d", number))]
-
-
 def _typical(exchange: Exchange, mine: Machine) -> Machine:
     layout = struct.Struct(f"<{len(fields(Machine))}d")
-    told = swap_record(exchange, "machine", layout.pack(*astuple(mine)))
-    return Machine(*map(statistics.median, zip(*map(layout.unpack, told), strict=True)))
+    machines = gather_records(exchange, "machine", layout.pack(*astuple(mine)))
+    return Machine(*map(statistics.median, zip(*map(layout.unpack, machines), strict=True)))

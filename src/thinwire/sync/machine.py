@@ -43,13 +43,36 @@ _log = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Seconds of the steps of which every scheme is made, on the median rank.
+class Network:
+    """What links the ranks of a group, measured or assumed.
 
     Args:
         round_seconds: all ranks send all others a header.
-        message_seconds: a rank sends its neighbour a header while it gets one.
+        message_seconds: a rank sends its neighbour a header while it gets one: the latency (alpha).
         byte_seconds: of a byte sent, when all ranks send to all at once (beta).
+    """
+
+    round_seconds: float
+    message_seconds: float
+    byte_seconds: float
+
+    @property
+    def mbit(self) -> float:
+        """The link, as payload in Mbit/s of one rank."""
+        return 8e-6 / self.byte_seconds
+
+    def describe(self) -> str:
+        return (
+            f"{self.mbit:.0f} Mbit/s a rank, {1e3 * self.round_seconds:.2f} ms to ask all ranks,"
+            f" {1e3 * self.message_seconds:.2f} ms to ask one"
+        )
+
+
+@dataclass(frozen=True)
+class Machine(Network):
+    """Seconds of the steps of which every scheme is made, on the median rank: of its network, and of its kernels.
+
+    Args:
         reduced_byte_seconds: of a byte sent by the process group's own dense all-reduce.
         part_seconds: split off, encode, verify and decode one more message.
         send_id_seconds, send_byte_seconds: deal a row to its owner and encode it: by row, and by byte of values.
@@ -57,9 +80,6 @@ class Machine:
         join_id_seconds, join_byte_seconds: decode a row of the sum and put it into its place.
     """
 
-    round_seconds: float
-    message_seconds: float
-    byte_seconds: float
     reduced_byte_seconds: float
     part_seconds: float
     send_id_seconds: float
@@ -106,22 +126,11 @@ class Machine:
         return replace(self, byte_seconds=max(self.byte_seconds, byte_seconds), reduced_byte_seconds=reduced)
 
     @property
-    def mbit(self) -> float:
-        """The link, as payload in Mbit/s of one rank."""
-        return 8e-6 / self.byte_seconds
-
-    @property
     def is_possible(self) -> bool:
         """Whether it can be: no number is missing, and no message took no time, as where a clock stands still."""
         numbers = astuple(self)
         links = (self.round_seconds, self.message_seconds, self.byte_seconds, self.reduced_byte_seconds)
         return all(map(math.isfinite, numbers)) and min(numbers) >= 0.0 and min(links) > 0.0
-
-    def describe(self) -> str:
-        return (
-            f"{self.mbit:.0f} Mbit/s a rank, {1e3 * self.round_seconds:.2f} ms to ask all ranks,"
-            f" {1e3 * self.message_seconds:.2f} ms to ask one"
-        )
 
 
 def measure(

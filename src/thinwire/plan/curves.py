@@ -99,7 +99,7 @@ def _coding_seconds(
         (result,) = way.run([Task(compressor, parameter, gradient.cpu(), state)], peers, stopwatch)
         averaged = time.perf_counter()
         gradient.clone().copy_(result.mean)
-        _settle(device)
+        settle(device)
         decode = stopwatch.seconds[Phase.DECOMPRESS]
         return averaged - started - decode, decode + time.perf_counter() - averaged
 
@@ -128,17 +128,18 @@ def _copying_seconds(lane: Lane, shape: tuple[int, ...], device: torch.device) -
     def run() -> tuple[float, float]:
         started = time.perf_counter()
         flat = torch.cat([part.view(-1) for part in parts]).mul_(1.0)
-        _settle(device)
+        settle(device)
         copied = time.perf_counter()
         for part, mean in zip(parts, flat.split(flat.numel() // 2), strict=True):
             part.view(-1).copy_(mean)
-        _settle(device)
+        settle(device)
         return copied - started, time.perf_counter() - copied
 
     return [(4.0 * sum(part.numel() for part in parts), seconds) for seconds in _typical(lane, run)]
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

@@ -18,11 +18,11 @@ from thinwire.hooks.embedding import tables_of
 from thinwire.lane import Group, Lane
 from thinwire.plan import cache
 from thinwire.plan.cache import Setting, Speeds
-from thinwire.plan.curves import exchanges_of, measure_codec
+from thinwire.plan.curves import exchanges_of, measure_codec, settle
 from thinwire.plan.link import Probe, measure_link
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.planner import DEFAULTS
-from thinwire.plan.ready import WARM_STEPS, Clock, Ready, StepWatch, agree
+from thinwire.plan.ready import WARM_STEPS, Ready, StepWatch, agree
 from thinwire.plan.speeds import COPIES
 from thinwire.sync.agree import broadcast_json, wait_for_all
 
@@ -68,7 +68,7 @@ class Training:
 
     def settle(self) -> None:
         """Wait until the device has done what it was told."""
-        Clock(next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))).settle()
+        settle(next((parameter.device for parameter in self.model.parameters()), torch.device("cpu")))
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 
 from thinwire.analyze import run
-from thinwire.analyze.prediction import Network, Prediction, predict, predict_one
+from thinwire.analyze.prediction import AssumedLink, Prediction, predict, predict_one
 from thinwire.analyze.recording import Recording, Table
 from thinwire.analyze.report import build_report
 from thinwire.analyze.statistics import densification_curve, table_statistics
@@ -58,10 +58,10 @@ def test_the_pick_is_what_auto_chooses_and_seconds_follow_the_link() -> None:
     trace = zipf_trace(steps=1)
     curve = densification_curve(trace.steps)
     held = fmean(ids.numel() for ids in trace.steps[0])
-    slow, fast = (predict(trace, torch.float32, curve, 0.5, Network(mbit), (2, 8)) for mbit in (10.0, 1e6))
+    slow, fast = (predict(trace, torch.float32, curve, 0.5, AssumedLink(mbit), (2, 8)) for mbit in (10.0, 1e6))
     for prediction, other in zip(slow, fast, strict=True):
         world_size = prediction.world_size
-        machine = Network(10.0).machine(world_size)
+        machine = AssumedLink(10.0).machine(world_size)
         auto = choose([held] * world_size, NUM_ROWS, WIDTH, 4, prediction.union, machine)
         assert prediction.pick == name_of(auto)
         assert prediction.pick in prediction.explanation
@@ -95,23 +95,23 @@ def test_a_machine_that_cannot_be_is_refused(mbit: float, latency_seconds: float
 @pytest.mark.parametrize(
     ("link", "latency", "network"),
     [
-        ("1gbit", "50us", Network(1000, 50e-6)),
-        ("100mbit", "0.2ms", Network(100, 0.2e-3)),
-        ("10gbit", "50us", Network()),
+        ("1gbit", "50us", AssumedLink(1000, 50e-6)),
+        ("100mbit", "0.2ms", AssumedLink(100, 0.2e-3)),
+        ("10gbit", "50us", AssumedLink()),
     ],
 )
-def test_network_options(link: str, latency: str, network: Network) -> None:
+def test_network_options(link: str, latency: str, network: AssumedLink) -> None:
     assert parse_network(link, latency) == network
 
 
 def impossible() -> Prediction:
     demand = Demand(4, NUM_ROWS, WIDTH, 4, held=2.0 * NUM_ROWS, union=1.0 * NUM_ROWS)
-    return predict_one(demand, Network().machine(4), extrapolated=False)
+    return predict_one(demand, AssumedLink().machine(4), extrapolated=False)
 
 
 def test_nearly_all_rows_are_dense_and_the_explanation_says_why() -> None:
     demand = Demand(4, NUM_ROWS, WIDTH, 4, held=0.95 * NUM_ROWS, union=1.0 * NUM_ROWS)
-    prediction = predict_one(demand, Network().machine(4), extrapolated=False)
+    prediction = predict_one(demand, AssumedLink().machine(4), extrapolated=False)
     assert (prediction.pick, prediction.warning) == ("dense", None)
     assert prediction.explanation == "dense: a rank holds 95% of all rows"
     assert set(prediction.seconds) == set(NAMED)
@@ -121,8 +121,8 @@ def analysis_of(trace: Trace) -> Analysis:
     table = Table("words", NUM_ROWS, WIDTH, "float32", "sparse")
     densities = {"words": torch.ones(len(trace.steps), trace.world_size)}
     recording = Recording(trace.world_size, 1, (table,), densities, {"words": trace})
-    statistics = table_statistics("words", trace, network=Network(1000.0), ranks=(2, 64))
-    return Analysis("train.py", 1, recording, (statistics,), Network(1000.0))
+    statistics = table_statistics("words", trace, network=AssumedLink(1000.0), ranks=(2, 64))
+    return Analysis("train.py", 1, recording, (statistics,), AssumedLink(1000.0))
 
 
 def test_numbers_that_cannot_be_pick_dense_and_say_so() -> None:

@@ -20,11 +20,10 @@ from thinwire import schemes
 from thinwire.errors import CorruptHeaderError, ThinwireError
 from thinwire.sparse import SparseRows
 from thinwire.sync import memory
+from thinwire.sync.agree import broadcast_json, gather_bytes, gather_json, gather_records, longest
 from thinwire.sync.exchange import Exchange
 from thinwire.sync.hosts import discover
-from thinwire.sync.machine import told
 from thinwire.sync.memory import check_fits
-from thinwire.sync.records import swap_record
 from thinwire.sync.two_level import TwoLevel
 from thinwire.wire import FORMATS, Header, Kind, Message
 
@@ -185,7 +184,15 @@ def _found(exchange: Exchange) -> Sequence[int]:
     return discover(exchange)
 
 
-@pytest.mark.parametrize("swap", [_found, lambda exchange: told(exchange, 1.0)])
+@pytest.mark.parametrize(
+    "swap",
+    [
+        _found,
+        lambda exchange: longest(exchange, 1.0),
+        lambda exchange: gather_json(exchange, "thing", "x" * exchange.rank),
+        lambda exchange: broadcast_json(exchange, "thing", exchange.rank),
+    ],
+)
 def test_records_that_changed_on_the_way_are_refused(swap: Any) -> None:
     outcomes = run_ranks(WORLD_SIZE, swap, tamper=_flipping)
     for rank, outcome in enumerate(outcomes):
@@ -193,8 +200,31 @@ def test_records_that_changed_on_the_way_are_refused(swap: Any) -> None:
 
 
 def test_a_record_is_of_one_kind_and_one_rank() -> None:
-    outcomes = run_ranks(2, lambda exchange: swap_record(exchange, f"thing {exchange.rank}", bytes(8)))
+    outcomes = run_ranks(2, lambda exchange: gather_records(exchange, f"thing {exchange.rank}", bytes(8)))
     assert all(isinstance(outcome.error, CorruptHeaderError) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("target", [0, 2])
+def test_a_payload_that_changed_behind_its_length_is_refused(target: int) -> None:
+    def tamper(source: int, to: int, number: int, part: Tensor) -> Tensor:
+        return _flipping(source, to, number, part) if number and to == target else part
+
+    def run(exchange: LoopbackExchange) -> list[bytes]:
+        return gather_bytes(exchange, "thing", b"abcdef"[: exchange.rank + 1])
+
+    outcomes = run_ranks(3, run, tamper=tamper)
+    assert isinstance(outcomes[target].error, CorruptHeaderError)
+    assert "the thing that rank 1 told has another checksum" in str(outcomes[target].error)
+    assert all(outcome.result == [b"a", b"ab", b"abc"] for rank, outcome in enumerate(outcomes) if rank != target)
+
+
+def test_more_bytes_than_a_rank_may_have_are_not_received() -> None:
+    def run(exchange: LoopbackExchange) -> list[bytes]:
+        return gather_bytes(exchange, "thing", bytes(9 if exchange.rank == LIAR else 8), max_bytes=8)
+
+    for outcome in run_ranks(2, run):
+        assert isinstance(outcome.error, CorruptHeaderError)
+        assert "9 bytes are announced, more than 8" in str(outcome.error)
 
 
 def test_what_does_not_fit_into_memory_is_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

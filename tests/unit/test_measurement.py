@@ -21,6 +21,7 @@ from thinwire.compress.base import Parameter
 from thinwire.compress.choose import exchange_for
 from thinwire.compress.exchange import Stopwatch, Task
 from thinwire.compress.named import NAMES, parse
+from thinwire.hooks.clock import Clock, median_of_slowest
 from thinwire.plan import cache
 from thinwire.plan.cache import Setting, Speeds
 from thinwire.plan.costs import added_bytes
@@ -228,11 +229,38 @@ def test_steps_are_timed_without_those_that_warm_up() -> None:
     assert watch.num_steps == WARM_STEPS + 5
 
 
+def test_moments_of_a_gpu_are_read_when_they_have_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Event:
+        moments, has_come = iter((1000.0, 1250.0, 1500.0, 1750.0, 2000.0)), False
+
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.milliseconds = next(self.moments)
+
+        def elapsed_time(self, later: Any) -> float:
+            assert self.has_come
+            return later.milliseconds - self.milliseconds
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(Event, "has_come", True))
+    clock = Clock(torch.device("cuda"))
+    clock.begin()
+    clock.start()
+    clock.ready("b")
+    clock.ready("a")
+    step = clock.finish()
+    assert (step.began, step.started, step.ready, step.ended) == (0.0, 0.25, {"b": 0.5, "a": 0.75}, 1.0)
+    assert step.moment("unused") == 0.75
+
+
 def test_the_typical_step_is_in_the_order_of_gradients() -> None:
     """Forward 1 s; gradients after 3, 2 and 2 s, of which the last registered comes first; 4 s in all."""
     step = torch.tensor([1.0, 3.0, 2.0, 2.0, 4.0], dtype=torch.float64)
-    times = torch.stack([step, 100 * step, step])
-    ready = typical(times, parameters([(1,), (2,), (3,)]))
+    ready = typical(
+        median_of_slowest([torch.cat([step, 100 * step, step]).tolist()], 5), parameters([(1,), (2,), (3,)])
+    )
     assert [parameter.shape for parameter in ready.parameters] == [(3,), (2,), (1,)]
     assert ready.backward_seconds == (1.0, 0.0, 1.0)
     assert (ready.forward_seconds, ready.rest_seconds) == (1.0, 1.0)

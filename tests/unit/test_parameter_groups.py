@@ -13,9 +13,8 @@ from torch import nn
 
 from loopback import LoopbackExchange, run_ranks
 from thinwire.errors import CorruptMessageError
-from thinwire.hooks.agree import agree_on_order
 from thinwire.hooks.embedding import LookupRows, tables_of
-from thinwire.hooks.groups import FIRST_GROUP_BYTES, GROUP_BYTES, Trained, plan_groups
+from thinwire.hooks.groups import FIRST_GROUP_BYTES, GROUP_BYTES, Trained, agree_on_order, plan_groups
 from thinwire.sync.channel import Channel, Subject
 
 

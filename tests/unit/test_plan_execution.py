@@ -24,7 +24,6 @@ from thinwire.compress.choose import exchange_for
 from thinwire.compress.memory import with_memory
 from thinwire.compress.regroup import dissolved, fused, outstanding
 from thinwire.errors import CorruptMessageError, MismatchError
-from thinwire.hooks.agree import gather_numbers
 from thinwire.hooks.clock import Load, StepTimes
 from thinwire.hooks.compressed import FLUSH_STEPS
 from thinwire.hooks.compression import PlannedCompression
@@ -33,10 +32,11 @@ from thinwire.hooks.fit import Gradient, JobCosts, Measured
 from thinwire.hooks.following import Following
 from thinwire.hooks.groups import Trained, with_others
 from thinwire.hooks.intent import Intent, Pace
-from thinwire.hooks.replan import contiguous, groups_of, numbers_of
+from thinwire.hooks.replan import contiguous
 from thinwire.hooks.tracing import Trace
 from thinwire.plan.plan import Group, Plan, fingerprint
 from thinwire.plan.profile import Groups, Profile
+from thinwire.sync.channel import Subject
 from threaded import ALONE, ONE, PAIRS, LoopbackLane, Network, Rank, on_ranks
 
 GROUPINGS = {"alone": ALONE, "pairs": PAIRS, "one": ONE, "default": None}
@@ -383,8 +383,7 @@ def _missing(flat: Tensor, local: dict[str, Tensor], order: list[str], how: str)
 
 def test_gathered_numbers_are_those_of_all_ranks() -> None:
     def run(network: LoopbackExchange) -> Any:
-        lane: Any = LoopbackLane(network)
-        return gather_numbers(lane, "seconds", [network.rank + 0.25, 1.0])
+        return LoopbackLane(network).channel(Subject("seconds", "2 numbers")).gather_numbers([network.rank + 0.25, 1.0])
 
     assert on_ranks(3, run) == [[[0.25, 1.0], [1.25, 1.0], [2.25, 1.0]]] * 3
 
@@ -392,17 +391,18 @@ def test_gathered_numbers_are_those_of_all_ranks() -> None:
 @pytest.mark.parametrize(("numbers", "error"), [([float("nan")], CorruptMessageError), ([1.0, 2.0], MismatchError)])
 def test_what_are_not_so_many_finite_numbers_is_refused(numbers: list[float], error: type[Exception]) -> None:
     def run(network: LoopbackExchange) -> Any:
-        lane: Any = LoopbackLane(network)
-        return gather_numbers(lane, "seconds", numbers if network.rank == 1 else [0.0])
+        mine = numbers if network.rank == 1 else [0.0]
+        return LoopbackLane(network).channel(Subject("seconds", f"{len(mine)} numbers")).gather_numbers(mine)
 
     assert all(isinstance(outcome.error, error) for outcome in run_ranks(2, run))
 
 
-@given(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-def test_groups_survive_as_numbers(sizes: list[int]) -> None:
-    ends = [sum(sizes[:count]) for count in range(len(sizes) + 1)]
-    groups = tuple(tuple(range(start, stop)) for start, stop in pairwise(ends))
-    assert groups_of(numbers_of(groups)) == groups
+def test_what_rank_0_passes_is_broadcast_exactly() -> None:
+    def run(network: LoopbackExchange) -> Any:
+        mine = [[[0, 1], [2]], 0.1 + 0.2] if network.rank == 0 else [[[0], [1, 2]], 0.3]
+        return LoopbackLane(network).channel(Subject("groups", "of 3")).broadcast(mine)
+
+    assert on_ranks(3, run) == [[[[0, 1], [2]], 0.1 + 0.2]] * 3
 
 
 def test_groups_that_are_no_runs_of_an_order_are_none_of_it() -> None:

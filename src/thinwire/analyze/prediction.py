@@ -27,8 +27,8 @@ PREDICTED_RANKS = tuple(2**power for power in range(1, 11))
 
 
 @dataclass(frozen=True)
-class Network:
-    """What is assumed about the ranks that nobody ran: one link each, of ``mbit``, and a latency between any two."""
+class AssumedLink:
+    """The link assumed for each rank that nobody ran: its rate ``mbit``, and the latency between any two ranks."""
 
     mbit: float = 10_000.0
     latency_seconds: float = 50e-6
@@ -49,7 +49,7 @@ class Network:
         return {"assumed": self.describe(), "world_size": world_size, **asdict(self), **machine}
 
 
-DEFAULT_NETWORK = Network()
+DEFAULT_LINK = AssumedLink()
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def predict(
     dtype: torch.dtype,
     curve: Sequence[float],
     exponent: float,
-    network: Network = DEFAULT_NETWORK,
+    network: AssumedLink = DEFAULT_LINK,
     ranks: Sequence[int] = PREDICTED_RANKS,
 ) -> tuple[Prediction, ...]:
     """Every named scheme on these numbers of ranks and on as many as were recorded.

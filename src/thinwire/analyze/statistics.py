@@ -14,7 +14,7 @@ from statistics import fmean
 import torch
 from torch import Tensor
 
-from thinwire.analyze.prediction import DEFAULT_NETWORK, PREDICTED_RANKS, Network, Prediction, is_hashed, predict
+from thinwire.analyze.prediction import DEFAULT_LINK, PREDICTED_RANKS, AssumedLink, Prediction, is_hashed, predict
 from thinwire.bench.trace import Trace
 from thinwire.observe.sparsity import densification, imbalance_pull, imbalance_push, overlap_ratio, skewness
 from thinwire.sync.cost import sent_bytes, value_lower_bound_bytes
@@ -104,7 +104,7 @@ def table_statistics(
     name: str,
     trace: Trace,
     dtype: torch.dtype = torch.float32,
-    network: Network = DEFAULT_NETWORK,
+    network: AssumedLink = DEFAULT_LINK,
     ranks: Sequence[int] = PREDICTED_RANKS,
 ) -> TableStatistics:
     """All statistics of one table, predictions for ``ranks`` of them on ``network`` included.

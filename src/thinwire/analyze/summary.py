@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thinwire.analyze.prediction import DEFAULT_NETWORK, Network, Prediction
+from thinwire.analyze.prediction import DEFAULT_LINK, AssumedLink, Prediction
 from thinwire.analyze.recording import Recording, Table
 from thinwire.analyze.statistics import TableStatistics, table_statistics
 from thinwire.bench.trace import Trace
@@ -24,10 +24,10 @@ class Analysis:
     steps_wanted: int
     recording: Recording
     sparse: tuple[TableStatistics, ...]
-    network: Network = DEFAULT_NETWORK
+    network: AssumedLink = DEFAULT_LINK
 
     @classmethod
-    def of(cls, recording: Recording, script: str, steps_wanted: int, network: Network = DEFAULT_NETWORK) -> Analysis:
+    def of(cls, recording: Recording, script: str, steps_wanted: int, network: AssumedLink = DEFAULT_LINK) -> Analysis:
         """Compute all statistics, and predict seconds for ``network``."""
         tables = sorted(recording.tables, key=lambda table: -table.size_bytes)
         sparse = tuple(

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from thinwire.errors import ThinwireError
 from thinwire.lane import Group, resolve_group
-
-MAX_GATHERED_BYTES = 256 << 20
+from thinwire.sync import agree
+from thinwire.sync.exchange import ProcessGroupExchange
 
 
 def new_group(parent: Group, timeout: timedelta) -> dist.ProcessGroup:
@@ -42,19 +39,8 @@ def run_id_of(given: str | None) -> str:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """What every rank passes, in the order of ranks; collective, over a group of Gloo."""
-    text = json.dumps(value).encode()
-    world_size = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(sizes, torch.tensor([len(text)]), group=group)
-    lengths = [int(size) for size in sizes]
-    if sum(lengths) > MAX_GATHERED_BYTES:
-        raise ThinwireError(f"{sum(lengths):,} bytes of JSON to gather, more than {MAX_GATHERED_BYTES:,}")
-    padded = torch.zeros(max(lengths), dtype=torch.uint8)
-    padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    gathered = [torch.empty_like(padded) for _ in range(world_size)]
-    dist.all_gather(gathered, padded, group=group)
-    return [json.loads(each[:length].numpy().tobytes()) for each, length in zip(gathered, lengths, strict=True)]
+    """Gather what every rank passes, in rank order; collective."""
+    return agree.gather_json(ProcessGroupExchange(group), "checkpoint record", value)
 
 
 def failures_of(reason: str, group: dist.ProcessGroup) -> str:
@@ -64,7 +50,6 @@ def failures_of(reason: str, group: dist.ProcessGroup) -> str:
 
 
 def least(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """The least that any rank passes, for each place; collective, over a group of Gloo."""
-    tensor = torch.tensor(list(values), dtype=torch.int64)
-    dist.all_reduce(tensor, dist.ReduceOp.MIN, group=group)
-    return tensor.tolist()
+    """Return the least that any rank passes, for each place; collective."""
+    gathered = agree.gather_numbers(ProcessGroupExchange(group), "checkpoint votes", values)
+    return [int(min(votes)) for votes in zip(*gathered, strict=True)]

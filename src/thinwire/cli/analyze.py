@@ -16,7 +16,7 @@ from thinwire.cli.lazy import ScriptCommand
 from thinwire.cli.output import STDOUT, check_directories, clear_errors, console_for, plain_table, write_json
 
 if TYPE_CHECKING:
-    from thinwire.analyze.prediction import Network
+    from thinwire.analyze.prediction import AssumedLink
     from thinwire.analyze.recording import Recording
     from thinwire.analyze.statistics import TableStatistics
     from thinwire.analyze.summary import Analysis
@@ -78,9 +78,9 @@ def analyze(
             console.print(f"Ids of {analysis.sparse[0].name}: [bold]{record}[/]")
 
 
-def parse_network(link: str, latency: str) -> Network:
+def parse_network(link: str, latency: str) -> AssumedLink:
     """What ``--link`` and ``--latency`` say. Raises ValueError for a text that is no rate, or no time above 0."""
-    from thinwire.analyze.prediction import Network
+    from thinwire.analyze.prediction import AssumedLink
     from thinwire.testbed.network import Link
 
     mbit = Link.parse(link).mbit
@@ -90,7 +90,7 @@ def parse_network(link: str, latency: str) -> Network:
     seconds = float(match[1]) / {"us": 1e6, "ms": 1e3}[match[2]] if match else 0.0
     if seconds <= 0:
         raise ValueError(f"unknown latency {latency!r}; legal forms: '50us', '0.2ms', above 0")
-    return Network(mbit, seconds)
+    return AssumedLink(mbit, seconds)
 
 
 def _script(command: list[str], model: str | None) -> tuple[str, Path]:

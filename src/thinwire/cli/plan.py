@@ -220,7 +220,8 @@ def print_measurement(measured: Measurement, console: Console) -> None:
     from thinwire.plan.explain import format_bytes, format_seconds
 
     console.print(
-        f"{measured.world_size} ranks on {measured.hosts} hosts, {measured.device}: {measured.link.describe()}.\n"
+        f"{measured.world_size} ranks on {measured.hosts} hosts, {measured.device}:"
+        f" {measured.link.network.describe()}.\n"
         f"{len(measured.parameters)} parameters, {format_bytes(sum(measured.size_bytes))} of gradients; forward"
         f" {format_seconds(measured.forward_seconds)}, backward {format_seconds(sum(measured.backward_seconds))}, rest"
         f" {format_seconds(measured.rest_seconds)}.",

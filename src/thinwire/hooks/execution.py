@@ -12,18 +12,18 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from thinwire.hooks.agree import gather_numbers
 from thinwire.hooks.clock import StepTimes
 from thinwire.hooks.compressed import FLUSH_STEPS
 from thinwire.hooks.ddp_buckets import are_same
 from thinwire.hooks.fit import Measured
 from thinwire.hooks.following import Following
 from thinwire.hooks.intent import Intent
-from thinwire.hooks.replan import groups_of, numbers_of, regrouped
+from thinwire.hooks.replan import regrouped
 from thinwire.lane import Lane
 from thinwire.observe.trace import Event
 from thinwire.plan.profile import Groups, Profile
 from thinwire.plan.timeline import iteration_seconds, simulate
+from thinwire.sync.channel import Subject
 
 DRIFT = 0.1
 """How far a measured time may be from the predicted one before the plan is made anew."""
@@ -199,7 +199,7 @@ class Execution:
     def _plan_anew(self) -> None:
         gradients, steps = self._following.gradients(), self._steps
         measured = Measured.of(gradients, steps, self._ahead)
-        told = self._lane.submit(lambda lane: gather_numbers(lane, "measured times", measured.numbers)).wait()
+        told = self._gather("measured times", measured.numbers)
         profile, before = measured.profile(told), self._following.current()
         groups, name = regrouped(measured, profile, self._intent.policies, before)
         groups, self.predicted_seconds = self._agree_on_groups(groups, iteration_seconds(profile, groups))
@@ -219,9 +219,9 @@ class Execution:
 
     def _agree_on_groups(self, groups: Groups, seconds: float) -> tuple[Groups, float]:
         """Those of rank 0: libraries of linear algebra may differ in the last bit."""
-        numbers = [seconds, *numbers_of(groups)]
-        told = self._lane.submit(lambda lane: gather_numbers(lane, "new groups", numbers)).wait()
-        return groups_of(told[0][1:]), told[0][0]
+        subject = Subject("new groups", f"of {sum(map(len, groups))} gradients")
+        groups, seconds = self._lane.submit(lambda lane: lane.channel(subject).broadcast([groups, seconds])).wait()
+        return tuple(map(tuple, groups)), seconds
 
     def _report(self, dense: float) -> None:
         """A plan that does not pay, once."""
@@ -242,8 +242,12 @@ class Execution:
     def _typical_seconds(self) -> float:
         """Of a step: the median over the steps and over the ranks, which all ranks know."""
         mine = statistics.median(step.seconds for step in self._steps)
-        told = self._lane.submit(lambda lane: gather_numbers(lane, "seconds of a step", [mine])).wait()
-        return statistics.median(seconds for (seconds,) in told)
+        return statistics.median(seconds for (seconds,) in self._gather("seconds of a step", [mine]))
+
+    def _gather(self, what: str, mine: Sequence[float]) -> list[list[float]]:
+        """The numbers of each rank."""
+        subject = Subject(what, f"{len(mine)} numbers")
+        return self._lane.submit(lambda lane: lane.channel(subject).gather_numbers(mine)).wait()
 
     def _log(self, text: str) -> None:
         if self._lane.rank == 0:

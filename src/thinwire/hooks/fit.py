@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 
-from thinwire.hooks.clock import Load, StepTimes
+from thinwire.hooks.clock import Load, StepTimes, differences, median_of_slowest
 from thinwire.plan.profile import Linear, Profile
 
 _SHORTEST_SECONDS = 1e-9  # of a job that the clock did not see pass
@@ -116,8 +116,7 @@ class Measured:
         """
         count = len(self.gradients)
         num_ready = count * len(self.loads)
-        slowest = [max(times) for times in zip(*(of_rank[:num_ready] for of_rank in told), strict=True)]
-        ready = [statistics.median(slowest[place::count]) for place in range(count)]
+        ready = median_of_slowest([of_rank[:num_ready] for of_rank in told], count)
         last = [min(times) for times in zip(*(of_rank[num_ready:] for of_rank in told), strict=True)]
         costs = self._costs(last)
         loads = [gradient.load for gradient in self.gradients]
@@ -125,7 +124,7 @@ class Measured:
         sizes = tuple(gradient.size_bytes for gradient in self.gradients)
         byte_seconds = sum(seconds) / max(1, sum(sizes))
         return Profile(
-            backward_seconds=_differences(ready),
+            backward_seconds=differences(ready),
             size_bytes=tuple(each / byte_seconds for each in seconds) if byte_seconds else sizes,
             compress=Linear(0.0, 0.0),
             decompress=Linear(0.0, 0.0),
@@ -158,12 +157,3 @@ def _subsets(columns: Sequence[int]) -> Iterator[tuple[int, ...]]:
     """Small ones first, so that what adds nothing stays out."""
     for size in range(1, len(columns) + 1):
         yield from combinations(columns, size)
-
-
-def _differences(ready: Sequence[float]) -> tuple[float, ...]:
-    """From each gradient to the next. Medians of two gradients can be out of order by a little."""
-    found, before = [], 0.0
-    for seconds in ready:
-        found.append(max(0.0, seconds - before))
-        before = max(before, seconds)
-    return tuple(found)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from thinwire.compress.state import redistribute
-from thinwire.hooks.agree import gather_numbers
 from thinwire.lane import Lane
 from thinwire.sync.channel import Draft, Subject
 from thinwire.wire import Format, Kind
@@ -53,7 +52,8 @@ class Gathered:
 
 def _gather(lane: Lane, mine: Tensor) -> list[Tensor]:
     """A job of the lane. Rank 0 keeps bytes, which it has no reason to read."""
-    sizes = [int(size) for (size,) in gather_numbers(lane, "bytes of states", [mine.numel()])]
+    told = lane.channel(Subject("bytes of states", "1 number")).gather_numbers([mine.numel()])
+    sizes = [int(size) for (size,) in told]
     channel = lane.channel(Subject("the states of all ranks", f"{len(sizes)} states"))
 
     def drafts() -> list[Draft]:

@@ -18,13 +18,13 @@ from thinwire.hooks.table import TableGradient
 from thinwire.lane import Lane
 from thinwire.observe.ledger import ParameterRecord
 from thinwire.sparse import SparseRows
+from thinwire.sync.agree import longest
 from thinwire.sync.channel import Channel, Subject
 from thinwire.sync.cost_two_level import expected_bytes
 from thinwire.sync.demand import Demand
 from thinwire.sync.exchange import ring_all_reduce_bytes, sparse_all_reduce_bytes
 from thinwire.sync.experience import Experience
 from thinwire.sync.hosts import ranks_of_hosts
-from thinwire.sync.machine import told
 from thinwire.sync.named import AUTO, DENSE, name_of, resolve
 from thinwire.sync.rehearsal import MIN_BYTES, rehearse
 from thinwire.sync.scheme import Scheme
@@ -267,7 +267,7 @@ class GradientSync:
         if not is_timed or machine is None:
             return
         with lane.setting_up():
-            slowest = max(told(channel.exchange, seconds))
+            slowest = longest(channel.exchange, seconds)
         expected = learned.estimate(scheme, demand) if isinstance(scheme, Scheme) else None
         if isinstance(scheme, Scheme) and expected is not None and expected.sent_bytes >= MIN_BYTES:
             lane.saw(seen_byte_seconds(scheme, demand, machine, expected.sent_bytes, slowest))

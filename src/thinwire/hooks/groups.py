@@ -7,6 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from thinwire.errors import CorruptMessageError
+from thinwire.lane import Lane
+from thinwire.sync.channel import Subject
+
 FIRST_GROUP_BYTES = 1024 * 1024
 GROUP_BYTES = 25 * 1024 * 1024
 """As DDP has them: a small first group starts the network early."""
@@ -83,3 +87,15 @@ def places_of(trained: Sequence[Trained], groups: Sequence[Sequence[str]]) -> Gr
     """Groups of names as groups of places."""
     place = {entry.name: number for number, entry in enumerate(trained)}
     return tuple(tuple(place[name] for name in group) for group in groups)
+
+
+def agree_on_order(lane: Lane, order: Sequence[int]) -> list[int]:
+    """Return the order that rank 0 has; a job of the lane.
+
+    Raises:
+        CorruptMessageError: what came is not an order of so many parameters.
+    """
+    theirs: list[int] = lane.channel(Subject("the order of gradients", f"{len(order)} parameters")).broadcast(order)
+    if sorted(theirs) != list(range(len(order))):
+        raise CorruptMessageError(f"{len(theirs)} numbers that are not an order of {len(order)} parameters")
+    return theirs

@@ -15,11 +15,10 @@ from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.errors import ThinwireError
-from thinwire.hooks.agree import agree_on_order, gather_numbers
 from thinwire.hooks.buckets import Buckets, Contents, Pending, as_real
 from thinwire.hooks.clock import Clock
 from thinwire.hooks.embedding import LookupRows, tables_of
-from thinwire.hooks.groups import Groups, Trained, plan_groups, with_others
+from thinwire.hooks.groups import Groups, Trained, agree_on_order, plan_groups, with_others
 from thinwire.hooks.table import TableGradient
 from thinwire.lane import Lane
 from thinwire.sync.channel import Subject
@@ -179,7 +178,8 @@ class ParameterHooks:
         if not empty:
             return set()
         mine = [float(place not in done.stand_ins) for place in empty]
-        told = self._lane.submit(lambda lane: gather_numbers(lane, "gradients of zeros", mine)).wait()
+        subject = Subject("gradients of zeros", f"{len(mine)} numbers")
+        told = self._lane.submit(lambda lane: lane.channel(subject).gather_numbers(mine)).wait()
         return {place for place, ranks in zip(empty, zip(*told, strict=True), strict=True) if not any(ranks)}
 
     def _is_zero(self, place: int, mean: Tensor) -> bool:

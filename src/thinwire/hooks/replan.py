@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby, pairwise
 
 from thinwire.fuse.policy import Policy
 from thinwire.hooks.fit import Measured
@@ -41,15 +40,3 @@ def contiguous(groups: Sequence[Sequence[int]], order: Sequence[int]) -> Groups 
     found = tuple(tuple(sorted(position[place] for place in group)) for group in groups)
     together = [number for group in found for number in group]
     return found if together == list(range(len(order))) else None
-
-
-def numbers_of(groups: Groups) -> list[float]:
-    """For each tensor in order the number of its group."""
-    return [float(number) for number, group in enumerate(groups) for _ in group]
-
-
-def groups_of(numbers: Sequence[float]) -> Groups:
-    """What `numbers_of` made numbers of."""
-    runs = [len(list(run)) for _, run in groupby(numbers)]
-    ends = [sum(runs[:count]) for count in range(len(runs) + 1)]
-    return tuple(tuple(range(start, stop)) for start, stop in pairwise(ends))

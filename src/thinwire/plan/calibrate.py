@@ -24,7 +24,7 @@ from thinwire.plan.measurement import Measurement
 from thinwire.plan.plan import STOCK, Plan
 from thinwire.plan.planner import Way, plan_of, ways
 from thinwire.plan.speeds import Extra
-from thinwire.sync.machine import told
+from thinwire.sync.agree import longest
 
 if TYPE_CHECKING:
     from thinwire.plan.measure import Training
@@ -110,6 +110,6 @@ def _slowest(seconds: float) -> float:
     """The most of any rank, on all of them."""
     lane = Lane()
     try:
-        return max(lane.submit(lambda lane: told(lane.exchange, seconds)).wait())
+        return lane.submit(lambda lane: longest(lane.exchange, seconds)).wait()
     finally:
         lane.close()

@@ -23,7 +23,7 @@ from thinwire.compress.exchange import Phase, Stopwatch, Task
 from thinwire.compress.named import parse
 from thinwire.lane import Lane
 from thinwire.plan.speeds import COPIES, Codec, Fit
-from thinwire.sync.machine import told
+from thinwire.sync.agree import gather_numbers, wait_for_all
 
 T = TypeVar("T")
 Point = tuple[float, float]
@@ -99,7 +99,7 @@ def _coding_seconds(
         (result,) = way.run([Task(compressor, parameter, gradient.cpu(), state)], peers, stopwatch)
         averaged = time.perf_counter()
         gradient.clone().copy_(result.mean)
-        _settle(device)
+        settle(device)
         decode = stopwatch.seconds[Phase.DECOMPRESS]
         return averaged - started - decode, decode + time.perf_counter() - averaged
 
@@ -109,9 +109,10 @@ def _coding_seconds(
 def _typical(lane: Lane, run: Callable[[], tuple[float, float]]) -> list[float]:
     """Of the median rank the median of runs in a row, which all ranks begin together; after one that does not count."""
     run()
-    told(lane.exchange, 0.0)
+    wait_for_all(lane.exchange)
     runs = [run() for _ in range(_RUNS)]
-    return [statistics.median(told(lane.exchange, statistics.median(values))) for values in zip(*runs, strict=True)]
+    mine = [statistics.median(values) for values in zip(*runs, strict=True)]
+    return [statistics.median(values) for values in zip(*gather_numbers(lane.exchange, "seconds", mine), strict=True)]
 
 
 def _measure_copies(lane: Lane, device: torch.device) -> Codec:
@@ -127,17 +128,18 @@ def _copying_seconds(lane: Lane, shape: tuple[int, ...], device: torch.device) -
     def run() -> tuple[float, float]:
         started = time.perf_counter()
         flat = torch.cat([part.view(-1) for part in parts]).mul_(1.0)
-        _settle(device)
+        settle(device)
         copied = time.perf_counter()
         for part, mean in zip(parts, flat.split(flat.numel() // 2), strict=True):
             part.view(-1).copy_(mean)
-        _settle(device)
+        settle(device)
         return copied - started, time.perf_counter() - copied
 
     return [(4.0 * sum(part.numel() for part in parts), seconds) for seconds in _typical(lane, run)]
 
 
-def _settle(device: torch.device) -> None:
+def settle(device: torch.device) -> None:
+    """Wait until a GPU has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

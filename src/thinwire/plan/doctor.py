@@ -155,7 +155,7 @@ def describe(diagnosis: Diagnosis, plan_path: str | None = None) -> str:
     rows = [
         ("Model", f"{len(measured.parameters)} parameters, {format_bytes(sum(measured.size_bytes))} of gradients"),
         ("Ranks", f"{measured.world_size} on {hosts}, {measured.device}"),
-        ("Link", measured.link.describe()),
+        ("Link", measured.link.network.describe()),
         (
             "A step of stock DDP",
             f"{format_seconds(diagnosis.stock_step_seconds)}: forward and the rest"

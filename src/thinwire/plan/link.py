@@ -17,8 +17,9 @@ import torch
 from thinwire.lane import Lane
 from thinwire.plan.profile import Linear
 from thinwire.plan.speeds import Fit, Link
+from thinwire.sync.agree import longest, wait_for_all
 from thinwire.sync.exchange import Exchange, ring_all_reduce_bytes
-from thinwire.sync.machine import LONG_PROBE_BYTES, measure, told
+from thinwire.sync.machine import LONG_PROBE_BYTES, measure
 
 REPEATS = 3
 _FIRST_BYTES = 4 * 1024
@@ -62,10 +63,10 @@ def measure_link(lane: Lane, all_reduce: Probe | None = None) -> Link:
 
 def slowest_seconds(exchange: Exchange, work: Callable[[], object]) -> float:
     """Of all ranks, which begin together; the same number on all of them."""
-    told(exchange, 0.0)
+    wait_for_all(exchange)
     started = time.perf_counter()
     work()
-    return max(told(exchange, time.perf_counter() - started))
+    return longest(exchange, time.perf_counter() - started)
 
 
 def _curve(exchange: Exchange, probe: Probe, sent_bytes: Callable[[int], int]) -> Fit:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,14 +18,13 @@ from thinwire.hooks.embedding import tables_of
 from thinwire.lane import Group, Lane
 from thinwire.plan import cache
 from thinwire.plan.cache import Setting, Speeds
-from thinwire.plan.curves import exchanges_of, measure_codec
+from thinwire.plan.curves import exchanges_of, measure_codec, settle
 from thinwire.plan.link import Probe, measure_link
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.planner import DEFAULTS
-from thinwire.plan.ready import WARM_STEPS, Clock, Ready, StepWatch, agree
+from thinwire.plan.ready import WARM_STEPS, Ready, StepWatch, agree
 from thinwire.plan.speeds import COPIES
-from thinwire.sync.exchange import Exchange
-from thinwire.sync.machine import told
+from thinwire.sync.agree import broadcast_json, wait_for_all
 
 STEPS = 9
 """Training steps that are measured, after those that warm up."""
@@ -70,7 +68,7 @@ class Training:
 
     def settle(self) -> None:
         """Wait until the device has done what it was told."""
-        Clock(next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))).settle()
+        settle(next((parameter.device for parameter in self.model.parameters()), torch.device("cpu")))
 
 
 @dataclass(frozen=True)
@@ -172,7 +170,7 @@ def check(compressors: Iterable[str]) -> None:
 
 def begin_together(lane: Lane) -> None:
     """Returns when all ranks have called it."""
-    lane.submit(lambda lane: told(lane.exchange, 0.0)).wait()
+    lane.submit(lambda lane: wait_for_all(lane.exchange)).wait()
 
 
 def _train(training: Training, trained: dict[str, Tensor], lane: Lane, steps: int) -> Tensor:
@@ -210,14 +208,8 @@ def _speeds(lane: Lane, how: How, device: torch.device, on_stage: OnStage) -> Sp
 
 def _told_by_first(lane: Lane, mine: Speeds) -> Speeds:
     """What rank 0 has, on all ranks."""
-    data = json.dumps(mine.to_json()).encode() if lane.rank == 0 else b""
-    return Speeds.from_json(json.loads(lane.submit(lambda lane: _broadcast(lane.exchange, data)).wait()))
-
-
-def _broadcast(exchange: Exchange, data: bytes) -> bytes:
-    sizes = [int(size) for size in told(exchange, float(len(data)))]
-    message = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return exchange.swap([message] * exchange.world_size, sizes)[0].numpy().tobytes()
+    known = mine.to_json()
+    return Speeds.from_json(lane.submit(lambda lane: broadcast_json(lane.exchange, "speeds", known)).wait())
 
 
 def _native(device: torch.device) -> Probe | None:

@@ -6,15 +6,15 @@ rank, because a gradient can be summed only when all ranks have it.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from thinwire.compress.base import Parameter
+from thinwire.hooks.clock import Clock, differences, median_of_slowest
+from thinwire.sync.agree import gather_numbers
 from thinwire.sync.exchange import Exchange
 
 WARM_STEPS = 3
@@ -39,35 +39,6 @@ class Ready:
     rest_seconds: float
 
 
-class Clock:
-    """Moments on the device that computes: of the host, or events in the stream of a GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
-
-    def now(self) -> Any:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def settle(self) -> None:
-        """Wait until all moments so far have come."""
-        if self._cuda:
-            torch.cuda.synchronize()
-
-    def seconds(self, start: Any, end: Any) -> float:
-        return start.elapsed_time(end) * 1e-3 if self._cuda else end - start
-
-
-@dataclass
-class _Step:
-    start: Any
-    forward: Any = None
-    ready: dict[str, Any] = field(default_factory=dict)
-
-
 class StepWatch:
     """Times the training steps of a model by hooks on it, until `close`. A step begins with its forward.
 
@@ -89,7 +60,7 @@ class StepWatch:
         self.names = tuple(trained)
         self._begin = begin
         self._clock = Clock(next((tensor.device for tensor in trained.values()), torch.device("cpu")))
-        self._step: _Step | None = None
+        self._is_step = False
         self._steps: list[list[float]] = []
         self._handles = [
             module.register_forward_pre_hook(self._before_forward),
@@ -123,34 +94,29 @@ class StepWatch:
             return
         self._end_step()
         self._begin()
-        self._step = _Step(self._clock.now())
+        self._is_step = True
+        self._clock.begin()
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        del module, args, output
-        if self._step is not None and self._step.forward is None:
-            self._step.forward = self._clock.now()
+        del args, output
+        if module.training and torch.is_grad_enabled():
+            self._clock.start()
 
     def _after_accumulation(self, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             del parameter
-            if self._step is not None:
-                self._step.ready[name] = self._clock.now()
+            if self._is_step:
+                self._clock.ready(name)
 
         return hook
 
     def _end_step(self) -> None:
         """A forward without backward is no step."""
-        step, self._step = self._step, None
-        if step is None or not step.ready:
-            return
-        end = self._clock.now()
-        self._clock.settle()
-        ready = {name: self._clock.seconds(step.start, moment) for name, moment in step.ready.items()}
-        last = max(ready.values())  # of those that were not used, too: their zeros are sent at the end
-        times = [ready.get(name, last) for name in self.names]
-        self._steps.append(
-            [self._clock.seconds(step.start, step.forward), *times, self._clock.seconds(step.start, end)]
-        )
+        was_step, self._is_step = self._is_step, False
+        step = self._clock.finish()
+        if was_step and step.ready:
+            moments = (step.started, *(step.moment(name) for name in self.names), step.ended)
+            self._steps.append([moment - step.began for moment in moments])
 
 
 def agree(exchange: Exchange, times: Tensor, parameters: tuple[Parameter, ...]) -> Ready:
@@ -168,24 +134,17 @@ def agree(exchange: Exchange, times: Tensor, parameters: tuple[Parameter, ...]) 
             f"no training step was measured: at least {WARM_STEPS + 1} with forward and backward in training mode are"
             " needed"
         )
-    slowest = _of_all(exchange, times).amax(0)
-    return typical(slowest, parameters)
+    gathered = gather_numbers(exchange, "step times", times.flatten().tolist())
+    return typical(median_of_slowest(gathered, times.shape[1]), parameters)
 
 
-def typical(times: Tensor, parameters: tuple[Parameter, ...]) -> Ready:
-    """The median step of float64 [steps, 2 + parameters], and the order in which its gradients are ready.
+def typical(moments: Sequence[float], parameters: tuple[Parameter, ...]) -> Ready:
+    """The step with these 2 + parameters moments, its gradients in the order in which they are ready.
 
     Of gradients that are ready at the same moment the one registered last comes first, as backward has it.
     """
-    forward, *ready, end = times.median(0).values.tolist()
+    forward, *ready, end = moments
     places = sorted(range(len(parameters)), key=lambda place: (ready[place], -place))
-    moments = [max(forward, ready[place]) for place in places]
-    backward = [late - early for early, late in zip([forward, *moments[:-1]], moments, strict=True)]
-    return Ready(tuple(parameters[place] for place in places), tuple(backward), forward, max(0.0, end - moments[-1]))
-
-
-def _of_all(exchange: Exchange, values: Tensor) -> Tensor:
-    """float64 [world_size, ...]: those of each rank."""
-    mine = values.contiguous().view(-1).view(torch.uint8)
-    received = exchange.swap([mine] * exchange.world_size, [mine.numel()] * exchange.world_size)
-    return torch.stack([data.clone().view(torch.float64).view(values.shape) for data in received])
+    backward = differences([ready[place] for place in places], forward)
+    last = max(forward, *ready)
+    return Ready(tuple(parameters[place] for place in places), backward, forward, max(0.0, end - last))

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from thinwire.plan.profile import Linear
+from thinwire.sync.machine import Network
 
 COPIES = ""
 """The compressor of gradients that are not compressed, only copied into one tensor and back."""
@@ -100,9 +101,14 @@ class Link:
             raise ValueError(f"the link was measured as zero: a round of messages takes no time; {_AGAIN}")
 
     @property
+    def network(self) -> Network:
+        """Without the collectives: a byte takes what it does when all ranks send to all at once."""
+        return Network(self.round.alpha, self.message.alpha, self.all_to_all.line.beta)
+
+    @property
     def mbit(self) -> float:
         """What a rank can send to all others at once, as payload in Mbit/s."""
-        return 8e-6 / self.all_to_all.line.beta
+        return self.network.mbit
 
     def at(self, mbit: float) -> Link:
         """The same machines on a link of another rate.
@@ -117,7 +123,7 @@ class Link:
         """
         if not mbit > 0:
             raise ValueError(f"a link has a rate above 0 Mbit/s, not {mbit}")
-        wire, measured = 8e-6 / mbit, 8e-6 / self.mbit
+        wire, measured = 8e-6 / mbit, self.network.byte_seconds
 
         def moved(line: Linear) -> Linear:
             return Linear(line.alpha, max(min(line.beta, wire), line.beta + wire - measured))
@@ -131,12 +137,6 @@ class Link:
             all_reduce=refit(self.all_reduce),
             all_gather=refit(self.all_gather),
             all_to_all=refit(self.all_to_all),
-        )
-
-    def describe(self) -> str:
-        return (
-            f"{self.mbit:.0f} Mbit/s a rank, {1e3 * self.round.alpha:.2f} ms to ask all ranks,"
-            f" {1e3 * self.message.alpha:.2f} ms to ask one"
         )
 
     def to_json(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, zip_longest
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,10 +23,10 @@ from thinwire.errors import (
     told,
 )
 from thinwire.ranges import named
+from thinwire.sync.agree import broadcast_json, gather_bytes, gather_numbers
 from thinwire.sync.exchange import Exchange
 from thinwire.sync.machine import Machine
 from thinwire.sync.memory import check_fits
-from thinwire.sync.records import swap_record
 from thinwire.sync.stream import Stream
 from thinwire.wire import ALIGNMENT_BYTES, Format, Header, Kind, Message, aligned, digest64
 
@@ -121,6 +121,27 @@ class Channel:
         draft = Draft(Format.COO, 0, torch.empty(0, dtype=torch.uint8), held)
         self.swap(Kind.OPEN, lambda: [draft] * self.world_size)
         return self.held
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Gather the numbers of each rank, in rank order; the subject says how many there are.
+
+        Raises:
+            MismatchError, PeerError: as for `open`.
+            CorruptMessageError: a number that is not finite.
+        """
+        self.open()
+        with self._naming(), named("exchange"):
+            return gather_numbers(self.exchange, self.subject.name, numbers)
+
+    def broadcast(self, value: Any) -> Any:
+        """Return on all ranks what rank 0 passes: numbers, texts, lists and dicts.
+
+        Raises:
+            MismatchError, PeerError: as for `open`.
+        """
+        self.open()
+        with self._naming(), named("exchange"):
+            return broadcast_json(self.exchange, self.subject.name, value)
 
     def swap(self, kind: Kind, prepare: Callable[[], Sequence[Draft]], max_payload_bytes: int = 0) -> list[Message]:
         """Send the draft for each rank and return the message of each rank, in rank order; see `reading`.
@@ -294,14 +315,10 @@ class Channel:
                 raise PeerError(f"{self._where()}: rank {message.header.source} reports: {reason}")
 
     def _swap_text(self, text: str) -> list[str]:
-        data = _as_bytes(text.encode()[:_MAX_DESCRIPTION_BYTES])
+        mine = text.encode()[:_MAX_DESCRIPTION_BYTES]
         with self._naming(), named("exchange"):
-            lengths = swap_record(self.exchange, "length of a description", data.numel().to_bytes(8, "little"))
-        announced = [int.from_bytes(length, "little") for length in lengths]
-        if max(announced) > _MAX_DESCRIPTION_BYTES:
-            raise CorruptHeaderError(f"{self._where()}: a description of {max(announced)} bytes is announced")
-        incoming = self._exchange([data] * self.world_size, announced)
-        return [data.numpy().tobytes().decode(errors="replace") for data in incoming]
+            incoming = gather_bytes(self.exchange, "description", mine, _MAX_DESCRIPTION_BYTES)
+        return [data.decode(errors="replace") for data in incoming]
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a dense tensor over the ranks, in place. After `open`, so that all ranks mean the same."""

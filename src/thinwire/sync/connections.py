@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 from thinwire.errors import forget_locals
+from thinwire.sync.agree import gather_records
 from thinwire.sync.exchange import ProcessGroupExchange
-from thinwire.sync.records import swap_record
 from thinwire.sync.stream import peers_at
 
 Address = tuple[bytes, int]
@@ -60,11 +60,11 @@ class PrivateGroup:
         """Learn the addresses, and which connection leads to which rank: who connected knows it, and tells."""
         self._addresses = {mine} - {_NOWHERE}
         exchange = ProcessGroupExchange(self.process_group)
-        listening = list(map(_unpacked, swap_record(exchange, "address", _packed(mine))))
+        listening = list(map(_unpacked, gather_records(exchange, "address", _packed(mine))))
         self._addresses = set(listening) - {_NOWHERE}
         local = {remote: local for local, remote in _connected()}
         mine_to = [local.get(address, _NOWHERE) for address in listening]
-        told = swap_record(exchange, "connections", b"".join(map(_packed, mine_to)))
+        told = gather_records(exchange, "connections", b"".join(map(_packed, mine_to)))
         remote = {remote: (local, remote) for local, remote in _connected()}
         for rank, record in enumerate(told):
             to_me = _unpacked(record[_PACKED_BYTES * exchange.rank :][:_PACKED_BYTES])

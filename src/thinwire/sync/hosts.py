@@ -9,8 +9,8 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 
+from thinwire.sync.agree import gather_records
 from thinwire.sync.exchange import Exchange
-from thinwire.sync.records import swap_record
 
 HOST_VARIABLE = "THINWIRE_HOST"
 """An environment variable: ranks that have the same text in it are on one host, whatever the system says."""
@@ -50,10 +50,10 @@ def discover(exchange: Exchange) -> Sequence[int]:
     Hosts are numbered by their first rank. All ranks know the same records, so they find the same hosts.
 
     Raises:
-        LostPeerError, CorruptHeaderError: see `thinwire.sync.records.swap_record`.
+        LostPeerError, CorruptHeaderError: see `thinwire.sync.agree.gather_records`.
     """
     digest = hashlib.blake2b(host_identity().encode(), digest_size=RECORD_BYTES).digest()
-    return _numbered(swap_record(exchange, "host", digest))
+    return _numbered(gather_records(exchange, "host", digest))
 
 
 def ranks_of_hosts(host_of_rank: Sequence[int]) -> Hosts:

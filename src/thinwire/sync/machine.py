@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels, wire
+from thinwire.sync.agree import gather_records, longest
 from thinwire.sync.exchange import Exchange, ring_all_reduce_bytes
 from thinwire.sync.partition import Permutation
-from thinwire.sync.records import swap_record
 from thinwire.wire import Format, Header
 
 REPEATS = 3
@@ -43,13 +43,36 @@ _log = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True)
-class Machine:
-    """Seconds of the steps of which every scheme is made, on the median rank.
+class Network:
+    """What links the ranks of a group, measured or assumed.
 
     Args:
         round_seconds: all ranks send all others a header.
-        message_seconds: a rank sends its neighbour a header while it gets one.
+        message_seconds: a rank sends its neighbour a header while it gets one: the latency (alpha).
         byte_seconds: of a byte sent, when all ranks send to all at once (beta).
+    """
+
+    round_seconds: float
+    message_seconds: float
+    byte_seconds: float
+
+    @property
+    def mbit(self) -> float:
+        """The link, as payload in Mbit/s of one rank."""
+        return 8e-6 / self.byte_seconds
+
+    def describe(self) -> str:
+        return (
+            f"{self.mbit:.0f} Mbit/s a rank, {1e3 * self.round_seconds:.2f} ms to ask all ranks,"
+            f" {1e3 * self.message_seconds:.2f} ms to ask one"
+        )
+
+
+@dataclass(frozen=True)
+class Machine(Network):
+    """Seconds of the steps of which every scheme is made, on the median rank: of its network, and of its kernels.
+
+    Args:
         reduced_byte_seconds: of a byte sent by the process group's own dense all-reduce.
         part_seconds: split off, encode, verify and decode one more message.
         send_id_seconds, send_byte_seconds: deal a row to its owner and encode it: by row, and by byte of values.
@@ -57,9 +80,6 @@ class Machine:
         join_id_seconds, join_byte_seconds: decode a row of the sum and put it into its place.
     """
 
-    round_seconds: float
-    message_seconds: float
-    byte_seconds: float
     reduced_byte_seconds: float
     part_seconds: float
     send_id_seconds: float
@@ -106,22 +126,11 @@ class Machine:
         return replace(self, byte_seconds=max(self.byte_seconds, byte_seconds), reduced_byte_seconds=reduced)
 
     @property
-    def mbit(self) -> float:
-        """The link, as payload in Mbit/s of one rank."""
-        return 8e-6 / self.byte_seconds
-
-    @property
     def is_possible(self) -> bool:
         """Whether it can be: no number is missing, and no message took no time, as where a clock stands still."""
         numbers = astuple(self)
         links = (self.round_seconds, self.message_seconds, self.byte_seconds, self.reduced_byte_seconds)
         return all(map(math.isfinite, numbers)) and min(numbers) >= 0.0 and min(links) > 0.0
-
-    def describe(self) -> str:
-        return (
-            f"{self.mbit:.0f} Mbit/s a rank, {1e3 * self.round_seconds:.2f} ms to ask all ranks,"
-            f" {1e3 * self.message_seconds:.2f} ms to ask one"
-        )
 
 
 def measure(
@@ -147,7 +156,7 @@ def measure(
 
 
 def _measured(exchange: Exchange, probe_bytes: int, clock: Callable[[], float]) -> Machine:
-    round_seconds = max(told(exchange, _fastest(lambda: _ask_all(exchange), clock)))
+    round_seconds = longest(exchange, _fastest(lambda: _ask_all(exchange), clock))
     message_seconds = _fastest(lambda: _ask_next(exchange), clock)
     byte_seconds = _byte_seconds(exchange, round_seconds, probe_bytes, clock)
     _ask_all(exchange)
@@ -210,7 +219,7 @@ def _believed(byte_seconds: float) -> float:
 
 def _swap_seconds(exchange: Exchange, size: int, clock: Callable[[], float]) -> float:
     outgoing = [torch.zeros(size, dtype=torch.uint8)] * exchange.world_size
-    return max(told(exchange, _seconds(lambda: exchange.swap(outgoing, [size] * exchange.world_size), clock)))
+    return longest(exchange, _seconds(lambda: exchange.swap(outgoing, [size] * exchange.world_size), clock))
 
 
 def _reduced_byte_seconds(
@@ -222,7 +231,7 @@ def _reduced_byte_seconds(
     lasting = int(_PROBE_SECONDS / byte_seconds) if byte_seconds > 0 else probe_bytes  # the same on all ranks
     count = min(probe_bytes // 2, max(_FIRST_PROBE_BYTES, lasting)) // 4
     tensor = torch.zeros(count, dtype=torch.float32)
-    runs = [max(told(exchange, _seconds(lambda: exchange.all_reduce(tensor), clock))) for _ in range(REPEATS)]
+    runs = [longest(exchange, _seconds(lambda: exchange.all_reduce(tensor), clock)) for _ in range(REPEATS)]
     seconds = statistics.median(runs)
     steps = 2 * (exchange.world_size - 1) * message_seconds
     return _believed(max(seconds - steps, seconds / 4) / ring_all_reduce_bytes(4 * count, exchange.world_size))
@@ -292,12 +301,7 @@ def _decoded(part: wire.Part, message: tuple[Format, int, Tensor], width: int) -
     return wire.decode(format, part, count, payload, width, torch.float32)
 
 
-def told(exchange: Exchange, number: float) -> list[float]:
-    """The number of each rank, on all of them; a collective call."""
-    return [struct.unpack("<d", other)[0] for other in swap_record(exchange, "number", struct.pack("<d", number))]
-
-
 def _typical(exchange: Exchange, mine: Machine) -> Machine:
     layout = struct.Struct(f"<{len(fields(Machine))}d")
-    told = swap_record(exchange, "machine", layout.pack(*astuple(mine)))
-    return Machine(*map(statistics.median, zip(*map(layout.unpack, told), strict=True)))
+    machines = gather_records(exchange, "machine", layout.pack(*astuple(mine)))
+    return Machine(*map(statistics.median, zip(*map(layout.unpack, machines), strict=True)))

@@ -23,7 +23,7 @@ FOUNDATION = {
     "sync": {"kernels", "errors", "sparse", "wire", "ranges"},
     "schemes": {"sync", "wire"},
     "cuda": {"sync"},
-    "lane": {"errors", "sync", "cuda"},
+    "lane": {"errors", "sync"},
     "all_reduce": {"sparse", "sync", "lane"},
     "compress": {"errors", "kernels", "sparse", "wire", "ranges"},
     "fuse": {"plan"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from thinwire.compress.exchange import Phase
+from thinwire.ranges import Phase
 
 
 @dataclass(frozen=True)

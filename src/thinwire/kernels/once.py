@@ -163,7 +163,7 @@ def shared(kernel: object, names: Set[str]) -> Once | None:
 def _fingerprint() -> str:
     """Of all that machine code depends on: the processor, the versions, the sources."""
     folder = Path(__file__).parent
-    sources = [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.glob("*.py"))]
+    sources = [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*.py"))]
     return hashlib.sha256(repr((describe_target(), sys.version, sources)).encode()).hexdigest()[:16]
 
 

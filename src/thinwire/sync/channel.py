@@ -18,7 +18,6 @@ from thinwire.errors import (
     LostPeerError,
     MismatchError,
     PeerError,
-    Telling,
     ThinwireError,
     in_exchange,
     told,
@@ -29,6 +28,7 @@ from thinwire.sync.machine import Machine
 from thinwire.sync.memory import check_fits
 from thinwire.sync.records import swap_record
 from thinwire.sync.stream import Stream
+from thinwire.sync.telling import Telling
 from thinwire.wire import ALIGNMENT_BYTES, Format, Header, Kind, Message
 
 _MAX_DESCRIPTION_BYTES = 1 << 20

@@ -30,7 +30,7 @@ from thinwire.hooks.staged import StagedTable, staged
 from thinwire.hooks.table import TableGradient
 from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
 from thinwire.sync.channel import Channel, Subject
-from thinwire.sync.staging import HostStaging
+from thinwire.sync.staging import Event, HostStaging
 
 GARBAGE = 0xAB
 

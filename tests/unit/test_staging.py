@@ -22,7 +22,6 @@ from torch.futures import Future
 from loopback import LoopbackExchange, run_ranks
 from thinwire.attach import _check_parameters
 from thinwire.cuda.arena import Arena
-from thinwire.cuda.device import Event
 from thinwire.cuda.staging import DeviceStaging, staging_for
 from thinwire.hooks.buckets import Buckets
 from thinwire.hooks.gradients import GradientSync

@@ -20,8 +20,10 @@ from pathlib import Path
 import torch
 
 import thinwire
-from thinwire.bench.faults.campaign import KINDS, Result, run_all
 from thinwire.testbed.network import NetAdminError, require_net_admin
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
+from checkpoint_faults.campaign import KINDS, Result, run_all
 
 RESULTS = Path(__file__).parent / "results" / "fault-campaign.json"
 

@@ -33,7 +33,7 @@ def one_thread() -> None:
 @pytest.fixture(autouse=True, scope="session")
 def ranks_start_with_dynamo() -> None:
     launch.preload("torch._dynamo")
-    launch.preload("thinwire.bench.faults.training")
+    launch.preload("checkpoint_faults.training")
 
 
 @pytest.fixture(autouse=True)

@@ -4,20 +4,20 @@ Sparse gradients are summed exactly, in a fraction of the bytes of an all-reduce
 al., "ZEN: Empowering Distributed Training with Sparsity-driven Data Synchronization", OSDI'25), on rows.
 """
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from thinwire import compress, schemes
-from thinwire.all_reduce import sparse_all_reduce
-from thinwire.attach import attach
-from thinwire.errors import CorruptMessageError, MismatchError, PeerError, ThinwireError
-from thinwire.sparse import SparseRows
-from thinwire.sync.scheme import Scheme
-from thinwire.synchronizer import Synchronizer
-
 if TYPE_CHECKING:
-    from thinwire import checkpoint, fuse, plan
+    from thinwire import checkpoint, compress, fuse, plan, schemes
+    from thinwire.all_reduce import sparse_all_reduce
+    from thinwire.attach import attach
+    from thinwire.errors import CorruptMessageError, MismatchError, PeerError, ThinwireError
     from thinwire.plan.plan import Plan
+    from thinwire.sparse import SparseRows
+    from thinwire.sync.scheme import Scheme
+    from thinwire.synchronizer import Synchronizer
 
 __version__ = "0.1.0"
 
@@ -39,11 +39,42 @@ __all__ = [
     "sparse_all_reduce",
 ]
 
+_MODULE_OF = {
+    "CorruptMessageError": "errors",
+    "MismatchError": "errors",
+    "PeerError": "errors",
+    "Plan": "plan.plan",
+    "Scheme": "sync.scheme",
+    "SparseRows": "sparse",
+    "Synchronizer": "synchronizer",
+    "ThinwireError": "errors",
+    "attach": "attach",
+    "sparse_all_reduce": "all_reduce",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Rooms that a training script may do without are imported on first use."""
-    if name in ("checkpoint", "fuse", "plan"):
+    """Import a public name on first use: the holder needs no torch, and most trainings need few of the rooms."""
+    if name in _MODULE_OF:
+        value = getattr(import_module(f"thinwire.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+    if name in __all__:
         return import_module(f"thinwire.{name}")
-    if name == "Plan":
-        return import_module("thinwire.plan.plan").Plan
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Keeps ``thinwire.attach`` the function: importing the module of that name would put itself in its place."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in _MODULE_OF and isinstance(value, ModuleType):
+            return
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from types import TracebackType
 
 
@@ -74,24 +73,3 @@ def _clear(trace: TracebackType | None) -> None:
             with contextlib.suppress(RuntimeError):  # it is still running
                 trace.tb_frame.clear()
         trace = trace.tb_next
-
-
-class Telling:
-    """A context in which exceptions are told to a function, which may raise another one.
-
-    Without a generator: a small step enters a dozen, and `contextlib.contextmanager` takes three times the calls.
-    """
-
-    __slots__ = ("_tell",)
-
-    def __init__(self, tell: Callable[[BaseException], None]) -> None:
-        self._tell = tell
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self._tell(error)

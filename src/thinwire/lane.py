@@ -21,14 +21,13 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
-from thinwire.cuda.exchange import StagedExchange
-from thinwire.cuda.staging import HostStaging, Staging
 from thinwire.errors import ThinwireError, forget_locals, ranks_told
 from thinwire.sync.channel import Channel, Subject
 from thinwire.sync.connections import PrivateGroup
 from thinwire.sync.exchange import Exchange, ProcessGroupExchange, Traffic
 from thinwire.sync.hosts import discover
 from thinwire.sync.machine import Machine, measure
+from thinwire.sync.staging import HostStaging, StagedExchange, Staging
 from thinwire.sync.stream import lost_peer
 from thinwire.sync.waits import EVERYONE, Waits
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from enum import StrEnum
 from functools import wraps
 from typing import Literal, ParamSpec, TypeVar
 
@@ -23,6 +24,14 @@ R = TypeVar("R")
 Name = Literal["find", "pack", "exchange", "sum", "scatter"]
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Phase(StrEnum):
+    """What a compressed synchronization spends time on; the names of its `torch.profiler` ranges."""
+
+    COMPRESS = "thinwire::compress"
+    EXCHANGE = "thinwire::exchange"
+    DECOMPRESS = "thinwire::decompress"
 
 
 def enabled() -> bool:

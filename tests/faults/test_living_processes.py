@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
+
 from cells import (
     AUTO_SCHEMES,
     FAILING,
@@ -17,7 +18,6 @@ from cells import (
     killed,
     notices,
 )
-
 from thinwire.testbed.launch import run_ranks
 
 FEW = {

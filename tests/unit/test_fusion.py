@@ -21,8 +21,9 @@ from thinwire.hooks.gradients import GradientSync
 from thinwire.hooks.table import TableGradient
 from thinwire.sparse import SparseRows
 from thinwire.sync.channel import Channel, Subject
-from thinwire.sync.cost import begins_with_opening, opening_bytes, sent_bytes
+from thinwire.sync.cost import opening_bytes, sent_bytes
 from thinwire.sync.named import AUTO, NAMED
+from thinwire.sync.scheme import begins_with_opening
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -23,7 +23,7 @@ FOUNDATION = {
     "sync": {"kernels", "errors", "sparse", "wire", "ranges"},
     "schemes": {"sync", "wire"},
     "cuda": {"sync"},
-    "lane": {"errors", "sync", "cuda"},
+    "lane": {"errors", "sync"},
     "all_reduce": {"sparse", "sync", "lane"},
     "compress": {"errors", "kernels", "sparse", "wire", "ranges"},
     "fuse": {"plan"},
@@ -194,14 +194,35 @@ def test_what_is_allowed_is_allowed(room: str, source: str) -> None:
     assert violations(source, room) == []
 
 
-def test_importing_thinwire_loads_no_optional_package() -> None:
+def loaded(code: str) -> set[str]:
+    """The modules that a process has loaded after running a line."""
+    command = [
+        sys.executable,
+        "-c",
+        f"import sys; sys.path.insert(0, {str(SOURCE.parent)!r}); {code}; print(sorted(sys.modules))",
+    ]
+    return set(ast.literal_eval(subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout))
+
+
+def test_importing_thinwire_loads_nothing_else() -> None:
+    """Not even torch, which the holder does without."""
+    found = loaded("import thinwire")
+    assert {name for name in found if name.startswith("thinwire")} == {"thinwire"}
+    assert "torch" not in found
+
+
+def test_attaching_loads_no_optional_package() -> None:
     """Beyond what torch loads by itself."""
-    code = "import sys; sys.path.insert(0, {path!r}); import {modules}; print(sorted(sys.modules))"
-    loaded = []
-    for modules in ("torch, torch.distributed", "torch, torch.distributed, thinwire"):
-        command = [sys.executable, "-c", code.format(path=str(SOURCE.parent), modules=modules)]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-        loaded.append(set(ast.literal_eval(result.stdout)))
-    before, after = loaded
+    before = loaded("import torch, torch.distributed")
+    after = loaded("import torch, torch.distributed, thinwire; thinwire.attach")
     assert "thinwire.attach" in after - before
     assert not (after - before) & set(OWNERS)
+
+
+def test_every_public_name_is_there() -> None:
+    """Also after importing a module that has the name of a function."""
+    code = "from importlib import import_module; import_module('thinwire.attach'); import thinwire; "
+    code += (
+        "assert all(getattr(thinwire, name) is not None for name in thinwire.__all__); assert callable(thinwire.attach)"
+    )
+    assert "thinwire.attach" in loaded(code)

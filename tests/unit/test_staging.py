@@ -22,14 +22,14 @@ from torch.futures import Future
 from loopback import LoopbackExchange, run_ranks
 from thinwire.attach import _check_parameters
 from thinwire.cuda.arena import Arena
-from thinwire.cuda.device import Event
-from thinwire.cuda.staging import DeviceStaging, HostStaging, staging_for
+from thinwire.cuda.staging import DeviceStaging, staging_for
 from thinwire.hooks.buckets import Buckets
 from thinwire.hooks.gradients import GradientSync
 from thinwire.hooks.staged import StagedTable, staged
 from thinwire.hooks.table import TableGradient
 from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
 from thinwire.sync.channel import Channel, Subject
+from thinwire.sync.staging import Event, HostStaging
 
 GARBAGE = 0xAB
 

@@ -20,8 +20,9 @@ from thinwire.checkpoint.encode import Encoded
 from thinwire.checkpoint.faultpoint import reach
 from thinwire.checkpoint.layout import TensorSlice, view_of
 from thinwire.checkpoint.staging import SlotStaging
-from thinwire.cuda.device import CudaDevice, Event
+from thinwire.cuda.device import CudaDevice
 from thinwire.errors import ThinwireError
+from thinwire.sync.staging import Event
 
 LATER_BYTES = 64 << 10  # smaller tensors are copied at once: that costs less than looking after them
 _BATCH = 16

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from thinwire.checkpoint.faultpoint import reach
-from thinwire.cuda.device import Device, Event
+from thinwire.cuda.device import Device
+from thinwire.sync.staging import Event
 
 SUB_BUFFER_BYTES = 32 << 20
 SUB_BUFFERS = 4  # 128 MiB of page-locked memory in all, as in the paper

@@ -7,25 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from torch import Tensor
 from torch.profiler import record_function
 
 from thinwire.compress.base import Compressor, Parameter, State
-from thinwire.ranges import enabled
+from thinwire.ranges import Phase, enabled
 
 T = TypeVar("T")
 Plan = tuple[Compressor, Parameter]
-
-
-class Phase(StrEnum):
-    """What a compressed synchronization spends time on; the names of its `torch.profiler` ranges."""
-
-    COMPRESS = "thinwire::compress"
-    EXCHANGE = "thinwire::exchange"
-    DECOMPRESS = "thinwire::decompress"
 
 
 @dataclass

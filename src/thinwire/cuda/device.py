@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-
-class Event(Protocol):
-    """A point in the work of a stream."""
+from thinwire.sync.staging import Event
 
 
 class Device(Protocol):

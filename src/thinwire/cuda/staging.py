@@ -9,88 +9,18 @@ own stream wait for an event.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
 from thinwire.cuda.arena import FIRST_BYTES, LIMIT_BYTES, Arena
-from thinwire.cuda.device import CudaDevice, Device, Event
+from thinwire.cuda.device import CudaDevice, Device
+from thinwire.sync.staging import Event, Handover, HostStaging, Staging
 
 BOUNCE_BYTES = 1 << 20
 CHUNK_BYTES = 4 << 20
-
-
-@dataclass(frozen=True, eq=False)
-class Handover:
-    """Tensors that are written once ``event`` is reached."""
-
-    tensors: tuple[Tensor, ...]
-    event: Event | None = None
-
-
-class Staging(Protocol):
-    """Between the device of the gradients and the lane."""
-
-    is_host: bool
-
-    def future(self) -> Future[Tensor]:
-        """One that can be completed with a tensor of the device."""
-        ...
-
-    def hand_over(self, tensors: Sequence[Tensor]) -> Handover:
-        """Called where the tensors were written, on the thread and the stream that did so."""
-        ...
-
-    def taking(self, handover: Handover) -> AbstractContextManager[object]:
-        """Around a job of the lane: inside, the tensors may be used, and results are written and handed back."""
-        ...
-
-    def to_host(self, *tensors: Tensor) -> list[Tensor]:
-        """Copies on the host, until the job ends. The lane's thread waits for them."""
-        ...
-
-    def to_device(self, *tensors: Tensor) -> list[Tensor]:
-        """Copies on the device, for work that follows on the lane's stream. Nobody waits."""
-        ...
-
-    def all_reduce(self, tensor: Tensor, all_reduce: Callable[[Tensor], None], world_size: int) -> None:
-        """Have ``all_reduce`` sum a contiguous tensor of the device over the ranks, in place, on the host."""
-        ...
-
-    def stats(self) -> dict[str, float]:
-        """For `Synchronizer.stats`."""
-        ...
-
-
-class HostStaging:
-    """For gradients on the CPU: there is nothing to do."""
-
-    is_host = True
-
-    def future(self) -> Future[Tensor]:
-        return Future()
-
-    def hand_over(self, tensors: Sequence[Tensor]) -> Handover:
-        return Handover(tuple(tensors))
-
-    def taking(self, handover: Handover) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def to_host(self, *tensors: Tensor) -> list[Tensor]:
-        return list(tensors)
-
-    def to_device(self, *tensors: Tensor) -> list[Tensor]:
-        return list(tensors)
-
-    def all_reduce(self, tensor: Tensor, all_reduce: Callable[[Tensor], None], world_size: int) -> None:
-        all_reduce(tensor)
-
-    def stats(self) -> dict[str, float]:
-        return {}
 
 
 class DeviceStaging:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
-from thinwire.cuda.staging import Handover, HostStaging, Staging
 from thinwire.hooks.clock import Clock, JobTimes, Load
 from thinwire.hooks.compressed import CompressedSync
 from thinwire.hooks.embedding import LookupRows
@@ -21,6 +20,7 @@ from thinwire.hooks.native import DenseBucket, NativeAllReduce, Started
 from thinwire.hooks.staged import staged
 from thinwire.hooks.table import TableGradient
 from thinwire.lane import Lane
+from thinwire.sync.staging import Handover, HostStaging, Staging
 
 Pending = Future[Tensor] | DenseBucket
 """What is waited for at the end of backward: a job of the lane, or an all-reduce beside it."""

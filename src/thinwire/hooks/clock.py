@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from thinwire.compress.exchange import Phase
+from thinwire.ranges import Phase
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ class GradientSync:
     """
 
     def __init__(self, scheme: str | Scheme | TwoLevel) -> None:
-        self.scheme = scheme
+        self.scheme = resolve(scheme) or AUTO  # by a name it would be looked up in every step
         self.records: dict[str, ParameterRecord] = {}
         self.choices: dict[str, str] = {}  # under "auto": the scheme of a group's next step, by its parameters
         self.pauses: dict[str, int] = {}  # steps for which a table is all-reduced without looking for zeros

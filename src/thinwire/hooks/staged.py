@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.cuda.staging import HostStaging, Staging
 from thinwire.hooks.table import TableGradient
 from thinwire.ranges import named
 from thinwire.sparse import SparseRows
+from thinwire.sync.staging import HostStaging, Staging
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from thinwire.compress.exchange import Phase
 from thinwire.hooks.clock import JobTimes, StepTimes
 from thinwire.observe.trace import Event, chrome_trace
 from thinwire.plan.timeline import CHANNEL, COMPUTE
+from thinwire.ranges import Phase
 
 PHASES = "phases"
 """The track below the channel's, on which encoding, sending and decoding are told apart."""

@@ -17,7 +17,6 @@ from thinwire.errors import (
     LostPeerError,
     MismatchError,
     PeerError,
-    Telling,
     ThinwireError,
     in_exchange,
     told,
@@ -28,6 +27,7 @@ from thinwire.sync.exchange import Exchange
 from thinwire.sync.machine import Machine
 from thinwire.sync.memory import check_fits
 from thinwire.sync.stream import Stream
+from thinwire.sync.telling import Telling
 from thinwire.wire import ALIGNMENT_BYTES, Format, Header, Kind, Message, aligned, digest64
 
 _MAX_DESCRIPTION_BYTES = 1 << 20

@@ -16,19 +16,10 @@ from thinwire.sync.exchange import ring_all_reduce_bytes
 from thinwire.sync.partition import Whole
 from thinwire.sync.patterns import hierarchy
 from thinwire.sync.patterns.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
-from thinwire.sync.scheme import Scheme
+from thinwire.sync.scheme import Scheme, begins_with_opening
 from thinwire.sync.stages import gathering
 from thinwire.sync.units import Unit, unit_ids, unit_shape
 from thinwire.wire import Header
-
-
-def begins_with_opening(scheme: Scheme) -> bool:
-    """Whether a scheme needs to know how many rows the ranks hold before it can send; see `Channel.open`.
-
-    The others are told with the first message. "auto" opens for all of them.
-    """
-    direct = scheme.communication is Communication.POINT_TO_POINT
-    return not direct or scheme.knows_ids
 
 
 def opening_bytes(world_size: int) -> int:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.errors import Telling
 from thinwire.sync.stream import SENDS_IN_FLIGHT, ProcessGroupStream, Stream, lost_peer
+from thinwire.sync.telling import Telling
 from thinwire.sync.waits import Waits
 
 

@@ -290,3 +290,12 @@ def _formats(name: str, value: str | tuple[str, ...]) -> tuple[StrEnum | None, .
     if not formats:
         raise ValueError(f"{name} is empty; give one or more of {', '.join(Format)}, or auto")
     return tuple(_member(name, Format, format) for format in formats)
+
+
+def begins_with_opening(scheme: Scheme) -> bool:
+    """Whether a scheme needs to know how many rows the ranks hold before it can send; see `Channel.open`.
+
+    The others are told with the first message. "auto" opens for all of them.
+    """
+    direct = scheme.communication is Communication.POINT_TO_POINT
+    return not direct or scheme.knows_ids

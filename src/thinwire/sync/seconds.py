@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 
-from thinwire.sync.cost import begins_with_opening
 from thinwire.sync.demand import Demand
 from thinwire.sync.dimensions import Aggregation, Communication
 from thinwire.sync.machine import Machine
 from thinwire.sync.patterns.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
-from thinwire.sync.scheme import Scheme
+from thinwire.sync.scheme import Scheme, begins_with_opening
 from thinwire.sync.units import unit_shape
 
 CONTENTION = 2.0

@@ -11,11 +11,11 @@ from thinwire.sparse import SparseRows
 from thinwire.sync import two_level
 from thinwire.sync.channel import Channel
 from thinwire.sync.choose import choose
-from thinwire.sync.cost import begins_with_opening
 from thinwire.sync.hosts import ranks_of_hosts
 from thinwire.sync.named import resolve
+from thinwire.sync.partition import Partition
 from thinwire.sync.patterns import gathered, hierarchy, known_ids, point_to_point, staged
-from thinwire.sync.scheme import Aggregation, Communication, Ownership, Scheme
+from thinwire.sync.scheme import Aggregation, Communication, Ownership, Scheme, begins_with_opening
 from thinwire.sync.stages import Stages
 from thinwire.sync.two_level import TwoLevel
 from thinwire.sync.units import Unit, from_units, to_units
@@ -64,7 +64,7 @@ def placed(point: Scheme | TwoLevel, channel: Channel) -> Scheme | TwoLevel:
 
 
 def _resolved(scheme: str | Scheme | TwoLevel, channel: Channel) -> Scheme | TwoLevel | None:
-    point = resolve(scheme)
+    point = resolve(scheme) if isinstance(scheme, str) else scheme
     return None if point is None else placed(point, channel)
 
 
@@ -104,8 +104,18 @@ def _summed(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) ->
 
 
 def _by_owners(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
+    partition = scheme.rows_partition(rows.num_rows, channel.world_size)
+    if not scheme.communication is scheme.pull_by is Communication.POINT_TO_POINT:
+        return _by_owners_in_stages(rows, partition, scheme, channel, scale)
+    total = point_to_point.reduce_scatter(rows, partition, scheme.push_choice, channel, scale)
+    return point_to_point.all_gather(rows, total, partition, scheme.pull_choice, channel)
+
+
+def _by_owners_in_stages(
+    rows: SparseRows, partition: Partition, scheme: Scheme, channel: Channel, scale: float
+) -> SparseRows:
+    """With a push or a pull in stages, or both."""
     rank, world_size = channel.rank, channel.world_size
-    partition = scheme.rows_partition(rows.num_rows, world_size)
     push, pull, stages = scheme.push_choice, scheme.pull_choice, Stages(channel)
     if scheme.communication is Communication.POINT_TO_POINT:
         total = point_to_point.reduce_scatter(rows, partition, push, channel, scale)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from thinwire.bench.faults.hosts import SECRET
-from thinwire.bench.faults.kind import Outcome, WrongRestore
+from checkpoint_faults.hosts import SECRET
+from checkpoint_faults.kind import Outcome, WrongRestore
 from thinwire.checkpoint import faultpoint
 from thinwire.checkpoint.choice import Choice, choose
 from thinwire.checkpoint.client import HolderClient

@@ -22,7 +22,8 @@ def main(options: dict[str, Any], plan: dict[str, Any]) -> int:
     threading.Thread(target=_end_with_input, daemon=True).start()
     daemon = _load_daemon()
     daemon.enter_packages()
-    from thinwire.bench.faults.clock import jump
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+    from checkpoint_faults.clock import jump
     from thinwire.checkpoint import faultpoint
     from thinwire.testbed.faults import Fault, Faults
 
@@ -36,7 +37,7 @@ def main(options: dict[str, Any], plan: dict[str, Any]) -> int:
 
 
 def _load_daemon() -> ModuleType:
-    path = Path(__file__).resolve().parents[2] / "checkpoint" / "daemon.py"
+    path = Path(__file__).resolve().parents[3] / "src" / "thinwire" / "checkpoint" / "daemon.py"
     spec = importlib.util.spec_from_file_location("thinwire_daemon", path)
     assert spec is not None
     assert spec.loader is not None

@@ -11,9 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.faults.hosts import Hosts
-from thinwire.bench.faults.kind import Expected, Kind, Outcome, refused, restored
-from thinwire.bench.faults.training import STEPS, Job, restart, run
+from checkpoint_faults.hosts import Hosts
+from checkpoint_faults.kind import Expected, Kind, Outcome, refused, restored
+from checkpoint_faults.training import STEPS, Job, restart, run
 from thinwire.testbed.faults import Faults
 
 _GROUP = "SIGKILL"

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from thinwire.bench.faults.hosts import SECRET
-from thinwire.bench.faults.kind import Expected, Kind, Outcome, refused, restored
-from thinwire.bench.faults.shards import Shards
-from thinwire.bench.faults.wire import Proxy, Tamper, babble, connect, flipped, header, once, say
+from checkpoint_faults.hosts import SECRET
+from checkpoint_faults.kind import Expected, Kind, Outcome, refused, restored
+from checkpoint_faults.shards import Shards
+from checkpoint_faults.wire import Proxy, Tamper, babble, connect, flipped, header, once, say
 from thinwire.checkpoint.client import HolderClient
 from thinwire.checkpoint.frames import Connection
 from thinwire.checkpoint.frames import Kind as FrameKind

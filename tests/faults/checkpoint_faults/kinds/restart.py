@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from thinwire.bench.faults.hosts import SECRET, Hosts
-from thinwire.bench.faults.kind import Expected, Kind, Outcome, fresh, refused, restored
-from thinwire.bench.faults.training import STEPS, Job, restart, run
+from checkpoint_faults.hosts import SECRET, Hosts
+from checkpoint_faults.kind import Expected, Kind, Outcome, fresh, refused, restored
+from checkpoint_faults.training import STEPS, Job, restart, run
 from thinwire.testbed.faults import Faults
 
 _GROUP = "restart"

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from thinwire.bench.faults.hosts import SlotFile
-from thinwire.bench.faults.kind import Expected, Kind, Outcome, refused, restored
-from thinwire.bench.faults.shards import Shards, content
+from checkpoint_faults.hosts import SlotFile
+from checkpoint_faults.kind import Expected, Kind, Outcome, refused, restored
+from checkpoint_faults.shards import Shards, content
 from thinwire.checkpoint import faultpoint
 
 _GROUP = "memory"

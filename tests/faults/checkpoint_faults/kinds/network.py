@@ -9,9 +9,9 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from thinwire.bench.faults.hosts import Hosts
-from thinwire.bench.faults.kind import Expected, Kind, Outcome, restored
-from thinwire.bench.faults.training import STEPS, Job, restart, run
+from checkpoint_faults.hosts import Hosts
+from checkpoint_faults.kind import Expected, Kind, Outcome, restored
+from checkpoint_faults.training import STEPS, Job, restart, run
 from thinwire.testbed.faults import Faults
 from thinwire.testbed.network import EmulatedNetwork, Link
 

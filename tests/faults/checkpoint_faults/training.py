@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from thinwire.bench.faults.clock import jump
-from thinwire.bench.faults.hosts import SECRET
-from thinwire.bench.faults.kind import Outcome, WrongRestore
+from checkpoint_faults.clock import jump
+from checkpoint_faults.hosts import SECRET
+from checkpoint_faults.kind import Outcome, WrongRestore
 from thinwire.checkpoint import faultpoint
 from thinwire.checkpoint.checkpointer import Checkpointer
 from thinwire.errors import ThinwireError

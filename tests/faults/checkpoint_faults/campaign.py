@@ -9,27 +9,27 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.faults import (
-    kinds_directory,
-    kinds_disk,
-    kinds_hosts,
-    kinds_kill,
-    kinds_network,
-    kinds_restart,
-    kinds_slots,
-    kinds_wire,
+from checkpoint_faults.kind import Kind, Outcome, WrongRestore
+from checkpoint_faults.kinds import (
+    directory,
+    disk,
+    hosts,
+    kill,
+    network,
+    restart,
+    slots,
+    wire,
 )
-from thinwire.bench.faults.kind import Kind, Outcome, WrongRestore
 
 KINDS: tuple[Kind, ...] = (
-    *kinds_kill.KINDS,
-    *kinds_restart.KINDS,
-    *kinds_hosts.KINDS,
-    *kinds_network.KINDS,
-    *kinds_slots.KINDS,
-    *kinds_wire.KINDS,
-    *kinds_disk.KINDS,
-    *kinds_directory.KINDS,
+    *kill.KINDS,
+    *restart.KINDS,
+    *hosts.KINDS,
+    *network.KINDS,
+    *slots.KINDS,
+    *wire.KINDS,
+    *disk.KINDS,
+    *directory.KINDS,
 )
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from checkpoint_faults.campaign import KINDS, Result, run_kind
+from checkpoint_faults.hosts import Hosts, wait_for
+from checkpoint_faults.kind import Kind, Outcome, WrongRestore, restored
+from checkpoint_faults.shards import Shards
+from checkpoint_faults.training import STEPS, Job, restart, run
 from namespaces import NEEDS_NAMESPACES
-from thinwire.bench.faults.campaign import KINDS, Result, run_kind
-from thinwire.bench.faults.hosts import Hosts, wait_for
-from thinwire.bench.faults.kind import Kind, Outcome, WrongRestore, restored
-from thinwire.bench.faults.shards import Shards
-from thinwire.bench.faults.training import STEPS, Job, restart, run
 from thinwire.checkpoint.placement import placement
 
 
@@ -66,7 +66,7 @@ class TestTheCampaignItself:
     def test_bytes_of_another_step(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with Shards(tmp_path, num_bytes=100) as shards:
             shards.train([1])
-            monkeypatch.setattr("thinwire.bench.faults.shards.content", lambda *_: bytes(100))
+            monkeypatch.setattr("checkpoint_faults.shards.content", lambda *_: bytes(100))
             with pytest.raises(WrongRestore, match="bytes of owner 0"):
                 shards.recover()
 

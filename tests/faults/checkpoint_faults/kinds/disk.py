@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from thinwire.bench.faults.hosts import Hosts
-from thinwire.bench.faults.kind import Expected, Kind, Outcome, fresh, refused, restored
-from thinwire.bench.faults.training import STEPS, Job, restart, run
+from checkpoint_faults.hosts import Hosts
+from checkpoint_faults.kind import Expected, Kind, Outcome, fresh, refused, restored
+from checkpoint_faults.training import STEPS, Job, restart, run
 
 _GROUP = "disk"
 _STEPS = STEPS + 2

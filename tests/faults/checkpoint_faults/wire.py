@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Self
 
-from thinwire.bench.faults.hosts import SECRET
+from checkpoint_faults.hosts import SECRET
 from thinwire.checkpoint.frames import Connection, Kind
 from thinwire.errors import ThinwireError
 

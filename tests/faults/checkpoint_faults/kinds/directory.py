@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from thinwire.bench.faults.kind import Expected, Kind, Outcome, WrongRestore, refused, restored
+from checkpoint_faults.kind import Expected, Kind, Outcome, WrongRestore, refused, restored
 from thinwire.checkpoint import faultpoint
 from thinwire.checkpoint.directory import SlotDirectory
 from thinwire.checkpoint.memory import BudgetError

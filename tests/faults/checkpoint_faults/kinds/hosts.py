@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from threading import Event
 
-from thinwire.bench.faults.kind import Expected, Kind, Outcome, refused, restored
-from thinwire.bench.faults.shards import Shards
+from checkpoint_faults.kind import Expected, Kind, Outcome, refused, restored
+from checkpoint_faults.shards import Shards
 from thinwire.checkpoint import faultpoint
 from thinwire.checkpoint.replication import PeerTimes
 from thinwire.checkpoint.version import next_attempt

@@ -42,6 +42,7 @@ _logger = logging.getLogger("thinwire")
 _forced: str | None = None
 _uses: dict[object, str] = {}  # of `using`, in the order in which they began
 _uses_lock = threading.Lock()
+_unready_calls = 0
 
 
 def mode() -> str:
@@ -88,6 +89,22 @@ def compilation() -> Once | None:
     return shared(count_ones, set(compiled.__all__))
 
 
+def is_compiling() -> bool:
+    """Whether a process of this machine compiles kernels for this one, on processors that all share."""
+    once = compilation() if mode() == "auto" else None
+    return once is not None and once.is_busy()
+
+
+def unready_calls() -> int:
+    """How many calls so far took longer than the next will: the kernel was not compiled yet, or was loaded first."""
+    return _unready_calls
+
+
+def _count_unready() -> None:
+    global _unready_calls
+    _unready_calls += 1
+
+
 def _dispatched(
     twin: Callable[P, R], size: Callable[..., int], at_least: int, known: Callable[..., bool]
 ) -> Callable[P, R]:
@@ -96,8 +113,11 @@ def _dispatched(
     A step with small tables makes dozens of calls, so what is small is not looked at any further.
     """
 
+    is_loaded = False
+
     @wraps(twin)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal is_loaded
         if _BUILT_FOR_GPU and torch.cuda.is_initialized() and _any_on_gpu((*args, *kwargs.values())):
             return _call_on_gpu(twin, *args, **kwargs)
         chosen = mode()
@@ -105,7 +125,10 @@ def _dispatched(
         if is_small or chosen == "reference" or not known(*args, **kwargs):
             return twin(*args, **kwargs)
         compiled = compiled_kernels()
+        if compiled is not None and not is_loaded:
+            _count_unready()
         if compiled is not None and (chosen == "numba" or _is_compiled(twin.__name__)):
+            is_loaded = True
             return getattr(compiled, twin.__name__)(*args, **kwargs)
         if compiled is None and chosen == "numba":
             raise ValueError("THINWIRE_KERNELS=numba, but numba cannot be imported: pip install 'thinwire[cpu]'")

@@ -54,9 +54,8 @@ def _simulated(batches: Iterator[int], factors: dict[str, float], steps: int = S
         demand = _demand(held)
         offers = learned._estimated(learned._size(demand))
         true = {name_of(offer.scheme): offer.seconds * factors.get(name_of(offer.scheme), 1.0) for offer in offers}
-        is_timed = learned.is_timed and learned.choice is not None
-        point = (learned.take(held) if is_timed else learned.choice) or offers[0].scheme
-        if is_timed and learned.is_told:
+        point = (learned.take(held) if learned.is_timed else learned.choice) or offers[0].scheme
+        if learned.is_told:
             learned.learn(point, demand, true[name_of(point)])
         learned.observe(demand)
         points = learned.hopeful(demand)
@@ -93,10 +92,18 @@ def _overheads(batches: str) -> tuple[list[float], list[float]]:
 def test_auto_takes_hardly_longer_than_the_best_fixed_scheme(batches: str) -> None:
     first, later = _overheads(batches)
     nine_of_ten = int(0.9 * len(first))
-    assert first[nine_of_ten] <= 1.12
-    assert first[-1] <= 1.20
+    assert first[len(first) // 2] <= 1.05
+    assert first[nine_of_ten] <= 1.11
+    assert first[-1] <= 1.17
     assert later[nine_of_ten] <= 1.05
-    assert later[-1] <= 1.15
+    assert later[-1] <= 1.12
+
+
+def test_what_comes_into_question_late_is_still_tried() -> None:
+    """Where all that were tried take longer than expected, one that was not worth a trial may be the fastest."""
+    factors = dict.fromkeys(NAMES, 1.5) | {"zen": 0.8}
+    steps = _simulated(repeat(3000), factors)
+    assert _overhead(steps[-WINDOW:]) <= 1.001
 
 
 @pytest.mark.parametrize("batches", BATCHES)
@@ -117,6 +124,42 @@ def test_what_trials_take_longer_is_bounded_and_then_they_wait() -> None:
     learned.learn(tried, _demand(3000), 0.03)
     learned.observe(_demand(3000))
     assert not learned.is_timed, "that took two steps longer, which are a whole window's"
+
+
+def test_all_that_was_tried_is_learned_and_then_no_step_is_timed() -> None:
+    learned = _rehearsing("zen", "column_split")
+    for _ in range(2):
+        tried = learned.take(3000)
+        assert learned.is_told
+        learned.learn(tried, _demand(3000), 0.01)
+        learned.observe(_demand(3000))
+        assert not learned.is_told
+    assert set(learned._samples) >= {"zen", "column_split"}
+    assert not learned.is_timed
+
+
+def test_a_step_in_which_kernels_were_compiled_is_tried_again_later_each_time() -> None:
+    learned = _rehearsing("zen", "column_split")
+    before, timed = len(learned._samples), []
+    for step in range(40):
+        if learned.is_timed:
+            assert learned.take(3000) == resolve("zen")
+            learned.put_off()
+            timed.append(step)
+        learned.observe(_demand(3000))
+        learned.hopeful(_demand(3000))
+    assert timed == [0, 1, 3, 7, 15, 31]
+    assert len(learned._samples) == before
+    assert learned.rehearsal is not None
+
+
+def _rehearsing(*names: str) -> Experience:
+    learned = Experience()
+    learned.know(FAST, ())
+    for _ in range(2):
+        learned.observe(_demand(3000))
+    learned.begin(rehearse([resolve(name) for name in names], 3000))
+    return learned
 
 
 def test_nothing_is_tried_where_there_are_hardly_any_zeros() -> None:

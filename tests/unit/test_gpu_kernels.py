@@ -60,7 +60,11 @@ cases = [
     (gpu_hash, "_try_slots", {"WORLD_SIZE": 8, "FIRST": False, "LAST": True, **key}),
     (gpu_union, "_count_before", {"BLOCK": 128}),
     (gpu_union, "_rank_ids", {"BLOCK": 1024}),
-    (gpu_codes, "_combine_chunk", {**dict.fromkeys(("words", "weights", "combined"), "*i64"), "SHIFT": 29, "CHUNK": 512}),
+    (
+        gpu_codes,
+        "_combine_chunk",
+        {**dict.fromkeys(("words", "weights", "combined"), "*i64"), "SHIFT": 29, "CHUNK": 512},
+    ),
     (gpu_rows, "_gather", {"source": "*i64", "target": "*i64", **tiles}),
     (gpu_rows, "_scatter", {"source": "*u8", "target": "*u8", "width": 1, "ROWS": 2048, "COLUMNS": 1}),
     (gpu_rows, "_gather_scaled", {"values": "*fp32", "payload": "*bf16", "factor": "*fp32", **tiles}),

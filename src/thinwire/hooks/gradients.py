@@ -15,6 +15,7 @@ from torch import Tensor
 
 from thinwire.hooks.fusion import TableShape, plan_groups, share, stack, unstack
 from thinwire.hooks.table import TableGradient
+from thinwire.kernels import dispatch
 from thinwire.lane import Lane
 from thinwire.observe.ledger import ParameterRecord
 from thinwire.sparse import SparseRows
@@ -197,6 +198,7 @@ class GradientSync:
             return chosen(rows, channel) if point is None or point.is_dense else placed(point, channel)
 
         rows, scheme = agree(prepare, plan, channel, choose)
+        unready_calls = dispatch.unready_calls()
         started = time.perf_counter()
         scale = 1.0 / lane.world_size
         if scheme.is_dense and len(group) == 1 and not group[0].gradient.is_sparse:
@@ -213,7 +215,8 @@ class GradientSync:
         self._remember(group, unions)
         if learned is not None:
             demand = Demand.of(channel.held, rows.num_rows, rows.width, rows.values.element_size(), sum(unions))
-            self._learn(lane, learned, channel, scheme, demand, seconds)
+            is_typical = unready_calls == dispatch.unready_calls()
+            self._learn(lane, learned, channel, scheme, demand, seconds if is_typical else math.inf)
             self._decide_next(group, learned, channel, demand)
         return means
 
@@ -260,14 +263,16 @@ class GradientSync:
         demand: Demand,
         seconds: float,
     ) -> None:
-        """From a timed step, whose seconds on the slowest rank all ranks are told."""
-        is_timed = learned.is_timed and learned.is_told and learned.choice is not None
+        """From a timed step, whose seconds on the slowest rank all ranks are told; infinite if they tell nothing."""
         machine = channel.machine()
         learned.know(machine, ranks_of_hosts(channel.exchange.hosts))
-        if not is_timed or machine is None:
+        if not learned.is_told or machine is None:
             return
         with lane.setting_up():
-            slowest = longest(channel.exchange, seconds)
+            slowest = longest(channel.exchange, math.inf if dispatch.is_compiling() else seconds)
+        if math.isinf(slowest):
+            learned.put_off()
+            return
         expected = learned.estimate(scheme, demand) if isinstance(scheme, Scheme) else None
         if isinstance(scheme, Scheme) and expected is not None and expected.sent_bytes >= MIN_BYTES:
             lane.saw(seen_byte_seconds(scheme, demand, machine, expected.sent_bytes, slowest))
@@ -305,8 +310,8 @@ class GradientSync:
             return ""
         dense = [table for table in group if not table.gradient.is_sparse]
         moved = sum(ring_all_reduce_bytes(table.gradient.nbytes, channel.world_size) for table in dense)
+        most = max(learned.demands, key=lambda demand: demand.held)
         if len(dense) < len(group):
-            most = max(learned.demands, key=lambda demand: demand.held)
             counts = [math.ceil(most.held)] * channel.world_size
             moved += sparse_all_reduce_bytes(counts, 0, most.row_bytes, len(group) - len(dense))
         rounds = 3 * max(0, len(group) - len(dense) - 1) * machine.round_seconds

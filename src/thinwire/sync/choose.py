@@ -39,7 +39,7 @@ HYSTERESIS = 0.03
 """A choice stands until another scheme promises to send less by this share: sparsity changes a little in every step."""
 CLEAR_SHARE, CLEAR_SECONDS = 0.25, 0.005
 """By how much more bytes must be faster to be taken: both as a share, and in seconds."""
-MEASURED = 0.04, 0.0
+MEASURED = 0.02, 0.0
 """The same where the seconds of both were not estimated but taken, see `thinwire.sync.experience`."""
 DENSE_SHARE = 0.9
 """Where a rank holds so many of all rows, leaving out the others is not worth looking for them."""

@@ -17,8 +17,8 @@ from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
 
 MAX_REHEARSALS = 3
-"""Of a table in a run, unless the machine changes: the first, one that repeats what was close, and one for batches of
-another size."""
+"""Of a table in a run, unless the machine changes: the first, one that repeats what was close and tries what came into
+question, and one for batches of another size."""
 MIN_BYTES = 64 * 1024
 """What sends less than this has little to gain."""
 MAX_SECONDS = 0.1
@@ -74,9 +74,9 @@ def to_rehearse(offers: Sequence[Price]) -> list[Point]:
         offers: of all candidates, with seconds, the one of fewest bytes first.
     """
     best = offers[0]
-    if best.sent_bytes < MIN_BYTES or _seconds(best) > MAX_SECONDS or not _adds_in_rank_order(best.scheme):
+    if best.sent_bytes < MIN_BYTES or _seconds(best) > MAX_SECONDS or not adds_in_rank_order(best.scheme):
         return []
-    rivals = sorted((offer for offer in offers if _adds_in_rank_order(offer.scheme)), key=_seconds)
+    rivals = sorted((offer for offer in offers if adds_in_rank_order(offer.scheme)), key=_seconds)
     hopeful = [offer.scheme for offer in rivals if _seconds(offer) <= HOPELESS * _seconds(rivals[0])]
     return hopeful if len(hopeful) > 1 else []
 
@@ -86,7 +86,7 @@ def rehearse(points: Sequence[Point], held: float) -> Rehearsal:
     return Rehearsal(points, held)
 
 
-def _adds_in_rank_order(point: Point) -> bool:
+def adds_in_rank_order(point: Point) -> bool:
     return isinstance(point, Scheme) and point.communication is Communication.POINT_TO_POINT
 
 

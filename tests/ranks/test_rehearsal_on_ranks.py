@@ -10,8 +10,11 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.hooks import gradients
 from thinwire.lane import Lane
-from thinwire.sync import rehearsal
+from thinwire.sync import experience, rehearsal
+from thinwire.sync.experience import Experience
 from thinwire.sync.machine import Machine
+from thinwire.sync.named import name_of
+from thinwire.sync.rehearsal import Point, Rehearsal
 from thinwire.testbed.launch import RankContext, run_ranks
 
 NUM_WORDS, WIDTH, STEPS = 4000, 16, 8
@@ -56,3 +59,38 @@ def test_a_rehearsal_changes_no_bit_and_all_bytes_are_counted() -> None:
         assert 0 < setup <= 2e6
         assert begun > 0
         assert none == 0
+
+
+def _learn(context: RankContext) -> tuple[set[str], set[str]]:
+    """What was tried, and of what there are seconds; what stands stays."""
+    decide, original, tried = Experience._decide, gradients.rehearse, set()
+
+    def decide_once(learned: Experience) -> None:
+        if learned.choice is None:
+            decide(learned)
+
+    def rehearse(points: list[Point], held: float) -> Rehearsal:
+        tried.update(map(name_of, points))
+        return original(points, held)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "machine", lambda lane: MACHINE)
+        patch.setattr(gradients, "LEFT_BYTES", -1)
+        patch.setattr(rehearsal, "MIN_BYTES", 1.0)
+        patch.setattr(experience, "FIRST_REGRET", float("inf"))
+        patch.setattr(Experience, "_decide", decide_once)
+        patch.setattr(gradients, "rehearse", rehearse)
+        model = DistributedDataParallel(nn.Embedding(NUM_WORDS, WIDTH, sparse=True))
+        sync = thinwire.attach(model)
+        for _ in range(STEPS):
+            model(torch.arange(200)).square().sum().backward()
+        (learned,) = sync._gradients.experiences.values()
+        sync.detach()
+    return tried, set(learned._samples)
+
+
+def test_every_trial_is_learned_the_last_one_too() -> None:
+    for outcome in run_ranks(_learn, world_size=2, timeout_seconds=60):
+        tried, known = outcome.value
+        assert len(tried) > 1
+        assert known >= tried

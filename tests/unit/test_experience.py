@@ -54,9 +54,8 @@ def _simulated(batches: Iterator[int], factors: dict[str, float], steps: int = S
         demand = _demand(held)
         offers = learned._estimated(learned._size(demand))
         true = {name_of(offer.scheme): offer.seconds * factors.get(name_of(offer.scheme), 1.0) for offer in offers}
-        is_timed = learned.is_timed and learned.choice is not None
-        point = (learned.take(held) if is_timed else learned.choice) or offers[0].scheme
-        if is_timed and learned.is_told:
+        point = (learned.take(held) if learned.is_timed else learned.choice) or offers[0].scheme
+        if learned.is_told:
             learned.learn(point, demand, true[name_of(point)])
         learned.observe(demand)
         points = learned.hopeful(demand)
@@ -117,6 +116,42 @@ def test_what_trials_take_longer_is_bounded_and_then_they_wait() -> None:
     learned.learn(tried, _demand(3000), 0.03)
     learned.observe(_demand(3000))
     assert not learned.is_timed, "that took two steps longer, which are a whole window's"
+
+
+def test_all_that_was_tried_is_learned_and_then_no_step_is_timed() -> None:
+    learned = _rehearsing("zen", "column_split")
+    for _ in range(2):
+        tried = learned.take(3000)
+        assert learned.is_told
+        learned.learn(tried, _demand(3000), 0.01)
+        learned.observe(_demand(3000))
+        assert not learned.is_told
+    assert set(learned._samples) >= {"zen", "column_split"}
+    assert not learned.is_timed
+
+
+def test_a_step_in_which_kernels_were_compiled_is_tried_again_later_each_time() -> None:
+    learned = _rehearsing("zen", "column_split")
+    before, timed = len(learned._samples), []
+    for step in range(40):
+        if learned.is_timed:
+            assert learned.take(3000) == resolve("zen")
+            learned.put_off()
+            timed.append(step)
+        learned.observe(_demand(3000))
+        learned.hopeful(_demand(3000))
+    assert timed == [0, 1, 3, 7, 15, 31]
+    assert len(learned._samples) == before
+    assert learned.rehearsal is not None
+
+
+def _rehearsing(*names: str) -> Experience:
+    learned = Experience()
+    learned.know(FAST, ())
+    for _ in range(2):
+        learned.observe(_demand(3000))
+    learned.begin(rehearse([resolve(name) for name in names], 3000))
+    return learned
 
 
 def test_nothing_is_tried_where_there_are_hardly_any_zeros() -> None:

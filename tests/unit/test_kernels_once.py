@@ -13,10 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from clocks import PATIENCE, wait_until
 from thinwire import kernels
-from thinwire.kernels import dispatch, once
+from thinwire.kernels import dispatch, once, reference
 from thinwire.kernels.once import Once
 
 NAMES = {"mix", "deal", "sum_rows"}
@@ -57,6 +58,26 @@ def test_one_process_compiles(tmp_path: Path, patient: Path) -> None:
     for _ in range(3):
         assert not any(rank.has("mix") for rank in ranks)
     assert [rank._child is not None for rank in ranks] == [True, False, False, False]
+
+
+def test_all_know_whether_one_is_at_it(tmp_path: Path, patient: Path) -> None:
+    ranks = [Once(tmp_path, NAMES) for _ in range(2)]
+    assert not any(rank.is_busy() for rank in ranks)
+    ranks[0].start()
+    assert all(rank.is_busy() for rank in ranks)
+    ranks[1].compile_with_lock(compile_all)
+    assert not any(rank.is_busy() for rank in ranks)
+
+
+@needs_jit
+def test_calls_that_compile_or_load_are_counted() -> None:
+    ids = torch.arange(2000)
+    call = dispatch._dispatched(reference.mix, dispatch.KERNELS["mix"])
+    for mode, counted in (("reference", 0), ("numba", 1), ("numba", 0)):
+        before = dispatch.unready_calls()
+        with kernels.using(mode):
+            call(ids, 0)
+        assert dispatch.unready_calls() == before + counted
 
 
 def test_another_process_takes_over_from_one_that_was_killed(
@@ -144,7 +165,7 @@ import sys, time
 import torch
 from numba.core import event
 from thinwire import kernels
-from thinwire.kernels import dispatch, once
+from thinwire.kernels import dispatch, once, reference
 
 once._COMMAND = "import os; os.nice = lambda by: 0\\n" + once._COMMAND  # or it would take minutes on a busy machine
 

@@ -109,13 +109,11 @@ def train(held: list[float], truth: Callable[[Scheme, Demand], float]) -> tuple[
     learned, seconds, demands = Experience(), [], []
     for rows in held:
         demand = Demand(4, 200_000, 32, 4, rows, 3.5 * rows)
-        is_first = learned.choice is None
         taken = (learned.take(rows) if learned.is_timed else learned.choice) or prices(demand, FAST)[0].scheme
-        is_timed = learned.is_timed and learned.is_told and not is_first
         seconds.append(truth(taken, demand))
         demands.append(demand)
         learned.know(FAST, ())
-        if is_timed:
+        if learned.is_told:
             learned.learn(taken, demand, seconds[-1])
         learned.observe(demand)
         points = learned.hopeful(demand)
@@ -170,9 +168,8 @@ def test_another_machine_is_noticed_and_rehearsed_again() -> None:
         if step == 400:
             slow[0] = 5.0
         taken = (learned.take(WORDS.held) if learned.is_timed else learned.choice) or ZEN
-        is_timed = learned.is_timed and learned.is_told and step > 0
         learned.know(FAST, ())
-        if is_timed:
+        if learned.is_told:
             learned.learn(taken, WORDS, slow[0] * truth(taken, WORDS))
         learned.observe(WORDS)
         points = learned.hopeful(WORDS)

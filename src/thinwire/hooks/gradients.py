@@ -14,6 +14,7 @@ from torch import Tensor
 
 from thinwire.hooks.fusion import TableShape, plan_groups, share, stack, unstack
 from thinwire.hooks.table import TableGradient
+from thinwire.kernels import dispatch
 from thinwire.lane import Lane
 from thinwire.observe.ledger import ParameterRecord
 from thinwire.sparse import SparseRows
@@ -187,6 +188,7 @@ class GradientSync:
             return chosen(rows, channel) if point is None or point.is_dense else placed(point, channel)
 
         rows, scheme = agree(prepare, plan, channel, choose)
+        unready_calls = dispatch.unready_calls()
         started = time.perf_counter()
         scale = 1.0 / lane.world_size
         if scheme.is_dense and len(group) == 1 and not group[0].gradient.is_sparse:
@@ -203,7 +205,8 @@ class GradientSync:
         self._remember(group, unions)
         if learned is not None:
             demand = Demand.of(channel.held, rows.num_rows, rows.width, rows.values.element_size(), sum(unions))
-            self._learn(lane, learned, channel, scheme, demand, seconds)
+            is_typical = unready_calls == dispatch.unready_calls()
+            self._learn(lane, learned, channel, scheme, demand, seconds if is_typical else math.inf)
             self._decide_next(group, learned, channel, demand)
         return means
 
@@ -250,14 +253,16 @@ class GradientSync:
         demand: Demand,
         seconds: float,
     ) -> None:
-        """From a timed step, whose seconds on the slowest rank all ranks are told."""
-        is_timed = learned.is_timed and learned.is_told and learned.choice is not None
+        """From a timed step, whose seconds on the slowest rank all ranks are told; infinite if they tell nothing."""
         machine = channel.machine()
         learned.know(machine, ranks_of_hosts(channel.exchange.hosts))
-        if not is_timed or machine is None:
+        if not learned.is_told or machine is None:
             return
         with lane.setting_up():
-            slowest = max(told(channel.exchange, seconds))
+            slowest = max(told(channel.exchange, math.inf if dispatch.is_compiling() else seconds))
+        if math.isinf(slowest):
+            learned.put_off()
+            return
         expected = learned.estimate(scheme, demand) if isinstance(scheme, Scheme) else None
         if isinstance(scheme, Scheme) and expected is not None and expected.sent_bytes >= MIN_BYTES:
             lane.saw(seen_byte_seconds(scheme, demand, machine, expected.sent_bytes, slowest))

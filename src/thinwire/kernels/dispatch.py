@@ -44,6 +44,7 @@ _logger = logging.getLogger("thinwire")
 _forced: str | None = None
 _uses: dict[object, str] = {}  # of `using`, in the order in which they began
 _uses_lock = threading.Lock()
+_unready_calls = 0
 
 
 def mode() -> str:
@@ -140,15 +141,33 @@ def register(
     return call if profiled_as is None else ranged(profiled_as)(call)
 
 
+def is_compiling() -> bool:
+    """Whether a process of this machine compiles kernels for this one, on processors that all share."""
+    once = compilation() if mode() == "auto" else None
+    return once is not None and once.is_busy()
+
+
+def unready_calls() -> int:
+    """How many calls so far took longer than the next will: the kernel was not compiled yet, or was loaded first."""
+    return _unready_calls
+
+
+def _count_unready() -> None:
+    global _unready_calls
+    _unready_calls += 1
+
+
 def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
     """The compiled twin for inputs that are large enough and that it knows, else the reference.
 
     A step with small tables makes dozens of calls, so what is small is not looked at any further.
     """
     size, from_size, knows, name = kernel.size, kernel.from_size, kernel.knows, kernel.name
+    is_loaded = False
 
     @wraps(reference)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        nonlocal is_loaded
         if _BUILT_FOR_GPU and torch.cuda.is_initialized():
             seen, args = _look_into(args)  # pyrefly: ignore [bad-assignment]
             if _any_on_gpu((*seen, *kwargs.values())):
@@ -158,7 +177,10 @@ def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
         is_small = chosen == "auto" and size(*args, **kwargs) < from_size
         if is_small or chosen == "reference" or not knows(*args, **kwargs):
             return reference(*args, **kwargs)
+        if has_numba() and not is_loaded:
+            _count_unready()
         if has_numba() and (chosen == "numba" or _is_compiled(name)):
+            is_loaded = True
             return kernel.on_cpu()(*args, **kwargs)
         if chosen == "numba" and not has_numba():
             raise ValueError("THINWIRE_KERNELS=numba, but numba cannot be imported: pip install 'thinwire[cpu]'")

@@ -69,6 +69,18 @@ class Once:
         self._compiled |= self._read()
         return self._compiled >= self._names
 
+    def is_busy(self) -> bool:
+        """Whether a process compiles right now."""
+        if self.is_complete():
+            return False
+        try:
+            lock = self._take_lock()
+        except OSError:
+            return False
+        if lock is not None:
+            lock.close()
+        return lock is None
+
     def compile_here(self, compile_all: Callable[[Callable[[str], None]], None]) -> None:
         """Compile in this process, after waiting for one that is already at it. A terminal shows how far it is.
 

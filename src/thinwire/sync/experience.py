@@ -71,7 +71,7 @@ class Experience:
         choice: what stands; None before the first step.
         rehearsal: what is being tried.
         rehearsals: how many there were.
-        is_told: whether something is to be learned from the seconds of the timed step that was begun.
+        is_told: whether this step is timed, and something is to be learned from its seconds; until `observe`.
         window: the sizes of the last batches, oldest first.
     """
 
@@ -80,6 +80,9 @@ class Experience:
     rehearsals: int = 0
     is_told: bool = False
     window: deque[Size] = field(default_factory=lambda: deque(maxlen=WINDOW_STEPS))
+    _tried: Point | None = None
+    _wait: int = 0
+    _next_wait: int = 1
     _machine: Machine | None = None
     _hosts: Hosts = ()
     _demands: dict[Size, Demand] = field(default_factory=dict)
@@ -95,18 +98,20 @@ class Experience:
     def is_timed(self) -> bool:
         """Whether the next step is timed: then ranks tell how many rows they hold first, and begin together."""
         is_due = self._unchecked_steps == 0 or (
-            self.rehearsal is not None and any(self._affords(point, self.window[-1]) for point in self.rehearsal.points)
+            self.rehearsal is not None
+            and self._wait == 0
+            and any(self._affords(point, self.window[-1]) for point in self.rehearsal.points)
         )
         return self.choice is None or (is_due and self._machine is not None)
 
     def take(self, held: float) -> Point | None:
         """What runs in a timed step in which a rank holds so many rows; None where nothing was chosen yet."""
-        tried = None
-        if self.rehearsal is not None:
+        self._tried = None
+        if self.rehearsal is not None and self._wait == 0:
             size = min(reversed(self.window), key=lambda size: abs(size[0] - _class_of(held)))
-            tried = self.rehearsal.next(held, lambda point: self._affords(point, size))
-        self.is_told = self.rehearsal is None or tried is not None
-        return tried or self.choice
+            self._tried = self.rehearsal.next(held, lambda point: self._affords(point, size))
+        self.is_told = self.choice is not None and (self.rehearsal is None or self._tried is not None)
+        return self._tried or self.choice
 
     def know(self, machine: Machine | None, hosts: Hosts) -> None:
         """What the next steps run on."""
@@ -127,11 +132,18 @@ class Experience:
         before = self._price(point, size)
         self._samples.setdefault(name, deque(maxlen=KEPT_SAMPLES)).append(_Sample(size, seconds))
         self._prices.clear()
+        self._next_wait = 1
         if self.rehearsal is not None:
             best = min(self._seconds(offer) for offer in self._priced(size) if offer.is_measured)
             self._regret = (seconds - best) / self._mean_cost()
         elif point == self.choice and before.is_measured:
             self._check(name, seconds / self._seconds(before))
+
+    def put_off(self) -> None:
+        """The timed step tells nothing, kernels were compiled or loaded in it: what it tried is tried again, later."""
+        if self.rehearsal is not None and self._tried is not None:
+            self.rehearsal.points.insert(0, self._tried)
+            self._wait, self._next_wait = self._next_wait, min(CHECK_STEPS, 2 * self._next_wait)
 
     def observe(self, demand: Demand) -> Point:
         """A step was of such a size: what stands from now on."""
@@ -141,13 +153,14 @@ class Experience:
         size = self._size(demand)
         is_like_all = len(self.window) == WINDOW_STEPS == self.window.count(size)
         self.window.append(size)
-        was_timed = self.is_timed
+        was_told, self.is_told = self.is_told, False
+        self._wait = max(0, self._wait - 1)
         self._unchecked_steps = (self._unchecked_steps + 1) % CHECK_STEPS
         self._regrets.append(self._regret)
         self._regret = 0.0
         if self.rehearsal is not None and self.rehearsal.is_over:
             self.rehearsal = None
-        if was_timed or not is_like_all:
+        if was_told or not is_like_all:
             self._decide()
         assert self.choice is not None
         return self.choice

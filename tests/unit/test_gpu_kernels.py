@@ -37,6 +37,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from thinwire.kernels import gpu_bits, gpu_codes, gpu_find, gpu_hash, gpu_ids, gpu_jit, gpu_rows, gpu_union
 
+longs = dict.fromkeys(("words", "weights", "combined"), "*i64")
 i32 = {"words": "*i32", "bitmap": "*i32", "homeless": "*i32", "falling": "*i32"}
 seeds = dict.fromkeys(("seed_low", "seed_high", "level_seed_low", "level_seed_high"), "i64")
 pointers = "ids counts ends hashed positions places count before first keys slots_tried sums"
@@ -60,11 +61,7 @@ cases = [
     (gpu_hash, "_try_slots", {"WORLD_SIZE": 8, "FIRST": False, "LAST": True, **key}),
     (gpu_union, "_count_before", {"BLOCK": 128}),
     (gpu_union, "_rank_ids", {"BLOCK": 1024}),
-    (
-        gpu_codes,
-        "_combine_chunk",
-        {**dict.fromkeys(("words", "weights", "combined"), "*i64"), "SHIFT": 29, "CHUNK": 512},
-    ),
+    (gpu_codes, "_combine_chunk", {**longs, "SHIFT": 29, "CHUNK": 512}),
     (gpu_rows, "_gather", {"source": "*i64", "target": "*i64", **tiles}),
     (gpu_rows, "_scatter", {"source": "*u8", "target": "*u8", "width": 1, "ROWS": 2048, "COLUMNS": 1}),
     (gpu_rows, "_gather_scaled", {"values": "*fp32", "payload": "*bf16", "factor": "*fp32", **tiles}),

@@ -141,6 +141,22 @@ def register(
     return call if profiled_as is None else ranged(profiled_as)(call)
 
 
+def is_compiling() -> bool:
+    """Whether a process of this machine compiles kernels for this one, on processors that all share."""
+    once = compilation() if mode() == "auto" else None
+    return once is not None and once.is_busy()
+
+
+def unready_calls() -> int:
+    """How many calls so far took longer than the next will: the kernel was not compiled yet, or was loaded first."""
+    return _unready_calls
+
+
+def _count_unready() -> None:
+    global _unready_calls
+    _unready_calls += 1
+
+
 def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
     """The compiled twin for inputs that are large enough and that it knows, else the reference.
 
@@ -161,7 +177,7 @@ def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
         is_small = chosen == "auto" and size(*args, **kwargs) < from_size
         if is_small or chosen == "reference" or not knows(*args, **kwargs):
             return reference(*args, **kwargs)
-        if not is_loaded and has_numba():
+        if has_numba() and not is_loaded:
             _count_unready()
         if has_numba() and (chosen == "numba" or _is_compiled(name)):
             is_loaded = True
@@ -192,22 +208,6 @@ def compilation() -> Once | None:
     from thinwire.kernels.cpu_bits import count_ones
 
     return shared(count_ones, {kernel.name for kernel in compiled_kernels()})
-
-
-def is_compiling() -> bool:
-    """Whether a process of this machine compiles kernels for this one, on processors that all share."""
-    once = compilation() if mode() == "auto" else None
-    return once is not None and once.is_busy()
-
-
-def unready_calls() -> int:
-    """How many calls so far took longer than the next will: the kernel was not compiled yet, or was loaded first."""
-    return _unready_calls
-
-
-def _count_unready() -> None:
-    global _unready_calls
-    _unready_calls += 1
 
 
 def _is_compiled(name: str) -> bool:

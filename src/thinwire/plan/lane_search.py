@@ -88,7 +88,7 @@ def espresso_jobs(
     Algorithm 1 from two sides, and the faster of both: from no compression, as published, and from `fastest_jobs`, so
     that the result is never slower than that. It is repeated with new cuts until nothing changes. On 2000 random jobs
     of two to six gradients with up to four options it is as fast as the best of all choices in all but 2, and 0.5 %
-    slower at worst; from no compression alone it is in 91 of 100, and 25 % slower at worst.
+    slower at worst; `fastest_jobs` in all but 97, 12 %; as published, without new cuts, in all but 192, 61 %.
 
     Args:
         backward_seconds: of each gradient, in backward order.

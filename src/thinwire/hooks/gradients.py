@@ -73,7 +73,7 @@ class GradientSync:
         self.unions: dict[str, int] = {}  # rows of a table that any rank held in its last step
         self.may_leave = False  # whether tables can be left to what stock DDP does
         self.left: dict[str, int] = {}  # tables that are, and for how many steps more
-        self._most_rows: dict[str, int] = {}  # of the sum of such a sparse one, or it comes back to the lane
+        self._most_rows: dict[str, float] = {}  # of the sum of such a sparse one, or it comes back to the lane
         self.rehearsals = 0
         self.experiences: dict[str, Experience] = {}  # under "auto": what was learned of a group
         self._rehearsed: dict[str, int] = {}  # how often a table was part of a rehearsal
@@ -309,11 +309,11 @@ class GradientSync:
         if any(steps is not None for steps in known) and not learned.is_settled:
             return ""
         dense = [table for table in group if not table.gradient.is_sparse]
+        held, now = max(demand.held for demand in learned.demands), learned.demands[-1]
         moved = sum(ring_all_reduce_bytes(table.gradient.nbytes, channel.world_size) for table in dense)
-        most = max(learned.demands, key=lambda demand: demand.held)
         if len(dense) < len(group):
-            counts = [math.ceil(most.held)] * channel.world_size
-            moved += sparse_all_reduce_bytes(counts, 0, most.row_bytes, len(group) - len(dense))
+            counts = [math.ceil(held)] * channel.world_size
+            moved += sparse_all_reduce_bytes(counts, 0, now.row_bytes, len(group) - len(dense))
         rounds = 3 * max(0, len(group) - len(dense) - 1) * machine.round_seconds
         seconds = rounds + moved * max(machine.byte_seconds, machine.reduced_byte_seconds)
         if moved > LEFT_BYTES or seconds > LEFT_SECONDS:
@@ -321,11 +321,14 @@ class GradientSync:
         for table in group:
             self.left[table.name] = LEFT_STEPS
             self._entry(table.name).leave(LEFT)
-        if len(dense) < len(group):
-            growth = most.held / max(1.0, learned.demands[-1].held)
-            room = LEFT_ROOM * growth * min(LEFT_BYTES / moved, LEFT_SECONDS / seconds)
-            self._most_rows |= {table.name: math.ceil(room * (1 + self.unions[table.name])) for table in group}
+        used = max(moved / LEFT_BYTES, seconds / LEFT_SECONDS)
+        self._limit_rows(group, LEFT_ROOM / used * max(1.0, held) / max(1.0, now.held) if used else math.inf)
         return f"{LEFT} ({moved / 1e6:.3f} MB in {1e3 * seconds:.1f} ms) instead of {learned.explain()}"
+
+    def _limit_rows(self, group: Group, growth: float) -> None:
+        """Of tables that are left: they come back when their sum has so many times the rows of this step's."""
+        for table in group:
+            self._most_rows[table.name] = growth * (1 + self.unions[table.name])
 
     def _explain(self, group: Group, reason: str, rank: int) -> None:
         for table in group:

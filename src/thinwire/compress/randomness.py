@@ -8,7 +8,7 @@ from thinwire.compress.base import Parameter, State
 
 
 def counters() -> State:
-    """State of a compressor that draws: the step, and a salt that exchanges set to the rank, so that ranks differ."""
+    """State of a compressor that draws: the step, and a salt that reductions set to the rank, so that ranks differ."""
     return {"step": 0, "salt": 0}
 
 

@@ -319,9 +319,8 @@ def test_states_of_the_other_way_are_refused() -> None:
         ranks = [Rank(network, compress.top_k(0.05), ahead=ahead) for ahead in (True, False)]
         for rank in ranks:
             rank.step(0)
-        one, other = (rank.sync for rank in ranks)
-        assert one is not None
-        assert other is not None
+        assert all(rank.sync is not None for rank in ranks)
+        one, other = (rank.sync.memories for rank in ranks)
         for mine, theirs in ((one, other), (other, one)):
             with pytest.raises(ValueError, match="as one tensor with others"):
                 mine.check_state(theirs.state_dict())
@@ -714,5 +713,5 @@ def test_a_plan_says_what_is_compressed_and_how(ahead: bool) -> None:
     assert set(found) == ({name for name in expected if name.endswith("weight")} if ahead else expected)
     for name, planned in found.items():
         assert planned.parameter.name == name
-        assert planned.exchange.name == ("two_shot" if name in PAIRS[0] else "all_reduce")
+        assert planned.reduction.name == ("two_shot" if name in PAIRS[0] else "all_reduce")
     assert found["last.weight"].compressor == with_memory(compress.top_k(0.1)), "with error feedback"

@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from thinwire import compress, kernels
-from thinwire.compress.base import Compressor, Parameter, Payload
+from thinwire.compress.base import Compressor, Parameter, Payload, Summable, add
+from thinwire.compress.wrapper import code_of, packed_code, summable_code, unwrapped
 
 METHODS: dict[str, Compressor] = {
     method.name: method
@@ -71,29 +72,31 @@ def measure(method: Compressor, gradient: Tensor, repeat: int) -> Result:
     parameter = Parameter("weight", tuple(gradient.shape))
     state = method.init(parameter)
     floor = median_seconds(gradient.sum, repeat)
-    if method.traits.summable:
+    if isinstance(code_of(method), Summable):
         sent_bytes, encode, decode = measure_summed(method, gradient, parameter, repeat)
     else:
-        data = method.pack(method.compress(gradient, parameter, state), parameter)
+        code = packed_code(method)
+        data = code.pack(method.compress(gradient, parameter, state), parameter)
         total = torch.zeros_like(gradient)
         sent_bytes = data.numel()
-        encode = median_seconds(lambda: method.pack(method.compress(gradient, parameter, state), parameter), repeat)
-        decode = median_seconds(lambda: method.accumulate(method.unpack(data, parameter), parameter, total), repeat)
+        encode = median_seconds(lambda: code.pack(method.compress(gradient, parameter, state), parameter), repeat)
+        decode = median_seconds(lambda: add(code, code.unpack(data, parameter), parameter, total), repeat)
     return Result(method.name, gradient.numel(), sent_bytes / gradient.numel(), floor, encode, decode)
 
 
 def measure_summed(method: Compressor, gradient: Tensor, parameter: Parameter, repeat: int) -> tuple[int, float, float]:
     """Of a world of one rank, whose payloads are their own means."""
     state, encoding, decoding, sent_bytes = method.init(parameter), [], [], 0
+    code, (_, inside) = summable_code(method), unwrapped(method, state)
     for _ in range(repeat + 1):
         started = time.perf_counter()
         following: Payload | None = method.compress(gradient, parameter, state)
         sent_bytes = 0
         while following is not None:
             payload, sent_bytes = following, sent_bytes + following.num_bytes
-            following = method.next_round(payload, parameter, state)
+            following = code.next_round(payload, parameter, inside)
         encoded = time.perf_counter()
-        mean = method.reconstruct(payload, parameter, state)
+        mean = code.reconstruct(payload, parameter, inside)
         method.finish(mean, parameter, state)
         encoding.append(encoded - started)
         decoding.append(time.perf_counter() - encoded)

@@ -15,7 +15,7 @@ from thinwire.compress.assign import Compress
 from thinwire.compress.base import Compressor, Parameter
 from thinwire.compress.choose import AUTO as AUTO_EXCHANGE
 from thinwire.compress.memory import MomentumCorrection
-from thinwire.compress.sign import SignSGD
+from thinwire.compress.sign import Signum
 from thinwire.compress.wrapper import Wrapper
 from thinwire.fuse.policy import Policy
 from thinwire.hooks.compression import Compression, GradScaler, Planned, PlannedCompression
@@ -290,6 +290,6 @@ def _check_momentum(optimizer: torch.optim.Optimizer, plans: Mapping[str, Planne
 
 
 def _has_momentum(compressor: Compressor) -> bool:
-    if isinstance(compressor, (MomentumCorrection, SignSGD)):
+    if isinstance(compressor, (MomentumCorrection, Signum)):
         return compressor.momentum > 0.0
     return isinstance(compressor, Wrapper) and _has_momentum(compressor.inner)

@@ -250,13 +250,13 @@ def _dropped(context: RankContext) -> None:
             warnings.simplefilter("always")
             model, sync = attached(ddp, plan=plan, fallback=True)
             assert sync._compressed is not None
-            average = sync._compressed._average
+            averaging = sync._compressed.averaging
 
-            def slow(*args: Any, average: Any = average) -> None:
+            def slow(*args: Any, run: Any = averaging.run) -> bool:
                 time.sleep(0.1)
-                average(*args)
+                return run(*args)
 
-            sync._compressed._average = slow
+            averaging.run = slow
             parameters = train(context, model, range(14))
         told = [str(warning.message) for warning in seen if "It is dropped" in str(warning.message)]
         assert len(told) == (context.rank == 0)

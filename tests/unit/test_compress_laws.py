@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thinwire import compress
-from thinwire.compress.base import Compressor, Parameter, Payload, State
+from thinwire.compress.base import Compressor, Memory, Parameter, Payload, State, Summable
 from thinwire.compress.dgc import SampledTopK
 from thinwire.compress.memory import ErrorFeedback, MomentumCorrection
 from thinwire.compress.sparsify import DensitySparsifier
+from thinwire.compress.wrapper import code_of, unwrapped
 from thinwire.errors import CorruptMessageError
 
 EXACTLY, NEAR = (1.0, 1.0), (2 / 3, 4 / 3)
@@ -99,7 +100,7 @@ COMPRESSORS = all_compressors()
 FEEDBACK = {
     name: code if isinstance(code, ErrorFeedback) else ErrorFeedback(code)
     for name, code in COMPRESSORS.items()
-    if isinstance(code, ErrorFeedback) or not code.traits.has_memory
+    if isinstance(code, ErrorFeedback) or code.memory is not Memory.OWN
 }
 
 
@@ -109,13 +110,14 @@ def made(kind: str, seed: int) -> Tensor:
 
 def arrived(compressor: Compressor, payload: Payload, state: State) -> Tensor:
     """What a rank that is alone gets back, through the bytes where payloads have any."""
-    if compressor.traits.summable:
+    code, (_, inside) = code_of(compressor), unwrapped(compressor, state)
+    if isinstance(code, Summable):
         following: Payload | None = payload
         while following is not None:
-            payload, following = following, compressor.next_round(following, PARAMETER, state)
-        mean = compressor.reconstruct(payload, PARAMETER, state)
+            payload, following = following, code.next_round(following, PARAMETER, inside)
+        mean = code.reconstruct(payload, PARAMETER, inside)
     else:
-        mean = compressor.decompress(compressor.unpack(compressor.pack(payload, PARAMETER), PARAMETER), PARAMETER)
+        mean = code.decompress(code.unpack(code.pack(payload, PARAMETER), PARAMETER), PARAMETER)
     compressor.finish(mean, PARAMETER, state)
     return mean
 
@@ -199,7 +201,7 @@ def test_the_expectation_is_the_value(name: str, values: list[float], seed: int)
 
 # --- what is not finite
 
-BIASED = [name for name, code in FEEDBACK.items() if not code.traits.unbiased and name != "random_k"]
+BIASED = [name for name, code in FEEDBACK.items() if code_of(code).memory is not Memory.UNBIASED and name != "random_k"]
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +16,16 @@ from loopback import LoopbackExchange, run_ranks
 from thinwire import compress
 from thinwire.compress.assign import Compress, assign
 from thinwire.compress.base import Compressor, Identity, Parameter
-from thinwire.compress.memory import ErrorFeedback
+from thinwire.compress.choose import reduction_for
+from thinwire.compress.exchange import Stopwatch, Task
+from thinwire.compress.memory import ErrorFeedback, with_memory
 from thinwire.compress.state import copied
 from thinwire.errors import MismatchError
 from thinwire.hooks.compressed import CompressedSync
 from thinwire.hooks.compression import Compression, GradScaler
+from thinwire.hooks.peers import ChannelPeers
 from thinwire.observe.ledger import ParameterRecord
+from thinwire.sync.channel import Channel, Subject
 from threaded import LoopbackLane
 
 OTHERS = "all other parameters"
@@ -123,14 +128,14 @@ def test_a_resumed_run_is_bitwise_the_same(method: str, exchange: str) -> None:
         first = Job(network, METHODS[method](), exchange)
         first.steps(range(3))
         saved = io.BytesIO()
-        torch.save(first.sync.state_dict(), saved)
+        torch.save(first.sync.memories.state_dict(), saved)
         saved.seek(0)
         state = torch.load(saved, weights_only=True)
         second = Job(network, METHODS[method](), exchange)
-        second.sync.check_state(state)
-        second.sync.load_state_dict(state)
+        second.sync.memories.check_state(state)
+        second.sync.memories.load_state_dict(state)
         rest = second.steps(range(3, 6))
-        assert same(state, first.sync.state_dict()), "a state that was loaded belongs to the caller"
+        assert same(state, first.sync.memories.state_dict()), "a state that was loaded belongs to the caller"
         return all(same(mine, theirs) for mine, theirs in zip(rest, through[3:], strict=True))
 
     assert on_ranks(2, run) == [True, True]
@@ -183,12 +188,12 @@ def test_one_rank_without_finite_gradients(poison: float, where: str) -> None:
     def run(network: LoopbackExchange) -> Any:
         job = Job(network, compress.top_k(0.1))
         job.step(job.gradients(0))
-        before = copied(job.sync.state_dict()["states"])
+        before = copied(job.sync.memories.state_dict()["states"])
         gradients = job.gradients(1)
         if network.rank == 1:
             gradients[where].view(-1)[5] = poison
         means = job.step(gradients)
-        assert same(before, job.sync.state_dict()["states"])
+        assert same(before, job.sync.memories.state_dict()["states"])
         assert all(bool(torch.isnan(means[name]).all()) for name in job.sync.plans)
         assert bool(torch.isfinite(means["b.bias"]).all()) == (where != "b.bias")
         assert job.sync.stats()["compress/nonfinite_steps"] == 1.0
@@ -226,15 +231,15 @@ def test_a_step_that_overflowed_leaves_all_memories_as_they_were() -> None:
     def run(network: LoopbackExchange) -> None:
         job = Job(network, compress.top_k(0.1), scaler=Scaler())
         job.step(job.gradients(0, 1024.0))
-        before = copied(job.sync.state_dict()["states"])
+        before = copied(job.sync.memories.state_dict()["states"])
         gradients = job.gradients(1, 1024.0)
         job.sync.synchronize(job.lane, [("b.weight", gradients["b.weight"])], [], OTHERS)
         if network.rank == 0:
             gradients["a.weight"][0, 0] = float("inf")
         job.sync.synchronize(job.lane, [("a.weight", gradients["a.weight"])], [], OTHERS)
-        assert not same(before, job.sync.state_dict()["states"])
+        assert not same(before, job.sync.memories.state_dict()["states"])
         job.sync.finish_step()
-        assert same(before, job.sync.state_dict()["states"])
+        assert same(before, job.sync.memories.state_dict()["states"])
 
     run_ranks_without_result(2, run)
 
@@ -250,7 +255,7 @@ def test_other_dtypes_are_worked_on_in_their_working_dtype(dtype: torch.dtype) -
     def run(network: LoopbackExchange) -> dict[str, Tensor]:
         job = Job(network, compress.top_k(0.2), dtype=dtype)
         means = job.step(job.gradients(0))
-        state = job.sync.state_dict()["states"]["a.weight"]
+        state = job.sync.memories.state_dict()["states"]["a.weight"]
         assert state["error"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         return means
 
@@ -296,13 +301,13 @@ def test_ranks_that_compress_differently_are_told() -> None:
 def test_states_of_something_else_are_refused() -> None:
     def run(network: LoopbackExchange) -> None:
         job = Job(network, compress.top_k(0.1))
-        state = job.sync.state_dict()
+        state = job.sync.memories.state_dict()
         before = copied(state["states"])
         other = Job(network, compress.qsgd())
         refusals = [
-            (other.sync.state_dict(), "error_feedback\\(top_k\\(0.1\\)\\) by all_gather here, and was qsgd"),
-            (Job(network, compress.top_k(0.1), "two_shot").sync.state_dict(), "was .* by two_shot"),
-            (Job(network, {"a.*": compress.top_k(0.1)}).sync.state_dict(), "was not compressed"),
+            (other.sync.memories.state_dict(), "error_feedback\\(top_k\\(0.1\\)\\) by all_gather here, and was qsgd"),
+            (Job(network, compress.top_k(0.1), "two_shot").sync.memories.state_dict(), "was .* by two_shot"),
+            (Job(network, {"a.*": compress.top_k(0.1)}).sync.memories.state_dict(), "was not compressed"),
             (state | {"world_size": 5}, "redistribute"),
             (state | {"rank": 1 - network.rank}, "memories of its own"),
             (state | {"states": state["states"] | {"a.weight": {}}}, "one of the states only"),
@@ -313,8 +318,8 @@ def test_states_of_something_else_are_refused() -> None:
         ]
         for refused, reason in refusals:
             with pytest.raises(ValueError, match=reason):
-                job.sync.check_state(refused)
-        assert same(before, job.sync.state_dict()["states"])
+                job.sync.memories.check_state(refused)
+        assert same(before, job.sync.memories.state_dict()["states"])
 
     run_ranks_without_result(2, run)
 
@@ -360,3 +365,39 @@ def test_integer_parameters_are_refused() -> None:
 def test_an_unknown_exchange_names_the_known_ones() -> None:
     with pytest.raises(ValueError, match=r"auto, all_reduce, all_gather, two_shot, and schemes: .*zen"):
         Compression(compress.top_k(0.1), "all_together")
+
+
+# --- a compressor of a user
+
+
+def own_compressor() -> Compressor:
+    """The one of docs/compress.md, as it is there."""
+    text = (Path(__file__).parents[2] / "docs" / "compress.md").read_text()
+    code = text.split("## Your own compressor")[1].split("```python")[1].split("```")[0]
+    names: dict[str, Any] = {"__name__": "own"}
+    exec(compile(code, "docs/compress.md", "exec", dont_inherit=True), names)
+    return names["RowMeans"]()
+
+
+@pytest.mark.parametrize("exchange", ["all_reduce", "all_gather"])
+def test_the_compressor_of_the_documentation_is_averaged(exchange: str) -> None:
+    compressor, parameter = with_memory(own_compressor()), Parameter("weight", (6, 4))
+    assert isinstance(compressor, ErrorFeedback)
+    assert reduction_for("auto", compressor, parameter, 2).name == "all_reduce"
+    with pytest.raises(ValueError, match="cannot be compressed for itself"):
+        reduction_for("two_shot", compressor, parameter, 2)
+    reduction = reduction_for(exchange, compressor, parameter, 2)
+
+    def run(network: LoopbackExchange) -> Tensor:
+        channel = Channel(network, Subject("weight", "the same on all ranks"), 0)
+        channel.open()
+        state = reduction.init(compressor, parameter, network.rank, 2)
+        gradient = torch.arange(4.0).repeat(6, 1) + network.rank
+        (result,) = reduction.run(
+            [Task(compressor, parameter, gradient, state)], ChannelPeers(channel, lambda subject: channel), Stopwatch()
+        )
+        assert torch.equal(state["error"], torch.arange(4.0).repeat(6, 1) - 1.5), "what is not the mean of its row"
+        return result.mean
+
+    for outcome in run_ranks(2, run):
+        assert torch.equal(outcome.get(), torch.full((6, 4), 2.0))

@@ -13,10 +13,10 @@ from torch import Tensor
 from loopback import LoopbackExchange, run_ranks
 from thinwire import compress
 from thinwire.compress.base import Compressor, Parameter, State
-from thinwire.compress.choose import AUTO, exchange_for
+from thinwire.compress.choose import AUTO, reduction_for
 from thinwire.compress.exchange import Phase, Result, Stopwatch, Task
 from thinwire.compress.hi_top_k import hi_top_k
-from thinwire.compress.hi_top_k_exchange import HiTopKExchange
+from thinwire.compress.hi_top_k_exchange import HiTopKReduction
 from thinwire.compress.memory import ErrorFeedback, with_memory
 from thinwire.compress.state import copied, redistribute
 from thinwire.errors import CorruptMessageError, PeerError
@@ -81,7 +81,7 @@ def train(
 ) -> Seen:
     network.hosts = host_of_ranks(hosts)
     rank, world_size = network.rank, network.world_size
-    exchange, stopwatch, seen = exchange_for(AUTO, compressor, parameters[0], world_size), Stopwatch(), Seen()
+    exchange, stopwatch, seen = reduction_for(AUTO, compressor, parameters[0], world_size), Stopwatch(), Seen()
     seen.states = states or [exchange.init(compressor, parameter, rank, world_size) for parameter in parameters]
     for step in range(first_step, first_step + num_steps):
         channel = Channel(network, Subject("bucket", "the same on all ranks"), step)
@@ -241,20 +241,20 @@ def test_a_rank_that_fails_stops_all() -> None:
 # --- as a method
 
 
-def test_it_takes_its_own_exchange_and_no_other() -> None:
+def test_it_takes_its_own_reduction_and_no_other() -> None:
     parameter, compressor = Parameter("a", (9000,)), hi_top_k(0.1)
     assert with_memory(compressor) is compressor
-    assert isinstance(exchange_for(AUTO, compressor, parameter, 4), HiTopKExchange)
+    assert isinstance(reduction_for(AUTO, compressor, parameter, 4), HiTopKReduction)
     for other in ("all_gather", "two_shot", "all_reduce", "zen"):
         with pytest.raises(ValueError, match="an exchange of its own"):
-            exchange_for(other, compressor, parameter, 4)
+            reduction_for(other, compressor, parameter, 4)
     with pytest.raises(ValueError, match="is not HiTopKComm"):
-        HiTopKExchange().check(compress.ms_top_k(0.1), parameter)
+        HiTopKReduction().check(compress.ms_top_k(0.1), parameter)
     with pytest.raises(ValueError, match="already"):
         ErrorFeedback(compressor)
     with pytest.raises(ValueError, match="density"):
         hi_top_k(0.0)
-    assert HiTopKExchange().sent_bytes([(compressor, parameter)], 0, 1) == 0
+    assert HiTopKReduction().sent_bytes([(compressor, parameter)], 0, 1) == 0
 
 
 def test_a_warm_up_is_dense() -> None:

@@ -16,6 +16,7 @@ from thinwire.compress.base import Compressor, Parameter, Payload, State
 from thinwire.compress.exchange import salted
 from thinwire.compress.low_rank import LowRank, matrix_shape, next_basis, orthonormal
 from thinwire.compress.memory import ErrorFeedback
+from thinwire.compress.wrapper import summable_code, unwrapped
 from thinwire.errors import CorruptMessageError
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
@@ -30,7 +31,8 @@ def states_of(method: Compressor, parameter: Parameter, world_size: int) -> list
 
 
 def all_reduced(method: Compressor, gradients: list[Tensor], parameter: Parameter, states: list[State]) -> Tensor:
-    """One step on ranks that share a thread, as the all-reduce exchange does it: what is summed are copies."""
+    """One step on ranks that share a thread, as the all-reduce does it: what is summed are copies."""
+    code, inside = summable_code(method), [unwrapped(method, state)[1] for state in states]
     rounds = 0
     payloads: list[Payload | None] = [
         method.compress(gradient, parameter, state) for gradient, state in zip(gradients, states, strict=True)
@@ -39,13 +41,13 @@ def all_reduced(method: Compressor, gradients: list[Tensor], parameter: Paramete
         rounds += 1
         parts = zip(*(payload.parts for payload in payloads if payload), strict=True)
         mean = Payload(tuple(sum((p / len(gradients) for p in part[1:]), part[0] / len(gradients)) for part in parts))
-        payloads = [method.next_round(mean, parameter, state) for state in states]
+        payloads = [code.next_round(mean, parameter, state) for state in inside]
     assert not any(payloads), "all ranks need equally many rounds"
-    results = [method.reconstruct(mean, parameter, state) for state in states]
+    results = [code.reconstruct(mean, parameter, state) for state in inside]
     assert all(torch.equal(result, results[0]) for result in results), "the same bits on every rank"
     for result, state in zip(results, states, strict=True):
         method.finish(result, parameter, state)
-    assert rounds <= len(method.round_specs(parameter))
+    assert rounds <= len(code.round_specs(parameter))
     return results[0]
 
 
@@ -270,8 +272,9 @@ def test_dense_steps_come_first_and_leave_nothing(method: LowRank) -> None:
         exact = torch.allclose(mean, mean_of(gradients), atol=1e-6)
         assert exact == (step < 2)
         assert any(bool(state["error"].any()) for state in states) == (step >= 2)
-    assert not started.traits.fixed_size
-    assert started.round_specs(parameter)[0][0].numel is None
+    code = summable_code(started)
+    assert code.packed_bytes(parameter) is None
+    assert code.round_specs(parameter)[0][0].numel is None
 
 
 @every_summed

@@ -18,7 +18,7 @@ from loopback import LoopbackExchange, run_ranks
 from measured import codec, link, measurement, parameters
 from thinwire.compress.assign import with_memory
 from thinwire.compress.base import Parameter
-from thinwire.compress.choose import exchange_for
+from thinwire.compress.choose import reduction_for
 from thinwire.compress.exchange import Stopwatch, Task
 from thinwire.compress.named import NAMES, parse
 from thinwire.hooks.clock import Clock, median_of_slowest
@@ -145,7 +145,7 @@ def test_bytes_of_a_group_are_those_of_its_tensors(text: str, way: str) -> None:
     """What costs add up is what an exchange sends, but for headers and the rounding of a ring to whole bytes."""
     compressor, world_size = with_memory(parse(text)), 8
     plans = [(compressor, parameter) for parameter in parameters([(64, 64), (256, 512), (77, 33)])]
-    exchange = exchange_for(way, *plans[0], world_size)
+    exchange = reduction_for(way, *plans[0], world_size)
     sent = max(exchange.sent_bytes(plans, rank, world_size) or 0 for rank in range(world_size))
     added = sum(added_bytes(*plan, exchange, world_size) for plan in plans)
     assert 0 <= sent - added <= 2 * 7 * 64 + 8 * len(plans)
@@ -157,7 +157,7 @@ def test_costs_of_a_group_are_a_constant_and_its_tensors() -> None:
     size, wire, alpha = 4 * 1024 * 512, 8e-6 / 100, 1e-3
     assert exact.seconds([4]) == pytest.approx(2 * alpha + size * (wire * 14 / 8 + 2e-12) + 2e-6)
     parameter = measured.parameters[4]
-    sent = added_bytes(with_memory(parse("top_k:density=0.01")), parameter, exchange_for(
+    sent = added_bytes(with_memory(parse("top_k:density=0.01")), parameter, reduction_for(
         "all_gather", parse("top_k:density=0.01"), parameter, 8), 8)  # fmt: skip
     assert coded.seconds([4]) == pytest.approx(3 * alpha + sent * wire + 2 * (1e-4 + size * 1e-9))
     assert coded.coded == (True, False) * 4
@@ -200,7 +200,7 @@ def test_echoes_are_what_ranks_that_agree_would_send(text: str) -> None:
     """So that timing them is timing a real exchange: the mean of equal gradients, as one rank alone decodes it."""
     compressor, parameter = with_memory(parse(text)), Parameter("weight", (64, 32))
     for world_size in (1, 4):
-        exchange = exchange_for("auto", compressor, parameter, world_size)
+        exchange = reduction_for("auto", compressor, parameter, world_size)
         state = exchange.init(compressor, parameter, 0, world_size)
         peers, gradient = EchoPeers(0, world_size), torch.randn(64, 32)
         (result,) = exchange.run([Task(compressor, parameter, gradient, state)], peers, Stopwatch())

@@ -14,11 +14,11 @@ from torch import Tensor
 from loopback import LoopbackExchange, run_ranks
 from thinwire import compress
 from thinwire.compress.base import Compressor, Parameter, State
-from thinwire.compress.choose import AUTO, exchange_for
+from thinwire.compress.choose import AUTO, reduction_for
 from thinwire.compress.exchange import Phase, Result, Stopwatch, Task
 from thinwire.compress.memory import MomentumCorrection, with_memory
 from thinwire.compress.ok_topk import OkTopk, ok_topk
-from thinwire.compress.ok_topk_exchange import OkTopkExchange
+from thinwire.compress.ok_topk_exchange import OkTopkReduction
 from thinwire.compress.ok_topk_task import OkTopkTask
 from thinwire.compress.state import copied, redistribute
 from thinwire.errors import CorruptMessageError, PeerError
@@ -60,7 +60,7 @@ def train(
     first_step: int = 0,
 ) -> Seen:
     rank, world_size = network.rank, network.world_size
-    exchange, stopwatch, seen = exchange_for(AUTO, compressor, parameters[0], world_size), Stopwatch(), Seen()
+    exchange, stopwatch, seen = reduction_for(AUTO, compressor, parameters[0], world_size), Stopwatch(), Seen()
     seen.states = states or [exchange.init(compressor, parameter, rank, world_size) for parameter in parameters]
     for step in range(first_step, first_step + num_steps):
         channel = Channel(network, Subject("bucket", "the same on all ranks"), step)
@@ -411,15 +411,15 @@ def test_a_corrupt_message_names_its_sender_and_stops_all(number: int) -> None:
 # --- as a method
 
 
-def test_it_takes_its_own_exchange_and_no_other() -> None:
+def test_it_takes_its_own_reduction_and_no_other() -> None:
     parameter, compressor = Parameter("a", (9000,)), with_memory(ok_topk(0.1))
-    assert isinstance(exchange_for(AUTO, compressor, parameter, 4), OkTopkExchange)
+    assert isinstance(reduction_for(AUTO, compressor, parameter, 4), OkTopkReduction)
     for other in ("all_gather", "two_shot", "all_reduce", "zen"):
         with pytest.raises(ValueError, match="an exchange of its own"):
-            exchange_for(other, compressor, parameter, 4)
+            reduction_for(other, compressor, parameter, 4)
     with pytest.raises(ValueError, match="is not Ok-Topk"):
-        OkTopkExchange().check(with_memory(compress.top_k(0.1)), parameter)
-    assert OkTopkExchange().sent_bytes([(compressor, parameter)], 0, 1) == 0
+        OkTopkReduction().check(with_memory(compress.top_k(0.1)), parameter)
+    assert OkTopkReduction().sent_bytes([(compressor, parameter)], 0, 1) == 0
 
 
 @pytest.mark.parametrize(("arguments", "says"), [({"density": 0.0}, "density"), ({"reselect_every": 0}, "at least 1")])

@@ -17,6 +17,7 @@ import thinwire
 from thinwire.cli.main import app
 from thinwire.compress.base import Parameter
 from thinwire.compress.named import NAMES, parse, split
+from thinwire.compress.wrapper import code_of
 from thinwire.plan.plan import STOCK, VERSION, Candidate, Group, Plan, fingerprint
 
 PARAMETERS = (
@@ -228,7 +229,8 @@ def test_show_prints_what_a_plan_explains(tmp_path: Path) -> None:
 def test_a_text_names_a_compressor() -> None:
     assert parse("top_k:density=0.001:values=bf16").name == "top_k(0.001, values=bf16)"
     assert split("qsgd:bits=4:x=y") == ("qsgd", {"bits": 4, "x": "y"})
-    assert {parse(name).traits.fixed_size for name in NAMES if name != "threshold"} == {True, False}
+    coded = [code_of(parse(name)) for name in NAMES if name not in ("threshold", "hi_top_k")]
+    assert {code.packed_bytes(PARAMETERS[0]) is not None for code in coded} == {True, False}
     for text, says in {
         "topk": "unknown compressor 'topk'; legal are acp_sgd",
         "top_k:0.1": "a setting is NAME=VALUE",

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from loopback import LoopbackExchange, run_ranks
 from thinwire import compress
 from thinwire.compress.base import Parameter
-from thinwire.compress.choose import exchange_for
+from thinwire.compress.choose import reduction_for
 from thinwire.compress.memory import with_memory
 from thinwire.compress.regroup import dissolved, fused, outstanding
 from thinwire.errors import CorruptMessageError, MismatchError
@@ -161,7 +161,7 @@ def test_ranks_that_select_differently_close_their_groups_at_the_same_tensors() 
         rank = Rank(network, {"*.weight": compress.threshold(0.5)}, groups=PAIRS, loudness=1.0 + network.rank)
         means = [rank.step(step) for step in range(3)]
         assert rank.sync is not None
-        densities = [rank.sync._records[name].density for name in WEIGHTS]
+        densities = [rank.sync.statistics.records[name].density for name in WEIGHTS]
         return means, [job.load for job in rank.times.jobs], densities
 
     results = on_ranks(3, run)
@@ -197,7 +197,7 @@ def test_nothing_is_lost_when_groups_change_behind(method: str, how: str) -> Non
             local.append(rank.local(step))
             means.append(rank.step(step))
         assert rank.sync is not None
-        left = {name: rank.sync.outstanding(name) for name in WEIGHTS}
+        left = {name: rank.sync.memories.outstanding(name) for name in WEIGHTS}
         return summed(local), summed(means), left
 
     results = on_ranks(3, run)
@@ -223,7 +223,7 @@ def test_states_that_are_cut_and_joined_keep_every_element(
 
     def new(size: int) -> Any:
         parameter = Parameter("flat", (size,))
-        return exchange_for(how, remembering, parameter, world_size).init(remembering, parameter, rank, world_size)
+        return reduction_for(how, remembering, parameter, world_size).init(remembering, parameter, rank, world_size)
 
     def filled(state: Any) -> Any:
         return {
@@ -273,13 +273,13 @@ def test_a_resumed_run_behind_is_bitwise_the_same() -> None:
         steps(first, range(3))
         assert first.sync is not None
         saved = io.BytesIO()
-        torch.save(first.sync.state_dict(), saved)
+        torch.save(first.sync.memories.state_dict(), saved)
         saved.seek(0)
         state = torch.load(saved, weights_only=True)
         second = made()
         assert second.sync is not None
-        second.sync.check_state(state)
-        second.sync.load_state_dict(state)
+        second.sync.memories.check_state(state)
+        second.sync.memories.load_state_dict(state)
         rest = steps(second, range(3, 5))
         return all(same(one, other) for one, other in zip(rest, through[3:], strict=True))
 
@@ -293,7 +293,9 @@ def test_states_behind_are_dealt_to_another_number_of_ranks() -> None:
         rank = Rank(network, compress.top_k(0.05), ahead=False, groups=PAIRS)
         rank.step(0)
         assert rank.sync is not None
-        return {"compress": rank.sync.state_dict()}, {name: rank.sync.outstanding(name) for name in WEIGHTS}
+        return {"compress": rank.sync.memories.state_dict()}, {
+            name: rank.sync.memories.outstanding(name) for name in WEIGHTS
+        }
 
     old = on_ranks(3, saved)
     dealt = compress.redistribute([state for state, _ in old], 2)
@@ -302,9 +304,9 @@ def test_states_behind_are_dealt_to_another_number_of_ranks() -> None:
         rank = Rank(network, compress.top_k(0.05), ahead=False, groups=PAIRS)
         assert rank.sync is not None
         state = dealt[network.rank]["compress"]
-        rank.sync.check_state(state)
-        rank.sync.load_state_dict(state)
-        return {name: rank.sync.outstanding(name).clone() for name in WEIGHTS}
+        rank.sync.memories.check_state(state)
+        rank.sync.memories.load_state_dict(state)
+        return {name: rank.sync.memories.outstanding(name).clone() for name in WEIGHTS}
 
     new = on_ranks(2, loaded)
     for name in WEIGHTS:
@@ -317,9 +319,8 @@ def test_states_of_the_other_way_are_refused() -> None:
         ranks = [Rank(network, compress.top_k(0.05), ahead=ahead) for ahead in (True, False)]
         for rank in ranks:
             rank.step(0)
-        one, other = (rank.sync for rank in ranks)
-        assert one is not None
-        assert other is not None
+        assert all(rank.sync is not None for rank in ranks)
+        one, other = (rank.sync.memories for rank in ranks)
         for mine, theirs in ((one, other), (other, one)):
             with pytest.raises(ValueError, match="as one tensor with others"):
                 mine.check_state(theirs.state_dict())
@@ -592,7 +593,7 @@ def slower(network: LoopbackExchange, dense_seconds: float, fallback: bool, step
         local.append(driven.rank.local(number))
         means.append(driven.step(number, 1.0 if is_compressed else dense_seconds))
         compressed.append(is_compressed)
-    left = {name: driven.rank.sync.outstanding(name) for name in WEIGHTS}
+    left = {name: driven.rank.sync.memories.outstanding(name) for name in WEIGHTS}
     return local, means, compressed, left, driven
 
 
@@ -651,7 +652,7 @@ def test_a_state_goes_on_where_it_was() -> None:
         assert again.rank.sync is not None
         again.execution.check_state(state)
         again.execution.load_state_dict(state)
-        again.rank.sync.load_state_dict(driven.rank.sync.state_dict())
+        again.rank.sync.memories.load_state_dict(driven.rank.sync.memories.state_dict())
         assert same(again.step(7), driven.step(7))
         with pytest.raises(ValueError, match="not those of the parameters"):
             again.execution.check_state(state | {"groups": [["first.weight"]]})
@@ -712,5 +713,5 @@ def test_a_plan_says_what_is_compressed_and_how(ahead: bool) -> None:
     assert set(found) == ({name for name in expected if name.endswith("weight")} if ahead else expected)
     for name, planned in found.items():
         assert planned.parameter.name == name
-        assert planned.exchange.name == ("two_shot" if name in PAIRS[0] else "all_reduce")
+        assert planned.reduction.name == ("two_shot" if name in PAIRS[0] else "all_reduce")
     assert found["last.weight"].compressor == with_memory(compress.top_k(0.1)), "with error feedback"

@@ -15,8 +15,19 @@ from torch import Tensor
 
 from thinwire import compress
 from thinwire.compress import memory
-from thinwire.compress.base import Compressor, Parameter, Payload, State
+from thinwire.compress.base import (
+    Compressor,
+    Memory,
+    Parameter,
+    Payload,
+    State,
+    Summable,
+    add,
+    check_parameter,
+    subtract,
+)
 from thinwire.compress.exchange import salted
+from thinwire.compress.wrapper import code_of, packed_code
 from thinwire.errors import CorruptMessageError
 
 METHODS: dict[str, Compressor] = {
@@ -47,7 +58,9 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 every_method = pytest.mark.parametrize("compressor", METHODS.values(), ids=METHODS)
 every_unbiased = pytest.mark.parametrize(
-    "compressor", [method for method in METHODS.values() if method.traits.unbiased], ids=lambda method: method.name
+    "compressor",
+    [method for method in METHODS.values() if method.memory is Memory.UNBIASED],
+    ids=lambda method: method.name,
 )
 with_memory = [method for method in METHODS.values() if isinstance(method, memory.ErrorFeedback)]
 with_memory += [memory.ErrorFeedback(compress.fp8()), memory.ErrorFeedback(compress.fp16())]
@@ -64,7 +77,8 @@ def gradient_of(parameter: Parameter, seed: int = 0) -> Tensor:
 
 
 def arrived(compressor: Compressor, payload: Payload, parameter: Parameter) -> Tensor:
-    return compressor.decompress(compressor.unpack(compressor.pack(payload, parameter), parameter), parameter)
+    code = packed_code(compressor)
+    return code.decompress(code.unpack(code.pack(payload, parameter), parameter), parameter)
 
 
 def sent(compressor: Compressor, gradient: Tensor, state: State | None = None) -> Tensor:
@@ -84,20 +98,21 @@ def test_every_shape_travels_in_the_bytes_that_were_said(
     before = gradient.clone()
     payload = compressor.compress(gradient, parameter, state_of(compressor, parameter))
     assert torch.equal(gradient, before), "the gradient is not written to"
-    data = compressor.pack(payload, parameter)
+    code = packed_code(compressor)
+    data = code.pack(payload, parameter)
     assert data.dtype == torch.uint8
-    assert data.numel() == compressor.packed_bytes(parameter)
-    unpacked = compressor.unpack(data, parameter)
+    assert data.numel() == code.packed_bytes(parameter)
+    unpacked = code.unpack(data, parameter)
     for one, other in zip(payload.parts, unpacked.parts, strict=True):
         assert one.dtype == other.dtype
         assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
     result = compressor.decompress(unpacked, parameter)
     assert (result.shape, result.dtype) == (parameter.shape, parameter.working_dtype)
     total = torch.ones(shape, dtype=parameter.working_dtype)
-    compressor.accumulate(payload, parameter, total)
+    add(code, payload, parameter, total)
     assert torch.equal(total, 1.0 + result)
     rest = gradient.clone()
-    compressor.residual(rest, payload, parameter)
+    subtract(code, payload, parameter, rest)
     assert torch.equal(rest, gradient - result)
 
 
@@ -259,7 +274,7 @@ def test_ranks_round_differently_and_equal_states_alike(compressor: Compressor) 
     gradient = gradient_of(parameter)
     one, same, other = (compressor.compress(gradient, parameter, state_of(compressor, parameter, r)) for r in (0, 0, 1))
     assert all(map(torch.equal, one.parts, same.parts))
-    draws = compressor.traits.unbiased or compressor.name == "terngrad(2.5)"
+    draws = compressor.memory is Memory.UNBIASED or compressor.name == "terngrad(2.5)"
     assert all(map(torch.equal, one.parts, other.parts)) != draws
 
 
@@ -299,7 +314,8 @@ def test_bytes_that_no_rank_packed_are_refused_or_decode_to_finite_values(
     compressor: Compressor, data: st.DataObject
 ) -> None:
     parameter = Parameter("weight", (37,))
-    packed = compressor.pack(
+    code = packed_code(compressor)
+    packed = code.pack(
         compressor.compress(gradient_of(parameter), parameter, state_of(compressor, parameter)), parameter
     )
     kind = data.draw(st.sampled_from(["short", "long", "flipped", "random"]))
@@ -314,14 +330,14 @@ def test_bytes_that_no_rank_packed_are_refused_or_decode_to_finite_values(
         packed = torch.tensor(data.draw(st.lists(st.integers(0, 255), max_size=100)), dtype=torch.uint8)
     if kind in ("short", "long"):
         with pytest.raises(CorruptMessageError):
-            compressor.unpack(packed.clone(), parameter)
+            code.unpack(packed.clone(), parameter)
         return
     try:
-        payload = compressor.unpack(packed.clone(), parameter)
+        payload = code.unpack(packed.clone(), parameter)
     except CorruptMessageError:
         return
     value = compressor.decompress(payload, parameter)
-    checks_values = not compressor.traits.summable
+    checks_values = not isinstance(code_of(compressor), Summable)
     assert value.shape == (37,)
     assert not checks_values or bool(value.isfinite().all())
 
@@ -335,8 +351,9 @@ def test_scales_that_are_none_are_refused(method: Compressor, scale: float) -> N
     if scale == 3.4e38 and method.name.startswith("error_feedback"):
         assert bool(arrived(method, payload, parameter).isfinite().all())
         return
+    code = packed_code(method)
     with pytest.raises(CorruptMessageError, match=r"step|scale"):
-        method.unpack(method.pack(payload, parameter), parameter)
+        code.unpack(code.pack(payload, parameter), parameter)
 
 
 def vote(gradients: list[Tensor], momentum: float = 0.0) -> Tensor:
@@ -428,7 +445,7 @@ def test_bad_settings_are_refused_with_advice(make: Callable[[], object], says: 
 @every_method
 def test_integer_parameters_are_refused(compressor: Compressor) -> None:
     with pytest.raises(ValueError, match="only floating-point gradients"):
-        compressor.check(Parameter("count", (3,), torch.int64))
+        check_parameter(compressor, Parameter("count", (3,), torch.int64))
 
 
 def test_names_tell_settings_apart() -> None:

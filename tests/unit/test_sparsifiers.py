@@ -13,15 +13,16 @@ from torch import Tensor
 
 from thinwire import compress
 from thinwire.compress import bf16, int8
-from thinwire.compress.base import Compressor, Parameter, Payload, State
+from thinwire.compress.base import Compressor, Memory, Parameter, Payload, State, Summable, check_parameter
 from thinwire.compress.dgc import SampledTopK
 from thinwire.compress.memory import ErrorFeedback, MomentumCorrection
 from thinwire.compress.schedule import WarmUp, density_of
 from thinwire.compress.sidco import exponential_excess, gamma_excess, pareto_excess
-from thinwire.compress.sparsify import HEADER_BYTES, DensitySparsifier, Sparsifier
+from thinwire.compress.sparsify import HEADER_BYTES, DensitySelector, Sparsifier
+from thinwire.compress.wrapper import packed_code
 from thinwire.errors import CorruptMessageError, MismatchError
 
-METHODS: dict[str, Callable[..., DensitySparsifier]] = {
+METHODS: dict[str, Callable[..., DensitySelector]] = {
     "top_k": compress.top_k,
     "random_k": compress.random_k,
     "gaussian_k": compress.gaussian_k,
@@ -153,14 +154,14 @@ def test_a_saved_state_continues_with_the_same_bits(wrap: Callable[[Compressor],
 @pytest.mark.parametrize("density", [0.002, 0.1, 0.6, 1.0])
 def test_packed_payloads_arrive(density: float, shape: tuple[int, ...], dtype: torch.dtype) -> None:
     parameter = Parameter("weight", shape, dtype)
-    for make in METHODS.values():
+    for method, make in METHODS.items():
         for values in (None, bf16(), int8()):
             compressor = make(density, values=values)
             gradient = gradient_of(parameter)
             payload = sent_by(compressor, gradient, parameter)
             data = compressor.pack(payload, parameter)
             assert data.numel() % 8 == 0
-            if compressor.traits.fixed_size:
+            if method in EXACTLY_K:
                 assert data.numel() == compressor.packed_bytes(parameter), compressor.name
             else:
                 assert compressor.packed_bytes(parameter) is None
@@ -171,7 +172,7 @@ def test_packed_payloads_arrive(density: float, shape: tuple[int, ...], dtype: t
 
 
 def test_sizes_are_fixed_where_counts_are() -> None:
-    fixed = {name for name, make in METHODS.items() if make(0.1).traits.fixed_size}
+    fixed = {name for name, make in METHODS.items() if make(0.1).packed_bytes(Parameter("weight", (1000,))) is not None}
     assert fixed == EXACTLY_K
 
 
@@ -366,8 +367,8 @@ def test_random_k_is_the_same_on_all_ranks_and_new_in_every_step() -> None:
 def test_random_k_adds_up_inside_an_all_reduce(unbiased: bool, values: Compressor | None) -> None:
     parameter = Parameter("weight", (37, 53))
     compressor = compress.random_k(0.1, unbiased=unbiased, values=values)
-    assert compressor.traits.summable
-    assert not compressor.traits.sparse
+    assert isinstance(compressor, Summable)
+    assert not isinstance(compressor, Sparsifier)
     gradients, states = [gradient_of(parameter) for _ in range(3)], [compressor.init(parameter) for _ in range(3)]
     for _ in range(2):
         payloads = [
@@ -407,7 +408,7 @@ def test_every_element_is_drawn_equally_often(size: int, density: float) -> None
 def test_random_k_is_unbiased() -> None:
     """The mean of many draws is the gradient, within 4 sigma at each element that a scaled coin flip has."""
     parameter, compressor = Parameter("weight", (40,)), compress.random_k(0.25, unbiased=True)
-    assert compressor.traits.unbiased
+    assert compressor.memory is Memory.UNBIASED
     gradient, state, total, draws = torch.randn(40), compressor.init(parameter), torch.zeros(40), 10_000
     for _ in range(draws):
         compressor.accumulate(compressor.compress(gradient, parameter, state), parameter, total)
@@ -469,9 +470,9 @@ def test_warm_up_reaches_the_density_by_equal_factors() -> None:
     for _ in range(6):
         counts.append(compressor.compress(torch.randn(10_000), parameter, state).parts[0].numel())
     assert counts == [2500, 1118, 500, 224, 100, 100]
-    assert not compressor.traits.fixed_size
-    assert compressor.packed_bytes(parameter) is None
-    assert all(spec.numel is None for specs in compressor.round_specs(parameter) for spec in specs)
+    code = packed_code(compressor)
+    assert code.packed_bytes(parameter) is None
+    assert all(spec.numel is None for spec in code.part_specs(parameter))
 
 
 @pytest.mark.parametrize(
@@ -488,13 +489,14 @@ def test_warm_up_finds_a_density_through_wrappers(order: Callable[[Compressor], 
     for inner in (compress.top_k(0.01), compress.random_k(0.01)):
         compressor = order(inner)
         assert density_of(compressor) == 0.01
-        assert compressor.traits.has_memory
+        assert compressor.memory is Memory.OWN
+        code = packed_code(compressor)
         state, sizes = compressor.init(parameter), []
         for _ in range(4):
             payload = compressor.compress(torch.randn(1000), parameter, state)
             sizes.append(payload.parts[-1].numel())
-            data = compressor.pack(payload, parameter)
-            again = compressor.unpack(data, parameter)
+            data = code.pack(payload, parameter)
+            again = code.unpack(data, parameter)
             assert torch.equal(compressor.decompress(payload, parameter), compressor.decompress(again, parameter))
         assert sizes == [250, 85, 29, 10]
 
@@ -505,21 +507,21 @@ def test_warm_up_finds_a_density_through_wrappers(order: Callable[[Compressor], 
 )
 def test_what_has_no_density_is_sent_dense_at_first(order: Callable[[Compressor], Compressor]) -> None:
     parameter, compressor = Parameter("weight", (37, 53)), order(int8())
-    state = compressor.init(parameter)
+    code, state = packed_code(compressor), compressor.init(parameter)
     for step in range(4):
         gradient = gradient_of(parameter)
         payload = compressor.compress(gradient, parameter, state)
-        data = compressor.pack(payload, parameter)
-        arrived = compressor.decompress(compressor.unpack(data, parameter), parameter)
+        data = code.pack(payload, parameter)
+        arrived = compressor.decompress(code.unpack(data, parameter), parameter)
         assert torch.equal(arrived, gradient) == (step < 2)
         assert (data.numel() > 4 * parameter.numel) == (step < 2)
     dense, coded = compressor.init(parameter), saved_and_loaded(state)
     mixed = [compressor.compress(gradient_of(parameter), parameter, kept) for kept in (dense, coded)]
     with pytest.raises(MismatchError, match="warming up"):
-        compressor.combine(mixed, parameter)
+        code.combine(mixed, parameter)
     for data in (torch.full((24,), 7, dtype=torch.uint8), torch.zeros(0, dtype=torch.uint8)):
         with pytest.raises(CorruptMessageError):
-            compressor.unpack(data, parameter)
+            code.unpack(data, parameter)
 
 
 def test_fits_are_exact_on_their_own_distributions() -> None:
@@ -573,7 +575,7 @@ def test_bad_settings(make: Callable[[], Any], advice: str) -> None:
 
 def test_integers_are_refused() -> None:
     with pytest.raises(ValueError, match="only floating-point"):
-        compress.top_k().check(Parameter("steps", (3,), torch.int64))
+        check_parameter(compress.top_k(), Parameter("steps", (3,), torch.int64))
 
 
 def test_small_parameters_are_left_alone() -> None:

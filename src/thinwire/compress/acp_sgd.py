@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.compress.base import Parameter, Payload, State, Traits
-from thinwire.compress.low_rank import LowRank, RoundSpecs, as_matrix, matrix_shape, next_basis, whole
+from thinwire.compress.base import Joint, Parameter, Payload, State, Summable
+from thinwire.compress.low_rank import LowRank, as_matrix, matrix_shape, next_basis, whole
 from thinwire.compress.packing import PartSpec
 
 
 @dataclass(frozen=True)
-class ACPSGD(LowRank):
+class ACPSGD(LowRank, Summable, Joint):
     """See `acp_sgd`. One part: the gradient in a basis of its columns, ``P^T = Q^T M^T`` [r n], or of its rows, [r m].
 
     State: ``step``; orthonormal bases ``p`` [r, n] and ``q`` [r, m], which steps use in turn; between `compress`
@@ -24,10 +24,6 @@ class ACPSGD(LowRank):
     @property
     def label(self) -> str:
         return "acp_sgd"
-
-    @property
-    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
-        return Traits(summable=True, residual_after_sum=True, elementwise=False, fixed_size=False)
 
     def init(self, parameter: Parameter) -> State:
         state = super().init(parameter)
@@ -69,16 +65,13 @@ class ACPSGD(LowRank):
         state.pop("sent", None)
         super().finish(mean, parameter, state)
 
-    def round_specs(self, parameter: Parameter) -> RoundSpecs:
+    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
         """P and Q take turns, so only what is sent whole has a fixed length."""
         rank, dtype = self.rank_of(parameter), parameter.working_dtype
         if rank == 0:
-            return ((PartSpec(dtype, parameter.numel),),)
+            return (PartSpec(dtype, parameter.numel),)
         longest = parameter.numel if self.start_step else rank * max(matrix_shape(parameter))
-        return ((PartSpec(dtype, None, longest),),)
-
-    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
-        return self.round_specs(parameter)[0]
+        return (PartSpec(dtype, None, longest),)
 
     def _sends_p(self, state: State) -> bool:
         return (state["step"] - self.start_step) % 2 == 0

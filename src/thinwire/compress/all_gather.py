@@ -10,13 +10,15 @@ from itertools import accumulate, pairwise
 from torch import Tensor
 
 from thinwire.compress import messages, stacked
-from thinwire.compress.base import Compressor, Parameter, Payload, State
-from thinwire.compress.exchange import Exchange, Peers, Phase, Plan, Result, Stopwatch, Task
+from thinwire.compress.base import Compressor, Joint, Packed, Parameter, Payload, State
+from thinwire.compress.exchange import Peers, Phase, Plan, Reduction, Result, Stopwatch, Task
+from thinwire.compress.sparsify import Sparsifier
 from thinwire.compress.stacked import Stack
+from thinwire.compress.wrapper import code_of, packed_code
 
 
 @dataclass(frozen=True)
-class AllGather(Exchange):
+class AllGather(Reduction):
     """Every rank sends its payloads to all others and combines what arrives in rank order, so all get the same bits."""
 
     name = "all_gather"
@@ -74,7 +76,7 @@ def _combined(way: Stack, tasks: Sequence[Task], payloads: Sequence[Payload]) ->
     if not way.offsets:
         return [combined(tasks[0], payloads)]
     code, parameter = way.plan
-    means = way.parts(code.combine(payloads, parameter), [task.parameter.shape for task in tasks])
+    means = way.parts(packed_code(code).combine(payloads, parameter), [task.parameter.shape for task in tasks])
     for task, mean in zip(tasks, means, strict=True):
         task.compressor.finish(mean, task.parameter, task.state)
     return means
@@ -82,8 +84,8 @@ def _combined(way: Stack, tasks: Sequence[Task], payloads: Sequence[Payload]) ->
 
 def check_decodes_alone(compressor: Compressor, parameter: Parameter, done: str) -> None:
     """Raises ValueError if only the sum of the payloads of all ranks stands for a gradient."""
-    traits = compressor.traits
-    if traits.residual_after_sum or (traits.summable and len(compressor.round_specs(parameter)) > 1):
+    code = code_of(compressor)
+    if isinstance(code, Joint) or not isinstance(code, Packed):
         raise ValueError(
             f"{compressor.name}: only the mean of its payloads stands for a gradient, so they cannot be {done}"
             f' (parameter {parameter.name!r}): use exchange="all_reduce" or "auto"'
@@ -93,18 +95,18 @@ def check_decodes_alone(compressor: Compressor, parameter: Parameter, done: str)
 def encoded(compressor: Compressor, parameter: Parameter, gradient: Tensor, state: State) -> tuple[Tensor, float]:
     """A packed payload, and the part of the elements that it holds."""
     payload = compressor.compress(gradient, parameter, state)
-    return compressor.pack(payload, parameter), density(compressor, parameter, payload)
+    return packed_code(compressor).pack(payload, parameter), density(compressor, parameter, payload)
 
 
 def density(compressor: Compressor, parameter: Parameter, payload: Payload) -> float:
     """The part of the elements that a payload holds; 1 for those that are not sparse."""
-    if not compressor.traits.sparse:
+    if not isinstance(code_of(compressor), Sparsifier):
         return 1.0
     return payload.parts[0].numel() / max(1, parameter.numel)
 
 
 def combined(task: Task, payloads: Sequence[Payload]) -> Tensor:
     """The mean that the payloads of all ranks stand for; the state is told."""
-    mean = task.compressor.combine(payloads, task.parameter)
+    mean = packed_code(task.compressor).combine(payloads, task.parameter)
     task.compressor.finish(mean, task.parameter, task.state)
     return mean

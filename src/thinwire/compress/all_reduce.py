@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 import torch
 from torch import Tensor
 
-from thinwire.compress.base import Compressor, Parameter, Payload
-from thinwire.compress.exchange import Exchange, Peers, Phase, Plan, Result, Stopwatch, Task, ring_bytes
+from thinwire.compress.base import Compressor, Parameter, Payload, State, Summable
+from thinwire.compress.exchange import Peers, Phase, Plan, Reduction, Result, Stopwatch, Task, ring_bytes
+from thinwire.compress.wrapper import code_of, summable_code, unwrapped
 
 
 @dataclass(frozen=True)
-class AllReduce(Exchange):
+class AllReduce(Reduction):
     """Parts are scaled by 1 / world_size and summed by the group's own all-reduce, in their own dtype.
 
     All parts of one dtype travel as one tensor; as many rounds as the compressor with most of them needs.
@@ -24,12 +25,13 @@ class AllReduce(Exchange):
     name = "all_reduce"
 
     def check(self, compressor: Compressor, parameter: Parameter) -> None:
-        if not compressor.traits.summable:
+        code = code_of(compressor)
+        if not isinstance(code, Summable):
             raise ValueError(
                 f"{compressor.name}: payloads of different ranks cannot be added element by element, so they cannot"
                 f' travel inside an all-reduce (parameter {parameter.name!r}): use exchange="auto"'
             )
-        for specs in compressor.round_specs(parameter):
+        for specs in code.round_specs(parameter):
             for spec in specs:
                 assert spec.dtype.is_floating_point, f"{compressor.name} sums {spec.dtype}, which has no mean"
 
@@ -45,8 +47,8 @@ class AllReduce(Exchange):
             with stopwatch.phase(Phase.COMPRESS):
                 current = {}
                 for place, mean in means.items():
-                    task = tasks[place]
-                    following = task.compressor.next_round(mean, task.parameter, task.state)
+                    code, state = _code(tasks[place])
+                    following = code.next_round(mean, tasks[place].parameter, state)
                     if following is None:
                         last[place] = mean
                     else:
@@ -57,7 +59,8 @@ class AllReduce(Exchange):
     def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
         del rank
         total = 0
-        for parallel in zip_longest(*(compressor.round_specs(parameter) for compressor, parameter in plans)):
+        rounds = [summable_code(compressor).round_specs(parameter) for compressor, parameter in plans]
+        for parallel in zip_longest(*rounds):
             by_dtype: dict[torch.dtype, int] = defaultdict(int)
             for spec in (spec for specs in parallel for spec in specs or ()):
                 if spec.numel is None:
@@ -79,6 +82,12 @@ class AllReduce(Exchange):
         return peers.attempt(prepare)
 
 
+def _code(task: Task) -> tuple[Summable, State]:
+    """What knows the payloads of a task, and its state."""
+    _, state = unwrapped(task.compressor, task.state)
+    return summable_code(task.compressor), state
+
+
 def _averaged(payloads: dict[int, Payload], peers: Peers, stopwatch: Stopwatch) -> dict[int, Payload]:
     """The mean of each payload, part by part. What is summed is newly allocated: a payload may be a view of a state."""
     parts = [part for payload in payloads.values() for part in payload.parts]
@@ -97,11 +106,15 @@ def _averaged(payloads: dict[int, Payload], peers: Peers, stopwatch: Stopwatch) 
         for number, piece in zip(numbers, flat.split(sizes), strict=True):
             means[number] = piece.view(parts[number].shape)
     remaining = iter(means)
-    return {place: Payload(tuple(next(remaining) for _ in payload.parts)) for place, payload in payloads.items()}
+    return {
+        place: replace(payload, parts=tuple(next(remaining) for _ in payload.parts))
+        for place, payload in payloads.items()
+    }
 
 
 def _finished(task: Task, mean: Payload, sent: Sequence[Tensor]) -> Result:
-    gradient = task.compressor.reconstruct(mean, task.parameter, task.state)
+    code, state = _code(task)
+    gradient = code.reconstruct(mean, task.parameter, state)
     task.compressor.finish(gradient, task.parameter, task.state)
     elements = sum(part.numel() for part in sent)
     return Result(gradient, Payload(tuple(sent)).num_bytes, min(1.0, elements / max(1, gradient.numel())))

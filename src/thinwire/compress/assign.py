@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from thinwire.compress.base import Compressor, Parameter, Policy
+from thinwire.compress.base import Compressor, Parameter, Policy, check_parameter
 from thinwire.compress.memory import with_memory
 from thinwire.compress.policy import leave_small
 
@@ -30,7 +30,7 @@ def assign(compress: Compress, parameters: Sequence[Parameter]) -> dict[str, Com
     for parameter in parameters:
         compressor = policy(parameter)
         if compressor is not None:
-            compressor.check(parameter)
+            check_parameter(compressor, parameter)
             found[parameter.name] = with_memory(compressor)
     return found
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.compress.base import Parameter, Payload, State, Traits
+from thinwire.compress.base import Memory, Packed, Parameter, Payload, State, Whole
 from thinwire.compress.low_rank import LowRank, as_matrix, matrix_shape, whole
 from thinwire.compress.packing import PartSpec, unpack
 from thinwire.compress.randomness import counters, next_seed
@@ -17,7 +17,7 @@ _LONGEST_UNIT = 1.01  # no element of a unit vector is larger, whatever its roun
 
 
 @dataclass(frozen=True)
-class Atomo(LowRank):
+class Atomo(LowRank, Packed, Whole):
     """See `atomo`. ``parts``: k left singular vectors times s_i / p_i [k n], the right ones [k m]; or the gradient."""
 
     @property
@@ -25,8 +25,8 @@ class Atomo(LowRank):
         return "atomo"
 
     @property
-    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
-        return Traits(unbiased=True, fixed_size=False, elementwise=False)
+    def memory(self) -> Memory:
+        return Memory.UNBIASED
 
     def init(self, parameter: Parameter) -> State:
         del parameter

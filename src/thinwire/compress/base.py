@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -41,33 +42,17 @@ class Parameter:
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
 
-@dataclass(frozen=True)
-class Traits:
-    """What an exchange may do with the payloads of a compressor.
+class Memory(Enum):
+    """Who remembers what a compressor does not send."""
 
-    Args:
-        summable: parts of payloads of different ranks can be added element by element, inside an all-reduce.
-        fixed_size: the bytes of a payload follow from the parameter alone, so that a planner can price it.
-        unbiased: the expectation of what arrives is the gradient, so nothing has to be remembered.
-        sparse: a payload is ids and values; the exact schemes of `thinwire.sync` can sum it.
-        has_memory: keeps what it did not send (or has a reason not to), so `attach` adds no error feedback.
-        memory_optional: loses only a rounding of each value, so `attach` adds no error feedback; a user may.
-        residual_after_sum: what was lost is known only when the sum over the ranks is, see
-            `Compressor.residual_of_sum`.
-        elementwise: a piece of a flat gradient can be compressed for itself, as two-shot exchanges do.
-        own_exchange: the name of the one exchange that the method is made of, see `thinwire.compress.choose`; empty
-            for all that are codes and leave the exchange to others.
-    """
-
-    summable: bool = False
-    fixed_size: bool = True
-    unbiased: bool = False
-    sparse: bool = False
-    has_memory: bool = False
-    memory_optional: bool = False
-    residual_after_sum: bool = False
-    elementwise: bool = True
-    own_exchange: str = ""
+    NEEDED = "needed"
+    """Nobody yet, and it would be lost for good: `attach` adds error feedback."""
+    OPTIONAL = "optional"
+    """Nobody: only a rounding of each value is lost. `attach` adds nothing; a user may."""
+    UNBIASED = "unbiased"
+    """Nobody has to: the expectation of what arrives is the gradient."""
+    OWN = "own"
+    """The compressor itself (or it has a reason not to): error feedback around it is refused."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,39 +66,27 @@ class Payload:
 
     @property
     def num_bytes(self) -> int:
-        """Of the parts, without what `Compressor.pack` adds."""
+        """Of the parts, without what `Packed.pack` adds."""
         return sum(part.numel() * part.element_size() for part in self.parts)
 
 
 class Compressor(ABC):
     """A lossy code for gradients. Subclasses are frozen dataclasses: configuration only, all state is passed in.
 
-    One step of one parameter, on each rank::
-
-        payload = compressor.compress(gradient, parameter, state)       # updates state
-        data = compressor.pack(payload, parameter)                      # travels
-        payloads = [compressor.unpack(data, parameter) for data in received]     # in rank order
-        mean = compressor.combine(payloads, parameter)                  # the same bits on every rank
-        compressor.finish(mean, parameter, state)
-
-    Summable payloads are averaged part by part instead, in one or more rounds (`next_round`), and then `reconstruct`
-    makes the mean gradient of them.
+    One step of one parameter, on each rank: `compress`, which updates the state; the mean over the ranks; `finish`.
+    How payloads become a mean, their types say: those of a `Packed` compressor travel as bytes and are decoded by
+    every rank, those of a `Summable` one are added up inside an all-reduce. A compressor can be both.
     """
-
-    traits: Traits
 
     @property
     @abstractmethod
     def name(self) -> str:
         """With its settings, for messages and tables; equal names mean equal wire formats and decisions."""
 
-    def check(self, parameter: Parameter) -> None:
-        """Raises ValueError, saying what to do, if gradients of this parameter cannot be compressed."""
-        if not parameter.dtype.is_floating_point:
-            raise ValueError(
-                f"{self.name}: parameter {parameter.name!r} is {parameter.dtype}: only floating-point gradients can"
-                " be compressed; freeze it with requires_grad_(False) or leave it out of compress="
-            )
+    @property
+    def memory(self) -> Memory:
+        """Who remembers what is not sent."""
+        return Memory.NEEDED
 
     def init(self, parameter: Parameter) -> State:
         """State before the first step, made from the parameter alone."""
@@ -128,42 +101,34 @@ class Compressor(ABC):
     def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
         """The gradient that a payload stands for, of ``parameter.shape`` and ``working_dtype``, newly allocated."""
 
-    def combine(self, payloads: Sequence[Payload], parameter: Parameter) -> Tensor:
-        """The mean of what the payloads of all ranks stand for, added in rank order."""
-        total = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
-        for payload in payloads:
-            self.accumulate(payload, parameter, total)
-        return total.div_(len(payloads))
-
-    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
-        """Add what a payload stands for to ``total``, of ``parameter.shape``."""
-        total.add_(self.decompress(payload, parameter))
-
-    def next_round(self, mean: Payload, parameter: Parameter, state: State) -> Payload | None:
-        """For summable compressors: what has to be averaged next, given the mean of the last; None if that was all."""
-        del mean, parameter, state
-        return None
-
-    def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
-        """For summable compressors: the gradient that the mean of the last round, and what was kept, stand for."""
-        del state
-        return self.decompress(mean, parameter)
-
-    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
-        """Subtract in place from ``gradient`` what a payload stands for. Sparsifiers set the sent places to zero."""
-        gradient.sub_(self.decompress(payload, parameter))
-
-    def residual_of_sum(self, gradient: Tensor, mean: Tensor, parameter: Parameter, state: State) -> None:
-        """With ``traits.residual_after_sum``: subtract from ``gradient``, in place, what arrived of it."""
-        del parameter, state
-        gradient.sub_(mean)
-
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
         """Told what all ranks got, at the end of a step. ``mean`` is not written to."""
         del mean, parameter, state
 
+
+class Sized(Compressor):
+    """Knows the parts of its payloads before there are any."""
+
+    @abstractmethod
+    def part_specs(self, parameter: Parameter) -> tuple[packing.PartSpec, ...]:
+        """Dtype and number of elements of each part; None elements for a part whose length depends on the gradient."""
+
+    def packed_bytes(self, parameter: Parameter) -> int | None:
+        """Bytes of a payload that travels alone; None if they depend on the gradient, so that nobody can price it."""
+        specs = self.part_specs(parameter)
+        return None if any(spec.numel is None for spec in specs) else packing.packed_bytes(specs)
+
+
+class Packed(Sized):
+    """Payloads travel as bytes, each decoded without the others::
+
+    data = compressor.pack(payload, parameter)                                  # travels
+    payloads = [compressor.unpack(data, parameter) for data in received]        # in rank order
+    mean = compressor.combine(payloads, parameter)                              # the same bits on every rank
+    """
+
     def pack(self, payload: Payload, parameter: Parameter) -> Tensor:
-        """The payload as uint8 [k]; of ``packed_bytes`` where that is known."""
+        """The payload as uint8 [k]; of `packed_bytes` where that is known."""
         del parameter
         return packing.pack(payload.parts)
 
@@ -175,21 +140,84 @@ class Compressor(ABC):
         """
         return Payload(packing.unpack(data, self.part_specs(parameter)))
 
-    def part_specs(self, parameter: Parameter) -> tuple[packing.PartSpec, ...]:
-        """Dtype and number of elements of each part; None elements for a part whose length depends on the gradient."""
-        raise NotImplementedError(f"{type(self).__name__} packs by itself")
+    def combine(self, payloads: Sequence[Payload], parameter: Parameter) -> Tensor:
+        """The mean of what the payloads of all ranks stand for, added in rank order."""
+        total = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
+        for payload in payloads:
+            add(self, payload, parameter, total)
+        return total.div_(len(payloads))
+
+
+class Additive(Packed):
+    """Adds what a payload stands for to a tensor, without making a tensor of it first."""
+
+    @abstractmethod
+    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
+        """Add what a payload stands for to ``total``, of ``parameter.shape``, in place."""
+
+    @abstractmethod
+    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
+        """Subtract what a payload stands for from ``gradient``, in place."""
+
+    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
+        total = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
+        self.accumulate(payload, parameter, total)
+        return total
+
+
+class Summable(Sized):
+    """Payloads of different ranks are averaged part by part, inside an all-reduce, in one or more rounds."""
 
     def round_specs(self, parameter: Parameter) -> tuple[tuple[packing.PartSpec, ...], ...]:
-        """For summable compressors: the parts of each round; more than one round where there is a `next_round`."""
+        """The parts of each round; more than one round where there is a `next_round`."""
         return (self.part_specs(parameter),)
 
-    def packed_bytes(self, parameter: Parameter) -> int | None:
-        """Bytes of what `pack` returns; None unless ``traits.fixed_size``."""
-        return packing.packed_bytes(self.part_specs(parameter)) if self.traits.fixed_size else None
-
-    def stack_code(self) -> Compressor | None:
-        """The sparsifier that packs payloads of several parameters as one, see `thinwire.compress.stacked`; or None."""
+    def next_round(self, mean: Payload, parameter: Parameter, state: State) -> Payload | None:
+        """What has to be averaged next, given the mean of the last round; None if that was all."""
+        del mean, parameter, state
         return None
+
+    def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
+        """The gradient that the mean of the last round, and what was kept, stand for."""
+        del state
+        return self.decompress(mean, parameter)
+
+
+class Joint(Compressor):
+    """What a rank lost is known only when the mean over the ranks is, so no payload stands for a gradient alone."""
+
+    @abstractmethod
+    def residual_of_sum(self, gradient: Tensor, mean: Tensor, parameter: Parameter, state: State) -> None:
+        """Subtract from ``gradient``, in place, what arrived of it."""
+
+
+class Whole(Compressor):
+    """Needs a whole gradient: a piece of a flat one, as two shots have it, cannot be compressed for itself."""
+
+
+def add(code: Compressor, payload: Payload, parameter: Parameter, total: Tensor) -> None:
+    """Add what a payload stands for to ``total``, of ``parameter.shape``, in place."""
+    if isinstance(code, Additive):
+        code.accumulate(payload, parameter, total)
+    else:
+        total.add_(code.decompress(payload, parameter))
+
+
+def subtract(code: Compressor, payload: Payload, parameter: Parameter, gradient: Tensor) -> None:
+    """Subtract what a payload stands for from ``gradient``, in place. Sparsifiers set the sent elements to zero."""
+    if isinstance(code, Additive):
+        code.residual(gradient, payload, parameter)
+    else:
+        gradient.sub_(code.decompress(payload, parameter))
+
+
+def check_parameter(compressor: Compressor, parameter: Parameter) -> None:
+    """Raises ValueError, saying what to do, if gradients of this parameter cannot be compressed."""
+    if not parameter.dtype.is_floating_point:
+        raise ValueError(
+            f"{compressor.name}: parameter {parameter.name!r} is {parameter.dtype}: only floating-point gradients can"
+            " be compressed; freeze it with requires_grad_(False) or leave it out of compress="
+        )
 
 
 Policy = Callable[[Parameter], Compressor | None]
@@ -197,14 +225,16 @@ Policy = Callable[[Parameter], Compressor | None]
 
 
 @dataclass(frozen=True)
-class Identity(Compressor):
+class Identity(Packed, Summable):
     """No compression: the trivial compressor, by which the machinery can be compared with a plain all-reduce."""
-
-    traits = Traits(summable=True, unbiased=True)
 
     @property
     def name(self) -> str:
         return "identity"
+
+    @property
+    def memory(self) -> Memory:
+        return Memory.UNBIASED
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
         del parameter, state

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compress.base import Compressor, Parameter, Payload, State
+from thinwire.compress.base import Additive, Parameter, Payload, State
 from thinwire.compress.packing import PartSpec, unpack
 from thinwire.compress.randomness import counters, next_seed
 from thinwire.errors import CorruptMessageError
 
 
 @dataclass(frozen=True)
-class BlockQuantizer(Compressor):
+class BlockQuantizer(Additive):
     """Rounds each value to an integer in [-levels, levels] times the step of its block.
 
     ``parts``: the integers, packed (uint8 [ceil(n * bits / 8)]); the steps (working dtype [blocks]). A step is at least
@@ -56,11 +56,6 @@ class BlockQuantizer(Compressor):
         return Payload(
             (kernels.quantize(flat, steps, self.block_elements(parameter), self.levels, self.bits, seed), steps)
         )
-
-    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
-        total = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
-        self.accumulate(payload, parameter, total)
-        return total
 
     def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
         self._add(payload.parts[0], payload.parts[1], parameter, total)

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.base import Compressor, Parameter
-from thinwire.compress.exchange import Exchange, Peers, Phase, Plan, Result, Stopwatch, Task
+from thinwire.compress.exchange import Peers, Phase, Plan, Reduction, Result, Stopwatch, Task
+from thinwire.compress.sparsify import Sparsifier
+from thinwire.compress.wrapper import code_of
 
 
 @dataclass(frozen=True)
-class ByScheme(Exchange):
+class ByScheme(Reduction):
     """Ids and values of all tasks of one dtype, stacked as one sparse vector, summed by a scheme: top-k over ZEN.
 
     Elements that several ranks chose are added up before they travel on, so bytes follow the union of what was chosen
@@ -28,7 +30,7 @@ class ByScheme(Exchange):
     name: str  # type: ignore[override]  # a class attribute elsewhere
 
     def check(self, compressor: Compressor, parameter: Parameter) -> None:
-        if not compressor.traits.sparse:
+        if not isinstance(code_of(compressor), Sparsifier):
             raise ValueError(
                 f"{compressor.name}: a scheme such as {self.name} adds up ids and values, which this compressor does"
                 f' not make (parameter {parameter.name!r}): use a sparsifier such as top_k, or exchange="auto"'

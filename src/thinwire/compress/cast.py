@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compress.base import Compressor, Parameter, Payload, State, Traits
+from thinwire.compress.base import Memory, Packed, Parameter, Payload, State, Summable
 from thinwire.compress.packing import PartSpec
 
 _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 @dataclass(frozen=True)
-class Cast(Compressor):
+class Cast(Packed, Summable):
     """Rounds each value to a 16-bit number. ``parts``: the gradient in that dtype [n].
 
     Values beyond the largest finite number of the dtype become that number, never infinite.
@@ -23,11 +23,13 @@ class Cast(Compressor):
 
     dtype: torch.dtype
 
-    traits = Traits(summable=True, memory_optional=True)
-
     @property
     def name(self) -> str:
         return _NAMES[self.dtype]
+
+    @property
+    def memory(self) -> Memory:
+        return Memory.OPTIONAL
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
         del parameter, state

@@ -1,4 +1,4 @@
-"""Which exchange a compressor takes: what its traits allow, at the fewest bytes."""
+"""Which reduction a compressor takes: what its type allows, at the fewest bytes."""
 
 from __future__ import annotations
 
@@ -6,36 +6,39 @@ from thinwire.compress.all_gather import AllGather
 from thinwire.compress.all_reduce import AllReduce
 from thinwire.compress.base import Compressor, Parameter
 from thinwire.compress.by_scheme import ByScheme
-from thinwire.compress.exchange import Exchange, ring_bytes
-from thinwire.compress.hi_top_k_exchange import HiTopKExchange
-from thinwire.compress.ok_topk_exchange import OkTopkExchange
+from thinwire.compress.exchange import OwnReduction, Reduction, ring_bytes
+from thinwire.compress.hi_top_k_exchange import HiTopKReduction
+from thinwire.compress.ok_topk_exchange import OkTopkReduction
+from thinwire.compress.sparsify import Sparsifier
 from thinwire.compress.two_shot import TwoShot
+from thinwire.compress.wrapper import code_of, core_of, packed_code, summable_code
 
 AUTO = "auto"
-_GENERIC: dict[str, Exchange] = {exchange.name: exchange for exchange in (AllReduce(), AllGather(), TwoShot())}
-EXCHANGES = tuple(_GENERIC)
-_OWN: dict[str, Exchange] = {exchange.name: exchange for exchange in (OkTopkExchange(), HiTopKExchange())}
+_GENERIC: dict[str, Reduction] = {reduction.name: reduction for reduction in (AllReduce(), AllGather(), TwoShot())}
+REDUCTIONS = tuple(_GENERIC)
+_OWN: tuple[OwnReduction, ...] = (OkTopkReduction(), HiTopKReduction())
 _WORTH_A_SECOND_CODING = 0.9
 """Two shots code twice and lose twice: only for at least a tenth fewer bytes."""
 
 
-def exchange_for(name: str, compressor: Compressor, parameter: Parameter, world_size: int) -> Exchange:
-    """The exchange of that name, or with "auto" the one of fewest bytes; any other name is that of a scheme.
+def reduction_for(name: str, compressor: Compressor, parameter: Parameter, world_size: int) -> Reduction:
+    """The reduction of that name, or with "auto" the one of fewest bytes; any other name is that of a scheme.
 
     A rank sends, of ``b`` packed bytes (sums of rounds for an all-reduce) on ``n`` ranks: inside an all-reduce and in
     two shots ``2 (n - 1) / n b``, gathered ``(n - 1) b``. Sparse payloads are gathered: two shots would choose
     again among what the ranks chose. A scheme is never taken by itself: what it saves depends on how often ranks choose
-    the same elements, which nobody knows beforehand. Methods that are an exchange too (`Traits.own_exchange`) have it.
+    the same elements, which nobody knows beforehand. Methods that are a reduction too (`OwnReduction`) have it.
 
     Raises:
-        ValueError: the compressor cannot be exchanged that way.
+        ValueError: payloads of the compressor cannot be averaged that way.
 
     Example:
         >>> from thinwire.compress.base import Identity
-        >>> exchange_for("auto", Identity(), Parameter("fc.weight", (8, 8)), world_size=4).name
+        >>> reduction_for("auto", Identity(), Parameter("fc.weight", (8, 8)), world_size=4).name
         'all_reduce'
     """
-    own = _OWN.get(compressor.traits.own_exchange)
+    core = core_of(compressor)
+    own = next((reduction for reduction in _OWN if isinstance(core, reduction.method)), None)
     if own is not None:
         if name != AUTO:
             raise ValueError(
@@ -44,19 +47,20 @@ def exchange_for(name: str, compressor: Compressor, parameter: Parameter, world_
             )
         return own
     if name != AUTO:
-        exchange = _GENERIC.get(name) or ByScheme(name)
-        exchange.check(compressor, parameter)
-        return exchange
+        reduction = _GENERIC.get(name) or ByScheme(name)
+        reduction.check(compressor, parameter)
+        return reduction
     prices = {
         candidate: _price(candidate, compressor, parameter, world_size)
-        for candidate, exchange in _GENERIC.items()
-        if _is_possible(exchange, compressor, parameter)
+        for candidate, reduction in _GENERIC.items()
+        if _is_possible(reduction, compressor, parameter)
     }
     if not prices:
         raise ValueError(
-            f"{compressor.name}: its payloads can neither be summed nor decoded alone, so no exchange can average them"
+            f"{compressor.name}: its payloads can neither be summed nor decoded alone, so no exchange can average them:"
+            " derive it from Packed or Summable of thinwire.compress.base"
         )
-    if compressor.traits.sparse or not compressor.traits.fixed_size:
+    if isinstance(code_of(compressor), Sparsifier):
         prices.pop(TwoShot.name, None)
     return _GENERIC[min(prices, key=lambda candidate: prices[candidate])]
 
@@ -64,7 +68,7 @@ def exchange_for(name: str, compressor: Compressor, parameter: Parameter, world_
 def _price(name: str, compressor: Compressor, parameter: Parameter, world_size: int) -> float:
     if name == AllReduce.name:
         return ring_bytes(_summed_bytes(compressor, parameter), world_size)
-    packed = compressor.packed_bytes(parameter)
+    packed = packed_code(compressor).packed_bytes(parameter)
     if packed is None:
         return float("inf")
     if name == AllGather.name:
@@ -73,13 +77,13 @@ def _price(name: str, compressor: Compressor, parameter: Parameter, world_size: 
 
 
 def _summed_bytes(compressor: Compressor, parameter: Parameter) -> int:
-    specs = [spec for specs in compressor.round_specs(parameter) for spec in specs]
+    specs = [spec for specs in summable_code(compressor).round_specs(parameter) for spec in specs]
     return sum((spec.numel or 0) * spec.dtype.itemsize for spec in specs)
 
 
-def _is_possible(exchange: Exchange, compressor: Compressor, parameter: Parameter) -> bool:
+def _is_possible(reduction: Reduction, compressor: Compressor, parameter: Parameter) -> bool:
     try:
-        exchange.check(compressor, parameter)
+        reduction.check(compressor, parameter)
     except ValueError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""The contract of an exchange: how the compressed gradients of all ranks become their mean, the same on every rank."""
+"""The contract of a reduction: how the compressed gradients of all ranks become their mean, the same on every rank."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from thinwire.compress.base import Compressor, Parameter, State
+from thinwire.compress.wrapper import core_of
 from thinwire.ranges import Phase, enabled
 
 T = TypeVar("T")
@@ -65,7 +66,7 @@ class Arrived(Protocol):
 
 
 class Peers(Protocol):
-    """The ranks, as an exchange sees them. Calls are collective: all ranks make the same ones in the same order.
+    """The ranks, as a reduction sees them. Calls are collective: all ranks make the same ones in the same order.
 
     What fails while a rank prepares what it sends is raised there, and as another error on the other ranks.
     """
@@ -116,7 +117,7 @@ class Task:
     Args:
         compressor, parameter: the same on all ranks.
         gradient: of ``parameter.shape`` and working dtype, contiguous, finite; not written to.
-        state: as `Exchange.init` made it; updated in place.
+        state: as `Reduction.init` made it; updated in place.
     """
 
     compressor: Compressor
@@ -135,7 +136,7 @@ class Result:
 
     Args:
         mean: over the ranks, of the shape and dtype of the gradient; the same bits on every rank.
-        payload_bytes: of this rank's payloads, each counted once, without what an exchange adds.
+        payload_bytes: of this rank's payloads, each counted once, without what a reduction adds.
         density: the part of the elements that this rank sent.
     """
 
@@ -144,7 +145,7 @@ class Result:
     density: float = 1.0
 
 
-class Exchange(ABC):
+class Reduction(ABC):
     """A way to average payloads. Its methods are called on all ranks with the same plans in the same order."""
 
     name: str
@@ -171,13 +172,14 @@ class Exchange(ABC):
         """What `run` will send, headers included; None if it depends on the gradients."""
 
 
-class OwnExchange(Exchange):
-    """The exchange of one compressor, which needs it and which nothing else can take; see ``Traits.own_exchange``."""
+class OwnReduction(Reduction):
+    """The reduction of one method, which needs it and which nothing else can take."""
 
+    method: type[Compressor]
     title: str  # of the method, as its paper writes it
 
     def check(self, compressor: Compressor, parameter: Parameter) -> None:
-        if compressor.traits.own_exchange != self.name:
+        if not isinstance(core_of(compressor), self.method):
             raise ValueError(
                 f"{compressor.name} is not {self.title}, whose exchange this is (parameter {parameter.name!r}): use"
                 ' exchange="auto"'

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compress.base import Compressor, Parameter, Payload, State, Traits
+from thinwire.compress.base import Additive, Parameter, Payload, State
 from thinwire.compress.blocks import check_block, check_steps, steps_spec
 from thinwire.compress.packing import PartSpec, unpack
 from thinwire.errors import CorruptMessageError
@@ -19,13 +19,11 @@ _FIRST_NOT_FINITE = {"e4m3": 0x7F, "e5m2": 0x7C}  # codes without their sign
 
 
 @dataclass(frozen=True)
-class FP8(Compressor):
+class FP8(Additive):
     """See `fp8`. ``parts``: the codes (uint8 [n], as Gloo does not know eight-bit floats); the steps [blocks]."""
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
     block: int = 512
-
-    traits = Traits()
 
     def __post_init__(self) -> None:
         if self.format not in _DTYPES:
@@ -43,11 +41,6 @@ class FP8(Compressor):
         steps = kernels.largest_of_blocks(flat, self.block).div_(info.max).clamp_(min=torch.finfo(flat.dtype).tiny)
         codes = self._times(flat, steps.reciprocal()).to(dtype).view(torch.uint8)
         return Payload((codes, steps))
-
-    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
-        total = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
-        self.accumulate(payload, parameter, total)
-        return total
 
     def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
         self._add(payload.parts[0], payload.parts[1], total)

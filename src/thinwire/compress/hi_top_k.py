@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.compress.base import Compressor, Parameter, Payload, State, Traits
+from thinwire.compress.base import Compressor, Memory, Parameter, Payload, State
 from thinwire.compress.ms_top_k import MsTopK, ms_top_k
-from thinwire.compress.packing import PartSpec
 
 HI_TOP_K = "hi_top_k"
-"""The name of the method and of its exchange."""
+"""The name of the method and of its reduction."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +27,13 @@ class HiTopK(Compressor):
 
     selector: MsTopK
 
-    traits = Traits(fixed_size=False, has_memory=True, elementwise=False, own_exchange=HI_TOP_K)
-
     @property
     def name(self) -> str:
         return f"{HI_TOP_K}({', '.join(self.selector.settings)})"
+
+    @property
+    def memory(self) -> Memory:
+        return Memory.OWN
 
     def init(self, parameter: Parameter) -> State:
         return {"error": torch.zeros(parameter.shape, dtype=parameter.working_dtype)}
@@ -44,9 +45,6 @@ class HiTopK(Compressor):
     def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
         return payload.parts[0].clone().view(parameter.shape)
 
-    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
-        return (PartSpec(parameter.working_dtype, parameter.numel),)
-
 
 def hi_top_k(density: float = 0.01, *, steps: int = 30) -> HiTopK:
     """HiTopKComm (Shi et al., MLSys'21, arXiv 2010.10458): exact inside a host, `ms_top_k` of its sum between hosts.
@@ -54,7 +52,7 @@ def hi_top_k(density: float = 0.01, *, steps: int = 30) -> HiTopK:
     The ranks of a host add up shards of the gradient, each one of them; each rank sends the largest elements of its
     shard to the ranks of its place on the other hosts, and what they all sent to its own host. So a host sends one
     selection, and not one for each rank to each rank. What was not sent stays with the rank that has the shard: it has
-    its own memory, and `attach` adds none. It is an exchange of its own, which is taken by itself.
+    its own memory, and `attach` adds none. It is a reduction of its own, which is taken by itself.
 
     With one rank on each host it is an all-gather of `ms_top_k`; on one host nothing is left out, since nothing
     crosses a network. Where hosts have unequally many ranks there are as many shards as the smallest has ranks, and the

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.compress import messages, packing
 from thinwire.compress.base import Parameter, Payload
-from thinwire.compress.exchange import Arrived, OwnExchange, Peers, Phase, Plan, Result, Stopwatch, Task
+from thinwire.compress.exchange import Arrived, OwnReduction, Peers, Phase, Plan, Result, Stopwatch, Task
 from thinwire.compress.hi_top_k import HI_TOP_K, HiTopK
 from thinwire.compress.ms_top_k import MsTopK
 from thinwire.compress.schedule import DensePayload
@@ -25,13 +25,14 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class HiTopKExchange(OwnExchange):
+class HiTopKReduction(OwnReduction):
     """Reduce-scatter inside each host, all-gather of selections among ranks of one place, all-gather inside the host.
 
     Sums are in the order of the ranks of a host and then of the hosts, so all ranks get the same bits.
     """
 
     name = HI_TOP_K
+    method = HiTopK
     title = "HiTopKComm"
 
     def run(self, tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> list[Result]:
@@ -39,11 +40,8 @@ class HiTopKExchange(OwnExchange):
             return _Run(tasks, peers, stopwatch).results()
 
 
-@dataclass(frozen=True)
-class _Pairs(MsTopK):
-    """How selections and their unions travel: of any size."""
-
-    has_fixed_count: ClassVar[bool] = False
+_PAIRS = MsTopK(varying=True)
+"""How selections and their unions travel: of any size."""
 
 
 class _Run:
@@ -157,8 +155,8 @@ class _Run:
 
     def _pack(self, selections: Sequence[Selection]) -> Tensor:
         packed = []
-        for number, ((code, shard), selection) in enumerate(zip(self._plans(self._place), selections, strict=True)):
-            packed.append(code.pack(Payload(selection), shard))
+        for number, ((_, shard), selection) in enumerate(zip(self._plans(self._place), selections, strict=True)):
+            packed.append(_PAIRS.pack(Payload(selection), shard))
             self._packed_bytes[number] += packed[-1].numel()
         return messages.join(packed)
 
@@ -184,7 +182,7 @@ class _Run:
     def _plans(self, place: int) -> list[Plan]:
         """How selections of shards travel."""
         spans = [(task.parameter, *self._span(task.parameter, place)) for task in self._tasks]
-        return [(_Pairs(), _shard_of(parameter, stop - start)) for parameter, start, stop in spans]
+        return [(_PAIRS, _shard_of(parameter, stop - start)) for parameter, start, stop in spans]
 
 
 def _shard_of(parameter: Parameter, numel: int) -> Parameter:

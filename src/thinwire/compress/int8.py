@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from thinwire.compress.base import Parameter, Traits
+from thinwire.compress.base import Memory, Parameter
 from thinwire.compress.blocks import BlockQuantizer, check_block
 
 
@@ -20,8 +20,8 @@ class Int8(BlockQuantizer):
         check_block(self.block, "blocks of int8")
 
     @property
-    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
-        return Traits(unbiased=self.stochastic)
+    def memory(self) -> Memory:
+        return Memory.UNBIASED if self.stochastic else Memory.NEEDED
 
     @property
     def name(self) -> str:

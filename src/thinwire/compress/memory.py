@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from thinwire.compress.base import Compressor, Parameter, Payload, State, Traits
-from thinwire.compress.wrapper import Wrapper
+from thinwire.compress.base import Compressor, Joint, Memory, Parameter, Payload, State, subtract
+from thinwire.compress.sparsify import Sparsifier
+from thinwire.compress.wrapper import Wrapper, core_of, unwrapped
 
 
 @dataclass(frozen=True)
@@ -31,15 +32,15 @@ class ErrorFeedback(Wrapper):
     def __post_init__(self) -> None:
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"error feedback decays by a factor in [0, 1], not {self.decay}")
-        if self.inner.traits.has_memory:
+        if self.inner.memory is Memory.OWN:
             raise ValueError(
                 f"{self.inner.name} keeps what it does not send already: leave error_feedback out, because what is"
                 " remembered twice is sent twice"
             )
 
     @property
-    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
-        return replace(self.inner.traits, has_memory=True)
+    def memory(self) -> Memory:
+        return Memory.OWN
 
     @property
     def name(self) -> str:
@@ -55,18 +56,16 @@ class ErrorFeedback(Wrapper):
             corrected.mul_(self.decay)
         corrected.add_(gradient)
         payload = self.inner.compress(corrected, parameter, state["inner"])
-        if self.traits.residual_after_sum:
+        if isinstance(core_of(self.inner), Joint):
             return payload
         payload = replace(payload, parts=tuple(_apart(part, corrected) for part in payload.parts))
-        self.inner.residual(corrected, payload, parameter)
+        subtract(self.code, payload, parameter, corrected)
         return payload
 
-    def stack_code(self) -> Compressor | None:
-        return self.inner.stack_code()
-
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
-        if self.traits.residual_after_sum:
-            self.inner.residual_of_sum(state["error"], mean, parameter, state["inner"])
+        core, of_core = unwrapped(self.inner, state["inner"])
+        if isinstance(core, Joint):
+            core.residual_of_sum(state["error"], mean, parameter, of_core)
         self.inner.finish(mean, parameter, state["inner"])
 
 
@@ -101,9 +100,7 @@ def momentum_correction(
 
 def with_memory(compressor: Compressor) -> Compressor:
     """The compressor, with error feedback around it if it is biased and forgets what it does not send."""
-    traits = compressor.traits
-    needs_none = traits.unbiased or traits.has_memory or traits.memory_optional
-    return compressor if needs_none else ErrorFeedback(compressor)
+    return ErrorFeedback(compressor) if compressor.memory is Memory.NEEDED else compressor
 
 
 def _apart(part: Tensor, memory: Tensor) -> Tensor:
@@ -143,12 +140,12 @@ class MomentumCorrection(Wrapper):
             raise ValueError(f"momentum is in [0, 1), not {self.momentum}")
         if self.clip_norm is not None and not self.clip_norm > 0.0:
             raise ValueError(f"gradients are clipped to a positive norm, not {self.clip_norm}")
-        if self.inner.traits.has_memory or self.inner.traits.residual_after_sum:
+        if self.inner.memory is Memory.OWN or isinstance(core_of(self.inner), Joint):
             raise ValueError(f"{self.inner.name} has a memory of its own, which momentum correction would double")
 
     @property
-    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
-        return replace(self.inner.traits, has_memory=True)
+    def memory(self) -> Memory:
+        return Memory.OWN
 
     @property
     def name(self) -> str:
@@ -173,13 +170,10 @@ class MomentumCorrection(Wrapper):
             velocity.add_(momentum)
         payload = self.inner.compress(velocity, parameter, state["inner"])
         payload = replace(payload, parts=tuple(_apart(part, velocity) for part in payload.parts))
-        self.inner.residual(velocity, payload, parameter)
-        if self.masking and self.inner.traits.sparse:
+        subtract(self.code, payload, parameter, velocity)
+        if self.masking and isinstance(self.code, Sparsifier):
             momentum.view(-1).index_fill_(0, payload.parts[0], 0.0)
         return payload
-
-    def stack_code(self) -> Compressor | None:
-        return self.inner.stack_code()
 
     def _clipped(self, gradient: Tensor) -> Tensor:
         if self.clip_norm is None:

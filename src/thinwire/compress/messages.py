@@ -10,6 +10,7 @@ from torch import Tensor
 from thinwire.compress.base import Compressor, Parameter, Payload
 from thinwire.compress.exchange import Plan
 from thinwire.compress.packing import ALIGNMENT_BYTES
+from thinwire.compress.wrapper import packed_code
 from thinwire.errors import CorruptMessageError
 from thinwire.wire import Header
 
@@ -52,12 +53,12 @@ def unpack(message: Tensor, plans: Sequence[Plan]) -> list[Payload]:
     """The payload of each plan.
 
     Raises:
-        CorruptMessageError: see `split` and `Compressor.unpack`; it names the parameter.
+        CorruptMessageError: see `split` and `Packed.unpack`; it names the parameter.
     """
     payloads = []
     for (compressor, parameter), data in zip(plans, split(message, len(plans)), strict=True):
         try:
-            payloads.append(compressor.unpack(data, parameter))
+            payloads.append(packed_code(compressor).unpack(data, parameter))
         except CorruptMessageError as error:
             raise CorruptMessageError(f"{parameter.name}: {error}") from error
     return payloads
@@ -70,7 +71,7 @@ def message_bytes(lengths: Sequence[int]) -> int:
 
 def predicted_bytes(plans: Sequence[Plan]) -> int | None:
     """Bytes of a message with its header; None if they depend on the gradients."""
-    lengths = [compressor.packed_bytes(parameter) for compressor, parameter in plans]
+    lengths = [packed_code(compressor).packed_bytes(parameter) for compressor, parameter in plans]
     known = [length for length in lengths if length is not None]
     return Header.NUM_BYTES + message_bytes(known) if len(known) == len(lengths) else None
 
@@ -82,7 +83,7 @@ def max_bytes(plans: Sequence[Plan]) -> int:
 
 def max_packed_bytes(compressor: Compressor, parameter: Parameter) -> int:
     """For sizes that depend on the gradient: more than any code takes that is worth sending (an id and a value: 16)."""
-    fixed = compressor.packed_bytes(parameter)
+    fixed = packed_code(compressor).packed_bytes(parameter)
     return 16 * parameter.numel + 4096 if fixed is None else fixed
 
 

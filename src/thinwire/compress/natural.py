@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compress.base import Compressor, Parameter, Payload, State, Traits
+from thinwire.compress.base import Additive, Memory, Parameter, Payload, State
 from thinwire.compress.packing import PartSpec, unpack
 from thinwire.compress.randomness import counters, next_seed
 from thinwire.errors import CorruptMessageError
@@ -18,16 +18,18 @@ _WORDS = {torch.float32: (torch.int32, 23), torch.float64: (torch.int64, 52)}
 
 
 @dataclass(frozen=True)
-class Natural(Compressor):
+class Natural(Additive):
     """See `natural`. ``parts``: signs and numbers of powers of two (uint8 [n]); the exponent below all (int32 [1])."""
 
     random_seed: int = 0
 
-    traits = Traits(unbiased=True)
-
     @property
     def name(self) -> str:
         return "natural"
+
+    @property
+    def memory(self) -> Memory:
+        return Memory.UNBIASED
 
     def init(self, parameter: Parameter) -> State:
         del parameter
@@ -38,11 +40,6 @@ class Natural(Compressor):
         base = _base(flat)
         codes = kernels.round_to_powers(flat, base, next_seed(self.random_seed, parameter, state))
         return Payload((codes, torch.tensor([base], dtype=torch.int32)))
-
-    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
-        total = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
-        self.accumulate(payload, parameter, total)
-        return total
 
     def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
         _add(payload, 1.0, total)

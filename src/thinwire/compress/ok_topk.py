@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compress.base import Parameter, State, Traits
+from thinwire.compress.base import Joint, Parameter, State
 from thinwire.compress.sparsify import DensitySparsifier, Selection
 from thinwire.compress.threshold import largest_nonzero
 
 OK_TOPK = "ok_topk"
-"""The name of the method and of its exchange."""
+"""The name of the method and of its reduction."""
 
 _LOCAL_STEP = 1.012
 _LOCAL_TOLERANCE = (2 / 3, 5 / 4)
@@ -23,7 +23,7 @@ if no other of the ladder does."""
 
 
 @dataclass(frozen=True)
-class OkTopk(DensitySparsifier):
+class OkTopk(DensitySparsifier, Joint):
     """See `ok_topk`. What the ranks do together is `thinwire.compress.ok_topk_exchange`.
 
     State: ``step``, the next one; ``k`` of the last; ``threshold`` of this rank; ``global_threshold`` and ``bounds`` of
@@ -43,10 +43,6 @@ class OkTopk(DensitySparsifier):
                 f"thresholds are found anew every {self.reselect_every} steps and regions every"
                 f" {self.repartition_every}: use at least 1 for both"
             )
-
-    @property
-    def traits(self) -> Traits:
-        return Traits(sparse=True, fixed_size=False, residual_after_sum=True, elementwise=False, own_exchange=OK_TOPK)
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -103,7 +99,7 @@ class OkTopk(DensitySparsifier):
 def ok_topk(density: float = 0.01, *, reselect_every: int = 32, repartition_every: int = 64) -> OkTopk:
     """Ok-Topk (Li and Hoefler, PPoPP'22): about the ``k`` largest elements of the sum, for less than 6 k pairs a rank.
 
-    A sparsifier and an exchange of its own, which is taken by itself. Each rank sends what it selected to the owners of
+    A sparsifier and a reduction of its own, which is taken by itself. Each rank sends what it selected to the owners of
     regions of the gradient, which add it up; of the sums only about the ``k`` largest of all owners travel on. So bytes
     do not grow with the number of ranks. An element stays in a rank's memory, the error feedback that `attach`
     adds, unless the rank selected it and it is in the result. docs/compress-methods.md has the details.

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from thinwire.compress import packing, stacked
-from thinwire.compress.exchange import Arrived, OwnExchange, Peers, Phase, Plan, Result, Stopwatch, Task
-from thinwire.compress.ok_topk import OK_TOPK
+from thinwire.compress.exchange import Arrived, OwnReduction, Peers, Phase, Plan, Result, Stopwatch, Task
+from thinwire.compress.ok_topk import OK_TOPK, OkTopk
 from thinwire.compress.ok_topk_regions import (
     boundaries,
     mean_bounds,
@@ -33,7 +33,7 @@ _WORTH_A_ROUND = 1024
 
 
 @dataclass(frozen=True)
-class OkTopkExchange(OwnExchange):
+class OkTopkReduction(OwnReduction):
     """The O(k) sparse all-reduce of Li and Hoefler (PPoPP'22, section 3). Each parameter has regions and thresholds.
 
     Rounds of messages: selected pairs to the owners of regions; counts of what passes; where they show that one owner
@@ -42,6 +42,7 @@ class OkTopkExchange(OwnExchange):
     """
 
     name = OK_TOPK
+    method = OkTopk
     title = "Ok-Topk"
 
     def run(self, tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> list[Result]:

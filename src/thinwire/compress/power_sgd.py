@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.compress.base import Parameter, Payload, State, Traits
+from thinwire.compress.base import Joint, Parameter, Payload, State, Summable
 from thinwire.compress.low_rank import LowRank, RoundSpecs, as_matrix, matrix_shape, next_basis, orthonormal, whole
 from thinwire.compress.packing import PartSpec
 
 
 @dataclass(frozen=True)
-class PowerSGD(LowRank):
+class PowerSGD(LowRank, Summable, Joint):
     """See `power_sgd`. Two rounds, ``P^T`` [r n] and ``Q^T`` [r m]; or one, the gradient [n m], where it is sent whole.
 
     State: ``step``; the orthonormal basis ``q`` [r, m] of the next step. Between the rounds also ``matrix`` and ``p``.
@@ -24,10 +24,6 @@ class PowerSGD(LowRank):
     @property
     def label(self) -> str:
         return "power_sgd"
-
-    @property
-    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
-        return Traits(summable=True, residual_after_sum=True, elementwise=False, fixed_size=self.start_step == 0)
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from thinwire.compress.base import Parameter, Traits
+from thinwire.compress.base import Memory, Parameter
 from thinwire.compress.blocks import BlockQuantizer, check_block
 
 
@@ -20,8 +20,6 @@ class QSGD(BlockQuantizer):
     bucket: int = 512
     norm: Literal["max", "l2"] = "max"
     random_seed: int = 0
-
-    traits = Traits(unbiased=True)
 
     def __post_init__(self) -> None:
         if self.num_bits not in range(2, 9):
@@ -36,6 +34,10 @@ class QSGD(BlockQuantizer):
     @property
     def name(self) -> str:
         return f"qsgd({self.num_bits}, {self.bucket}{'' if self.norm == 'max' else ', l2'})"
+
+    @property
+    def memory(self) -> Memory:
+        return Memory.UNBIASED
 
     @property
     def bits(self) -> int:

@@ -8,18 +8,19 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.compress.base import Compressor, Parameter, Payload, State, Traits
+from thinwire.compress.base import Compressor, Memory, Parameter, Payload, State, Summable
 from thinwire.compress.packing import PartSpec
 from thinwire.compress.randomness import stable_seed
 from thinwire.compress.sparsify import (
     HEADER_BYTES,
-    DensitySparsifier,
+    DensitySelector,
     Selection,
     opened,
     sealed,
     unpack_values,
     values_of,
 )
+from thinwire.compress.wrapper import packed_code
 from thinwire.errors import CorruptMessageError
 
 _STEP_BYTES = 8
@@ -36,8 +37,11 @@ class SharedPayload(Payload):
 
 
 @dataclass(frozen=True)
-class RandomK(DensitySparsifier):
-    """See `random_k`. State: ``step``, drawn for next; ``ids`` of the last step, int64 [k]; ``values`` of the code."""
+class RandomK(DensitySelector):
+    """See `random_k`; ids do not travel.
+
+    State: ``step``, drawn for next; ``ids`` of the last step, int64 [k]; ``values`` of the code.
+    """
 
     seed: int = 0
     unbiased: bool = False
@@ -45,11 +49,13 @@ class RandomK(DensitySparsifier):
     has_fixed_count: ClassVar[bool] = True
 
     @property
-    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
-        code = Traits(summable=True, unbiased=True) if self.values is None else self.values.traits
-        return Traits(
-            summable=code.summable, fixed_size=code.fixed_size, unbiased=self.unbiased and code.unbiased, sparse=False
-        )
+    def memory(self) -> Memory:
+        is_exact = self.values is None or self.values.memory is Memory.UNBIASED
+        return Memory.UNBIASED if self.unbiased and is_exact else Memory.NEEDED
+
+    @property
+    def label(self) -> str:
+        return "random_k"
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -78,9 +84,6 @@ class RandomK(DensitySparsifier):
         assert isinstance(payload, SharedPayload), "the mean of several payloads is decoded by reconstruct"
         return payload.ids, self.decode(payload.parts, payload.ids.numel(), parameter)
 
-    def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
-        return self.decompress(SharedPayload(mean.parts, state["ids"], state["step"] - 1), parameter)
-
     def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
         if self.unbiased:
             ids, values = self.chosen(payload, parameter)
@@ -95,7 +98,7 @@ class RandomK(DensitySparsifier):
         if self.values is None:
             body = payload.parts[0].view(torch.uint8)
         else:
-            body = self.values.pack(Payload(payload.parts), values_of(parameter, payload.ids.numel()))
+            body = packed_code(self.values).pack(Payload(payload.parts), values_of(parameter, payload.ids.numel()))
         return sealed(payload.ids.numel(), 0, [step, body])
 
     def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
@@ -107,29 +110,31 @@ class RandomK(DensitySparsifier):
             raise CorruptMessageError(f"values of step {step}")
         ids = shared_ids(self.seed, parameter, step, count)
         if self.values is not None:
-            return SharedPayload(unpack_values(self.values, body, values_of(parameter, count)), ids, step)
+            return SharedPayload(unpack_values(packed_code(self.values), body, values_of(parameter, count)), ids, step)
         size = count * parameter.working_dtype.itemsize
         if body.numel() != -(-size // 8) * 8:
             raise CorruptMessageError(f"{body.numel()} bytes, where {count} values need {size}")
         return SharedPayload((body[:size].view(parameter.working_dtype),), ids, step)
 
     def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
-        count = self.target(parameter.numel)
-        if self.values is None:
-            return (PartSpec(parameter.working_dtype, count),)
-        return self.values.part_specs(values_of(parameter, count))
-
-    def stack_code(self) -> Compressor | None:
-        return None  # ids do not travel
+        return self.code_specs(self.fixed_count(parameter), parameter)
 
     def packed_bytes(self, parameter: Parameter) -> int | None:
-        if not self.traits.fixed_size:
+        count = self.fixed_count(parameter)
+        if count is None:
             return None
-        count = self.target(parameter.numel)
-        size = count * parameter.working_dtype.itemsize
+        size: int | None = count * parameter.working_dtype.itemsize
         if self.values is not None:
-            size = self.values.packed_bytes(values_of(parameter, count)) or 0
-        return HEADER_BYTES + _STEP_BYTES + -(-size // 8) * 8
+            size = packed_code(self.values).packed_bytes(values_of(parameter, count))
+        return None if size is None else HEADER_BYTES + _STEP_BYTES + -(-size // 8) * 8
+
+
+@dataclass(frozen=True)
+class SummableRandomK(RandomK, Summable):
+    """`RandomK` whose values can be added up inside an all-reduce."""
+
+    def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
+        return self.decompress(SharedPayload(mean.parts, state["ids"], state["step"] - 1), parameter)
 
 
 def random_k(
@@ -150,7 +155,8 @@ def random_k(
     Raises:
         ValueError: a density outside (0, 1].
     """
-    return RandomK(density=density, seed=seed, unbiased=unbiased, values=values)
+    kind = SummableRandomK if values is None or isinstance(values, Summable) else RandomK
+    return kind(density=density, seed=seed, unbiased=unbiased, values=values)
 
 
 def shared_ids(seed: int, parameter: Parameter, step: int, k: int) -> Tensor:

@@ -7,7 +7,7 @@ from thinwire.wire import digest64
 
 
 def counters() -> State:
-    """State of a compressor that draws: the step, and a salt that exchanges set to the rank, so that ranks differ."""
+    """State of a compressor that draws: the step, and a salt that reductions set to the rank, so that ranks differ."""
     return {"step": 0, "salt": 0}
 
 

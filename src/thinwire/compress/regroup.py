@@ -44,7 +44,7 @@ def dissolved(state: Mapping[str, Any], sizes: Sequence[int], rank: int, world_s
     """The state of each member, for `fused`, of a gradient that was compressed as one.
 
     Args:
-        state: of the flat gradient, as `Exchange.init` made it.
+        state: of the flat gradient, as `Reduction.init` made it.
         sizes: elements of each member, in order.
     """
     worker, server = state, {}

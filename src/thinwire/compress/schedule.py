@@ -4,14 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass, replace
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from thinwire.compress.base import Compressor, Identity, Parameter, Payload, State, Traits
+from thinwire.compress.base import (
+    Additive,
+    Compressor,
+    Identity,
+    Joint,
+    Memory,
+    Packed,
+    Parameter,
+    Payload,
+    Sized,
+    State,
+    Summable,
+    add,
+    subtract,
+)
 from thinwire.compress.packing import PartSpec
-from thinwire.compress.sparsify import DensitySparsifier
-from thinwire.compress.wrapper import Wrapper
+from thinwire.compress.sparsify import DensitySelector
+from thinwire.compress.wrapper import Wrapper, code_of, core_of, packed_code, summable_code
 from thinwire.errors import CorruptMessageError, MismatchError
 
 _FLAG_BYTES = 8
@@ -47,16 +62,19 @@ class WarmUp(Wrapper):
                 f"a warm-up leads from a larger density to that of {self.inner.name}, not from {self.start_density}:"
                 f" use a start_density in [{final:g}, 1]"
             )
-        if final is None and self.inner.traits.residual_after_sum and not self.inner.traits.has_memory:
+        if final is None and isinstance(core_of(self.inner), Joint) and self.inner.memory is not Memory.OWN:
             raise ValueError(
                 f"{self.inner.name} is warmed up by dense steps, in which nothing is lost that an error feedback"
                 " outside could remember: use warm_up(error_feedback(...)), in this order"
             )
 
     @property
-    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
-        inner = self.inner.traits
-        return replace(inner, fixed_size=False, sparse=inner.sparse and density_of(self.inner) is not None)
+    def code(self) -> Compressor:
+        """Of what has a density, in any size; of all else, where dense payloads come too."""
+        code = code_of(self.inner)
+        if isinstance(code, DensitySelector):
+            return replace(code, varying=True)
+        return dense_first(code)
 
     @property
     def name(self) -> str:
@@ -82,66 +100,9 @@ class WarmUp(Wrapper):
             return DensePayload(Identity().compress(gradient, parameter, state).parts)
         return self._at(step).compress(gradient, parameter, state["inner"])
 
-    def next_round(self, mean: Payload, parameter: Parameter, state: State) -> Payload | None:
-        if self._is_dense(state["step"] - 1):
-            return None
-        return self._at(state["step"] - 1).next_round(mean, parameter, state["inner"])
-
-    def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
-        if self._is_dense(state["step"] - 1):
-            return Identity().reconstruct(mean, parameter, state)
-        return self._at(state["step"] - 1).reconstruct(mean, parameter, state["inner"])
-
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
         if not self._is_dense(state["step"] - 1):
             self.inner.finish(mean, parameter, state["inner"])
-
-    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
-        return self._made_by(payload).decompress(payload, parameter)
-
-    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
-        self._made_by(payload).accumulate(payload, parameter, total)
-
-    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
-        if isinstance(payload, DensePayload):
-            gradient.zero_()
-        else:
-            self.inner.residual(gradient, payload, parameter)
-
-    def combine(self, payloads: Sequence[Payload], parameter: Parameter) -> Tensor:
-        kinds = {isinstance(payload, DensePayload) for payload in payloads}
-        if len(kinds) > 1:
-            raise MismatchError(
-                f"{parameter.name}: some ranks are still warming up and others are not: resume all from one checkpoint"
-            )
-        return self._made_by(payloads[0]).combine(payloads, parameter)
-
-    def pack(self, payload: Payload, parameter: Parameter) -> Tensor:
-        """What `inner` packs; for compressors without a density preceded by 8 bytes that tell dense steps."""
-        if density_of(self.inner) is not None:
-            return self.inner.pack(payload, parameter)
-        flag = _DENSE if isinstance(payload, DensePayload) else _INNER
-        packed = self._made_by(payload).pack(payload, parameter)
-        return torch.cat([torch.tensor([flag]).view(torch.uint8), packed])
-
-    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
-        if density_of(self.inner) is not None:
-            return self.inner.unpack(data, parameter)
-        if data.numel() < _FLAG_BYTES or (flag := int(data[:_FLAG_BYTES].view(torch.int64))) not in (_INNER, _DENSE):
-            raise CorruptMessageError(f"a payload of {data.numel()} bytes that says neither dense nor compressed")
-        if flag == _INNER:
-            return self.inner.unpack(data[_FLAG_BYTES:], parameter)
-        return DensePayload(Identity().unpack(data[_FLAG_BYTES:], parameter).parts)
-
-    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
-        return _of_any_size(self.inner.part_specs(parameter), parameter)
-
-    def round_specs(self, parameter: Parameter) -> tuple[tuple[PartSpec, ...], ...]:
-        return tuple(_of_any_size(specs, parameter) for specs in self.inner.round_specs(parameter))
-
-    def packed_bytes(self, parameter: Parameter) -> int | None:
-        del parameter
-        return None
 
     def _is_dense(self, step: int) -> bool:
         return step < self.steps and density_of(self.inner) is None
@@ -150,13 +111,95 @@ class WarmUp(Wrapper):
         density = self.density(step)
         return self.inner if density is None or step >= self.steps else at_density(self.inner, density)
 
-    def _made_by(self, payload: Payload) -> Compressor:
-        return Identity() if isinstance(payload, DensePayload) else self.inner
-
 
 @dataclass(frozen=True, eq=False)
 class DensePayload(Payload):
     """Of a dense step: of `Identity`, whatever the compressor."""
+
+
+@dataclass(frozen=True)
+class DenseFirst(Sized):
+    """The code of compressors without a density that are warmed up by dense steps."""
+
+    inner: Sized
+
+    @property
+    def name(self) -> str:
+        return f"{self.inner.name}, dense at first"
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> NoReturn:
+        raise AssertionError("a warm-up compresses, and this knows its payloads")
+
+    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
+        return self.made_by(payload).decompress(payload, parameter)
+
+    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
+        return _of_any_size(self.inner.part_specs(parameter), parameter)
+
+    def made_by(self, payload: Payload) -> Compressor:
+        return Identity() if isinstance(payload, DensePayload) else self.inner
+
+
+@dataclass(frozen=True)
+class PackedDenseFirst(DenseFirst, Additive):
+    """Payloads are those of ``inner``, preceded by 8 bytes that tell dense steps."""
+
+    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
+        add(self.made_by(payload), payload, parameter, total)
+
+    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
+        if isinstance(payload, DensePayload):
+            gradient.zero_()
+        else:
+            subtract(self.inner, payload, parameter, gradient)
+
+    def combine(self, payloads: Sequence[Payload], parameter: Parameter) -> Tensor:
+        kinds = {isinstance(payload, DensePayload) for payload in payloads}
+        if len(kinds) > 1:
+            raise MismatchError(
+                f"{parameter.name}: some ranks are still warming up and others are not: resume all from one checkpoint"
+            )
+        return packed_code(self.made_by(payloads[0])).combine(payloads, parameter)
+
+    def pack(self, payload: Payload, parameter: Parameter) -> Tensor:
+        flag = _DENSE if isinstance(payload, DensePayload) else _INNER
+        data = packed_code(self.made_by(payload)).pack(payload, parameter)
+        return torch.cat([torch.tensor([flag]).view(torch.uint8), data])
+
+    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
+        if data.numel() < _FLAG_BYTES or (flag := int(data[:_FLAG_BYTES].view(torch.int64))) not in (_INNER, _DENSE):
+            raise CorruptMessageError(f"a payload of {data.numel()} bytes that says neither dense nor compressed")
+        if flag == _INNER:
+            return packed_code(self.inner).unpack(data[_FLAG_BYTES:], parameter)
+        return DensePayload(Identity().unpack(data[_FLAG_BYTES:], parameter).parts)
+
+
+@dataclass(frozen=True)
+class SummedDenseFirst(DenseFirst, Summable):
+    """Dense steps have one round, whatever others have."""
+
+    def round_specs(self, parameter: Parameter) -> tuple[tuple[PartSpec, ...], ...]:
+        return tuple(_of_any_size(specs, parameter) for specs in summable_code(self.inner).round_specs(parameter))
+
+    def next_round(self, mean: Payload, parameter: Parameter, state: State) -> Payload | None:
+        return None if isinstance(mean, DensePayload) else summable_code(self.inner).next_round(mean, parameter, state)
+
+    def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
+        if isinstance(mean, DensePayload):
+            return self.decompress(mean, parameter)
+        return summable_code(self.inner).reconstruct(mean, parameter, state)
+
+
+@dataclass(frozen=True)
+class AnyDenseFirst(PackedDenseFirst, SummedDenseFirst):
+    """Of codes that are both, such as ``bf16()``."""
+
+
+def dense_first(code: Compressor) -> Compressor:
+    """The code that also takes the payloads of dense steps, and can do what ``code`` can."""
+    if isinstance(code, Packed):
+        return (AnyDenseFirst if isinstance(code, Summable) else PackedDenseFirst)(code)
+    return SummedDenseFirst(code) if isinstance(code, Summable) else code
 
 
 def warm_up(inner: Compressor, steps: int, start_density: float = 0.25) -> WarmUp:
@@ -184,7 +227,7 @@ def warm_up(inner: Compressor, steps: int, start_density: float = 0.25) -> WarmU
 
 def density_of(compressor: Compressor) -> float | None:
     """Of a sparsifier, or of the one inside wrappers; None for what has no density."""
-    if isinstance(compressor, DensitySparsifier):
+    if isinstance(compressor, DensitySelector):
         return compressor.density
     return density_of(compressor.inner) if isinstance(compressor, Wrapper) else None
 
@@ -196,7 +239,7 @@ def _of_any_size(specs: tuple[PartSpec, ...], parameter: Parameter) -> tuple[Par
 
 def at_density(compressor: Compressor, density: float) -> Compressor:
     """The same with another density, wrappers included."""
-    if isinstance(compressor, DensitySparsifier):
+    if isinstance(compressor, DensitySelector):
         return compressor.with_density(density)
     assert isinstance(compressor, Wrapper), f"{compressor.name} has no density"
     assert is_dataclass(compressor)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compress.base import Compressor, Parameter, Payload, State, Traits
+from thinwire.compress.base import Additive, Memory, Parameter, Payload, State, Whole
 from thinwire.compress.memory import ErrorFeedback
 from thinwire.compress.packing import PartSpec, unpack
 from thinwire.compress.randomness import counters
@@ -17,7 +17,7 @@ from thinwire.errors import CorruptMessageError
 
 
 @dataclass(frozen=True)
-class ScaledSign(Compressor):
+class ScaledSign(Additive):
     """``(||p||_1 / n) sign(p)`` of each block. Parts: signs, eight in a byte (uint8), and scales [blocks].
 
     A zero, for which one bit has no room, has the sign of its index, of the step and of the rank: the signs of zeros
@@ -31,7 +31,6 @@ class ScaledSign(Compressor):
     """
 
     block: int | None = None
-    traits = Traits()
 
     def __post_init__(self) -> None:
         if self.block is not None and not (isinstance(self.block, int) and self.block >= 8 and self.block % 8 == 0):
@@ -48,11 +47,6 @@ class ScaledSign(Compressor):
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
         flat = gradient.view(-1)
         return self._signed(flat, kernels.mean_of_blocks(flat, self._block_elements(parameter)), state)
-
-    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
-        total = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
-        self.accumulate(payload, parameter, total)
-        return total
 
     def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
         signs, scales = payload.parts
@@ -93,29 +87,17 @@ class SignSGD(ScaledSign):
     """See `sign_sgd`. The scale is 1, or 0 where all of a gradient is zero: such a rank does not vote."""
 
     block: None = None  # all magnitudes are one
-    momentum: float = 0.0
-
-    def __post_init__(self) -> None:
-        if not 0.0 <= self.momentum < 1.0:
-            raise ValueError(f"momentum is in [0, 1), not {self.momentum!r}; 0.9 makes Signum of it")
 
     @property
-    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
-        return Traits(has_memory=True, elementwise=self.momentum == 0.0)
+    def memory(self) -> Memory:
+        """None: magnitudes are gone for good."""
+        return Memory.OWN
 
     @property
     def name(self) -> str:
-        return "sign_sgd" if self.momentum == 0.0 else f"sign_sgd({self.momentum:g})"
-
-    def init(self, parameter: Parameter) -> State:
-        state = counters()
-        if self.momentum:
-            state["momentum"] = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
-        return state
+        return "sign_sgd"
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
-        if self.momentum:
-            gradient = state["momentum"].mul_(self.momentum).add_(gradient, alpha=1.0 - self.momentum)
         flat = gradient.view(-1)
         votes = flat.numel() > 0 and float(kernels.largest_of_blocks(flat, flat.numel())[0]) > 0.0
         return self._signed(flat, flat.new_full((min(1, flat.numel()),), float(votes)), state)
@@ -127,6 +109,28 @@ class SignSGD(ScaledSign):
     def check_scales(self, scales: Tensor) -> None:
         if any(scale not in (0.0, 1.0) for scale in scales.tolist()):
             raise CorruptMessageError(f"votes that count {scales.tolist()} times")
+
+
+@dataclass(frozen=True)
+class Signum(SignSGD, Whole):
+    """`SignSGD` with the sign of the momentum, which each rank keeps. State: also ``momentum``."""
+
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.momentum < 1.0:
+            raise ValueError(f"momentum is in [0, 1), not {self.momentum!r}; 0.9 makes Signum of it")
+
+    @property
+    def name(self) -> str:
+        return f"sign_sgd({self.momentum:g})"
+
+    def init(self, parameter: Parameter) -> State:
+        return {**counters(), "momentum": torch.zeros(parameter.shape, dtype=parameter.working_dtype)}
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        momentum = state["momentum"].mul_(self.momentum).add_(gradient, alpha=1.0 - self.momentum)
+        return super().compress(momentum, parameter, state)
 
 
 def sign_sgd(momentum: float = 0.0) -> SignSGD:
@@ -143,7 +147,7 @@ def sign_sgd(momentum: float = 0.0) -> SignSGD:
     Raises:
         ValueError: momentum outside [0, 1).
     """
-    return SignSGD(momentum=momentum)
+    return SignSGD() if momentum == 0.0 else Signum(momentum=momentum)
 
 
 def ef_sign_sgd(decay: float = 1.0, block: int | None = 128) -> ErrorFeedback:

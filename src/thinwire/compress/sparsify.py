@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels, wire
-from thinwire.compress.base import Compressor, Parameter, Payload, State, Traits
+from thinwire.compress.base import Additive, Compressor, Joint, Memory, Packed, Parameter, Payload, State, Whole
 from thinwire.compress.packing import PartSpec
+from thinwire.compress.wrapper import packed_code
 from thinwire.errors import CorruptMessageError
 from thinwire.wire import Format
 
@@ -30,8 +31,8 @@ Selection = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Sparsifier(Compressor):
-    """Sends chosen elements: ``parts`` are their ids (int64 [k], strictly increasing) and values [k], or coded values.
+class Selector(Additive):
+    """Sends chosen elements of a gradient. Which parts stand for them, subclasses say.
 
     Payloads add up: elements that several ranks chose accumulate, 9 and 7 at one place give 16. Without ``values`` what
     is sent is exact, and what error feedback keeps is exactly zero at the places that were sent. With them it keeps
@@ -46,22 +47,13 @@ class Sparsifier(Compressor):
 
     values: Compressor | None = field(default=None, kw_only=True)
 
-    has_fixed_count: ClassVar[bool] = False
-    """Whether as many elements are sent of every gradient of a parameter."""
-
     def __post_init__(self) -> None:
-        traits = None if self.values is None else self.values.traits
-        if traits and (traits.sparse or traits.has_memory or traits.residual_after_sum or not traits.elementwise):
+        if self.values is not None and not _codes_vectors(self.values):
             raise ValueError(
-                f"{type(self).__name__} cannot code its values by {self.values and self.values.name}: take a code"
+                f"{type(self).__name__} cannot code its values by {self.values.name}: take a code"
                 " without a memory that works element by element, such as bf16() or int8(); error feedback goes around"
                 " the sparsifier"
             )
-
-    @property
-    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
-        fixed = self.has_fixed_count and (self.values is None or self.values.traits.fixed_size)
-        return Traits(sparse=True, fixed_size=fixed)
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -69,25 +61,29 @@ class Sparsifier(Compressor):
         return ()
 
     @property
+    def label(self) -> str:
+        return _snake(type(self).__name__)
+
+    @property
     def name(self) -> str:
         coded = () if self.values is None else (f"values={self.values.name}",)
-        return f"{_snake(type(self).__name__)}({', '.join((*self.settings, *coded))})"
+        return f"{self.label}({', '.join((*self.settings, *coded))})"
 
     @abstractmethod
     def select(self, flat: Tensor, parameter: Parameter, state: State) -> Selection:
         """Choose elements of a gradient [n]; the values share no memory with it."""
 
-    def check(self, parameter: Parameter) -> None:
-        super().check(parameter)
-        if self.values is not None:
-            self.values.check(values_of(parameter, parameter.numel))
+    @abstractmethod
+    def chosen(self, payload: Payload, parameter: Parameter) -> Selection:
+        """What a payload stands for, as ids and values in working dtype; they may share its memory."""
+
+    def fixed_count(self, parameter: Parameter) -> int | None:
+        """How many elements of every gradient are sent; None if that depends on the gradient."""
+        del parameter
+        return None
 
     def init(self, parameter: Parameter) -> State:
         return {} if self.values is None else {"values": self.values.init(values_of(parameter, parameter.numel))}
-
-    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
-        ids, chosen = self.select(gradient.detach().view(-1), parameter, state)
-        return Payload((ids, *self.code(chosen, parameter, state)))
 
     def code(self, chosen: Tensor, parameter: Parameter, state: State) -> tuple[Tensor, ...]:
         """The parts that stand for chosen values."""
@@ -101,10 +97,14 @@ class Sparsifier(Compressor):
             return coded[0]
         return self.values.decompress(Payload(coded), values_of(parameter, count))
 
-    def chosen(self, payload: Payload, parameter: Parameter) -> Selection:
-        """What a payload stands for, as ids and values in working dtype; they may share its memory."""
-        ids, *coded = payload.parts
-        return ids, self.decode(tuple(coded), ids.numel(), parameter)
+    def code_specs(self, count: int | None, parameter: Parameter) -> tuple[PartSpec, ...]:
+        """The parts that stand for ``count`` values; None for any number of them."""
+        if self.values is None:
+            return (PartSpec(parameter.working_dtype, count, parameter.numel),)
+        specs = packed_code(self.values).part_specs(values_of(parameter, parameter.numel if count is None else count))
+        if count is not None:
+            return specs
+        return tuple(replace(spec, numel=None, max_numel=spec.numel or spec.max_numel) for spec in specs)
 
     def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
         ids, values = self.chosen(payload, parameter)
@@ -121,6 +121,22 @@ class Sparsifier(Compressor):
         else:
             gradient.view(-1).index_add_(0, ids, values, alpha=-1)
 
+
+@dataclass(frozen=True)
+class Sparsifier(Selector):
+    """Sends ids and values: ``parts`` are ids (int64 [k], strictly increasing) and values [k], or coded values.
+
+    The exact schemes of `thinwire.sync` can add these up.
+    """
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        ids, chosen = self.select(gradient.detach().view(-1), parameter, state)
+        return Payload((ids, *self.code(chosen, parameter, state)))
+
+    def chosen(self, payload: Payload, parameter: Parameter) -> Selection:
+        ids, *coded = payload.parts
+        return ids, self.decode(tuple(coded), ids.numel(), parameter)
+
     def pack(self, payload: Payload, parameter: Parameter) -> Tensor:
         """Count and format of the ids, a checksum, ids and values; docs/compress-sparsifiers.md has the layout."""
         ids, *coded = payload.parts
@@ -128,7 +144,7 @@ class Sparsifier(Compressor):
         format = _format(ids.numel(), rows.shape[1] * rows.element_size(), parameter)
         body = [wire.encode(format, _Whole(parameter.numel), ids, rows)]
         if self.values is not None:
-            body.append(self.values.pack(Payload(tuple(coded)), values_of(parameter, ids.numel())))
+            body.append(packed_code(self.values).pack(Payload(tuple(coded)), values_of(parameter, ids.numel())))
         return sealed(ids.numel(), FORMATS.index(format), body)
 
     def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
@@ -141,7 +157,7 @@ class Sparsifier(Compressor):
             format, _Whole(parameter.numel), count, body[:end], int(row_bytes > 0), parameter.working_dtype
         )
         if self.values is not None:
-            return Payload((ids, *unpack_values(self.values, body[end:], values_of(parameter, count))))
+            return Payload((ids, *unpack_values(packed_code(self.values), body[end:], values_of(parameter, count))))
         if end != body.numel():
             raise CorruptMessageError(f"{body.numel() - end} bytes after the values of a sparse payload")
         return Payload((ids, rows.view(-1)))
@@ -149,50 +165,41 @@ class Sparsifier(Compressor):
     def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
         """Of a payload in memory; packed, its ids are smaller."""
         count = self.fixed_count(parameter)
-        ids = PartSpec(torch.int64, count, parameter.numel)
-        if self.values is None:
-            return ids, PartSpec(parameter.working_dtype, count, parameter.numel)
-        coded = self.values.part_specs(values_of(parameter, parameter.numel if count is None else count))
-        if count is None:
-            coded = tuple(replace(spec, numel=None, max_numel=spec.numel or spec.max_numel) for spec in coded)
-        return ids, *coded
-
-    def fixed_count(self, parameter: Parameter) -> int | None:
-        """How many elements of every gradient are sent; None if that depends on the gradient."""
-        del parameter
-        return None
-
-    def stack_code(self) -> Compressor | None:
-        return self if self.values is None else None
+        return PartSpec(torch.int64, count, parameter.numel), *self.code_specs(count, parameter)
 
     def packed_bytes(self, parameter: Parameter) -> int | None:
         count = self.fixed_count(parameter)
-        return None if count is None or not self.traits.fixed_size else self.packed_bytes_of(count, parameter)
+        return None if count is None else self.packed_bytes_of(count, parameter)
 
-    def packed_bytes_of(self, count: int, parameter: Parameter) -> int:
-        """Of so many elements, whose values have a code of fixed size."""
+    def packed_bytes_of(self, count: int, parameter: Parameter) -> int | None:
+        """Of so many elements; None if the code of their values has no fixed size."""
         row_bytes = parameter.working_dtype.itemsize if self.values is None else 0
         format = _format(count, row_bytes, parameter)
-        coded = 0 if self.values is None else self.values.packed_bytes(values_of(parameter, count)) or 0
+        coded = 0 if self.values is None else packed_code(self.values).packed_bytes(values_of(parameter, count))
         ids = wire.payload_bytes(format, count, row_bytes, parameter.numel, parameter.numel)
-        return HEADER_BYTES + ids + _aligned(coded)
+        return None if coded is None else HEADER_BYTES + ids + _aligned(coded)
 
 
 @dataclass(frozen=True)
-class DensitySparsifier(Sparsifier):
-    """A sparsifier that is told how much to send: ``k = max(1, round(density * numel))`` elements, or about so many.
+class DensitySelector(Selector):
+    """A selector that is told how much to send: ``k = max(1, round(density * numel))`` elements, or about so many.
 
     At density 1 every element is sent, zeros too. Nothing is sent of an empty parameter.
 
     Args:
         density: in (0, 1].
-        values: see `Sparsifier`.
+        varying: whether the density changes from step to step, as in a warm-up, so that nobody knows sizes beforehand.
+        values: see `Selector`.
 
     Raises:
         ValueError: a density outside (0, 1].
     """
 
     density: float = 0.01
+    varying: bool = field(default=False, kw_only=True)
+
+    has_fixed_count: ClassVar[bool] = False
+    """Whether as many elements are sent of every gradient of a parameter."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -212,7 +219,7 @@ class DensitySparsifier(Sparsifier):
         return min(numel, max(1, round(self.density * numel)))
 
     def fixed_count(self, parameter: Parameter) -> int | None:
-        return self.target(parameter.numel) if self.has_fixed_count else None
+        return self.target(parameter.numel) if self.has_fixed_count and not self.varying else None
 
     def select(self, flat: Tensor, parameter: Parameter, state: State) -> Selection:
         k = self.target(flat.numel())
@@ -223,6 +230,11 @@ class DensitySparsifier(Sparsifier):
     @abstractmethod
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
         """Choose about (or exactly, if `has_fixed_count`) ``k`` elements of [n], 0 < k < n."""
+
+
+@dataclass(frozen=True)
+class DensitySparsifier(DensitySelector, Sparsifier):
+    """A sparsifier that is told how much to send, see `DensitySelector`."""
 
 
 @dataclass(frozen=True)
@@ -242,12 +254,21 @@ class _Whole:
         return ids
 
 
+def _codes_vectors(values: Compressor) -> bool:
+    """Whether a compressor can code a vector of chosen values, of which it sees another one in each step."""
+    return (
+        isinstance(values, Packed)
+        and not isinstance(values, (Selector, Joint, Whole))
+        and values.memory is not Memory.OWN
+    )
+
+
 def values_of(parameter: Parameter, count: int) -> Parameter:
     """The vector of ``count`` chosen values, as the parameter that the code of values sees."""
     return Parameter(parameter.name, (count,), parameter.working_dtype)
 
 
-def unpack_values(code: Compressor, data: Tensor, chosen: Parameter) -> tuple[Tensor, ...]:
+def unpack_values(code: Packed, data: Tensor, chosen: Parameter) -> tuple[Tensor, ...]:
     """The parts of coded values; ``data`` may be padded to a multiple of 8 bytes."""
     size = code.packed_bytes(chosen)
     exact = size is not None and data.numel() == _aligned(size)

@@ -16,7 +16,9 @@ from torch import Tensor
 from thinwire.compress import messages
 from thinwire.compress.base import Compressor, Parameter, Payload
 from thinwire.compress.exchange import Plan
+from thinwire.compress.memory import ErrorFeedback, MomentumCorrection
 from thinwire.compress.sparsify import Selection, Sparsifier
+from thinwire.compress.wrapper import packed_code
 from thinwire.wire import Header
 
 
@@ -39,7 +41,7 @@ class Stack:
     def pack(self, payloads: Sequence[Payload]) -> Tensor:
         """Those of the parameters of the stack, in its order."""
         code, parameter = self.plan
-        return code.pack(self.joined(payloads), parameter)
+        return packed_code(code).pack(self.joined(payloads), parameter)
 
     def joined(self, payloads: Sequence[Payload]) -> Payload:
         """One payload for all."""
@@ -59,7 +61,7 @@ class Stack:
     def packed_bytes(self) -> int | None:
         code, parameter = self.plan
         if not self.offsets:
-            return code.packed_bytes(parameter)
+            return packed_code(code).packed_bytes(parameter)
         assert isinstance(code, Sparsifier)
         return None if self.num_sent is None else code.packed_bytes_of(self.num_sent, parameter)
 
@@ -70,11 +72,11 @@ class Stack:
 
 
 def stacks(plans: Sequence[Plan]) -> list[Stack]:
-    """How payloads travel: those with a `Compressor.stack_code` together by dtype, the others as they are."""
+    """How payloads travel: those with a `stack_code` together by dtype, the others as they are."""
     together: dict[torch.dtype, list[int]] = {}
     found = []
     for place, (compressor, parameter) in enumerate(plans):
-        if compressor.stack_code() is None:
+        if stack_code(compressor) is None:
             found.append(Stack((place,), plans[place]))
         else:
             together.setdefault(parameter.working_dtype, []).append(place)
@@ -118,10 +120,17 @@ def predicted_bytes(plans: Sequence[Plan]) -> int | None:
     return Header.NUM_BYTES + messages.message_bytes(known) if len(known) == len(lengths) else None
 
 
+def stack_code(compressor: Compressor) -> Sparsifier | None:
+    """The sparsifier that packs payloads of several parameters as one; None for what packs its own."""
+    while isinstance(compressor, (ErrorFeedback, MomentumCorrection)):
+        compressor = compressor.inner
+    return compressor if isinstance(compressor, Sparsifier) and compressor.values is None else None
+
+
 def _stack(places: Sequence[int], plans: Sequence[Plan], dtype: torch.dtype) -> Stack:
     chosen = [plans[place] for place in places]
     offsets = tuple(accumulate((parameter.numel for _, parameter in chosen), initial=0))
-    code = chosen[0][0].stack_code()
+    code = stack_code(chosen[0][0])
     assert code is not None
     counts = [_fixed_count(compressor, parameter) for compressor, parameter in chosen]
     known = [count for count in counts if count is not None]
@@ -131,6 +140,6 @@ def _stack(places: Sequence[int], plans: Sequence[Plan], dtype: torch.dtype) -> 
 
 
 def _fixed_count(compressor: Compressor, parameter: Parameter) -> int | None:
-    core = compressor.stack_code()
-    assert isinstance(core, Sparsifier)
+    core = stack_code(compressor)
+    assert core is not None
     return core.fixed_count(parameter)

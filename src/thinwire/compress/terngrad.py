@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compress.base import Parameter, Payload, State, Traits
+from thinwire.compress.base import Memory, Parameter, Payload, State
 from thinwire.compress.blocks import BlockQuantizer
 
 
@@ -27,8 +27,8 @@ class TernGrad(BlockQuantizer):
             )
 
     @property
-    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
-        return Traits(unbiased=self.clip is None, has_memory=self.clip is not None)
+    def memory(self) -> Memory:
+        return Memory.UNBIASED if self.clip is None else Memory.OWN
 
     @property
     def name(self) -> str:

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from thinwire.compress import messages
 from thinwire.compress.all_gather import check_decodes_alone, encoded
-from thinwire.compress.base import Compressor, Parameter, State
-from thinwire.compress.exchange import Arrived, Exchange, Peers, Phase, Plan, Result, Stopwatch, Task, salted
+from thinwire.compress.base import Compressor, Parameter, State, Whole
+from thinwire.compress.exchange import Arrived, Peers, Phase, Plan, Reduction, Result, Stopwatch, Task, salted
 from thinwire.compress.memory import ErrorFeedback, MomentumCorrection, with_memory
-from thinwire.compress.wrapper import Wrapper
+from thinwire.compress.wrapper import Wrapper, core_of, packed_code
 
 
 @dataclass(frozen=True)
-class TwoShot(Exchange):
+class TwoShot(Reduction):
     """All-to-all of compressed pieces, local sum, all-gather of compressed sums, as 1-bit Adam compresses.
 
     Rank r owns the r-th piece of every flat gradient. What the owner loses when it encodes the mean again it keeps in
@@ -32,7 +32,7 @@ class TwoShot(Exchange):
 
     def check(self, compressor: Compressor, parameter: Parameter) -> None:
         check_decodes_alone(compressor, parameter, "sent in two shots")
-        if not compressor.traits.elementwise:
+        if isinstance(core_of(compressor), Whole):
             raise ValueError(
                 f"{compressor.name}: a piece of a flat gradient cannot be compressed for itself, as two shots need"
                 f' (parameter {parameter.name!r}): use exchange="auto"'
@@ -82,7 +82,7 @@ class _Shots:
         with self._stopwatch.phase(Phase.DECOMPRESS):
             payloads = [message.read(partial(messages.unpack, plans=plans)) for message in arrived]
             means = [
-                compressor.combine([of_rank[place] for of_rank in payloads], piece)
+                packed_code(compressor).combine([of_rank[place] for of_rank in payloads], piece)
                 for place, (compressor, piece) in enumerate(plans)
             ]
         with self._stopwatch.phase(Phase.COMPRESS):

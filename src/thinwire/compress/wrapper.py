@@ -1,28 +1,31 @@
-"""A compressor around another one."""
+"""A compressor around another one, and how to ask what is inside."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from thinwire.compress.base import Compressor, Parameter, Payload, State, Traits
-from thinwire.compress.packing import PartSpec
+from thinwire.compress.base import Compressor, Memory, Packed, Parameter, Payload, State, Summable
 
 
 @dataclass(frozen=True)
 class Wrapper(Compressor):
-    """Passes everything on to ``inner``, whose state has the name ``inner``. Subclasses change some of it."""
+    """Changes what is compressed, or when: payloads are those of ``inner``, whose state has the name ``inner``.
+
+    So a wrapper has nothing to do with packing and sums: `code_of` finds what has.
+    """
 
     inner: Compressor
 
     @property
-    def traits(self) -> Traits:  # type: ignore[override]  # a class attribute elsewhere
-        return self.inner.traits
+    def memory(self) -> Memory:
+        return self.inner.memory
 
-    def check(self, parameter: Parameter) -> None:
-        self.inner.check(parameter)
+    @property
+    def code(self) -> Compressor:
+        """What knows the payloads, see `code_of`."""
+        return code_of(self.inner)
 
     def init(self, parameter: Parameter) -> State:
         return {"inner": self.inner.init(parameter)}
@@ -31,43 +34,10 @@ class Wrapper(Compressor):
         return self.inner.compress(gradient, parameter, state["inner"])
 
     def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
-        return self.inner.decompress(payload, parameter)
-
-    def combine(self, payloads: Sequence[Payload], parameter: Parameter) -> Tensor:
-        return self.inner.combine(payloads, parameter)
-
-    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
-        self.inner.accumulate(payload, parameter, total)
-
-    def next_round(self, mean: Payload, parameter: Parameter, state: State) -> Payload | None:
-        return self.inner.next_round(mean, parameter, state["inner"])
-
-    def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
-        return self.inner.reconstruct(mean, parameter, state["inner"])
-
-    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
-        self.inner.residual(gradient, payload, parameter)
-
-    def residual_of_sum(self, gradient: Tensor, mean: Tensor, parameter: Parameter, state: State) -> None:
-        self.inner.residual_of_sum(gradient, mean, parameter, state["inner"])
+        return self.code.decompress(payload, parameter)
 
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
         self.inner.finish(mean, parameter, state["inner"])
-
-    def pack(self, payload: Payload, parameter: Parameter) -> Tensor:
-        return self.inner.pack(payload, parameter)
-
-    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
-        return self.inner.unpack(data, parameter)
-
-    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
-        return self.inner.part_specs(parameter)
-
-    def round_specs(self, parameter: Parameter) -> tuple[tuple[PartSpec, ...], ...]:
-        return self.inner.round_specs(parameter)
-
-    def packed_bytes(self, parameter: Parameter) -> int | None:
-        return self.inner.packed_bytes(parameter)
 
 
 def unwrapped(compressor: Compressor, state: State) -> tuple[Compressor, State]:
@@ -75,3 +45,32 @@ def unwrapped(compressor: Compressor, state: State) -> tuple[Compressor, State]:
     while isinstance(compressor, Wrapper):
         compressor, state = compressor.inner, state["inner"]
     return compressor, state
+
+
+def core_of(compressor: Compressor) -> Compressor:
+    """The compressor inside all wrappers: the method."""
+    while isinstance(compressor, Wrapper):
+        compressor = compressor.inner
+    return compressor
+
+
+def code_of(compressor: Compressor) -> Compressor:
+    """What knows the payloads of a compressor: the method inside all wrappers, but where a warm-up sends others too.
+
+    Its type says what can be done with them: ``isinstance(code_of(compressor), Summable)``.
+    """
+    return compressor.code if isinstance(compressor, Wrapper) else compressor
+
+
+def packed_code(compressor: Compressor) -> Packed:
+    """The code of a compressor whose payloads travel as bytes."""
+    code = code_of(compressor)
+    assert isinstance(code, Packed), f"payloads of {compressor.name} do not travel as bytes"
+    return code
+
+
+def summable_code(compressor: Compressor) -> Summable:
+    """The code of a compressor whose payloads are added up inside an all-reduce."""
+    code = code_of(compressor)
+    assert isinstance(code, Summable), f"payloads of {compressor.name} cannot be added up"
+    return code

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from thinwire.compress.assign import Compress, assign
-from thinwire.compress.base import Compressor, Parameter
-from thinwire.compress.choose import AUTO, EXCHANGES, exchange_for
-from thinwire.compress.exchange import Exchange
+from thinwire.compress.base import Compressor, Parameter, check_parameter
+from thinwire.compress.choose import AUTO, REDUCTIONS, reduction_for
+from thinwire.compress.exchange import Reduction
 from thinwire.compress.memory import with_memory
 from thinwire.plan.plan import Group, Plan
 from thinwire.sync.named import name_of, resolve
@@ -30,10 +30,10 @@ class Planned:
 
     parameter: Parameter
     compressor: Compressor
-    exchange: Exchange
+    reduction: Reduction
 
     def describe(self) -> str:
-        return f"{self.compressor.name} by {self.exchange.name}"
+        return f"{self.compressor.name} by {self.reduction.name}"
 
 
 @dataclass(frozen=True)
@@ -42,49 +42,49 @@ class Compression:
 
     Args:
         compress: see `thinwire.compress.assign.assign`.
-        exchange: "auto", a name of `EXCHANGES`, or a scheme of `thinwire.schemes` or its name.
+        reduction: "auto", a name of `REDUCTIONS`, or a scheme of `thinwire.schemes` or its name.
         grad_scaler: whose scale gradients carry; memories are kept without it.
         ahead: whether each parameter is compressed for itself, before payloads travel together; else gradients that
             travel together are compressed as one flat tensor.
 
     Raises:
-        ValueError: an unknown exchange.
+        ValueError: an unknown reduction; users write it as ``exchange=``.
     """
 
     compress: Compress
-    exchange: str | Scheme | TwoLevel = AUTO
+    reduction: str | Scheme | TwoLevel = AUTO
     grad_scaler: GradScaler | None = None
     ahead: bool = True
 
     def __post_init__(self) -> None:
-        if self.exchange in (AUTO, *EXCHANGES):
+        if self.reduction in (AUTO, *REDUCTIONS):
             return
         try:
-            resolve(self.exchange)
+            resolve(self.reduction)
         except ValueError as error:
-            generic = ", ".join((AUTO, *EXCHANGES))
+            generic = ", ".join((AUTO, *REDUCTIONS))
             raise ValueError(
-                f"unknown exchange {self.exchange!r}; legal are {generic}, and schemes: {error}"
+                f"unknown exchange {self.reduction!r}; legal are {generic}, and schemes: {error}"
             ) from error
 
     @property
     def scheme(self) -> Scheme | TwoLevel | None:
         """The scheme that sparse payloads are summed by, if they are."""
-        return None if self.exchange in (AUTO, *EXCHANGES) else resolve(self.exchange)
+        return None if self.reduction in (AUTO, *REDUCTIONS) else resolve(self.reduction)
 
     def plans(self, parameters: Sequence[Parameter], world_size: int) -> dict[str, Planned]:
         """What happens to each parameter that is compressed, by name.
 
         Raises:
-            ValueError: see `thinwire.compress.assign.assign` and `exchange_for`.
+            ValueError: see `thinwire.compress.assign.assign` and `reduction_for`.
         """
-        name = self.exchange if isinstance(self.exchange, str) else name_of(self.exchange)
+        name = self.reduction if isinstance(self.reduction, str) else name_of(self.reduction)
         compressors = assign(self.compress, parameters)
         return {
             parameter.name: Planned(
                 parameter,
                 compressors[parameter.name],
-                exchange_for(name, compressors[parameter.name], parameter, world_size),
+                reduction_for(name, compressors[parameter.name], parameter, world_size),
             )
             for parameter in parameters
             if parameter.name in compressors
@@ -111,7 +111,7 @@ class PlannedCompression:
         """What happens to each parameter that is compressed, by name.
 
         Raises:
-            ValueError: a compressor that refuses a parameter, or cannot be exchanged as the plan says.
+            ValueError: a compressor that refuses a parameter, or cannot be averaged as the plan says.
         """
         by_name = {parameter.name: parameter for parameter in parameters}
         alone = self.plan.compressors(parameters)
@@ -122,10 +122,10 @@ class PlannedCompression:
                 compressor = alone.get(name) if self.ahead else group.make_compressor()
                 if compressor is not None:
                     parameter, remembering = by_name[name], with_memory(compressor)
-                    compressor.check(parameter)
+                    check_parameter(compressor, parameter)
                     shape = parameter if self.ahead else together
-                    exchange = exchange_for(group.exchange, remembering, shape, world_size)
-                    found[name] = Planned(parameter, remembering, exchange)
+                    reduction = reduction_for(group.exchange, remembering, shape, world_size)
+                    found[name] = Planned(parameter, remembering, reduction)
         return {parameter.name: found[parameter.name] for parameter in parameters if parameter.name in found}
 
     @staticmethod

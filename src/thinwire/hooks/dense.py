@@ -36,7 +36,7 @@ def can_ride(tensor: Tensor) -> bool:
 
 
 def exact_task(name: str, tensor: Tensor) -> Task:
-    """The sum of a tensor as a task of an exchange."""
+    """The sum of a tensor as a task of a reduction."""
     return Task(Identity(), Parameter(name, tuple(tensor.shape), tensor.dtype), tensor, {})
 
 

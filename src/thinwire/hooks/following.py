@@ -69,7 +69,7 @@ class Following:
     def drop(self) -> bool:
         """Exact synchronization in the groups of the default, for good; whether memories are handed out."""
         self.follow(None)
-        return self._compressed is not None and self._compressed.drop()
+        return self._compressed is not None and self._compressed.memories.drop()
 
     def current(self) -> Groups | None:
         """The groups to follow, as positions in the order in which gradients become ready; None if no runs of it."""

@@ -28,7 +28,7 @@ def saved(
         "pauses": dict(gradients.pauses),
         "unions": dict(gradients.unions),
         "auto": gradients.learned(),
-        "compress": None if compressed is None else compressed.state_dict(),
+        "compress": None if compressed is None else compressed.memories.state_dict(),
         "plan": None if execution is None else execution.state_dict(),
     }
 
@@ -46,7 +46,7 @@ def check(
         before, here = ("without", "with") if state["compress"] is None else ("with", "without")
         raise ValueError(f"the state was saved {before} compression, and attach was called {here} it")
     if compressed is not None:
-        compressed.check_state(state["compress"])
+        compressed.memories.check_state(state["compress"])
     if execution is not None and state["plan"] is not None:
         execution.check_state(state["plan"])
 
@@ -58,7 +58,7 @@ def restore(
     if execution is not None and state["plan"] is not None:
         execution.load_state_dict(state["plan"])
     if compressed is not None:
-        compressed.load_state_dict(state["compress"])
+        compressed.memories.load_state_dict(state["compress"])
     gradients.choices = {name: str(scheme) for name, scheme in state["choices"].items()}
     gradients.pauses = {name: int(steps) for name, steps in state["pauses"].items()}
     gradients.unions = {name: int(rows) for name, rows in state["unions"].items()}

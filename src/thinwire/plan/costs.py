@@ -12,11 +12,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from thinwire.compress.assign import with_memory
-from thinwire.compress.base import Compressor, Parameter
-from thinwire.compress.choose import exchange_for
-from thinwire.compress.exchange import Exchange
+from thinwire.compress.base import Compressor, Parameter, Summable, check_parameter
+from thinwire.compress.choose import reduction_for
+from thinwire.compress.exchange import Reduction
 from thinwire.compress.named import parse
 from thinwire.compress.policy import leave_small
+from thinwire.compress.wrapper import code_of
 from thinwire.plan.speeds import Codec, Fit, Link
 from thinwire.sync.exchange import ring_all_reduce_bytes
 
@@ -118,7 +119,7 @@ def coded_costs(parameters: Sequence[Parameter], link: Link, copies: Codec, code
     """Of gradients of which `leave_small` has the large ones compressed.
 
     Raises:
-        ValueError: the compressor sends what nobody can tell beforehand, or its exchange does not allow it.
+        ValueError: the compressor sends what nobody can tell beforehand, or its reduction does not allow it.
     """
     compressor = with_memory(parse(codec.compressor))
     policy = leave_small(compressor)
@@ -126,9 +127,9 @@ def coded_costs(parameters: Sequence[Parameter], link: Link, copies: Codec, code
     for parameter in parameters:
         coded.append(policy(parameter) is not None)
         if coded[-1]:
-            compressor.check(parameter)
-            exchange = exchange_for(codec.exchange, compressor, parameter, world_size)
-            rows.append(_coded(parameter, link, codec, compressor, exchange, world_size))
+            check_parameter(compressor, parameter)
+            reduction = reduction_for(codec.exchange, compressor, parameter, world_size)
+            rows.append(_coded(parameter, link, codec, compressor, reduction, world_size))
             rounds = max(rounds, _rounds(compressor, parameter))
         else:
             rows.append(_exact(parameter, link, copies, world_size))
@@ -163,15 +164,15 @@ def _exact_messages(link: Link, copies: Codec) -> Messages:
 
 
 def _coded(
-    parameter: Parameter, link: Link, codec: Codec, compressor: Compressor, exchange: Exchange, world_size: int
+    parameter: Parameter, link: Link, codec: Codec, compressor: Compressor, reduction: Reduction, world_size: int
 ) -> tuple[float, float, float]:
     size_bytes = parameter.numel * parameter.working_dtype.itemsize
-    sent = added_bytes(compressor, parameter, exchange, world_size)
+    sent = added_bytes(compressor, parameter, reduction, world_size)
     line = _collective(link, codec.exchange).line
     return codec.encode(size_bytes), line.beta * sent, codec.decode(size_bytes)
 
 
-def added_bytes(compressor: Compressor, parameter: Parameter, exchange: Exchange, world_size: int) -> int:
+def added_bytes(compressor: Compressor, parameter: Parameter, reduction: Reduction, world_size: int) -> int:
     """By how many bytes one more parameter like this makes what the busiest rank sends longer: without headers.
 
     Raises:
@@ -179,8 +180,8 @@ def added_bytes(compressor: Compressor, parameter: Parameter, exchange: Exchange
     """
     plan, added = (compressor, parameter), []
     for rank in {0, world_size - 1}:
-        one = exchange.sent_bytes([plan], rank, world_size)
-        two = exchange.sent_bytes([plan, plan], rank, world_size)
+        one = reduction.sent_bytes([plan], rank, world_size)
+        two = reduction.sent_bytes([plan, plan], rank, world_size)
         if one is None or two is None:
             raise ValueError(
                 f"{compressor.name}: how many bytes it sends depends on the gradients, so nobody can tell beforehand"
@@ -207,6 +208,7 @@ def _messages(link: Link, exchange: str, rounds: int) -> Messages:
 
 def _rounds(compressor: Compressor, parameter: Parameter) -> int:
     """All-reduces of a compressor whose payloads are summed: one for each round and dtype."""
-    if not compressor.traits.summable:
+    code = code_of(compressor)
+    if not isinstance(code, Summable):
         return 0
-    return sum(len({spec.dtype for spec in specs}) for specs in compressor.round_specs(parameter))
+    return sum(len({spec.dtype for spec in specs}) for specs in code.round_specs(parameter))

@@ -18,9 +18,11 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.compress.assign import with_memory
 from thinwire.compress.base import Compressor, Parameter
-from thinwire.compress.choose import EXCHANGES, exchange_for
+from thinwire.compress.choose import REDUCTIONS, reduction_for
 from thinwire.compress.exchange import Phase, Stopwatch, Task
 from thinwire.compress.named import parse
+from thinwire.compress.sparsify import Sparsifier
+from thinwire.compress.wrapper import code_of
 from thinwire.lane import Lane
 from thinwire.plan.speeds import COPIES, Codec, Fit
 from thinwire.sync.agree import gather_numbers, wait_for_all
@@ -66,14 +68,14 @@ def exchanges_of(text: str) -> tuple[str, ...]:
     """
     compressor, parameter = with_memory(parse(text)), Parameter("example.weight", SHAPES[0])
     found: list[str] = []
-    for name in EXCHANGES:
-        if found == ["all_reduce"] or (compressor.traits.sparse and name == "two_shot"):
+    for name in REDUCTIONS:
+        if found == ["all_reduce"] or (name == "two_shot" and isinstance(code_of(compressor), Sparsifier)):
             continue
         try:
-            exchange = exchange_for(name, compressor, parameter, world_size=2)
+            reduction = reduction_for(name, compressor, parameter, world_size=2)
         except ValueError:
             continue
-        if exchange.sent_bytes([(compressor, parameter)], 0, 2) is not None:
+        if reduction.sent_bytes([(compressor, parameter)], 0, 2) is not None:
             found.append(name)
     if not found:
         raise ValueError(
@@ -88,7 +90,7 @@ def _coding_seconds(
 ) -> list[Point]:
     """Encode and decode."""
     parameter = Parameter("measured.weight", shape)
-    way = exchange_for(exchange, compressor, parameter, lane.world_size)
+    way = reduction_for(exchange, compressor, parameter, lane.world_size)
     state = way.init(compressor, parameter, lane.rank, lane.world_size)
     gradient = torch.randn(shape, dtype=torch.float32, generator=torch.Generator().manual_seed(lane.rank)).to(device)
     peers = EchoPeers(lane.rank, lane.world_size)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from thinwire.compress.base import Compressor, Parameter
-from thinwire.compress.choose import EXCHANGES
+from thinwire.compress.choose import REDUCTIONS
 from thinwire.compress.named import parse
 from thinwire.compress.policy import leave_small
 
@@ -54,8 +54,8 @@ class Group:
             raise ValueError(f"a group of a plan has no parameters: {_HOW}")
         if self.size_bytes < 0:
             raise ValueError(f"the group of {self.parameters[0]!r} has {self.size_bytes} bytes: {_HOW}")
-        if self.exchange not in (*EXCHANGES, "auto"):
-            legal = ", ".join((*EXCHANGES, "auto"))
+        if self.exchange not in (*REDUCTIONS, "auto"):
+            legal = ", ".join((*REDUCTIONS, "auto"))
             raise ValueError(f"the group of {self.parameters[0]!r} has exchange {self.exchange!r}; legal are {legal}")
         if self.compressor is not None:
             parse(self.compressor)

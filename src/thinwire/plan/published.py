@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from thinwire.compress.base import Parameter
+from thinwire.compress.base import Parameter, Summable
 from thinwire.compress.named import parse
+from thinwire.compress.sparsify import Sparsifier
+from thinwire.compress.wrapper import code_of
 from thinwire.plan.cluster import FLAT, Cluster
 from thinwire.plan.espresso import Strategy, espresso
 from thinwire.plan.models import MODELS
@@ -100,11 +102,11 @@ def _coded_line(model: PublishedModel, cluster: Cluster) -> tuple[str, Linear]:
     def in_two_shots(payload: float) -> float:
         return float(cluster.seconds(FLAT, "all_to_all", payload)) + gathered(payload / cluster.world_size)
 
-    traits = parse(_TEXTS[model.algorithm]).traits
-    if traits.summable:
+    code = code_of(parse(_TEXTS[model.algorithm]))
+    if isinstance(code, Summable):
         return "all_reduce", _line(lambda payload: float(cluster.seconds(FLAT, "all_reduce", payload)), model)
     lines = {"all_gather": _line(gathered, model)}
-    if not traits.sparse:  # two shots would choose again among what was chosen
+    if not isinstance(code, Sparsifier):  # two shots would choose again among what was chosen
         lines["two_shot"] = _line(in_two_shots, model)
     exchange = min(lines, key=lambda name: lines[name](compression(model.algorithm).ratio * sum(model.size_bytes)))
     return exchange, lines[exchange]

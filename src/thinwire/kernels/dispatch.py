@@ -49,15 +49,18 @@ _unready_calls = 0
 
 def mode() -> str:
     """One of `MODES`, from ``THINWIRE_KERNELS``. Raises ValueError for another value."""
-    chosen = _forced or _environment_mode()
-    if chosen not in MODES:
-        raise ValueError(f"THINWIRE_KERNELS is {chosen!r}: use one of {', '.join(MODES)}")
-    return chosen
+    return _forced or _environment_mode()
 
 
 @cache
 def _environment_mode() -> str:
-    return os.environ.get("THINWIRE_KERNELS", "auto")
+    return _known_mode(os.environ.get("THINWIRE_KERNELS", "auto"))
+
+
+def _known_mode(chosen: str) -> str:
+    if chosen not in MODES:
+        raise ValueError(f"THINWIRE_KERNELS is {chosen!r}: use one of {', '.join(MODES)}")
+    return chosen
 
 
 @contextmanager
@@ -66,7 +69,7 @@ def using(chosen: str) -> Iterator[None]:
     global _forced
     use = object()
     with _uses_lock:
-        _uses[use] = _forced = chosen
+        _uses[use] = _forced = _known_mode(chosen)
     try:
         yield
     finally:
@@ -173,7 +176,7 @@ def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
             if _any_on_gpu((*seen, *kwargs.values())):
                 runs = runs_on_gpu(*seen, *kwargs.values())
                 return _on_gpu(kernel, runs)(*args, **kwargs)
-        chosen = mode()
+        chosen = _forced or _environment_mode()
         is_small = chosen == "auto" and size(*args, **kwargs) < from_size
         if is_small or chosen == "reference" or not knows(*args, **kwargs):
             return reference(*args, **kwargs)

@@ -25,6 +25,7 @@ Address = tuple[bytes, int]
 """An IP address as 16 bytes, IPv4 mapped into IPv6; and a port."""
 _NOWHERE: Address = (bytes(16), 0)
 _PACKED_BYTES = 18
+_ESTABLISHED = 1  # of the first byte of struct tcp_info, in <linux/tcp.h>
 Connection = tuple[Address, Address]
 """The address of this end, and of the other one."""
 
@@ -74,7 +75,7 @@ class PrivateGroup:
                 peers_at[_as_gloo_writes(found[1])] = rank
 
     def lost(self) -> set[int]:
-        """The ranks to which there was a connection, and is none."""
+        """The ranks to which there was a connection, and is none, or one that an end has shut."""
         connected = set(_connected())
         return {rank for rank, connection in self._connections.items() if connection not in connected}
 
@@ -119,7 +120,8 @@ def _listening() -> list[Address]:
 def _connected() -> Iterator[Connection]:
     for found in _tcp_sockets():
         with contextlib.suppress(OSError):
-            yield _ends(found)
+            if found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)[0] == _ESTABLISHED:
+                yield _ends(found)
 
 
 def _ends(found: socket.socket) -> Connection:

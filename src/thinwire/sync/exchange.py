@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from thinwire.errors import LostPeerError
 from thinwire.sync.stream import SENDS_IN_FLIGHT, ProcessGroupStream, Stream, lost_peer
-from thinwire.sync.telling import Telling
 from thinwire.sync.waits import Waits
 
 
@@ -135,8 +135,10 @@ class ProcessGroupExchange:
             return self.swap(outgoing, [num_bytes] * self.world_size)
         sent = torch.stack(list(outgoing))
         received = torch.empty_like(sent)
-        with self._losing_peers():
+        try:
             self.waits.wait(dist.all_to_all_single(received, sent, group=self.process_group, async_op=True))
+        except RuntimeError as error:
+            raise self._lost(error) from error
         for rank in self._others():
             self._count_sent(rank, num_bytes)
             self._count_received(rank, num_bytes)
@@ -156,7 +158,7 @@ class ProcessGroupExchange:
             own if rank == self.rank else torch.empty(receive_bytes[rank], dtype=torch.uint8)
             for rank, own in enumerate(outgoing)
         ]
-        with self._losing_peers():
+        try:
             receives = [self._receive(rank, incoming[rank]) for rank in reversed(others) if incoming[rank].numel()]
             sends: deque[_PointToPoint] = deque()
             for rank in others:
@@ -166,6 +168,8 @@ class ProcessGroupExchange:
                     self.waits.wait(*sends.popleft())
             for work, rank in (*sends, *receives):
                 self.waits.wait(work, rank)
+        except RuntimeError as error:
+            raise self._lost(error) from error
         for rank in others:
             self._count_sent(rank, outgoing[rank].numel())
             self._count_received(rank, receive_bytes[rank])
@@ -175,13 +179,15 @@ class ProcessGroupExchange:
         """The receive is posted before the send, as in `swap`."""
         incoming = torch.empty(receive_bytes, dtype=torch.uint8)
         works = []
-        with self._losing_peers():
+        try:
             if source is not None and receive_bytes:
                 works.append(self._receive(source, incoming))
             if target is not None and outgoing.numel():
                 works.append(self._send(target, outgoing))
             for work, rank in works:
                 self.waits.wait(work, rank)
+        except RuntimeError as error:
+            raise self._lost(error) from error
         if target is not None:
             self._count_sent(target, outgoing.numel())
         if source is not None:
@@ -196,8 +202,10 @@ class ProcessGroupExchange:
         if self.world_size == 1:
             return
         assert self._is_whole, "the native all-reduce is of the whole group"
-        with self._losing_peers():
+        try:
             self.waits.wait(dist.all_reduce(tensor, group=self.process_group, async_op=True))
+        except RuntimeError as error:
+            raise self._lost(error) from error
         self.count_all_reduce(ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size))
 
     def count_all_reduce(self, moved_bytes: int) -> None:
@@ -227,12 +235,8 @@ class ProcessGroupExchange:
     def _count_received(self, rank: int, num_bytes: int) -> None:
         self.traffic.received_bytes += num_bytes
 
-    def _losing_peers(self) -> Telling:
-        return Telling(self._tell_loss)
-
-    def _tell_loss(self, error: BaseException) -> None:
-        if isinstance(error, RuntimeError):
-            raise lost_peer(error, self.rank, self.world_size) from error
+    def _lost(self, error: RuntimeError) -> LostPeerError:
+        return lost_peer(error, self.rank, self.world_size)
 
 
 def _nothing(reason: str) -> None:

@@ -9,23 +9,21 @@ still connected.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from itertools import count
 
 import torch.distributed as dist
 
 EVERYONE = -1
 """In place of a rank: of a collective, which needs all of them."""
-LOOKS = 2
-"""A wait that was there in so many looks in a row is one of a thread that stands still."""
+LOOKS = 3
+"""A wait that was there in so many looks in a row is one of a thread that stands still: what a peer sent before it hung
+up is read within that time."""
 COLLECTIVE_LOOKS = 8
 """A rank may have its result, and be gone, while the last messages of others are still on their way."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Wait:
-    """Without its work: who holds one holds the group, beyond its end."""
-
-    rank: int
+_Wait = tuple[int, int]
+"""The rank, and the number of the wait: not its work, since who holds one holds the group, beyond its end."""
 
 
 class Waits:
@@ -34,12 +32,13 @@ class Waits:
     def __init__(self) -> None:
         self._now: dict[int, _Wait] = {}  # of each thread
         self._looks: dict[_Wait, int] = {}
+        self._numbers = count()
 
     def wait(self, work: dist.Work | None, rank: int = EVERYONE) -> None:
         """Wait for a work with this rank of the group."""
         assert work is not None, "an exchange is only for ranks of the group"
         thread = threading.get_ident()
-        self._now[thread] = _Wait(rank)
+        self._now[thread] = rank, next(self._numbers)
         try:
             work.wait()
         finally:
@@ -49,7 +48,7 @@ class Waits:
         """The ranks that some thread has waited for since the last looks, for one and the same work."""
         self._looks = {wait: self._looks.get(wait, 0) + 1 for wait in list(self._now.values())}
         return {
-            wait.rank
-            for wait, looks in self._looks.items()
-            if looks >= (COLLECTIVE_LOOKS if wait.rank == EVERYONE else LOOKS)
+            rank
+            for (rank, _), looks in self._looks.items()
+            if looks >= (COLLECTIVE_LOOKS if rank == EVERYONE else LOOKS)
         }

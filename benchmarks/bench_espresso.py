@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 
-from thinwire.plan.espresso import Strategy, espresso
-from thinwire.plan.job import Job
-from thinwire.plan.models import MODELS
-from thinwire.plan.models.published import TESTBEDS
-from thinwire.plan.options import CPU
+from thinwire.lab.espresso.espresso import Strategy, espresso
+from thinwire.lab.espresso.job import EspressoJob
+from thinwire.lab.espresso.models import MODELS
+from thinwire.lab.espresso.models.published import TESTBEDS
+from thinwire.lab.espresso.options import CPU
 
 COLUMNS = (
     "model",
@@ -45,7 +45,7 @@ def table(rows: Iterable[Iterable[object]]) -> None:
         print("| " + " | ".join(map(str, row)) + " |", flush=True)
 
 
-def row(name: str, job: Job, repeat: int) -> list[object]:
+def row(name: str, job: EspressoJob, repeat: int) -> list[object]:
     best = espresso(job)
     published = [best, *(espresso(job, bound=False, refining=False) for _ in range(repeat - 1))]
     assert best.offloaded is not None

@@ -15,8 +15,8 @@ from collections import deque
 import torch
 import torch.distributed as dist
 
-from thinwire.testbed.launch import RankContext, run_ranks
-from thinwire.testbed.network import EmulatedNetwork, Link
+from thinwire.lab.testbed.launch import RankContext, run_ranks
+from thinwire.lab.testbed.network import EmulatedNetwork, Link
 
 
 def all_at_once(outgoing: list[torch.Tensor], incoming: list[torch.Tensor], others: list[int], window: int) -> None:

@@ -14,13 +14,13 @@ import time
 from collections.abc import Callable, Iterable
 
 from thinwire import fuse
-from thinwire.fuse.cupcake_mixed import best_mixed
 from thinwire.fuse.policy import Policy
-from thinwire.plan.cluster import FLAT
-from thinwire.plan.models import MODELS, PublishedModel
-from thinwire.plan.models.published import TESTBEDS
-from thinwire.plan.profile import Groups, Linear, Profile
-from thinwire.plan.timeline import iteration_seconds
+from thinwire.fuse.profile import Groups, Linear, Profile
+from thinwire.fuse.timeline import iteration_seconds
+from thinwire.lab.espresso.cluster import FLAT
+from thinwire.lab.espresso.models import MODELS, PublishedModel
+from thinwire.lab.espresso.models.published import TESTBEDS
+from thinwire.lab.studies.cupcake_mixed import best_mixed
 
 HOSTS = 8
 LINKS = {"vgg16": "pcie_25g", "resnet101": "pcie_25g", "lstm": "pcie_25g"}  # the others: nvlink_100g

@@ -23,7 +23,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from thinwire import compress, kernels
 from thinwire.compress.base import Compressor, Parameter, Payload, Summable, add
-from thinwire.compress.wrapper import code_of, packed_code, summable_code, unwrapped
+from thinwire.compress.wrappers import code_of, packed_code, summable_code, unwrapped
 
 METHODS: dict[str, Compressor] = {
     method.name: method

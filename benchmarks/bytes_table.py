@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from thinwire.bench.workload import Workload
+from thinwire.lab.bench.workload import Workload
 from thinwire.sync.choose import choose
 from thinwire.sync.cost import expected_bytes, sent_bytes, value_lower_bound_bytes
 from thinwire.sync.named import NAMED, name_of

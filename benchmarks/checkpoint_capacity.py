@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_capacity.py
 
-Computed by `thinwire.checkpoint.bounds` and `thinwire.checkpoint.recovery_probability`; nothing is measured.
+Computed by `thinwire.checkpoint.pacing.bounds` and `thinwire.checkpoint.recovery_probability`; nothing is measured.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from thinwire.checkpoint import recovery_probability
-from thinwire.checkpoint.bounds import (
+from thinwire.checkpoint.pacing.bounds import (
     Bounds,
     Hardware,
     bounds,
@@ -20,7 +20,7 @@ from thinwire.checkpoint.bounds import (
     strawman_wasted_seconds,
     wasted_seconds,
 )
-from thinwire.checkpoint.schedule import GAMMA
+from thinwire.checkpoint.pacing.schedule import GAMMA
 
 MACHINES = (16, 32, 64, 128, 256, 512, 1000)
 MODELS = {"100 billion parameters, 1.2 TB": 1.2e12, "540 billion parameters, 6.5 TB": 6.5e12}

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 import thinwire
-from thinwire.testbed.network import NetAdminError, require_net_admin
+from thinwire.lab.testbed.network import NetAdminError, require_net_admin
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
 from checkpoint_faults.campaign import KINDS, Result, run_all

@@ -3,7 +3,7 @@ docs/planning-at-scale.md, as Markdown.
 
     python benchmarks/simulate_at_scale.py [--json rows.json]
 
-Nothing is measured: the timeline of `thinwire.plan.engine` at published costs.
+Nothing is measured: the timeline of `thinwire.lab.espresso.engine` at published costs.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 
-from thinwire.plan.models import MODELS
-from thinwire.plan.models.published import TESTBEDS
-from thinwire.plan.models.results import RESULTS, SCALING_FACTORS, Result
-from thinwire.plan.scale import METHODS, ScaleRow, at_scale, compare, simulate
+from thinwire.lab.espresso.models import MODELS
+from thinwire.lab.espresso.models.published import TESTBEDS
+from thinwire.lab.espresso.models.results import RESULTS, SCALING_FACTORS, PublishedResult
+from thinwire.lab.espresso.scale import METHODS, ScaleRow, at_scale, compare, simulate
 
 TESTBED_OF = {result.model: result.testbed for result in RESULTS}
 
@@ -44,7 +44,7 @@ def scale(model: str) -> list[ScaleRow]:
     return rows
 
 
-def published(results: Sequence[Result]) -> None:
+def published(results: Sequence[PublishedResult]) -> None:
     """Throughput relative to the first method: as published / as simulated."""
     agreeing = total = 0
     header(["model", "algorithm", "testbed", "published / simulated", "pairs in order", "the other way round"])

@@ -18,17 +18,17 @@ from itertools import pairwise
 import torch
 
 from thinwire import kernels
-from thinwire.bench.sync_rank import _runner, _start_together
-from thinwire.bench.workload import Workload
-from thinwire.lane import Lane
-from thinwire.sync.channel import Channel
+from thinwire.comm.channel import Channel
+from thinwire.comm.lane import Lane
+from thinwire.lab.bench.sync_rank import _runner, _start_together
+from thinwire.lab.bench.workload import Workload
+from thinwire.lab.testbed.launch import run_ranks
+from thinwire.lab.testbed.network import EmulatedNetwork, Link
+from thinwire.lab.testbed.rank import RankContext
+from thinwire.sync.known_ids import _Run
 from thinwire.sync.named import resolve
-from thinwire.sync.patterns.known_ids import _Run
 from thinwire.sync.scheme import Scheme
-from thinwire.sync.union_shares import Plan
-from thinwire.testbed.launch import run_ranks
-from thinwire.testbed.network import EmulatedNetwork, Link
-from thinwire.testbed.rank import RankContext
+from thinwire.sync.union_shares import UnionPlan
 
 PHASES = ("opening", "early push", "late push", "pull")
 
@@ -75,7 +75,7 @@ def wire_seconds(workload: Workload, world_size: int, mbit: float) -> dict[str, 
     scheme, ids = resolve("column_split"), [workload.ids(rank) for rank in range(world_size)]
     assert isinstance(scheme, Scheme)
     held, (num_rows, width) = tuple(part.numel() for part in ids), workload.shape()
-    plan = Plan(held, num_rows, width, 4, scheme.push_format, by_columns=True)
+    plan = UnionPlan(held, num_rows, width, 4, scheme.push_format, by_columns=True)
     union, ranks = plan.union(ids), range(world_size)
 
     def pushed(rank: int, owner: int, early: bool) -> int:

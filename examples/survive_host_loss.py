@@ -25,7 +25,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.checkpoint import Checkpointer
-from thinwire.checkpoint.start import HolderOptions, start_holder
+from thinwire.holder.start import HolderOptions, start_holder
 
 
 def train(rank: int, directory: str, start: int, options: argparse.Namespace) -> None:

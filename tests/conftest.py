@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from compiled import compiled_functions
 from thinwire import kernels
-from thinwire.testbed import launch
+from thinwire.lab.testbed import launch
 
 # Nightly there are more of them: see the Makefile.
 EXAMPLES = int(os.environ.get("THINWIRE_EXAMPLES", "100"))

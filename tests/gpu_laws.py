@@ -14,19 +14,17 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thinwire.kernels import (
-    gpu_bits,
-    gpu_codes,
-    gpu_find,
-    gpu_hash,
-    gpu_ids,
-    gpu_rows,
-    gpu_union,
-    reference,
-    reference_codes,
-)
 from thinwire.kernels.blocks import nonzero_blocks
 from thinwire.kernels.dispatch import KERNELS, Kernel
+from thinwire.kernels.gpu import bits as gpu_bits
+from thinwire.kernels.gpu import codes as gpu_codes
+from thinwire.kernels.gpu import find as gpu_find
+from thinwire.kernels.gpu import hash as gpu_hash
+from thinwire.kernels.gpu import ids as gpu_ids
+from thinwire.kernels.gpu import rows as gpu_rows
+from thinwire.kernels.gpu import union as gpu_union
+from thinwire.kernels.reference import codes as reference_codes
+from thinwire.kernels.reference import rows as reference
 from thinwire.sparse import SUPPORTED_DTYPES
 
 SIZES = (0, 1, 7, 1023, 1024, 1025, 9_001)

@@ -11,12 +11,11 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from thinwire.comm.channel import Channel, Subject
+from thinwire.comm.process_group import Exchange, Receive, Traffic, ring_all_reduce_bytes
 from thinwire.errors import LostPeerError, ranks_told
 from thinwire.sparse import SparseRows
-from thinwire.sync.channel import Channel, Subject
-from thinwire.sync.exchange import Exchange, Traffic, ring_all_reduce_bytes
 from thinwire.sync.scheme import Scheme
-from thinwire.sync.stream import Receive
 from thinwire.sync.synchronize import agree, synchronize
 from thinwire.sync.two_level import TwoLevel
 

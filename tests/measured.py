@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from thinwire.compress.base import Parameter
+from thinwire.fuse.profile import Linear
 from thinwire.plan.measurement import Measurement
-from thinwire.plan.profile import Linear
-from thinwire.plan.speeds import COPIES, Codec, Fit, Link
+from thinwire.plan.speeds import COPIES, Codec, Fit, MeasuredLink
 
 SHAPES = ((64, 64), (64,), (256, 512), (512,), (1024, 512), (512,), (512, 300), (300,))
 """In backward order: 3.2 MB, of which the vectors are not compressed."""
 
 
-def link(mbit: float, alpha: float = 1e-3) -> Link:
+def link(mbit: float, alpha: float = 1e-3) -> MeasuredLink:
     """Every collective takes alpha and the wire."""
     line = Linear(alpha, 8e-6 / mbit)
-    return Link(line, Linear(alpha, 0.0), Fit(line), Fit(line), Fit(line))
+    return MeasuredLink(line, Linear(alpha, 0.0), Fit(line), Fit(line), Fit(line))
 
 
 def codec(compressor: str, exchange: str, alpha: float = 1e-5, beta: float = 1e-10) -> Codec:

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 
-from thinwire.testbed.network import NetAdminError, require_net_admin
+from thinwire.lab.testbed.network import NetAdminError, require_net_admin
 
 Test = TypeVar("Test", bound=Callable[..., object])
 

@@ -11,25 +11,24 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from loopback import LoopbackExchange, run_ranks
+from thinwire.comm.channel import Channel, Subject
 from thinwire.compress.assign import Compress
 from thinwire.compress.base import Parameter
-from thinwire.hooks.buckets import Buckets
-from thinwire.hooks.clock import Clock
-from thinwire.hooks.compressed import CompressedSync
-from thinwire.hooks.compression import Compression
-from thinwire.hooks.embedding import LookupRows, tables_of
-from thinwire.hooks.fused import FusedSync
-from thinwire.hooks.gradients import GradientSync
-from thinwire.hooks.groups import places_of
-from thinwire.hooks.parameters import ParameterHooks, trained_parameters
-from thinwire.sync.channel import Channel, Subject
+from thinwire.gradients.buckets import Buckets
+from thinwire.gradients.compressed import CompressedSync
+from thinwire.gradients.compression import Compression
+from thinwire.gradients.exact import GradientSync
+from thinwire.gradients.fused import FusedSync
+from thinwire.gradients.parameters import ParameterHooks, places_of, trained_parameters
+from thinwire.gradients.tables import LookupRows, tables_of
+from thinwire.observe.step import Clock
 
 GroupsByName = Sequence[Sequence[str]]
 
 
 @dataclass
 class LoopbackLane:
-    """What hooks use of a `thinwire.lane.Lane`; runs a job when it is submitted."""
+    """What hooks use of a `thinwire.comm.lane.Lane`; runs a job when it is submitted."""
 
     exchange: LoopbackExchange
     sequence: int = 0

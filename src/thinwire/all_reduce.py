@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from thinwire.lane import Group, Lane, resolve_group
+from thinwire.comm.channel import Subject
+from thinwire.comm.lane import Group, Lane, resolve_group
 from thinwire.sparse import Layout, SparseRows
-from thinwire.sync.channel import Subject
 from thinwire.sync.named import AUTO, resolve
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.synchronize import agree, synchronize

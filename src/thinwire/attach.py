@@ -11,21 +11,20 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.comm.lane import resolve_group, telling_peers
 from thinwire.compress.assign import Compress
 from thinwire.compress.base import Compressor, Parameter
-from thinwire.compress.choose import AUTO as AUTO_EXCHANGE
 from thinwire.compress.memory import MomentumCorrection
-from thinwire.compress.sign import Signum
-from thinwire.compress.wrapper import Wrapper
+from thinwire.compress.methods.sign import Signum
+from thinwire.compress.reduction.choose import AUTO as AUTO_EXCHANGE
+from thinwire.compress.wrappers import Wrapper
+from thinwire.follow.grouping import Intent
 from thinwire.fuse.policy import Policy
-from thinwire.hooks.compression import Compression, GradScaler, Planned, PlannedCompression
-from thinwire.hooks.ddp_buckets import check_buckets
-from thinwire.hooks.embedding import tables_of
-from thinwire.hooks.intent import Intent
-from thinwire.hooks.model import is_replicated, module_of, synchronized_parameters
-from thinwire.hooks.passes import INSIDE_DDP
-from thinwire.hooks.refusal import telling_peers
-from thinwire.lane import resolve_group
+from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression
+from thinwire.gradients.ddp import check_buckets
+from thinwire.gradients.model import is_replicated, module_of, synchronized_parameters
+from thinwire.gradients.passes import INSIDE_DDP
+from thinwire.gradients.tables import tables_of
 from thinwire.plan.plan import Plan
 from thinwire.plan.planner import default_policies
 from thinwire.sparse import SUPPORTED_DTYPES

@@ -25,9 +25,8 @@ from thinwire.sync.named import (
     ZEN,
     ZEN_ELEMENTS,
 )
-from thinwire.sync.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme
+from thinwire.sync.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme, Unit
 from thinwire.sync.two_level import TwoLevel
-from thinwire.sync.units import Unit
 from thinwire.wire import Format
 
 __all__ = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.ranges import ranged
+from thinwire.observe.step import ranged
 
 SUPPORTED_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 

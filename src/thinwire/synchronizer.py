@@ -16,34 +16,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import kernels
+from thinwire.comm.channel import Subject
+from thinwire.comm.lane import Lane, resolve_group
 from thinwire.cuda.staging import staging_for
-from thinwire.hooks import state as states
-from thinwire.hooks.buckets import OTHERS, Buckets
-from thinwire.hooks.clock import Clock
-from thinwire.hooks.compressed import CompressedSync
-from thinwire.hooks.compression import Compression, Planned, PlannedCompression
-from thinwire.hooks.describe import configuration
-from thinwire.hooks.embedding import LookupRows, has_tables
-from thinwire.hooks.execution import Execution
-from thinwire.hooks.following import Following
-from thinwire.hooks.fused import FusedSync
-from thinwire.hooks.gathered import Gathered
-from thinwire.hooks.gradients import GradientSync
-from thinwire.hooks.groups import places_of
-from thinwire.hooks.guard import Guard
-from thinwire.hooks.hook import weakly
-from thinwire.hooks.intent import Intent
-from thinwire.hooks.left import LeftToDdp
-from thinwire.hooks.model import module_of, synchronized_parameters
-from thinwire.hooks.native import NativeAllReduce, is_native
-from thinwire.hooks.parameters import ParameterHooks, broadcast_module, trained_parameters
-from thinwire.hooks.passes import Passes
-from thinwire.hooks.plug import Alone, DdpPlug, Plug
-from thinwire.hooks.steps import Steps
-from thinwire.hooks.tracing import Trace
-from thinwire.lane import Lane, resolve_group
-from thinwire.observe.ledger import ParameterRecord
-from thinwire.sync.channel import Subject
+from thinwire.follow import state as states
+from thinwire.follow.describe import configuration
+from thinwire.follow.execution import Execution
+from thinwire.follow.grouping import Following, Intent
+from thinwire.follow.state import Gathered
+from thinwire.follow.steps import Steps, Trace
+from thinwire.gradients.buckets import OTHERS, Buckets
+from thinwire.gradients.compressed import CompressedSync
+from thinwire.gradients.compression import Compression, Planned, PlannedCompression
+from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug
+from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_native
+from thinwire.gradients.fused import FusedSync
+from thinwire.gradients.model import module_of, synchronized_parameters
+from thinwire.gradients.parameters import ParameterHooks, broadcast_module, places_of, trained_parameters
+from thinwire.gradients.passes import Guard, Passes
+from thinwire.gradients.tables import LookupRows, has_tables, weakly
+from thinwire.observe.step import Clock, ParameterRecord
 from thinwire.sync.named import DENSE, name_of
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel

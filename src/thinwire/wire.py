@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.errors import CorruptMessageError
-from thinwire.ranges import ranged
+from thinwire.observe.step import ranged
 
 ALIGNMENT_BYTES = 8
 _INDEX_DTYPES = (
@@ -106,7 +106,7 @@ def smallest(
 
 
 @dataclass(frozen=True)
-class Choice:
+class FormatChoice:
     """What a message may travel in; see `smallest` for how one of them is taken."""
 
     formats: tuple[Format, ...]

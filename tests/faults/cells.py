@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from thinwire.sync.exchange import ProcessGroupExchange
-from thinwire.sync.stream import ProcessGroupStream
-from thinwire.testbed.launch import RankContext
+from thinwire.comm.process_group import ProcessGroupExchange, ProcessGroupStream
+from thinwire.lab.testbed.launch import RankContext
 
 WORLD_SIZE = 4
 FAILING = 1

@@ -18,7 +18,7 @@ from cells import (
     killed,
     notices,
 )
-from thinwire.testbed.launch import run_ranks
+from thinwire.lab.testbed.launch import run_ranks
 
 FEW = {
     "auto": (0, 1, 2, 4),

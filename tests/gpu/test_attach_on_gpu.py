@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile, record_function
 
 import thinwire
-from thinwire.testbed.launch import RankContext, run_ranks
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -16,7 +16,12 @@ if os.environ.get("TRITON_INTERPRET", "0") != "0":
 from gpu_laws import *  # noqa: F403
 from gpu_laws import check_same, some_ids
 from thinwire import kernels
-from thinwire.kernels import gpu_find, gpu_hash, gpu_ids, gpu_rows, reference, reference_codes
+from thinwire.kernels.gpu import find as gpu_find
+from thinwire.kernels.gpu import hash as gpu_hash
+from thinwire.kernels.gpu import ids as gpu_ids
+from thinwire.kernels.gpu import rows as gpu_rows
+from thinwire.kernels.reference import codes as reference_codes
+from thinwire.kernels.reference import rows as reference
 
 pytestmark = pytest.mark.gpu
 LARGE = 20_000_003

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from thinwire.cuda.device import CudaDevice
 from thinwire.cuda.staging import DeviceStaging, staging_for
-from thinwire.hooks.staged import staged
-from thinwire.hooks.table import TableGradient
+from thinwire.gradients.tables import TableGradient, staged
 from thinwire.sparse import SUPPORTED_DTYPES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from namespaces import NEEDS_NAMESPACES
-from thinwire.bench.checkpoint.benchmark import CheckpointBenchmark, run
-from thinwire.bench.checkpoint.methods import BLOCKING, NONE, THINWIRE
-from thinwire.bench.checkpoint.overhead import TRACED_STEPS
-from thinwire.bench.checkpoint.report import write_report
-from thinwire.bench.checkpoint.work import Work
-from thinwire.testbed.network import Link
+from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark, run
+from thinwire.lab.bench.checkpoint.methods import BLOCKING, NONE, THINWIRE
+from thinwire.lab.bench.checkpoint.overhead import TRACED_STEPS
+from thinwire.lab.bench.checkpoint.report import write_report
+from thinwire.lab.bench.checkpoint.work import TrainingWork
+from thinwire.lab.testbed.network import Link
 
 pytestmark = NEEDS_NAMESPACES
 
@@ -25,7 +25,7 @@ def measure(**options: Any) -> dict[str, Any]:
 @pytest.mark.slow
 def test_checkpoints_are_on_the_links_of_two_hosts(tmp_path: Path) -> None:
     """Every byte of a version is acknowledged by the peer, and the links carried gradients besides."""
-    work = Work(state_bytes=500_000, compute_seconds=0.06)
+    work = TrainingWork(state_bytes=500_000, compute_seconds=0.06)
     result = measure(
         work=work, hosts=2, link=Link(200.0), methods=(NONE, THINWIRE), steps=4, repeat=1, kills=0, traced=True
     )
@@ -48,7 +48,7 @@ def test_checkpoints_are_on_the_links_of_two_hosts(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_blocking_is_slower_and_a_lost_host_comes_back_at_the_speed_of_the_link() -> None:
-    work = Work(state_bytes=3_000_000, compute_seconds=0.5)
+    work = TrainingWork(state_bytes=3_000_000, compute_seconds=0.5)
     result = measure(
         work=work, hosts=3, link=Link(100.0), methods=(NONE, BLOCKING, THINWIRE), steps=6, repeat=2, kills=1
     )

@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 import thinwire
 from namespaces import needs_namespaces
-from thinwire.bench.sync import SyncBenchmark, run
-from thinwire.bench.trace import Trace, save_trace
 from thinwire.cli.main import app
-from thinwire.sync.exchange import ring_all_reduce_bytes
-from thinwire.testbed.launch import RankContext, run_ranks
-from thinwire.testbed.network import EmulatedNetwork, Link, NetAdminError
+from thinwire.comm.process_group import ring_all_reduce_bytes
+from thinwire.lab.bench.sync import SyncBenchmark, run
+from thinwire.lab.bench.trace import IndexTrace, save_trace
+from thinwire.lab.testbed.launch import RankContext, run_ranks
+from thinwire.lab.testbed.network import EmulatedNetwork, Link, NetAdminError
 
 CONTRACT = {
     "workload", "scheme", "world_size", "ranks_per_host", "link_mbit", "dtype", "bytes_sent_max",
@@ -62,7 +62,7 @@ def test_without_a_link(tmp_path: Path, dtype: str, tolerance: float) -> None:
 
 def test_json_to_standard_output_and_a_trace(tmp_path: Path) -> None:
     ids = (torch.tensor([0, 5, 9]), torch.tensor([5]), torch.tensor([], dtype=torch.int64))
-    save_trace(tmp_path / "trace.npz", Trace(num_rows=20, width=4, steps=(ids,)))
+    save_trace(tmp_path / "trace.npz", IndexTrace(num_rows=20, width=4, steps=(ids,)))
     result = invoke(
         "--trace", str(tmp_path / "trace.npz"), "--hosts", "3", "--link", "none", "--repeat", "1",
         "--schemes", "zen", "--json", "-",
@@ -141,7 +141,7 @@ def test_on_a_link_the_wire_time_dominates() -> None:
 
 def _send_by_two_levels(context: RankContext) -> tuple[int, list[int]]:
     from thinwire.all_reduce import _lane_of
-    from thinwire.lane import resolve_group
+    from thinwire.comm.lane import resolve_group
 
     indices = torch.arange(context.rank % 2, 8000, 2)[None]
     gradient = torch.sparse_coo_tensor(indices, torch.ones(4000, 64), (8000, 64), check_invariants=False)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from namespaces import needs_namespaces
-from thinwire.bench.train.benchmark import TrainBenchmark, run
-from thinwire.testbed.network import Link
+from thinwire.lab.bench.train.benchmark import TrainBenchmark, run
+from thinwire.lab.testbed.network import Link
 
 
 @needs_namespaces

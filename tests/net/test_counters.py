@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from namespaces import needs_namespaces
-from thinwire.testbed.launch import RankContext, run_ranks
-from thinwire.testbed.network import EmulatedNetwork, Link
+from thinwire.lab.testbed.launch import RankContext, run_ranks
+from thinwire.lab.testbed.network import EmulatedNetwork, Link
 
 NUM_WORDS, WIDTH, STEPS = 100_000, 32, 8
 

@@ -16,9 +16,9 @@ from torch import distributed as dist
 
 import thinwire
 from namespaces import needs_namespaces
-from thinwire.testbed import network as network_module
-from thinwire.testbed.launch import RankContext, run_ranks
-from thinwire.testbed.network import EmulatedNetwork, Link, NetAdminError, in_namespace, require_net_admin
+from thinwire.lab.testbed import network as network_module
+from thinwire.lab.testbed.launch import RankContext, run_ranks
+from thinwire.lab.testbed.network import EmulatedNetwork, Link, NetAdminError, in_namespace, require_net_admin
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -227,7 +227,7 @@ def test_killed_launcher_leaves_nothing():
 
 _RESTARTED = """
 import os
-from thinwire.testbed.network import require_net_admin, restart_as_root_of_a_user_namespace
+from thinwire.lab.testbed.network import require_net_admin, restart_as_root_of_a_user_namespace
 restart_as_root_of_a_user_namespace()
 require_net_admin()
 print("made as", os.getuid(), *__import__("sys").argv[1:])
@@ -238,7 +238,7 @@ def _pythons_of_an_ordinary_user() -> list[list[str]]:
     """Commands that run this package as a user without rights."""
     user = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"] if os.getuid() == 0 else []
     candidates = [[*user, python] for python in (sys.executable, "/usr/bin/python3")]
-    again = "import os, sys, thinwire.testbed.network; os.execv(sys.executable, [sys.executable, '-c', ''])"
+    again = "import os, sys, thinwire.lab.testbed.network; os.execv(sys.executable, [sys.executable, '-c', ''])"
     return [python for python in candidates if _works([*python, "-c", again])]
 
 

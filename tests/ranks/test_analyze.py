@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from thinwire.analyze.run import ScriptFailed, run_script
-from thinwire.bench.trace import load_trace
 from thinwire.cli.analyze import app
+from thinwire.lab.analyze.run import ScriptFailed, run_script
+from thinwire.lab.bench.trace import load_trace
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "analyze.md"
 

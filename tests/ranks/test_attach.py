@@ -17,10 +17,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.hooks import fusion, gradients
-from thinwire.hooks.embedding import LookupRows
-from thinwire.testbed.faults import Faults
-from thinwire.testbed.launch import RankContext, run_ranks
+from thinwire.gradients import exact, tables
+from thinwire.gradients.tables import LookupRows
+from thinwire.lab.testbed.faults import Faults
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 NUM_WORDS, NUM_TAGS, WIDTH, STEPS = 1500, 600, 16, 4
 
@@ -78,7 +78,7 @@ def train(
 
 
 def _same_as_stock(context: RankContext, options: dict[str, Any], kinds: list[str]) -> None:
-    gradients.LEFT_BYTES = -1
+    exact.LEFT_BYTES = -1
     stock, _, _ = train(context, attached=False, **options)
     mine, sync, _ = train(context, attached=True, **options)
     for ours, theirs in zip(mine, stock, strict=True):
@@ -348,7 +348,7 @@ def _together(context: RankContext, sparse: bool, static_graph: bool) -> dict[st
     assert stats["comm/bytes_sent"] == sum(int(row["total_bytes"]) for row in sync.table())
     sync.detach()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fusion, "SMALL_TABLE_BYTES", -1)
+        patch.setattr(tables, "SMALL_TABLE_BYTES", -1)
         alone, jobs_alone, rounds_alone, sync = recommend(context, sparse, attached=True, static_graph=static_graph)
     assert sync is not None
     assert {row["fused"] for row in sync.table()} == {1}
@@ -391,7 +391,7 @@ def test_small_tables_travel_together(mode: str) -> None:
 
 def _left_early(context: RankContext, how: str) -> None:
     """Some buckets wait when backward ends without the last one, or fails, or thinwire is detached."""
-    gradients.LEFT_BYTES = -1  # no table is left to stock DDP, which has nothing wait
+    exact.LEFT_BYTES = -1  # no table is left to stock DDP, which has nothing wait
     torch.manual_seed(0)
     model = DistributedDataParallel(Recommender(sparse=True))
     sync = thinwire.attach(model, "zen")  # "auto" leaves tables as small as these to DDP
@@ -440,7 +440,7 @@ def test_no_bucket_waits_forever(how: str) -> None:
 
 def _uneven(context: RankContext) -> list[int]:
     """Under join, DDP hands over zeros outside of backward for a rank that ran out of data."""
-    gradients.LEFT_BYTES = -1
+    exact.LEFT_BYTES = -1
     torch.manual_seed(0)
     model = DistributedDataParallel(Recommender(sparse=True))
     sync = thinwire.attach(model, "zen")  # "auto" leaves tables as small as these to DDP

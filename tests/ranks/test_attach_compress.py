@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.compress.base import Identity, Parameter
-from thinwire.testbed.launch import RankContext, run_ranks
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 STEPS = 4
 

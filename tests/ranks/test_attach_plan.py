@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.compress.base import Parameter
-from thinwire.hooks import intent
-from thinwire.hooks.intent import Pace
+from thinwire.follow import grouping
+from thinwire.follow.grouping import Pace
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.plan.plan import Group, Plan, fingerprint
-from thinwire.testbed.launch import RankContext, run_ranks
 
 QUICK = Pace(skipped_steps=1, measured_steps=4, window_steps=3, probe_steps=2)
 
@@ -224,7 +224,7 @@ def test_a_policy_is_followed_after_ten_steps() -> None:
 
 
 def _drifting(context: RankContext) -> None:
-    intent.DEFAULT_PACE = QUICK
+    grouping.DEFAULT_PACE = QUICK
     model, sync = attached(plan=plan_for(PAIRS, predicted_seconds=1e-6))
     parameters = train(context, model, range(20))
     stats = sync.stats()
@@ -243,7 +243,7 @@ def test_a_plan_that_promised_too_much_is_made_anew() -> None:
 
 def _dropped(context: RankContext) -> None:
     """Under DDP and as a plain module, where compression sleeps, so that nothing is faster."""
-    intent.DEFAULT_PACE = QUICK
+    grouping.DEFAULT_PACE = QUICK
     for ddp in (None, {}):
         plan = plan_for(ONE, "top_k:density=0.1", dense_seconds=1e-6)
         with warnings.catch_warnings(record=True) as seen:

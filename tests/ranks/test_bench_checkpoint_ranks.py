@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from thinwire.bench.checkpoint.benchmark import CheckpointBenchmark, run
-from thinwire.bench.checkpoint.methods import METHODS, NONE, THINWIRE
-from thinwire.bench.checkpoint.work import Work
+from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark, run
+from thinwire.lab.bench.checkpoint.methods import METHODS, NONE, THINWIRE
+from thinwire.lab.bench.checkpoint.work import TrainingWork
 
 
 def measure(**options: Any) -> tuple[dict[str, Any], int]:
@@ -33,7 +33,7 @@ def check(row: dict[str, Any], kills: int) -> None:
 
 
 def test_a_killed_training_goes_on_as_if_nothing_had_happened() -> None:
-    work = Work(state_bytes=200_000, compute_seconds=0.06)
+    work = TrainingWork(state_bytes=200_000, compute_seconds=0.06)
     result, _ = measure(work=work, methods=(NONE, THINWIRE), steps=3, repeat=1, kills=1)
     plain, ours = result["rows"]
     assert plain["overhead_ratio"] == 1.0
@@ -48,7 +48,7 @@ def test_a_killed_training_goes_on_as_if_nothing_had_happened() -> None:
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("job", ["synthetic", "lstm"])
 def test_all_methods_on_all_jobs(job: str) -> None:
-    work = Work(job, state_bytes=500_000, compute_seconds=0.05)
+    work = TrainingWork(job, state_bytes=500_000, compute_seconds=0.05)
     result, _ = measure(work=work, steps=3, repeat=2, kills=1)
     assert [row["method"] for row in result["rows"]] == list(METHODS)
     for row in result["rows"][1:]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.testbed.launch import RankContext, run_ranks
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 STEPS = 5
 MAX_CALLS = 850

@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.checkpoint import copier
-from thinwire.checkpoint.client import HolderClient
-from thinwire.checkpoint.start import HolderOptions, start_holder, stop_holder
 from thinwire.errors import LostPeerError
+from thinwire.holder.client import HolderClient
+from thinwire.holder.start import HolderOptions, start_holder, stop_holder
 
 SECRET = "a secret of the tests, long enough"
 STEPS, SLOW_SECONDS = 14, 0.05
@@ -120,7 +120,7 @@ class Running:
     def __init__(self, job: Job) -> None:
         self.job = job
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "thinwire.testbed.launch"])
+        context.set_forkserver_preload(["torch", "torch._dynamo", "thinwire.lab.testbed.launch"])
         self.processes: list[BaseProcess] = []
         for rank in range(len(job.sockets)):
             process = context.Process(target=trainer, args=(job, rank), daemon=True)

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from thinwire.checkpoint import Checkpointer, MemoryReader, MemoryWriter
-from thinwire.checkpoint.client import HolderClient
-from thinwire.checkpoint.start import HolderOptions, start_holder, stop_holder
-from thinwire.checkpoint.version import Version
-from thinwire.testbed.launch import RankContext, run_ranks
+from thinwire.holder.client import HolderClient
+from thinwire.holder.start import HolderOptions, start_holder, stop_holder
+from thinwire.holder.version import Version
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 SECRET = "a secret of the tests, long enough"
 

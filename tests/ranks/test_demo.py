@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.demo import stock, train
-from thinwire.demo.compare import Comparison, compare
-from thinwire.demo.corpus import Corpus
-from thinwire.demo.train import TrainConfig, Training, TrainJob
-from thinwire.testbed.launch import RankContext, run_ranks
+from thinwire.lab.demo import stock, train
+from thinwire.lab.demo.compare import Comparison, compare
+from thinwire.lab.demo.corpus import Corpus
+from thinwire.lab.demo.train import DemoTraining, TrainConfig, TrainJob
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 NUM_WORDS = 500
 CONFIG = TrainConfig(
@@ -49,7 +49,7 @@ def measured_and_plain_ddp(_context: RankContext, job: TrainJob) -> list[tuple[l
     results = []
     for attach in (train._attach, lambda _mode, _model, _scheme: NoMeter()):
         train._attach = attach
-        training = Training(job, "ddp")
+        training = DemoTraining(job, "ddp")
         for step in range(job.config.steps):
             training.step(step)
         results.append(([record["loss"] for record in training.records], train.digest(training.model)))

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.comm.channel import Subject
+from thinwire.comm.lane import LOOK_SECONDS, Lane
+from thinwire.comm.process_group import EVERYONE
 from thinwire.errors import LostPeerError, ThinwireError
-from thinwire.lane import LOOK_SECONDS, Lane
-from thinwire.sync.channel import Subject
-from thinwire.sync.waits import EVERYONE
-from thinwire.testbed.launch import RankContext, run_ranks
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 TIMEOUT = timedelta(seconds=30)
 LIMIT_SECONDS = 15.0  # for what otherwise takes the timeout, on a busy machine too

@@ -20,14 +20,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import thinwire.checkpoint.daemon as daemon
-from thinwire.checkpoint.client import HolderClient
-from thinwire.checkpoint.frames import Connection, Kind
-from thinwire.checkpoint.holder import AlreadyRunning, Holder, HolderConfig
-from thinwire.checkpoint.replication import PeerTimes, call
-from thinwire.checkpoint.start import HolderOptions, ensure_holder, start_holder, stop_holder
-from thinwire.checkpoint.version import CHUNK_BYTES, Version
+import thinwire.holder.daemon as daemon
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
+from thinwire.holder.client import HolderClient
+from thinwire.holder.frames import Connection, FrameKind
+from thinwire.holder.replication import PeerTimes, call
+from thinwire.holder.server import AlreadyRunning, Holder, HolderConfig
+from thinwire.holder.start import HolderOptions, ensure_holder, start_holder, stop_holder
+from thinwire.holder.version import CHUNK_BYTES, Version
 
 SECRET = b"a secret of the tests, long enough"
 TOPOLOGY = {"machines": [0, 1]}
@@ -135,12 +135,9 @@ def test_the_version_that_all_have_is_never_overwritten(host: Callable[..., Hold
 
 
 TRAINER = """
-import sys, time, importlib.util
-spec = importlib.util.spec_from_file_location("daemon", sys.argv[1])
-daemon = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(daemon)
-daemon.enter_packages()
-from thinwire.checkpoint.client import HolderClient
+import sys, time
+sys.path.insert(0, sys.argv[1].rpartition("/thinwire/")[0])
+from thinwire.holder.client import HolderClient
 client = HolderClient.connect(sys.argv[2], bytes.fromhex(sys.argv[3]))
 client.hello("run", {"machines": [0, 1]}, 0, int(sys.argv[4]), sys.argv[6].split(",") if sys.argv[6] else [])
 def write(step, wait):
@@ -481,7 +478,7 @@ names = st.sampled_from(
      "source", "verify", "replicas", "attempt", "handle", "keep", "keep_step", "bytes"]
 )  # fmt: skip
 contents = st.dictionaries(names, json_values, max_size=8)
-requests = st.tuples(st.sampled_from(list(Kind)), st.sampled_from(OPERATIONS), contents, st.binary(max_size=20))
+requests = st.tuples(st.sampled_from(list(FrameKind)), st.sampled_from(OPERATIONS), contents, st.binary(max_size=20))
 messages = st.binary(max_size=100) | requests
 
 

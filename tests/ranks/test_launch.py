@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from thinwire.testbed.faults import Faults, InjectedFault
-from thinwire.testbed.launch import RankContext, RanksFailed, run_ranks
+from thinwire.lab.testbed.faults import Faults, InjectedFault
+from thinwire.lab.testbed.launch import RankContext, RanksFailed, run_ranks
 
 pytestmark = pytest.mark.timeout(60)
 

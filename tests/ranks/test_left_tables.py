@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.hooks import gradients
-from thinwire.hooks.native import NativeAllReduce
-from thinwire.testbed.launch import RankContext, run_ranks
+from thinwire.gradients import exact
+from thinwire.gradients.exact import NativeAllReduce
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 ROWS, WIDTH = 3000, 8
 LIMIT_SECONDS = 15.0  # for what otherwise takes the timeout of 60 s
@@ -58,7 +58,7 @@ def expected_mean(world_size: int, dtype: torch.dtype, step: int, place: int, si
 
 def leave_small(most_bytes: float = 512 * 1024) -> None:
     """Whatever this machine takes for a byte."""
-    gradients.LEFT_SECONDS, gradients.LEFT_BYTES = math.inf, most_bytes
+    exact.LEFT_SECONDS, exact.LEFT_BYTES = math.inf, most_bytes
 
 
 def schemes(sync: thinwire.Synchronizer) -> list[str]:
@@ -170,8 +170,8 @@ def test_bytes_of_all_ranks_together_are_those_that_gloo_sends() -> None:
     """A ring in which each row travels to all ranks but its own; the bias takes a ring of 20 bytes beside it."""
     outcomes = [outcome.value for outcome in run_ranks(_accounts, world_size=3, timeout_seconds=60)]
     rows = sum(held for _, _, held in outcomes)
-    tables = 2 * rows * (8 + 4 * WIDTH) + 3 * 3 * 2 * gradients.sparse_all_reduce_bytes([0, 0], 0, 0)
-    assert sum(sent for sent, _, _ in outcomes) == tables + 3 * 3 * gradients.ring_all_reduce_bytes(20, 3)
+    tables = 2 * rows * (8 + 4 * WIDTH) + 3 * 3 * 2 * exact.sparse_all_reduce_bytes([0, 0], 0, 0)
+    assert sum(sent for sent, _, _ in outcomes) == tables + 3 * 3 * exact.ring_all_reduce_bytes(20, 3)
     assert all(sent == stock for sent, stock, _ in outcomes)
 
 

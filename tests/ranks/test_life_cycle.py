@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import thinwire
-from thinwire.testbed.launch import RankContext, run_ranks
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 
 class Model(nn.Module):

@@ -11,8 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire import synchronizer
-from thinwire.hooks import native
-from thinwire.testbed.launch import RankContext, run_ranks
+from thinwire.gradients import exact
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 
 def _train(context: RankContext, attached: bool) -> tuple[list[Tensor], thinwire.Synchronizer | None]:
@@ -30,7 +30,7 @@ def _train(context: RankContext, attached: bool) -> tuple[list[Tensor], thinwire
 
 
 def _as_stock(context: RankContext) -> None:
-    assert not native.is_native(torch.distributed.group.WORLD, torch.device("cpu"))
+    assert not exact.is_native(torch.distributed.group.WORLD, torch.device("cpu"))
     synchronizer.is_native = lambda group, device: True
     stock, _ = _train(context, False)
     mine, sync = _train(context, True)
@@ -142,4 +142,4 @@ def test_ddp_has_no_hook_where_there_is_nothing_to_gain(ddp: dict[str, bool]) ->
 ])  # fmt: skip
 def test_when_that_is_taken(monkeypatch: pytest.MonkeyPatch, backend: str, device: str, expected: bool) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: backend)
-    assert native.is_native(None, torch.device(device)) == expected  # type: ignore[arg-type]
+    assert exact.is_native(None, torch.device(device)) == expected  # type: ignore[arg-type]

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.schemes import NAMED
-from thinwire.testbed.launch import RankContext, run_ranks
 
 
 class Net(nn.Module):

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import thinwire
-from thinwire.testbed.launch import RankContext, run_ranks
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 
 class Net(nn.Module):

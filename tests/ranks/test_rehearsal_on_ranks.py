@@ -8,14 +8,14 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.hooks import gradients
-from thinwire.lane import Lane
-from thinwire.sync import experience, rehearsal
+from thinwire.comm.lane import Lane
+from thinwire.comm.machine import Machine
+from thinwire.gradients import exact
+from thinwire.lab.testbed.launch import RankContext, run_ranks
+from thinwire.sync import choose, experience
+from thinwire.sync.choose import Point, Rehearsal
 from thinwire.sync.experience import Experience
-from thinwire.sync.machine import Machine
 from thinwire.sync.named import name_of
-from thinwire.sync.rehearsal import Point, Rehearsal
-from thinwire.testbed.launch import RankContext, run_ranks
 
 NUM_WORDS, WIDTH, STEPS = 4000, 16, 8
 MACHINE = Machine(2e-3, 3e-4, 2e-9, 2e-9, 1e-5, 1e-8, 1e-10, 1e-8, 1e-10, 1e-8, 1e-10)
@@ -23,15 +23,15 @@ MACHINE = Machine(2e-3, 3e-4, 2e-9, 2e-9, 1e-5, 1e-8, 1e-10, 1e-8, 1e-10, 1e-8, 
 
 def _train(context: RankContext, is_rehearsed: bool) -> tuple[torch.Tensor, float, float, float, int]:
     begun: list[int] = []
-    original = gradients.rehearse
+    original = exact.rehearse
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lane, "machine", lambda lane: MACHINE)  # two runs that measure may choose differently
-        patch.setattr(gradients, "LEFT_BYTES", -1)
-        patch.setattr(rehearsal, "MIN_BYTES", 1.0 if is_rehearsed else float("inf"))
-        patch.setattr(rehearsal, "MAX_SECONDS", float("inf"))
-        patch.setattr(rehearsal, "HOPELESS", float("inf"))
-        patch.setattr(rehearsal, "FIRST_REGRET", float("inf"))
-        patch.setattr(gradients, "rehearse", lambda points, *rest: begun.append(len(points)) or original(points, *rest))
+        patch.setattr(exact, "LEFT_BYTES", -1)
+        patch.setattr(choose, "MIN_BYTES", 1.0 if is_rehearsed else float("inf"))
+        patch.setattr(choose, "MAX_SECONDS", float("inf"))
+        patch.setattr(choose, "HOPELESS", float("inf"))
+        patch.setattr(choose, "FIRST_REGRET", float("inf"))
+        patch.setattr(exact, "rehearse", lambda points, *rest: begun.append(len(points)) or original(points, *rest))
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Embedding(NUM_WORDS, WIDTH, sparse=True))
         sync = thinwire.attach(model)
@@ -63,7 +63,7 @@ def test_a_rehearsal_changes_no_bit_and_all_bytes_are_counted() -> None:
 
 def _learn(context: RankContext) -> tuple[set[str], set[str]]:
     """What was tried, and of what there are seconds; what stands stays."""
-    decide, original, tried = Experience._decide, gradients.rehearse, set()
+    decide, original, tried = Experience._decide, exact.rehearse, set()
 
     def decide_once(learned: Experience) -> None:
         if learned.choice is None:
@@ -75,11 +75,11 @@ def _learn(context: RankContext) -> tuple[set[str], set[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lane, "machine", lambda lane: MACHINE)
-        patch.setattr(gradients, "LEFT_BYTES", -1)
-        patch.setattr(rehearsal, "MIN_BYTES", 1.0)
+        patch.setattr(exact, "LEFT_BYTES", -1)
+        patch.setattr(choose, "MIN_BYTES", 1.0)
         patch.setattr(experience, "FIRST_REGRET", float("inf"))
         patch.setattr(Experience, "_decide", decide_once)
-        patch.setattr(gradients, "rehearse", rehearse)
+        patch.setattr(exact, "rehearse", rehearse)
         model = DistributedDataParallel(nn.Embedding(NUM_WORDS, WIDTH, sparse=True))
         sync = thinwire.attach(model)
         for _ in range(STEPS):

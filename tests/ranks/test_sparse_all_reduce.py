@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
+from thinwire.comm.process_group import ProcessGroupExchange
 from thinwire.errors import LostPeerError
-from thinwire.sync.exchange import ProcessGroupExchange
-from thinwire.testbed.launch import Outcome, RankContext, run_ranks
+from thinwire.lab.testbed.launch import Outcome, RankContext, run_ranks
 
 SCHEMES = [*thinwire.schemes.NAMED, "auto"]
 
@@ -237,7 +237,7 @@ class _Tampered(ProcessGroupExchange):
 
 def _flipped(context: RankContext, at: int) -> list[str]:
     from thinwire.all_reduce import _lane_of
-    from thinwire.lane import resolve_group
+    from thinwire.comm.lane import resolve_group
 
     tensor = torch.ones(64, 8)
     thinwire.sparse_all_reduce(tensor, scheme="zen")

@@ -15,12 +15,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.all_reduce import _lane_of
-from thinwire.lane import resolve_group
+from thinwire.comm.hosts import HOST_VARIABLE, ranks_of_hosts
+from thinwire.comm.lane import resolve_group
+from thinwire.comm.process_group import Traffic
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.schemes import AGSPARSE, COLUMN_SPLIT, SPARCML, ZEN, TwoLevel
-from thinwire.sync.cost_two_level import between_hosts_bytes, sent_bytes
-from thinwire.sync.exchange import Traffic
-from thinwire.sync.hosts import HOST_VARIABLE, ranks_of_hosts
-from thinwire.testbed.launch import RankContext, run_ranks
+from thinwire.sync.ledger import between_hosts_bytes, sent_bytes
 
 UNEVEN = ((0, 1, 2), (3, 4))
 SCHEMES = {

@@ -12,18 +12,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from thinwire.analyze import run
-from thinwire.analyze.prediction import AssumedLink, Prediction, predict, predict_one
-from thinwire.analyze.recording import Recording, Table
-from thinwire.analyze.report import build_report
-from thinwire.analyze.statistics import densification_curve, table_statistics
-from thinwire.analyze.summary import Analysis, explanations, warnings_of
-from thinwire.bench.trace import Trace
 from thinwire.cli.analyze import _record, parse_network
-from thinwire.sync.choose import choose
+from thinwire.comm.machine import Machine
+from thinwire.lab.analyze import run
+from thinwire.lab.analyze.prediction import AssumedLink, Prediction, predict, predict_one
+from thinwire.lab.analyze.recording import Recording, Table
+from thinwire.lab.analyze.report import build_report
+from thinwire.lab.analyze.statistics import densification_curve, table_statistics
+from thinwire.lab.analyze.summary import Analysis, explanations, warnings_of
+from thinwire.lab.bench.trace import IndexTrace
+from thinwire.sync.choose import Demand, choose
 from thinwire.sync.cost import sent_bytes
-from thinwire.sync.demand import Demand
-from thinwire.sync.machine import Machine
 from thinwire.sync.named import NAMED, name_of
 
 NUM_ROWS, RANKS = 4096, 8
@@ -31,7 +30,7 @@ WIDTH = 840  # 2 to 8 ranks divide it, so that columns are dealt evenly
 EVEN = ("zen", "column_split", "agsparse", "dense")
 
 
-def zipf_trace(steps: int = 2) -> Trace:
+def zipf_trace(steps: int = 2) -> IndexTrace:
     """Few rows that all ranks touch and many that few do, the frequent ones first, as words have it."""
     generator = torch.Generator().manual_seed(0)
     share = 1.0 / (1.0 + torch.arange(NUM_ROWS) / 40.0)
@@ -39,7 +38,7 @@ def zipf_trace(steps: int = 2) -> Trace:
     def draw() -> torch.Tensor:
         return (torch.rand(NUM_ROWS, generator=generator) < share).nonzero().flatten()
 
-    return Trace(NUM_ROWS, WIDTH, tuple(tuple(draw() for _ in range(RANKS)) for _ in range(steps)))
+    return IndexTrace(NUM_ROWS, WIDTH, tuple(tuple(draw() for _ in range(RANKS)) for _ in range(steps)))
 
 
 @pytest.mark.parametrize("world_size", range(2, RANKS + 1))
@@ -117,7 +116,7 @@ def test_nearly_all_rows_are_dense_and_the_explanation_says_why() -> None:
     assert set(prediction.seconds) == set(NAMED)
 
 
-def analysis_of(trace: Trace) -> Analysis:
+def analysis_of(trace: IndexTrace) -> Analysis:
     table = Table("words", NUM_ROWS, WIDTH, "float32", "sparse")
     densities = {"words": torch.ones(len(trace.steps), trace.world_size)}
     recording = Recording(trace.world_size, 1, (table,), densities, {"words": trace})

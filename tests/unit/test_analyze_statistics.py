@@ -13,23 +13,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 from typer.testing import CliRunner
 
-from thinwire.analyze.prediction import PREDICTED_RANKS
-from thinwire.analyze.recorder import nonzero_rows
-from thinwire.analyze.recording import Recording, Table, TableSteps, load, save_rank
-from thinwire.analyze.report import build_report
-from thinwire.analyze.run import run_script
-from thinwire.analyze.statistics import (
-    densification_curve,
-    fit_exponent,
-    owner_load,
-    table_statistics,
-)
-from thinwire.analyze.summary import Analysis
-from thinwire.bench.trace import Trace
 from thinwire.cli.analyze import app
+from thinwire.lab.analyze.prediction import PREDICTED_RANKS
+from thinwire.lab.analyze.recorder import nonzero_rows
+from thinwire.lab.analyze.recording import Recording, Table, TableSteps, load, save_rank
+from thinwire.lab.analyze.report import build_report
+from thinwire.lab.analyze.run import run_script
+from thinwire.lab.analyze.statistics import densification_curve, fit_exponent, owner_load, table_statistics
+from thinwire.lab.analyze.summary import Analysis
+from thinwire.lab.bench.trace import IndexTrace
+from thinwire.partition import Contiguous
 from thinwire.sync.cost import sent_bytes
 from thinwire.sync.named import NAMED
-from thinwire.sync.partition import Contiguous
 
 NUM_ROWS, WIDTH = 512, 16
 FEW = (2,)
@@ -40,14 +35,14 @@ def ids_of(*rows: int) -> Tensor:
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def random_trace(seed: int, ranks: int, steps: int, num_rows: int = NUM_ROWS) -> Trace:
+def random_trace(seed: int, ranks: int, steps: int, num_rows: int = NUM_ROWS) -> IndexTrace:
     generator = torch.Generator().manual_seed(seed)
 
     def draw() -> Tensor:
         share = float(torch.rand(1, generator=generator)) ** 2
         return (torch.rand(num_rows, generator=generator) < share).nonzero().flatten()
 
-    return Trace(num_rows, WIDTH, tuple(tuple(draw() for _ in range(ranks)) for _ in range(steps)))
+    return IndexTrace(num_rows, WIDTH, tuple(tuple(draw() for _ in range(ranks)) for _ in range(steps)))
 
 
 traces = st.builds(random_trace, st.integers(0, 1000), st.integers(2, 5), st.integers(1, 3))
@@ -55,7 +50,7 @@ traces = st.builds(random_trace, st.integers(0, 1000), st.integers(2, 5), st.int
 
 @settings(max_examples=10)
 @given(traces)
-def test_statistics_keep_to_their_ranges(trace: Trace) -> None:
+def test_statistics_keep_to_their_ranges(trace: IndexTrace) -> None:
     table = table_statistics("t", trace, ranks=FEW)
     ranks = trace.world_size
     assert 0 <= table.density.min <= table.density.mean <= table.density.max <= 1
@@ -74,7 +69,7 @@ def test_statistics_keep_to_their_ranges(trace: Trace) -> None:
 
 @settings(max_examples=10)
 @given(traces)
-def test_no_row_is_lost_between_owners(trace: Trace) -> None:
+def test_no_row_is_lost_between_owners(trace: IndexTrace) -> None:
     table = table_statistics("t", trace, ranks=FEW)
     held = sum(ids.numel() for step in trace.steps for ids in step) / len(trace.steps)
     union = sum(torch.cat(step).unique().numel() for step in trace.steps) / len(trace.steps)
@@ -85,7 +80,7 @@ def test_no_row_is_lost_between_owners(trace: Trace) -> None:
 
 @settings(max_examples=10)
 @given(traces)
-def test_bytes_are_exact_at_the_recorded_ranks(trace: Trace) -> None:
+def test_bytes_are_exact_at_the_recorded_ranks(trace: IndexTrace) -> None:
     table = table_statistics("t", trace, torch.float64, ranks=FEW)
     for name, scheme in NAMED.items():
         per_step = [sent_bytes(scheme, step, NUM_ROWS, WIDTH, torch.float64) for step in trace.steps]
@@ -96,7 +91,7 @@ def test_bytes_are_exact_at_the_recorded_ranks(trace: Trace) -> None:
 
 @settings(max_examples=3)
 @given(traces)
-def test_predictions_cover_all_ranks_and_never_exceed_the_table(trace: Trace) -> None:
+def test_predictions_cover_all_ranks_and_never_exceed_the_table(trace: IndexTrace) -> None:
     table = table_statistics("t", trace)
     ranks = [prediction.world_size for prediction in table.predictions]
     assert ranks == sorted({*PREDICTED_RANKS, trace.world_size})
@@ -110,7 +105,7 @@ def test_predictions_cover_all_ranks_and_never_exceed_the_table(trace: Trace) ->
 
 
 def test_a_large_table_is_not_hashed_element_by_element() -> None:
-    table = table_statistics("t", Trace(1 << 20, 8, ((ids_of(1), ids_of(2)),)))
+    table = table_statistics("t", IndexTrace(1 << 20, 8, ((ids_of(1), ids_of(2)),)))
     assert "zen_elements" not in table.sent_bytes
     assert "zen" in table.sent_bytes
     assert table.prediction(1024).bytes["zen_elements"] > 0
@@ -118,7 +113,7 @@ def test_a_large_table_is_not_hashed_element_by_element() -> None:
 
 def test_equal_ids_on_all_ranks() -> None:
     ids = ids_of(1, 5, 9)
-    table = table_statistics("t", Trace(NUM_ROWS, WIDTH, ((ids,) * 4, (ids,) * 4)))
+    table = table_statistics("t", IndexTrace(NUM_ROWS, WIDTH, ((ids,) * 4, (ids,) * 4)))
     assert table.densification == (1.0,) * 4
     assert table.densification_exponent == 0
     assert set(table.overlaps) == {1.0}
@@ -126,7 +121,7 @@ def test_equal_ids_on_all_ranks() -> None:
 
 
 def test_disjoint_ids_on_all_ranks() -> None:
-    table = table_statistics("t", Trace(NUM_ROWS, WIDTH, (tuple(ids_of(rank, 100 + rank) for rank in range(4)),)))
+    table = table_statistics("t", IndexTrace(NUM_ROWS, WIDTH, (tuple(ids_of(rank, 100 + rank) for rank in range(4)),)))
     assert table.densification == (1.0, 2.0, 3.0, 4.0)
     assert table.densification_exponent == pytest.approx(1)
     assert set(table.overlaps) == {0.0}
@@ -135,7 +130,7 @@ def test_disjoint_ids_on_all_ranks() -> None:
 
 
 def test_nothing_touched_is_not_an_error() -> None:
-    table = table_statistics("t", Trace(NUM_ROWS, WIDTH, ((ids_of(), ids_of()),)))
+    table = table_statistics("t", IndexTrace(NUM_ROWS, WIDTH, ((ids_of(), ids_of()),)))
     assert table.density.max == 0
     assert table.densification == (1.0, 1.0)
     assert table.contiguous.imbalance_push == 1
@@ -163,7 +158,7 @@ def test_small_tables_have_no_skewness_at_more_parts_than_rows() -> None:
 
 def test_one_rank_has_no_statistics_between_ranks() -> None:
     with pytest.raises(ValueError, match="at least 2 ranks"):
-        table_statistics("t", Trace(NUM_ROWS, WIDTH, ((ids_of(1),),)))
+        table_statistics("t", IndexTrace(NUM_ROWS, WIDTH, ((ids_of(1),),)))
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from thinwire.hooks.backward import Backward
+from thinwire.gradients.passes import Backward
 
 
 class Fails(torch.autograd.Function):

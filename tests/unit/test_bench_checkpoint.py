@@ -14,12 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from thinwire.bench.checkpoint.benchmark import CheckpointBenchmark
-from thinwire.bench.checkpoint.methods import METHODS, NONE, THINWIRE
-from thinwire.bench.checkpoint.overhead import Block, RankRecord, order_of
-from thinwire.bench.checkpoint.recovery import Recovery, Restored, Started, Stepped, Watcher
-from thinwire.bench.checkpoint.report import build_report, write_picture
-from thinwire.bench.checkpoint.rows import (
+from thinwire.cli.bench import app as bench
+from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
+from thinwire.lab.bench.checkpoint.methods import METHODS, NONE, THINWIRE
+from thinwire.lab.bench.checkpoint.overhead import Block, OverheadRecord, order_of
+from thinwire.lab.bench.checkpoint.recovery import RankRestored, RankStarted, Recovery, Stepped, Watcher
+from thinwire.lab.bench.checkpoint.report import build_report, write_picture
+from thinwire.lab.bench.checkpoint.rows import (
     baselines,
     bounds_of,
     checkpoint_seconds,
@@ -27,11 +28,10 @@ from thinwire.bench.checkpoint.rows import (
     overhead_ratio,
     row_of,
 )
-from thinwire.bench.checkpoint.summary import COLUMNS, sentences, table_rows
-from thinwire.bench.checkpoint.traffic import Sample, rates, timeline
-from thinwire.bench.checkpoint.work import Work
-from thinwire.cli.bench import app as bench
-from thinwire.testbed.network import Link
+from thinwire.lab.bench.checkpoint.summary import COLUMNS, sentences, table_rows
+from thinwire.lab.bench.checkpoint.traffic import TrafficSample, rates, timeline
+from thinwire.lab.bench.checkpoint.work import TrainingWork
+from thinwire.lab.testbed.network import Link
 
 FIELDS = [
     "method", "hosts", "link_mbit", "state_bytes", "iteration_seconds_median", "overhead_ratio", "blocking_ms_per_gb",
@@ -55,9 +55,9 @@ def blocks(method: str, seconds: float, blocking: float, versions: int, safe: fl
     ]
 
 
-def records(ranks: int = 2, versions: int = 4) -> list[RankRecord]:
+def records(ranks: int = 2, versions: int = 4) -> list[OverheadRecord]:
     own = [*blocks(NONE, 1.0, 0.0, 0, None), *blocks(THINWIRE, 1.01, 0.004, versions, 0.2)]
-    return [RankRecord(STATE_BYTES, [*own, *blocks("dcp_sync", 1.5, 0.5, 4, None)], GAPS) for _ in range(ranks)]
+    return [OverheadRecord(STATE_BYTES, [*own, *blocks("dcp_sync", 1.5, 0.5, 4, None)], GAPS) for _ in range(ranks)]
 
 
 def test_a_row_has_the_documented_fields_and_figures() -> None:
@@ -124,7 +124,7 @@ def result(link_mbit: float | None = 100.0, idle: float = 0.8, traced: bool = Fa
         "rows": [row_of(method, measured, None if method == NONE else RECOVERY, link_mbit) for method in methods],
     }  # fmt: skip
     if traced:
-        samples = [[Sample(0.01 * i, 10_000 * i, 5000 * i) for i in range(100)] for _ in measured]
+        samples = [[TrafficSample(0.01 * i, 10_000 * i, 5000 * i) for i in range(100)] for _ in measured]
         made["timeline"] = timeline(samples, [[(0.1, 0.12), (0.5, 0.51)] for _ in measured])
     return made
 
@@ -167,7 +167,7 @@ def test_rates_lose_no_byte(steps: list[tuple[int, float]]) -> None:
     """Of what went over the link between the first and the last sample, whatever part of it was checkpoints."""
     link = list(itertools.accumulate(count for count, _ in steps))
     own = list(itertools.accumulate(int(count * share / 1.1) for count, share in steps))
-    samples = [Sample(0.01 * i, a, b) for i, (a, b) in enumerate(zip(link, own, strict=True))]
+    samples = [TrafficSample(0.01 * i, a, b) for i, (a, b) in enumerate(zip(link, own, strict=True))]
     middles, others, checkpoints = rates(samples, 0.0, samples[-1].at)
     width = samples[-1].at / len(middles)
     total = sum(a + b for a, b in zip(others, checkpoints, strict=True)) * width / 8e-6
@@ -177,7 +177,7 @@ def test_rates_lose_no_byte(steps: list[tuple[int, float]]) -> None:
 
 def told(ranks: int, steps: int) -> list[tuple[int, object]]:
     """What ranks tell that make a step every second; rank r is r tenths late."""
-    messages: list[tuple[int, object]] = [(rank, Restored(4, 0.5 + rank)) for rank in range(ranks)]
+    messages: list[tuple[int, object]] = [(rank, RankRestored(4, 0.5 + rank)) for rank in range(ranks)]
     for step in range(5, 5 + steps):
         messages += [(rank, Stepped(step, 1.0 / step, step + 0.1 * rank)) for rank in range(ranks)]
     return messages
@@ -200,7 +200,7 @@ def test_all_ranks_are_killed_once_all_have_come_so_far() -> None:
     lost: list[str] = []
     watcher = Watcher(world_size=2, kill_at=6, also=lambda: lost.append("host"))
     for rank, process in enumerate(processes):
-        watcher(rank, Started(process.pid))
+        watcher(rank, RankStarted(process.pid))
     messages = told(2, 2)
     for rank, message in messages[:-1]:
         watcher(rank, message)
@@ -219,7 +219,7 @@ def test_all_ranks_are_killed_once_all_have_come_so_far() -> None:
         ({"hosts": 1}, "2 replicas need 2 machines"),
         ({"steps": 0}, "at least one"),
         ({"kills": -1}, "at least zero"),
-        ({"work": Work(state_bytes=10**12)}, "bytes, and .* are available"),
+        ({"work": TrainingWork(state_bytes=10**12)}, "bytes, and .* are available"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(options: dict[str, Any], reason: str) -> None:
@@ -230,7 +230,7 @@ def test_what_cannot_be_measured_is_refused(options: dict[str, Any], reason: str
 def test_work_that_cannot_be_is_refused() -> None:
     for options in ({"job": "chess"}, {"state_bytes": 1}, {"compute_seconds": -1.0}):
         with pytest.raises(ValueError):
-            Work(**options)
+            TrainingWork(**options)
 
 
 def test_parts_are_blocks_and_runs() -> None:

@@ -14,18 +14,18 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from thinwire.bench.jobs.digits import DigitsJob
-from thinwire.bench.jobs.job import Data, Job, Samples
-from thinwire.bench.jobs.named import JOBS, get_job
-from thinwire.bench.train.account import covered_seconds
-from thinwire.bench.train.curve import Curve, evaluation_steps, smoothed, window_of
-from thinwire.bench.train.methods import SETTINGS, TORCH_METHODS, method_of, method_of_plan, parse
-from thinwire.bench.train.planned import Planning
-from thinwire.bench.train.rank import RankRecord, StepRecord, Training
-from thinwire.bench.train.report import build_report
-from thinwire.bench.train.rows import curve_of, row_of
-from thinwire.bench.train.summary import summarize, verdict
 from thinwire.cli.main import app
+from thinwire.lab.bench.jobs.digits import DigitsJob
+from thinwire.lab.bench.jobs.job import Data, Job, Samples
+from thinwire.lab.bench.jobs.named import JOBS, get_job
+from thinwire.lab.bench.train.account import covered_seconds
+from thinwire.lab.bench.train.curve import LossCurve, evaluation_steps, smoothed, window_of
+from thinwire.lab.bench.train.methods import SETTINGS, TORCH_METHODS, method_of, method_of_plan, parse
+from thinwire.lab.bench.train.planned import Planning
+from thinwire.lab.bench.train.rank import JobTraining, RankRecord, StepRecord
+from thinwire.lab.bench.train.report import build_report
+from thinwire.lab.bench.train.rows import curve_of, row_of
+from thinwire.lab.bench.train.summary import summarize, verdict
 from thinwire.plan.plan import STOCK, Group, Plan
 
 BEHIND = "top_k:fuse=layerwise:ahead=False"
@@ -135,18 +135,18 @@ def test_smoothing_is_as_wide_as_the_end_of_a_run() -> None:
 
 
 def test_time_to_a_loss() -> None:
-    curve = Curve((1, 2, 3, 4), (10.0, 20.0, 30.0, 40.0), (4.0, 3.0, 1.0, 0.5), planned_steps=3)
+    curve = LossCurve((1, 2, 3, 4), (10.0, 20.0, 30.0, 40.0), (4.0, 3.0, 1.0, 0.5), planned_steps=3)
     assert curve.final_loss == 1.0, "the fourth step is extra"
     assert curve.seconds_to(4.5) == 10.0
     assert curve.seconds_to(2.0) == 25.0
     assert curve.seconds_to(curve.final_loss) == 30.0
     assert curve.seconds_to(0.4) is None
-    assert Curve((1, 2), (1.0, 2.0), (math.nan, 1.0), 2).seconds_to(1.0) == 2.0
+    assert LossCurve((1, 2), (1.0, 2.0), (math.nan, 1.0), 2).seconds_to(1.0) == 2.0
 
 
 def test_the_dense_run_reaches_its_own_final_loss_at_its_end() -> None:
     losses = tuple(5.0 - 0.1 * i for i in range(30))
-    curve = Curve(evaluation_steps(300), tuple(range(30)), losses, 300)
+    curve = LossCurve(evaluation_steps(300), tuple(range(30)), losses, 300)
     assert curve.seconds_to(curve.final_loss) == 29
 
 
@@ -161,7 +161,7 @@ def test_the_first_step_is_told_apart() -> None:
         )
         for rank, late in enumerate((0.25, 0.75))
     ]
-    training = Training(get_job("lstm"), "top_k", seed=0, steps=3)
+    training = JobTraining(get_job("lstm"), "top_k", seed=0, steps=3)
     assert curve_of(training, records).seconds == (3.0, 4.0, 7.0)
     made = row_of(training, records, link_mbit=None)
     assert (made["first_step_seconds"], made["step_seconds_median"]) == (9.0, 3.0)

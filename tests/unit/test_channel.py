@@ -12,11 +12,10 @@ from torch import Tensor
 
 from loopback import LoopbackExchange, run_threads, synchronized
 from thinwire import schemes
+from thinwire.comm.channel import Channel, Draft, Subject
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerError, MismatchError, PeerError
 from thinwire.sparse import SparseRows
-from thinwire.sync.channel import Channel, Draft, Subject
-from thinwire.sync.patterns.ring import gather_schedule
-from thinwire.sync.stages import Stages, all_gather
+from thinwire.sync.schedules import Stages, all_gather, ring_gather_schedule
 from thinwire.sync.synchronize import agree, synchronize
 from thinwire.wire import Format, Header, Kind
 
@@ -378,7 +377,7 @@ def test_a_failure_inside_a_stage_is_told_and_the_conversation_goes_on() -> None
         if exchange.rank == 1:
             stages.attempt(lambda: [][0])
         try:
-            all_gather(stages, gather_schedule(exchange.rank, 3), Kind.GATHER, lambda: EMPTY_DRAFT, 8)
+            all_gather(stages, ring_gather_schedule(exchange.rank, 3), Kind.GATHER, lambda: EMPTY_DRAFT, 8)
         except Exception as caught:
             error = caught
         return error, Channel(exchange, SUBJECT, 1).open(exchange.rank)

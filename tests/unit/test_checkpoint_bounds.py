@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.checkpoint.bounds import (
+from thinwire.checkpoint.pacing.bounds import (
     Hardware,
     bounds,
     copy_seconds,

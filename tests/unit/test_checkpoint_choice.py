@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from thinwire.checkpoint.choice import MAX_REASONS, choose
 from thinwire.checkpoint.placement import placement, recovery_probability, survives
-from thinwire.checkpoint.version import ShardId, Version, next_attempt
+from thinwire.holder.version import ShardId, Version, next_attempt
 
 Inventories = dict[str, list[Version]]
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from clocks import FakeClock, wait_until
-from thinwire.checkpoint import gaps
-from thinwire.checkpoint.frames import Connection, Kind
-from thinwire.checkpoint.gaps import Pacer
+from thinwire.checkpoint.pacing import gaps
+from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.errors import LostPeerError
+from thinwire.holder.frames import Connection, FrameKind
 
 TIMEOUT_SECONDS = 100.0
 
@@ -39,10 +39,10 @@ def test_an_idle_connection_is_not_lost_and_says_so_at_once(pair: tuple[Connecti
     caller, called = pair
     started = time.monotonic()
     assert not caller.lost
-    called.send(Kind.CAST)
+    called.send(FrameKind.CAST)
     time.sleep(0.05)
     assert not caller.lost, "what has come is no end"
-    assert caller.receive().kind == Kind.CAST
+    assert caller.receive().kind == FrameKind.CAST
     called.close()
     wait_until(lambda: caller.lost)
     caller.close()
@@ -58,9 +58,9 @@ def test_a_payload_that_trickles_in_is_complete_and_the_next_frame_comes(
     payload = random.Random(num_bytes).randbytes(num_bytes)
 
     def send() -> None:
-        caller.send(Kind.DATA, {"n": 1}, payload)
+        caller.send(FrameKind.DATA, {"n": 1}, payload)
         time.sleep(0.02)
-        caller.send(Kind.CAST, {"n": 2})
+        caller.send(FrameKind.CAST, {"n": 2})
 
     sending = threading.Thread(target=send)
     sending.start()
@@ -76,7 +76,7 @@ def test_a_sender_that_dies_within_a_payload_is_noticed_before_the_timeout(
     pair: tuple[Connection, Connection],
 ) -> None:
     caller, called = pair
-    caller.send(Kind.DATA, {}, bytes(1 << 20))
+    caller.send(FrameKind.DATA, {}, bytes(1 << 20))
     caller.close()
     assert called.receive().payload_bytes == 1 << 20
     started = time.monotonic()
@@ -88,7 +88,7 @@ def test_a_sender_that_dies_within_a_payload_is_noticed_before_the_timeout(
 def test_the_kernel_counts_what_was_acknowledged(pair: tuple[Connection, Connection]) -> None:
     caller, called = pair
     before, _ = caller.tcp_counts
-    caller.send(Kind.DATA, {}, bytes(100_000))
+    caller.send(FrameKind.DATA, {}, bytes(100_000))
     called.read_into(memoryview(bytearray(called.receive().payload_bytes)))
     wait_until(lambda: caller.tcp_counts[0] - before >= 100_000)
     after, seconds = caller.tcp_counts

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from test_staging import FakeDevice
 from torch import Tensor
 
-from thinwire.checkpoint.copier import LATER_BYTES, Copier, copy_bytes
-from thinwire.checkpoint.encode import StateEncoder, flatten
-from thinwire.checkpoint.layout import view_of, views, write
-from thinwire.checkpoint.staging import SlotStaging, fills
+from thinwire.checkpoint.copier import LATER_BYTES, Copier, SlotStaging, copy_bytes, fills
+from thinwire.checkpoint.state.encode import StateEncoder, flatten
+from thinwire.checkpoint.state.layout import view_of, views, write
 
 LARGE = LATER_BYTES // 4  # elements of float32
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from thinwire.checkpoint.agreement import Agreement
-from thinwire.checkpoint.gaps import Pacer
+from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.registration import Registration
 from thinwire.errors import LostPeerError

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.checkpoint.frames import Connection, Kind
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
+from thinwire.holder.frames import Connection, FrameKind
 
 SECRET = b"a secret of the tests"
 
@@ -67,11 +67,11 @@ def test_frames_arrive_as_they_were_sent() -> None:
     with connected() as ends:
         for number in range(3):
             content = {"op": "x", "number": number, "text": "ä\ud800"}
-            ends.caller.send(Kind.REQUEST, content, b"payload" * number)
+            ends.caller.send(FrameKind.REQUEST, content, b"payload" * number)
             frame = ends.listener.receive(1.0)
-            assert (frame.kind, frame.json) == (Kind.REQUEST, content)
+            assert (frame.kind, frame.json) == (FrameKind.REQUEST, content)
             assert ends.listener.read_payload(frame, 100) == b"payload" * number
-            ends.listener.send(Kind.REPLY, {"number": number})
+            ends.listener.send(FrameKind.REPLY, {"number": number})
             assert ends.caller.answer(1.0).json == {"number": number}
 
 
@@ -95,7 +95,7 @@ def test_errors_are_raised_as_what_they_were() -> None:
 @given(st.data())
 def test_no_bit_of_header_or_json_can_be_flipped(data: st.DataObject) -> None:
     with connected() as ends:
-        raw = bytearray(ends.caught(lambda caller: caller.send(Kind.CAST, {"op": "grant", "bytes": 100})))
+        raw = bytearray(ends.caught(lambda caller: caller.send(FrameKind.CAST, {"op": "grant", "bytes": 100})))
         raw[data.draw(st.integers(0, len(raw) - 1))] ^= 1 << data.draw(st.integers(0, 7))
         ends.raw_caller.sendall(raw)
         ends.raw_caller.shutdown(socket.SHUT_WR)
@@ -105,7 +105,7 @@ def test_no_bit_of_header_or_json_can_be_flipped(data: st.DataObject) -> None:
 
 def test_a_frame_counts_once() -> None:
     with connected() as ends:
-        raw = ends.caught(lambda caller: caller.send(Kind.CAST, {"op": "grant"}))
+        raw = ends.caught(lambda caller: caller.send(FrameKind.CAST, {"op": "grant"}))
         ends.raw_caller.sendall(raw + raw)
         assert ends.listener.receive(0.3).json == {"op": "grant"}
         with pytest.raises(CorruptMessageError, match="out of order"):
@@ -114,18 +114,18 @@ def test_a_frame_counts_once() -> None:
 
 def test_a_frame_counts_in_its_place() -> None:
     with connected() as ends:
-        ends.caught(lambda caller: caller.send(Kind.CAST, {"n": 0}))
-        ends.caller.send(Kind.CAST, {"n": 1})
+        ends.caught(lambda caller: caller.send(FrameKind.CAST, {"n": 0}))
+        ends.caller.send(FrameKind.CAST, {"n": 1})
         with pytest.raises(CorruptMessageError, match="out of order"):
             ends.listener.receive(0.3)
 
 
 def test_a_frame_of_another_connection_or_direction_is_refused() -> None:
     with connected() as ends, connected() as others:
-        others.raw_caller.sendall(ends.caught(lambda caller: caller.send(Kind.CAST, {})))
+        others.raw_caller.sendall(ends.caught(lambda caller: caller.send(FrameKind.CAST, {})))
         with pytest.raises(CorruptMessageError, match="forged"):
             others.listener.receive(0.3)
-        ends.raw_listener.sendall(ends.caught(lambda caller: caller.send(Kind.CAST, {})))
+        ends.raw_listener.sendall(ends.caught(lambda caller: caller.send(FrameKind.CAST, {})))
         with pytest.raises(CorruptMessageError, match="forged"):
             ends.caller.receive(0.3)
 
@@ -142,14 +142,14 @@ def test_garbage_before_the_handshake_is_refused(garbage: bytes) -> None:
 @pytest.mark.parametrize(("content", "payload"), [({"x": "a" * 5000}, b""), ({}, b"payload")])
 def test_a_stranger_cannot_make_us_allocate(content: dict[str, str], payload: bytes) -> None:
     with connected(trusted=False) as ends:
-        ends.caller.send(Kind.GREETING, content, payload)
+        ends.caller.send(FrameKind.GREETING, content, payload)
         with pytest.raises(CorruptMessageError, match="limits"):
             ends.listener.welcome(SECRET)
 
 
 def test_a_frame_that_stops_in_the_middle_is_given_up() -> None:
     with connected() as ends:
-        raw = ends.caught(lambda caller: caller.send(Kind.CAST, {"op": "grant"}))
+        raw = ends.caught(lambda caller: caller.send(FrameKind.CAST, {"op": "grant"}))
         ends.raw_caller.sendall(raw[:-3])
         with pytest.raises(LostPeerError, match="no answer"):
             ends.listener.receive(0.3)
@@ -157,7 +157,7 @@ def test_a_frame_that_stops_in_the_middle_is_given_up() -> None:
 
 def test_a_long_payload_is_refused_where_a_short_one_is_legal() -> None:
     with connected() as ends:
-        ends.caller.send(Kind.REQUEST, {}, bytes(101))
+        ends.caller.send(FrameKind.REQUEST, {}, bytes(101))
         frame = ends.listener.receive(0.3)
         with pytest.raises(CorruptMessageError, match="at most 100"):
             ends.listener.read_payload(frame, 100)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clocks import PATIENCE, FakeClock, wait_until
-from thinwire.checkpoint import gaps
-from thinwire.checkpoint.gaps import Pacer, even_grants, gap_grants, idle_timespans
+from thinwire.checkpoint.pacing import gaps
+from thinwire.checkpoint.pacing.gaps import Pacer, even_grants, gap_grants, idle_timespans
+from thinwire.checkpoint.pacing.schedule import PROFILED_ITERATIONS, profile
 from thinwire.checkpoint.registration import peers_of, room_bytes
-from thinwire.checkpoint.schedule import PROFILED_ITERATIONS, profile
 
 periods = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 3)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.checkpoint.decode import load_into, unflatten
-from thinwire.checkpoint.encode import StateEncoder, flatten
-from thinwire.checkpoint.layout import ALIGNMENT_BYTES, Layout, views, write
+from thinwire.checkpoint.state.decode import load_into, unflatten
+from thinwire.checkpoint.state.encode import StateEncoder, flatten
+from thinwire.checkpoint.state.layout import ALIGNMENT_BYTES, StateLayout, views, write
 from thinwire.errors import CorruptMessageError
 
 DTYPES = (
@@ -41,11 +41,11 @@ def same(left: Any, right: Any) -> bool:
     return type(left) is type(right) and left == right
 
 
-def stored(state: Any) -> tuple[Layout, memoryview]:
+def stored(state: Any) -> tuple[StateLayout, memoryview]:
     layout, tensors = flatten(state)
     buffer = memoryview(bytearray(layout.payload_bytes))
     write(layout, tensors, buffer)
-    return Layout.from_bytes(layout.to_bytes()), buffer
+    return StateLayout.from_bytes(layout.to_bytes()), buffer
 
 
 @st.composite
@@ -216,7 +216,7 @@ def test_a_layout_that_points_elsewhere_is_refused(change: dict[str, Any]) -> No
     content = json.loads(flatten({"a": torch.ones(3)})[0].to_bytes())
     content["slices"][0].update(change)
     with pytest.raises(CorruptMessageError):
-        Layout.from_bytes(json.dumps(content).encode())
+        StateLayout.from_bytes(json.dumps(content).encode())
 
 
 @pytest.mark.parametrize(
@@ -229,10 +229,10 @@ def test_a_layout_that_points_elsewhere_is_refused(change: dict[str, Any]) -> No
 def test_a_part_that_is_not_within_the_whole_is_refused(change: dict[str, Any]) -> None:
     content = json.loads(flatten({"a": torch.ones(3)})[0].to_bytes())
     content["slices"][0]["part"] = {"shape": [3], "offset": [0], "placements": ["shard 0"], "mesh": None}
-    assert Layout.from_bytes(json.dumps(content).encode()).slices[0].part is not None
+    assert StateLayout.from_bytes(json.dumps(content).encode()).slices[0].part is not None
     content["slices"][0]["part"].update(change)
     with pytest.raises(CorruptMessageError):
-        Layout.from_bytes(json.dumps(content).encode())
+        StateLayout.from_bytes(json.dumps(content).encode())
 
 
 @given(
@@ -241,7 +241,7 @@ def test_a_part_that_is_not_within_the_whole_is_refused(change: dict[str, Any]) 
 )
 def test_no_text_but_a_layout_is_one(text: bytes) -> None:
     with pytest.raises(CorruptMessageError):
-        Layout.from_bytes(text)
+        StateLayout.from_bytes(text)
 
 
 @pytest.mark.parametrize(
@@ -251,4 +251,4 @@ def test_no_text_but_a_layout_is_one(text: bytes) -> None:
 def test_a_tree_that_is_none_is_refused(tree: Any) -> None:
     layout, tensors = flatten([torch.ones(3)])
     with pytest.raises(CorruptMessageError):
-        unflatten(Layout(tree, layout.slices, layout.payload_bytes), tensors)
+        unflatten(StateLayout(tree, layout.slices, layout.payload_bytes), tensors)

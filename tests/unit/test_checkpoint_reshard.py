@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from thinwire.checkpoint.decode import load_into, prepare
-from thinwire.checkpoint.encode import flatten
 from thinwire.checkpoint.foreign import foreign_versions, is_whole
-from thinwire.checkpoint.layout import Layout, Part, TensorSlice, views, write
-from thinwire.checkpoint.reshard import fill, plan_moves
-from thinwire.checkpoint.version import ShardId, Version
+from thinwire.checkpoint.state.decode import load_into, prepare
+from thinwire.checkpoint.state.encode import flatten
+from thinwire.checkpoint.state.layout import ShardPart, StateLayout, TensorSlice, views, write
+from thinwire.checkpoint.state.reshard import fill, plan_moves
+from thinwire.holder.version import ShardId, Version
 
 
 @pytest.fixture(scope="module")
@@ -37,19 +37,19 @@ class Stored:
 
     def __init__(self, whole: Tensor, dim: int, cuts: Sequence[int]) -> None:
         edges = [0, *sorted(cuts), whole.shape[dim]]
-        self.layouts: dict[int, Layout] = {}
+        self.layouts: dict[int, StateLayout] = {}
         self.parts: list[list[Tensor]] = []
         for owner, (start, end) in enumerate(pairwise(edges)):
             piece, own = whole.narrow(dim, start, end - start), torch.tensor(float(owner))
             offset = [0] * whole.dim()
             offset[dim] = start
-            part = Part(tuple(whole.shape), tuple(offset), (f"shard {dim}",), ("dp",))
+            part = ShardPart(tuple(whole.shape), tuple(offset), (f"shard {dim}",), ("dp",))
             slices = (
                 TensorSlice("weight", "float32", tuple(piece.shape), 0, 4 * piece.numel(), part),
                 TensorSlice("own", "float32", (), 64 * (1 + piece.numel() // 16), 4),
             )
             tree = {"dict": [["weight", {"tensor": 0}], ["own", {"tensor": 1}]]}
-            self.layouts[owner] = Layout(tree, slices, slices[1].offset + 4)
+            self.layouts[owner] = StateLayout(tree, slices, slices[1].offset + 4)
             self.parts.append([piece, own])
 
     def tensors(self, owner: int, numbers: Sequence[int]) -> list[Tensor]:
@@ -89,8 +89,8 @@ def test_a_part_that_nobody_has_is_missed(mesh: DeviceMesh) -> None:
 def test_a_dtensor_is_stored_as_its_part_and_loaded_in_place(mesh: DeviceMesh) -> None:
     tensor = distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)])
     layout, tensors = flatten({"weight": tensor})
-    assert Layout.from_bytes(layout.to_bytes()) == layout
-    assert layout.slices[0].part == Part((5, 3), (0, 0), ("shard 0",), ("dp",))
+    assert StateLayout.from_bytes(layout.to_bytes()) == layout
+    assert layout.slices[0].part == ShardPart((5, 3), (0, 0), ("shard 0",), ("dp",))
     buffer = memoryview(bytearray(layout.payload_bytes))
     write(layout, tensors, buffer)
     expected = tensor.full_tensor().clone()
@@ -119,11 +119,11 @@ def test_versions_of_other_topologies_newest_first() -> None:
 
 
 def test_only_all_shards_of_the_same_state_are_a_state() -> None:
-    def layout(world_size: int, state: str = "s") -> Layout:
-        return Layout(None, (), 0, {"world_size": world_size, "state": state})
+    def layout(world_size: int, state: str = "s") -> StateLayout:
+        return StateLayout(None, (), 0, {"world_size": world_size, "state": state})
 
     assert is_whole({0: layout(2), 1: layout(2)}, {"state": "s"})
     for layouts in ({}, {0: layout(2)}, {0: layout(2), 2: layout(2)}, {0: layout(2), 1: layout(3)}):
         assert not is_whole(layouts, {"state": "s"})
     assert not is_whole({0: layout(1, "other")}, {"state": "s"})
-    assert not is_whole({0: Layout(None, (), 0)}, {"state": "s"})
+    assert not is_whole({0: StateLayout(None, (), 0)}, {"state": "s"})

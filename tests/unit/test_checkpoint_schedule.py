@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.checkpoint import schedule
-from thinwire.checkpoint.schedule import GAMMA, Budget, Chunk, Plan, partition, profile, spread
+from thinwire.checkpoint.pacing import schedule
+from thinwire.checkpoint.pacing.schedule import GAMMA, Budget, Chunk, TransferPlan, partition, profile, spread
 
 BUDGETS = st.builds(
     Budget,
@@ -24,7 +24,7 @@ PAYLOADS = st.integers(0, 3000)
 REPLICAS = st.integers(1, 4)
 
 
-def check_laws(plan: Plan, spans: list[float], payload_bytes: int, replicas: int, budget: Budget) -> None:
+def check_laws(plan: TransferPlan, spans: list[float], payload_bytes: int, replicas: int, budget: Budget) -> None:
     chunks = [chunk for of_span in plan.spans for chunk in of_span]
     covered: dict[int, int] = dict.fromkeys(range(1, replicas), 0)
     for chunk in chunks:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.checkpoint.slots import SlotSize, SlotView, choose_slot
-from thinwire.checkpoint.store import Holding, Shard, Store
-from thinwire.checkpoint.version import NONCE_BITS, Manifest, ShardId, next_attempt, start_order
+from thinwire.holder.slots import SlotSize, SlotView, choose_slot
+from thinwire.holder.store import Holding, Shard, Store
+from thinwire.holder.version import NONCE_BITS, Manifest, ShardId, next_attempt, start_order
 
 SHARD = ShardId("run", "a1", 0)
 SIZE = SlotSize(100, 10)

@@ -9,11 +9,19 @@ from hypothesis import strategies as st
 
 from loopback import run_ranks, synchronized
 from thinwire import schemes
+from thinwire.comm.machine import Machine
 from thinwire.sparse import SparseRows
-from thinwire.sync.choose import CANDIDATES, DENSE_SHARE, HYSTERESIS, busiest_rank_bytes, choose, explain, prices
+from thinwire.sync.choose import (
+    CANDIDATES,
+    DENSE_SHARE,
+    HYSTERESIS,
+    Demand,
+    busiest_rank_bytes,
+    choose,
+    explain,
+    prices,
+)
 from thinwire.sync.cost import expected_bytes, sent_bytes
-from thinwire.sync.demand import Demand
-from thinwire.sync.machine import Machine
 from thinwire.sync.two_level import TwoLevel
 
 counts = st.lists(st.integers(0, 500), min_size=1, max_size=9)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from thinwire import schemes
+from thinwire.lab.studies import closed_forms as forms
 from thinwire.schemes import Scheme
-from thinwire.sync import closed_forms as forms
 from thinwire.sync import cost
 from thinwire.wire import Header
 

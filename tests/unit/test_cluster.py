@@ -8,9 +8,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from thinwire.plan import collectives
-from thinwire.plan.cluster import Cluster, cost_table
-from thinwire.plan.profile import Linear
+from thinwire.fuse.profile import Linear
+from thinwire.lab.espresso import collectives
+from thinwire.lab.espresso.cluster import Cluster, cost_table
 
 LATENCY, BANDWIDTH = Linear(1.0, 0.0), Linear(0.0, 1.0)
 COLLECTIVES = [

@@ -15,18 +15,18 @@ from torch import Tensor
 import thinwire.compress
 from clocks import FakeClock
 from loopback import LoopbackExchange, run_ranks
-from thinwire.compress import exchange as exchange_module
-from thinwire.compress import messages
+from thinwire.comm.channel import Channel, Subject
 from thinwire.compress.base import Compressor, Identity, Memory, Parameter, Payload, State, check_parameter
-from thinwire.compress.choose import AUTO, REDUCTIONS, reduction_for
-from thinwire.compress.exchange import Phase, Result, Stopwatch, Task
 from thinwire.compress.memory import ErrorFeedback, MomentumCorrection, with_memory
+from thinwire.compress.methods.select import TopK, top_k
+from thinwire.compress.reduction import base as exchange_module
+from thinwire.compress.reduction import messages
+from thinwire.compress.reduction.base import Phase, Result, Stopwatch, Task
+from thinwire.compress.reduction.choose import AUTO, REDUCTIONS, reduction_for
 from thinwire.compress.state import check_fits, copied, redistribute
-from thinwire.compress.top_k import TopK, top_k
-from thinwire.compress.wrapper import code_of
+from thinwire.compress.wrappers import code_of
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
-from thinwire.hooks.peers import ChannelPeers
-from thinwire.sync.channel import Channel, Subject
+from thinwire.gradients.peers import ChannelPeers
 from thinwire.sync.named import ZEN
 from thinwire.wire import Header
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from thinwire import compress
 from thinwire.compress.base import Compressor, Memory, Parameter, Payload, State, Summable
-from thinwire.compress.dgc import SampledTopK
 from thinwire.compress.memory import ErrorFeedback, MomentumCorrection
-from thinwire.compress.sparsify import DensitySparsifier
-from thinwire.compress.wrapper import code_of, unwrapped
+from thinwire.compress.methods.dgc import SampledTopK
+from thinwire.compress.methods.sparsify import DensitySparsifier
+from thinwire.compress.wrappers import code_of, unwrapped
 from thinwire.errors import CorruptMessageError
 
 EXACTLY, NEAR = (1.0, 1.0), (2 / 3, 4 / 3)

@@ -14,18 +14,18 @@ from torch import Tensor
 
 from loopback import LoopbackExchange, run_ranks
 from thinwire import compress
+from thinwire.comm.channel import Channel, Subject
 from thinwire.compress.assign import Compress, assign
 from thinwire.compress.base import Compressor, Identity, Parameter
-from thinwire.compress.choose import reduction_for
-from thinwire.compress.exchange import Stopwatch, Task
 from thinwire.compress.memory import ErrorFeedback, with_memory
+from thinwire.compress.reduction.base import Stopwatch, Task
+from thinwire.compress.reduction.choose import reduction_for
 from thinwire.compress.state import copied
 from thinwire.errors import MismatchError
-from thinwire.hooks.compressed import CompressedSync
-from thinwire.hooks.compression import Compression, GradScaler
-from thinwire.hooks.peers import ChannelPeers
-from thinwire.observe.ledger import ParameterRecord
-from thinwire.sync.channel import Channel, Subject
+from thinwire.gradients.compressed import CompressedSync
+from thinwire.gradients.compression import Compression, GradScaler
+from thinwire.gradients.peers import ChannelPeers
+from thinwire.observe.step import ParameterRecord
 from threaded import LoopbackLane
 
 OTHERS = "all other parameters"

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from loopback import Outcome, run_ranks, synchronized
 from thinwire import schemes
-from thinwire.bench.workload import Workload
 from thinwire.kernels import nonzero_rows
+from thinwire.lab.bench.workload import Workload
 from thinwire.schemes import Aggregation, Communication, Format, Ownership, Scheme, Unit
 from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
 from thinwire.sync import union_shares
 from thinwire.sync.cost import sent_bytes, value_lower_bound_bytes
-from thinwire.sync.units import from_units, to_units, unit_ids, unit_shape
+from thinwire.sync.scheme import from_units, to_units, unit_ids, unit_shape
 
 ANY = tuple(Format)
 SCHEMES: dict[str, Scheme] = {

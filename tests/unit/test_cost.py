@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import schemes
+from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.schemes import Scheme, Unit
 from thinwire.sync import cost
-from thinwire.sync.exchange import ring_all_reduce_bytes
 from thinwire.wire import Header
 
 HEADER = Header.NUM_BYTES

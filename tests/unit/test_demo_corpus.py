@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from thinwire.demo import corpus
+from thinwire.lab.demo import corpus
 
 TEXTS = {"b.py": "import os\nx = 1  # naïve\n", "a.py": "x == 'x.y'\n", "sub/c.py": "def x(): pass\n"}
 

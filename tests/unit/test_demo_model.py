@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from thinwire.demo.compare import parameter_count
-from thinwire.demo.model import LanguageModel, LogUniform, ModelConfig, sampled_softmax_loss
+from thinwire.lab.demo.compare import parameter_count
+from thinwire.lab.demo.model import LanguageModel, LogUniform, ModelConfig, sampled_softmax_loss
 
 CONFIG = ModelConfig(num_words=300, embedding_dim=8, hidden_size=12, candidates=40)
 

@@ -11,12 +11,12 @@ import typer
 from typer.testing import CliRunner
 
 from thinwire.cli.demo import demo
-from thinwire.demo import stock
-from thinwire.demo.compare import Comparison, ModeResult
-from thinwire.demo.report import build_report
-from thinwire.demo.summary import conclusion, format_bytes, format_seconds, summary_rows
-from thinwire.demo.train import TrainConfig
-from thinwire.observe.report import Report
+from thinwire.lab.demo import stock
+from thinwire.lab.demo.compare import Comparison, ModeResult
+from thinwire.lab.demo.report import build_report
+from thinwire.lab.demo.summary import conclusion, format_bytes, format_seconds, summary_rows
+from thinwire.lab.demo.train import TrainConfig
+from thinwire.lab.report import Report
 
 STEPS = 5
 DDP_TABLE = [

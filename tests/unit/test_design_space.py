@@ -13,13 +13,13 @@ from torch import Tensor
 
 from loopback import Outcome, run_ranks, synchronized
 from thinwire import schemes
+from thinwire.comm.channel import Draft
 from thinwire.errors import ThinwireError
+from thinwire.lab.bench.design_space import label, points
 from thinwire.schemes import Ownership, Unit
 from thinwire.sparse import SparseRows
-from thinwire.sync.channel import Draft
+from thinwire.sync import direct
 from thinwire.sync.cost import sent_bytes
-from thinwire.sync.design_space import label, points
-from thinwire.sync.patterns import pieces
 
 POINTS = {label(scheme): scheme for scheme in points()}
 IN_STAGES = {
@@ -129,7 +129,7 @@ def test_a_bit_that_changes_in_any_message_is_never_summed_silently(name: str, w
 def test_a_rank_that_cannot_prepare_tells_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the push it splits, in the pull it drafts: whichever fails on one rank, all raise and none waits."""
     case, scheme = uneven_case(5), SCHEMES[name]
-    draft, failing = pieces.draft, threading.local()
+    draft, failing = direct.draft, threading.local()
 
     def break_on_rank_0(*args: Any, **kwargs: Any) -> Draft:
         if getattr(failing, "left", -1) == 0:
@@ -137,7 +137,7 @@ def test_a_rank_that_cannot_prepare_tells_all(name: str, monkeypatch: pytest.Mon
         failing.left = getattr(failing, "left", -1) - 1
         return draft(*args, **kwargs)
 
-    monkeypatch.setattr(pieces, "draft", break_on_rank_0)
+    monkeypatch.setattr(direct, "draft", break_on_rank_0)
     for drafts_before in (0, 1):
 
         def job(peer: Any, drafts_before: int = drafts_before) -> SparseRows:

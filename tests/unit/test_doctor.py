@@ -13,12 +13,12 @@ from typer.testing import CliRunner
 
 from measured import codec, measurement
 from thinwire import fuse
-from thinwire.analyze.step_recorder import StepRecorder
-from thinwire.analyze.steps import run_watched
 from thinwire.cli.main import app
 from thinwire.fuse.policy import Policy
+from thinwire.lab.analyze.step_recorder import StepRecorder
+from thinwire.lab.analyze.steps import run_watched
+from thinwire.measure.training import How
 from thinwire.plan.doctor import SPEEDS_MBIT, Diagnosis, describe, diagnose, format_mbit
-from thinwire.plan.measure import How
 from thinwire.plan.plan import STOCK, Plan
 
 TOP_K = "top_k:density=0.01"

@@ -7,8 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from thinwire.observe.trace import chrome_trace
-from thinwire.plan.engine import (
+from thinwire.lab.espresso.engine import (
     BACKWARD,
     COMPUTE,
     CPU,
@@ -21,10 +20,11 @@ from thinwire.plan.engine import (
     iteration_seconds,
     last_bubbles,
 )
-from thinwire.plan.models import MODELS
-from thinwire.plan.models.published import nvlink_100g
-from thinwire.plan.options import DENSE
-from thinwire.plan.tasks import Pricer
+from thinwire.lab.espresso.models import MODELS
+from thinwire.lab.espresso.models.published import nvlink_100g
+from thinwire.lab.espresso.options import DENSE
+from thinwire.lab.espresso.tasks import Pricer
+from thinwire.observe.trace import chrome_trace
 
 
 def slow_timeline(backward: list[float], chains: list[Chain]) -> tuple[float, set[tuple[int, int, float, float]]]:

@@ -9,23 +9,23 @@ from itertools import combinations, product
 import pytest
 
 from clocks import calls_of
-from thinwire.plan import offload as offloading
-from thinwire.plan.cluster import Cluster
-from thinwire.plan.engine import COMPUTE, CPU, INTER, Chain, Engine, iteration_seconds
-from thinwire.plan.espresso import Strategy, espresso
-from thinwire.plan.job import Compression, Job, Kernel
-from thinwire.plan.models import MODELS
-from thinwire.plan.models.published import TESTBEDS, nvlink_100g, pcie_25g
-from thinwire.plan.offload import offload
-from thinwire.plan.options import DENSE, between_hosts, options
-from thinwire.plan.profile import Linear
-from thinwire.plan.tasks import Pricer
-from thinwire.plan.upper_bound import attainable_bound, upper_bound
+from thinwire.fuse.profile import Linear
+from thinwire.lab.espresso import offload as offloading
+from thinwire.lab.espresso.cluster import Cluster
+from thinwire.lab.espresso.engine import COMPUTE, CPU, INTER, Chain, Engine, iteration_seconds
+from thinwire.lab.espresso.espresso import Strategy, espresso
+from thinwire.lab.espresso.job import CompressionCosts, EspressoJob, KernelCosts
+from thinwire.lab.espresso.models import MODELS
+from thinwire.lab.espresso.models.published import TESTBEDS, nvlink_100g, pcie_25g
+from thinwire.lab.espresso.offload import offload
+from thinwire.lab.espresso.options import DENSE, between_hosts, options
+from thinwire.lab.espresso.tasks import Pricer
+from thinwire.lab.espresso.upper_bound import attainable_bound, upper_bound
 
 ON_GPU = options(devices=("gpu",))
 
 
-def random_job(seed: int, count: int | None = None) -> Job:
+def random_job(seed: int, count: int | None = None) -> EspressoJob:
     numbers = random.Random(seed)
 
     def line(alpha: float, beta: float) -> Linear:
@@ -33,8 +33,8 @@ def random_job(seed: int, count: int | None = None) -> Job:
 
     count = numbers.randint(1, 12) if count is None else count
     sizes = [numbers.choice([1e3, 1e5, 1e6, 1e7, 5e7]) for _ in range(4)]
-    kernel = Kernel(numbers.uniform(0, 1e-3), numbers.uniform(0, 1e-10))
-    compression = Compression(
+    kernel = KernelCosts(numbers.uniform(0, 1e-3), numbers.uniform(0, 1e-10))
+    compression = CompressionCosts(
         "test",
         numbers.choice([0.02, 1 / 32, 0.25]),
         kernel,
@@ -46,7 +46,7 @@ def random_job(seed: int, count: int | None = None) -> Job:
     cluster = Cluster(
         numbers.randint(1, 9), numbers.randint(1, 9), line(1e-4, 1e-9), line(1e-4, 3e-9), line(1e-4, 1e-10)
     )
-    return Job(
+    return EspressoJob(
         tuple(numbers.uniform(0, 0.02) for _ in range(count)),
         tuple(numbers.choice(sizes) for _ in range(count)),
         compression,
@@ -55,7 +55,7 @@ def random_job(seed: int, count: int | None = None) -> Job:
     )
 
 
-def seconds_of(job: Job, choices: list) -> float:
+def seconds_of(job: EspressoJob, choices: list) -> float:
     pricer = Pricer(job.size_bytes, job.cluster, job.compression)
     chains = [pricer.choice(option, size).chain for option, size in zip(choices, job.size_bytes, strict=True)]
     return iteration_seconds(job.backward_seconds, chains)
@@ -103,7 +103,7 @@ def test_no_plan_beats_the_bounds(seed: int) -> None:
 
 def test_free_compression_takes_no_time_and_the_bound_knows() -> None:
     job = random_job(7, count=6)
-    free = Job(job.backward_seconds, job.size_bytes, job.compression.free(), job.cluster)
+    free = EspressoJob(job.backward_seconds, job.size_bytes, job.compression.free(), job.cluster)
     assert upper_bound(job, ON_GPU) == pytest.approx(upper_bound(free, ON_GPU))
     assert espresso(free, rounds=3).iteration_seconds >= upper_bound(job, ON_GPU)
 
@@ -195,11 +195,13 @@ def test_offloading_takes_the_load_off_the_gpu() -> None:
         job = model.espresso_inputs(nvlink_100g())
         costs = job.compression
         byte_seconds = 8 / (gbit * 1e9)
-        quick = Compression(
+        quick = CompressionCosts(
             costs.name, costs.ratio, costs.encode, costs.decode, Linear(0, byte_seconds), Linear(0, byte_seconds), 0.01
         )
         cluster = Cluster(8, 8, job.cluster.intra, job.cluster.inter)
-        strategy = espresso(Job(job.backward_seconds, job.size_bytes, quick, cluster), bound=False, refining=False)
+        strategy = espresso(
+            EspressoJob(job.backward_seconds, job.size_bytes, quick, cluster), bound=False, refining=False
+        )
         assert strategy.offloaded is not None
         assert bool(strategy.offloaded.tensors) == expect
         assert (strategy.iteration_seconds < strategy.gpu_seconds) == expect
@@ -268,7 +270,9 @@ def test_a_strategy_has_a_timeline_to_look_at() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_one_rank_alone_has_nothing_to_do(seed: int) -> None:
     job = random_job(seed)
-    alone = Job(job.backward_seconds, job.size_bytes, job.compression, Cluster(1, 1, Linear(1, 1), Linear(1, 1)))
+    alone = EspressoJob(
+        job.backward_seconds, job.size_bytes, job.compression, Cluster(1, 1, Linear(1, 1), Linear(1, 1))
+    )
     strategy = espresso(alone)
     assert strategy.iteration_seconds == strategy.upper_bound_seconds == pytest.approx(sum(job.backward_seconds))
     assert not strategy.compressed
@@ -281,12 +285,12 @@ def test_bad_input_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one of each"):
         espresso(job, rounds=0)
     with pytest.raises(ValueError, match="at least one tensor"):
-        Job((), (), job.compression, job.cluster)
+        EspressoJob((), (), job.compression, job.cluster)
     with pytest.raises(ValueError, match="one of each"):
-        Job((1.0,), (1.0, 2.0), job.compression, job.cluster)
+        EspressoJob((1.0,), (1.0, 2.0), job.compression, job.cluster)
     with pytest.raises(ValueError, match="0 or more"):
-        Job((-1.0,), (1.0,), job.compression, job.cluster)
+        EspressoJob((-1.0,), (1.0,), job.compression, job.cluster)
     with pytest.raises(ValueError, match="ratio"):
-        Compression("x", 1.5, *[Linear(0, 0)] * 4)
+        CompressionCosts("x", 1.5, *[Linear(0, 0)] * 4)
     with pytest.raises(ValueError, match="Kernel"):
-        Compression("x", 0.5, 1.0, *[Linear(0, 0)] * 3)  # pyrefly: ignore [bad-argument-type]
+        CompressionCosts("x", 0.5, 1.0, *[Linear(0, 0)] * 3)  # pyrefly: ignore [bad-argument-type]

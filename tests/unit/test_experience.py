@@ -8,13 +8,11 @@ from itertools import cycle, repeat
 
 import pytest
 
-from thinwire.sync.demand import Demand
-from thinwire.sync.dimensions import Communication
+from thinwire.comm.machine import Machine
+from thinwire.sync.choose import Demand, rehearse
 from thinwire.sync.experience import Experience
-from thinwire.sync.machine import Machine
 from thinwire.sync.named import name_of, resolve
-from thinwire.sync.rehearsal import rehearse
-from thinwire.sync.scheme import Scheme
+from thinwire.sync.scheme import Communication, Scheme
 
 FAST = Machine(7e-4, 3e-4, 8.4e-9, 8.4e-9, 7e-5, 1.5e-8, 3e-10, 2.5e-8, 4.6e-10, 4e-8, 1e-9)
 NUM_ROWS, WIDTH, WORLD_SIZE, STEPS = 200_000, 32, 4, 100

@@ -14,13 +14,20 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from loopback import LoopbackExchange, run_ranks
-from thinwire.hooks.buckets import MAX_WAITING_BYTES, Buckets
-from thinwire.hooks.embedding import LookupRows
-from thinwire.hooks.fusion import SMALL_TABLE_BYTES, TableShape, plan_groups, share, stack, unstack
-from thinwire.hooks.gradients import GradientSync
-from thinwire.hooks.table import TableGradient
+from thinwire.comm.channel import Channel, Subject
+from thinwire.gradients.buckets import MAX_WAITING_BYTES, Buckets
+from thinwire.gradients.exact import GradientSync
+from thinwire.gradients.tables import (
+    SMALL_TABLE_BYTES,
+    LookupRows,
+    TableGradient,
+    TableShape,
+    plan_groups,
+    share,
+    stack,
+    unstack,
+)
 from thinwire.sparse import SparseRows
-from thinwire.sync.channel import Channel, Subject
 from thinwire.sync.cost import opening_bytes, sent_bytes
 from thinwire.sync.named import AUTO, NAMED
 from thinwire.sync.scheme import begins_with_opening

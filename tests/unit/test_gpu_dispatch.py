@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.kernels import dispatch, reference, reference_codes
+from thinwire.kernels import dispatch
+from thinwire.kernels.reference import codes as reference_codes
+from thinwire.kernels.reference import rows as reference
 
 
 class OnGpu(Tensor):

@@ -12,17 +12,17 @@ from torch import Tensor
 
 from loopback import LoopbackExchange, run_ranks
 from thinwire import compress
+from thinwire.comm.channel import Channel, Subject
+from thinwire.comm.hosts import Hosts, host_of_ranks
 from thinwire.compress.base import Compressor, Parameter, State
-from thinwire.compress.choose import AUTO, reduction_for
-from thinwire.compress.exchange import Phase, Result, Stopwatch, Task
-from thinwire.compress.hi_top_k import hi_top_k
-from thinwire.compress.hi_top_k_exchange import HiTopKReduction
 from thinwire.compress.memory import ErrorFeedback, with_memory
+from thinwire.compress.methods.hi_top_k import hi_top_k
+from thinwire.compress.reduction.base import Phase, Result, Stopwatch, Task
+from thinwire.compress.reduction.choose import AUTO, reduction_for
+from thinwire.compress.reduction.hi_top_k import HiTopKReduction
 from thinwire.compress.state import copied, redistribute
 from thinwire.errors import CorruptMessageError, PeerError
-from thinwire.hooks.peers import ChannelPeers
-from thinwire.sync.channel import Channel, Subject
-from thinwire.sync.hosts import Hosts, host_of_ranks
+from thinwire.gradients.peers import ChannelPeers
 from thinwire.wire import Header
 
 PARAMETERS = (

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from compiled import compiled_functions
 from thinwire import kernels
-from thinwire.kernels import dispatch, reference
+from thinwire.kernels import dispatch
+from thinwire.kernels.reference import rows as reference
 from thinwire.sparse import SUPPORTED_DTYPES
 
 numba = pytest.importorskip("numba")
@@ -360,7 +361,7 @@ def test_checksum(size: int) -> None:
 
 
 def test_the_compiled_twin_runs_from_its_size_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    from thinwire.kernels import cpu_ids
+    from thinwire.kernels.cpu import ids as cpu_ids
 
     monkeypatch.setattr(cpu_ids, "mix", lambda ids, seed: "compiled")
     ran = {}

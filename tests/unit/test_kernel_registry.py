@@ -14,8 +14,12 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.kernels import dispatch, inputs, reference, reference_codes, reference_quantize, reference_select, warm
+from thinwire.kernels import dispatch, warm
 from thinwire.kernels.dispatch import KERNELS, Kernel
+from thinwire.kernels.reference import codes as reference_codes
+from thinwire.kernels.reference import quantize as reference_quantize
+from thinwire.kernels.reference import rows as reference
+from thinwire.kernels.reference import select as reference_select
 from thinwire.kernels.samples import Sample, each
 
 REFERENCES = (reference, reference_codes, reference_quantize, reference_select)
@@ -80,7 +84,7 @@ def test_a_row_is_all_that_a_new_kernel_needs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dispatch, "has_numba", lambda: True)
     monkeypatch.setattr(dispatch, "compilation", lambda: None)
     call = dispatch.register(
-        double, cpu="cpu", from_size=4, knows=inputs.are_ids, samples=each(lambda: Sample(torch.arange(7)))
+        double, cpu="cpu", from_size=4, knows=dispatch.are_ids, samples=each(lambda: Sample(torch.arange(7)))
     )
     for size in (3, 4):
         assert torch.equal(call(torch.arange(size)), 2 * torch.arange(size))

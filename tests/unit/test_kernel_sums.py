@@ -13,7 +13,9 @@ from thinwire import kernels
 
 pytest.importorskip("numba")
 
-from thinwire.kernels import cpu_rows, cpu_sum, dispatch
+from thinwire.kernels import dispatch
+from thinwire.kernels.cpu import rows as cpu_rows
+from thinwire.kernels.cpu import sum as cpu_sum
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

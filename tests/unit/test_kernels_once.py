@@ -17,8 +17,9 @@ import torch
 
 from clocks import PATIENCE, wait_until
 from thinwire import kernels
-from thinwire.kernels import dispatch, once, reference
-from thinwire.kernels.once import Once
+from thinwire.kernels import dispatch
+from thinwire.kernels.dispatch import Once
+from thinwire.kernels.reference import rows as reference
 
 NAMES = {"mix", "deal", "sum_rows"}
 needs_jit = pytest.mark.skipif(os.environ.get("NUMBA_DISABLE_JIT", "0") != "0", reason="nothing is compiled")
@@ -29,8 +30,8 @@ def patient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The process that compiles does nothing and ends when the file is there, with the status that is in it."""
     end = tmp_path / "end"
     code = "import os, time\nwhile not os.path.exists(END): time.sleep(0.01)\nexit(int(open(END).read()))"
-    monkeypatch.setattr(once, "_COMMAND", code.replace("END", repr(str(end))))
-    monkeypatch.setattr(once, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(dispatch, "_COMMAND", code.replace("END", repr(str(end))))
+    monkeypatch.setattr(dispatch, "LOOK_SECONDS", 0.0)
     yield end
     end.write_text("0")
 
@@ -165,9 +166,10 @@ import sys, time
 import torch
 from numba.core import event
 from thinwire import kernels
-from thinwire.kernels import dispatch, once, reference
+from thinwire.kernels import dispatch
+from thinwire.kernels.reference import rows as reference
 
-once._COMMAND = "import os; os.nice = lambda by: 0\\n" + once._COMMAND  # or it would take minutes on a busy machine
+dispatch._COMMAND = "import os; os.nice = lambda by: 0\\n" + dispatch._COMMAND  # or it takes minutes
 
 class Count(event.Listener):
     compiled = 0
@@ -186,7 +188,7 @@ assert not compilation.has("add_from_table"), "the last of all"
 while not compilation.has("nonzero_rows"):
     time.sleep(0.01)
 assert torch.equal(kernels.nonzero_rows(dense), first)
-from thinwire.kernels.cpu_rows import _find_words
+from thinwire.kernels.cpu.rows import _find_words
 assert len(_find_words.signatures) == 1, "now it runs compiled"
 assert count.compiled == 0, "in another process"
 print("child", compilation._child.pid if compilation._child else None)

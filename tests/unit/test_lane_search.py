@@ -8,9 +8,9 @@ from itertools import accumulate, product
 
 import pytest
 
+from thinwire.fuse.profile import Groups
 from thinwire.plan.costs import EXACT, Costs, Messages, chosen_costs
 from thinwire.plan.lane_search import espresso_jobs, fastest_jobs
-from thinwire.plan.profile import Groups
 
 Problem = tuple[list[float], list[float], list[Costs]]
 """Backward seconds, bytes, and costs of the options; the first is exact."""

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from thinwire import compress
-from thinwire.compress.atomo import probabilities
 from thinwire.compress.base import Compressor, Parameter, Payload, State
-from thinwire.compress.exchange import salted
-from thinwire.compress.low_rank import LowRank, matrix_shape, next_basis, orthonormal
 from thinwire.compress.memory import ErrorFeedback
-from thinwire.compress.wrapper import summable_code, unwrapped
+from thinwire.compress.methods.atomo import probabilities
+from thinwire.compress.methods.low_rank import LowRank, matrix_shape, next_basis, orthonormal
+from thinwire.compress.reduction.base import salted
+from thinwire.compress.wrappers import summable_code, unwrapped
 from thinwire.errors import CorruptMessageError
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from loopback import LoopbackExchange, Outcome, run_ranks, synchronized
 from thinwire import schemes
+from thinwire.comm import process_group
+from thinwire.comm.agree import broadcast_json, gather_bytes, gather_json, gather_records, longest
+from thinwire.comm.hosts import discover
+from thinwire.comm.process_group import Exchange, check_fits
 from thinwire.errors import CorruptHeaderError, ThinwireError
 from thinwire.sparse import SparseRows
-from thinwire.sync import memory
-from thinwire.sync.agree import broadcast_json, gather_bytes, gather_json, gather_records, longest
-from thinwire.sync.exchange import Exchange
-from thinwire.sync.hosts import discover
-from thinwire.sync.memory import check_fits
 from thinwire.sync.two_level import TwoLevel
 from thinwire.wire import FORMATS, Header, Kind, Message
 
@@ -228,7 +227,7 @@ def test_more_bytes_than_a_rank_may_have_are_not_received() -> None:
 
 
 def test_what_does_not_fit_into_memory_is_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "_available_bytes", lambda: 10**9)
+    monkeypatch.setattr(process_group, "_available_bytes", lambda: 10**9)
     check_fits(10**9, "here")
     with pytest.raises(CorruptHeaderError, match="2000000000 bytes are announced"):
         check_fits(2 * 10**9, "here")
@@ -241,7 +240,7 @@ def test_rows_that_do_not_fit_into_memory_are_refused_before_they_are_received(m
         rows = SparseRows(torch.arange(3), torch.ones(3, 64), num_rows)
         return synchronized(exchange, rows, "column_split")
 
-    monkeypatch.setattr(memory, "_available_bytes", lambda: 10**9)
+    monkeypatch.setattr(process_group, "_available_bytes", lambda: 10**9)
     outcomes = run_ranks(2, run, tamper=_changing("held", num_rows))
     assert isinstance(outcomes[0].error, CorruptHeaderError)
     assert "bytes are announced" in str(outcomes[0].error)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from loopback import LoopbackExchange, run_ranks
-from thinwire.sync.demand import Demand
-from thinwire.sync.machine import Machine, measure
+from thinwire.comm.machine import Machine, measure
+from thinwire.sync.choose import Demand
 
 MOST_BYTES = 2_000_000
 

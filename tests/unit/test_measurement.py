@@ -18,18 +18,18 @@ from loopback import LoopbackExchange, run_ranks
 from measured import codec, link, measurement, parameters
 from thinwire.compress.assign import with_memory
 from thinwire.compress.base import Parameter
-from thinwire.compress.choose import reduction_for
-from thinwire.compress.exchange import Stopwatch, Task
 from thinwire.compress.named import NAMES, parse
-from thinwire.hooks.clock import Clock, median_of_slowest
-from thinwire.plan import cache
-from thinwire.plan.cache import Setting, Speeds
+from thinwire.compress.reduction.base import Stopwatch, Task
+from thinwire.compress.reduction.choose import reduction_for
+from thinwire.fuse.profile import Linear
+from thinwire.measure import cache
+from thinwire.measure.cache import Setting, Speeds
+from thinwire.measure.codecs import EchoPeers, exchanges_of
+from thinwire.measure.ready import WARM_STEPS, StepWatch, agree, typical
+from thinwire.observe.step import Clock, median_of_slowest
 from thinwire.plan.costs import added_bytes
-from thinwire.plan.curves import EchoPeers, exchanges_of
 from thinwire.plan.measurement import Measurement
-from thinwire.plan.profile import Linear
-from thinwire.plan.ready import WARM_STEPS, StepWatch, agree, typical
-from thinwire.plan.speeds import Fit, Link
+from thinwire.plan.speeds import Fit, MeasuredLink
 
 FIXED = [(text, way) for text in ("bf16", "top_k:density=0.01", "ef_sign_sgd", "power_sgd", "int8", "terngrad")
          for way in exchanges_of(text)]  # fmt: skip
@@ -319,7 +319,7 @@ def test_a_place_that_cannot_be_written_is_no_error(cached: Setting, tmp_path: P
 
 def test_links_survive_json() -> None:
     measured = replace(link(100), all_reduce=Fit.of([(1000, 0.25), (3000, 0.5)]))
-    assert Link.from_json(json.loads(json.dumps(measured.to_json()))) == measured
+    assert MeasuredLink.from_json(json.loads(json.dumps(measured.to_json()))) == measured
     assert math.isclose(measured.mbit, 100)
 
 

@@ -14,9 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from loopback import LoopbackExchange, run_threads, synchronized
 from thinwire import schemes
+from thinwire.comm.process_group import Traffic
 from thinwire.schemes import Format, Scheme
 from thinwire.sparse import SparseRows
-from thinwire.sync.exchange import Traffic
 
 # Times the bytes received. Measured with float32: ZEN 3.4 at 2 ranks, 2.4 at 4, 2.2 at 8; AGsparse 3.7, 2.3, 1.9.
 # At 2 ranks only half of what is summed is received. Sixteen-bit values are summed in float32: at 2 and 8 ranks

@@ -6,10 +6,10 @@ import math
 
 import pytest
 
-from thinwire.plan.cluster import Cluster
-from thinwire.plan.models import MODELS
-from thinwire.plan.models.published import ALGORITHMS, TESTBEDS, compression
-from thinwire.plan.profile import Linear
+from thinwire.fuse.profile import Linear
+from thinwire.lab.espresso.cluster import Cluster
+from thinwire.lab.espresso.models import MODELS
+from thinwire.lab.espresso.models.published import ALGORITHMS, TESTBEDS, compression
 
 LINK = Linear(1e-4, 1e-9)
 

@@ -13,17 +13,16 @@ from torch import Tensor
 
 from loopback import LoopbackExchange, run_ranks
 from thinwire import compress
+from thinwire.comm.channel import Channel, Subject
 from thinwire.compress.base import Compressor, Parameter, State
-from thinwire.compress.choose import AUTO, reduction_for
-from thinwire.compress.exchange import Phase, Result, Stopwatch, Task
 from thinwire.compress.memory import MomentumCorrection, with_memory
-from thinwire.compress.ok_topk import OkTopk, ok_topk
-from thinwire.compress.ok_topk_exchange import OkTopkReduction
-from thinwire.compress.ok_topk_task import OkTopkTask
+from thinwire.compress.methods.ok_topk import OkTopk, ok_topk
+from thinwire.compress.reduction.base import Phase, Result, Stopwatch, Task
+from thinwire.compress.reduction.choose import AUTO, reduction_for
+from thinwire.compress.reduction.ok_topk import OkTopkReduction, OkTopkTask
 from thinwire.compress.state import copied, redistribute
 from thinwire.errors import CorruptMessageError, PeerError
-from thinwire.hooks.peers import ChannelPeers
-from thinwire.sync.channel import Channel, Subject
+from thinwire.gradients.peers import ChannelPeers
 from thinwire.wire import Header
 
 Gradient = Callable[[Parameter, int, int], Tensor]
@@ -363,7 +362,7 @@ def test_a_skew_is_balanced(monkeypatch: pytest.MonkeyPatch) -> None:
         return max(seen.sent_bytes[1] for seen in ranks)
 
     balanced = most()
-    monkeypatch.setattr("thinwire.compress.ok_topk_exchange._WORTH_A_ROUND", 10**9)
+    monkeypatch.setattr("thinwire.compress.reduction.ok_topk._WORTH_A_ROUND", 10**9)
     assert balanced < 0.75 * most()
 
 

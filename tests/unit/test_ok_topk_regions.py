@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.compress.ok_topk_regions import (
+from thinwire.compress.methods.ok_topk import (
     Tally,
     boundaries,
     mean_bounds,

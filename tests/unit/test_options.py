@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from thinwire.plan.cluster import FLAT, INTER, INTRA, Cluster
-from thinwire.plan.job import Compression
-from thinwire.plan.options import (
+from thinwire.fuse.profile import Linear
+from thinwire.lab.espresso.cluster import FLAT, INTER, INTRA, Cluster
+from thinwire.lab.espresso.job import CompressionCosts
+from thinwire.lab.espresso.options import (
     DENSE,
     FOLLOWS,
     KINDS,
@@ -21,8 +22,7 @@ from thinwire.plan.options import (
     options,
     over_all_ranks,
 )
-from thinwire.plan.profile import Linear
-from thinwire.plan.tasks import Pricer
+from thinwire.lab.espresso.tasks import Pricer
 
 
 def test_the_tree_has_as_many_options_as_the_paper_says() -> None:
@@ -121,6 +121,6 @@ def test_an_option_says_what_it_does() -> None:
     assert str(over_all_ranks("cpu")) == "encode on cpu, flat all_gather, decode on cpu"
 
 
-def _compression(ratio: float) -> Compression:
+def _compression(ratio: float) -> CompressionCosts:
     cost = Linear(1e-5, 1e-10)
-    return Compression("test", ratio, cost, cost, cost, cost)
+    return CompressionCosts("test", ratio, cost, cost, cost, cost)

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from loopback import LoopbackExchange, run_ranks
+from thinwire.comm.channel import Channel, Subject
 from thinwire.errors import CorruptMessageError
-from thinwire.hooks.embedding import LookupRows, tables_of
-from thinwire.hooks.groups import FIRST_GROUP_BYTES, GROUP_BYTES, Trained, agree_on_order, plan_groups
-from thinwire.sync.channel import Channel, Subject
+from thinwire.gradients.parameters import FIRST_GROUP_BYTES, GROUP_BYTES, Trained, agree_on_order, plan_groups
+from thinwire.gradients.tables import LookupRows, tables_of
 
 
 def trained(sizes_kib: Sequence[int], sparse: Sequence[int] = (), halves: Sequence[int] = ()) -> list[Trained]:

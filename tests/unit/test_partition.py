@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.sync.partition import BlockCyclic, Contiguous, HierarchicalHash, Partition, Permutation
+from thinwire.partition import BlockCyclic, Contiguous, HierarchicalHash, Partition, Permutation
 
 Maker = Callable[[int, int], Partition]
 WORLD_SIZES = (1, 2, 3, 4, 5, 8, 64)

@@ -17,7 +17,7 @@ import thinwire
 from thinwire.cli.main import app
 from thinwire.compress.base import Parameter
 from thinwire.compress.named import NAMES, parse, split
-from thinwire.compress.wrapper import code_of
+from thinwire.compress.wrappers import code_of
 from thinwire.plan.plan import STOCK, VERSION, Candidate, Group, Plan, fingerprint
 
 PARAMETERS = (

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from measured import measurement
-from thinwire.plan.calibrate import best_of_codecs
+from thinwire.measure.calibrate import best_of_codecs
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.planner import STOCK, Way, best_plan, ways
 from thinwire.plan.speeds import COPIES, Extra

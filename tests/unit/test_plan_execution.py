@@ -19,24 +19,22 @@ from torch import Tensor, nn
 
 from loopback import LoopbackExchange, run_ranks
 from thinwire import compress
+from thinwire.comm.channel import Subject
 from thinwire.compress.base import Parameter
-from thinwire.compress.choose import reduction_for
 from thinwire.compress.memory import with_memory
-from thinwire.compress.regroup import dissolved, fused, outstanding
+from thinwire.compress.reduction.choose import reduction_for
+from thinwire.compress.state import dissolved, fused, outstanding
 from thinwire.errors import CorruptMessageError, MismatchError
-from thinwire.hooks.clock import Load, StepTimes
-from thinwire.hooks.compressed import FLUSH_STEPS
-from thinwire.hooks.compression import PlannedCompression
-from thinwire.hooks.execution import Execution
-from thinwire.hooks.fit import Gradient, JobCosts, Measured
-from thinwire.hooks.following import Following
-from thinwire.hooks.groups import Trained, with_others
-from thinwire.hooks.intent import Intent, Pace
-from thinwire.hooks.replan import contiguous
-from thinwire.hooks.tracing import Trace
+from thinwire.follow.execution import Execution
+from thinwire.follow.fit import Gradient, JobCosts, Measured
+from thinwire.follow.grouping import Following, Intent, Pace, contiguous
+from thinwire.follow.steps import Trace
+from thinwire.fuse.profile import Groups, Profile
+from thinwire.gradients.compressed import FLUSH_STEPS
+from thinwire.gradients.compression import PlannedCompression
+from thinwire.gradients.parameters import Trained, with_others
+from thinwire.observe.step import Load, StepTimes
 from thinwire.plan.plan import Group, Plan, fingerprint
-from thinwire.plan.profile import Groups, Profile
-from thinwire.sync.channel import Subject
 from threaded import ALONE, ONE, PAIRS, LoopbackLane, Network, Rank, on_ranks
 
 GROUPINGS = {"alone": ALONE, "pairs": PAIRS, "one": ONE, "default": None}
@@ -442,7 +440,7 @@ def step_of(loads: Sequence[Load], gradients: Sequence[Gradient], waits: float =
 
 
 def _job(times: StepTimes, load: Load) -> Any:
-    from thinwire.hooks.clock import JobTimes
+    from thinwire.observe.step import JobTimes
 
     times.jobs.append(JobTimes(load, 10.0))
     return times.jobs[-1]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from loopback import Hub, LoopbackExchange
-from thinwire.plan import link
+from thinwire.measure import link
 from thinwire.plan.speeds import Fit
 
 

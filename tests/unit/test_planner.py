@@ -14,6 +14,8 @@ from measured import codec, measurement
 from thinwire import fuse
 from thinwire.cli.plan import COMPRESSORS, names_of
 from thinwire.fuse.policy import Policy
+from thinwire.fuse.profile import Groups
+from thinwire.fuse.timeline import iteration_seconds
 from thinwire.plan.lane_search import fastest_jobs
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.plan import STOCK
@@ -32,8 +34,6 @@ from thinwire.plan.planner import (
     plan_of,
     ways,
 )
-from thinwire.plan.profile import Groups
-from thinwire.plan.timeline import iteration_seconds
 
 TOP_K = "top_k:density=0.01"
 SIMPLE: tuple[Policy, ...] = (fuse.layerwise(), fuse.one_bucket())

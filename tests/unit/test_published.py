@@ -10,9 +10,9 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.compress.base import Parameter
-from thinwire.plan.models import MODELS
+from thinwire.lab.espresso.models import MODELS
+from thinwire.lab.espresso.published import plan_published, published_cluster
 from thinwire.plan.plan import STOCK, Plan
-from thinwire.plan.published import plan_published, published_cluster
 
 
 @pytest.mark.parametrize("name", ["vgg16", "lstm"])

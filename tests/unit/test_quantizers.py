@@ -26,8 +26,8 @@ from thinwire.compress.base import (
     check_parameter,
     subtract,
 )
-from thinwire.compress.exchange import salted
-from thinwire.compress.wrapper import code_of, packed_code
+from thinwire.compress.reduction.base import salted
+from thinwire.compress.wrappers import code_of, packed_code
 from thinwire.errors import CorruptMessageError
 
 METHODS: dict[str, Compressor] = {

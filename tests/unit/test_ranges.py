@@ -8,9 +8,9 @@ from torch.autograd import profiler
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
 from loopback import LoopbackExchange, run_ranks
-from thinwire import ranges
-from thinwire.hooks.table import TableGradient
-from thinwire.sync.channel import Channel, Subject
+from thinwire.comm.channel import Channel, Subject
+from thinwire.gradients.tables import TableGradient
+from thinwire.observe import step
 from thinwire.sync.synchronize import agree, synchronize
 
 RANGES = {f"thinwire::{name}" for name in ("find", "pack", "exchange", "sum", "scatter")}
@@ -43,18 +43,18 @@ def test_nothing_is_recorded_while_nobody_profiles(monkeypatch: pytest.MonkeyPat
         raise AssertionError(f"{name} is recorded")
 
     monkeypatch.setattr(profiler, "record_function", refuse)
-    assert not ranges.enabled()
+    assert not step.enabled()
     for outcome in run_ranks(2, lambda exchange: _step(exchange, "dense", "zen")):
         outcome.get()
     monkeypatch.setattr(profiler, "_is_profiler_enabled", True)
     with pytest.raises(AssertionError, match="thinwire::sum is recorded"):
-        ranges.ranged("sum")(lambda: None)()
+        step.ranged("sum")(lambda: None)()
     with pytest.raises(AssertionError, match="thinwire::pack is recorded"):
-        ranges.named("pack")
+        step.named("pack")
 
 
 def test_a_torch_that_does_not_tell_gets_the_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(profiler, "_is_profiler_enabled")
-    assert ranges.enabled()
-    with ranges.named("find"):
+    assert step.enabled()
+    with step.named("find"):
         pass

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.bench import recipes
-from thinwire.bench.recipes import (
+from thinwire.lab.bench import recipes
+from thinwire.lab.bench.recipes import (
     RECIPES,
     Recipe,
     expected_densification,
@@ -21,7 +21,7 @@ from thinwire.bench.recipes import (
     row_ids,
     row_values,
 )
-from thinwire.observe.sparsity import densification, density, overlap_ratio, skewness
+from thinwire.lab.sparsity import densification, density, overlap_ratio, skewness
 
 NAMES = list(RECIPES)
 CASES = [

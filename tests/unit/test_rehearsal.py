@@ -12,14 +12,25 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.sync.choose import CANDIDATES, Price, explain, explained, prices, ranked
-from thinwire.sync.demand import Demand
-from thinwire.sync.dimensions import Communication
+from thinwire.comm.machine import Machine
+from thinwire.sync.choose import (
+    ALIKE,
+    CANDIDATES,
+    HOPELESS,
+    MAX_REHEARSALS,
+    MAX_STEPS,
+    Demand,
+    Price,
+    explain,
+    explained,
+    prices,
+    ranked,
+    rehearse,
+    to_rehearse,
+)
 from thinwire.sync.experience import WINDOW_STEPS, Experience
-from thinwire.sync.machine import Machine
 from thinwire.sync.named import AGSPARSE_CODED, COLUMN_SPLIT, ZEN, name_of
-from thinwire.sync.rehearsal import ALIKE, HOPELESS, MAX_REHEARSALS, MAX_STEPS, rehearse, to_rehearse
-from thinwire.sync.scheme import Scheme
+from thinwire.sync.scheme import Communication, Scheme
 
 FAST = Machine(2e-3, 3e-4, 2e-9, 2e-9, 1e-5, 1e-8, 1e-10, 1e-8, 1e-10, 1e-8, 1e-10)
 WORDS = Demand(4, 119_788, 128, 4, 2_314, 2_640)

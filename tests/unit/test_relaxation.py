@@ -9,25 +9,25 @@ from itertools import product
 import pytest
 from test_espresso import random_job, seconds_of
 
-from thinwire.plan.cluster import Cluster
-from thinwire.plan.engine import iteration_seconds
-from thinwire.plan.espresso import espresso
-from thinwire.plan.job import Compression, Job
-from thinwire.plan.models import MODELS
-from thinwire.plan.models.published import TESTBEDS
-from thinwire.plan.options import DENSE, between_hosts, options, over_all_ranks, with_processors
-from thinwire.plan.profile import Linear
-from thinwire.plan.refine import ENOUGH, refine
-from thinwire.plan.relaxation import Relaxation
-from thinwire.plan.tasks import Pricer
-from thinwire.plan.upper_bound import attainable_bound
+from thinwire.fuse.profile import Linear
+from thinwire.lab.espresso.cluster import Cluster
+from thinwire.lab.espresso.engine import iteration_seconds
+from thinwire.lab.espresso.espresso import espresso
+from thinwire.lab.espresso.job import CompressionCosts, EspressoJob
+from thinwire.lab.espresso.models import MODELS
+from thinwire.lab.espresso.models.published import TESTBEDS
+from thinwire.lab.espresso.options import DENSE, between_hosts, options, over_all_ranks, with_processors
+from thinwire.lab.espresso.refine import ENOUGH, refine
+from thinwire.lab.espresso.relaxation import Relaxation
+from thinwire.lab.espresso.tasks import Pricer
+from thinwire.lab.espresso.upper_bound import attainable_bound
 
 TREE = (DENSE, between_hosts("gpu"), between_hosts("cpu"), between_hosts("gpu", divisible=True), over_all_ranks("gpu"))
 SEEDS = range(20)
 
 
 @cache
-def instance(seed: int) -> tuple[Job, tuple[float, ...]]:
+def instance(seed: int) -> tuple[EspressoJob, tuple[float, ...]]:
     """A job of four tensors, and what every strategy takes, least first."""
     job = random_job(seed, count=4)
     pricer = Pricer(job.size_bytes, job.cluster, job.compression)
@@ -68,7 +68,7 @@ def test_a_deadline_proves_more_where_one_tensor_decides() -> None:
     """Either encode for 1 s at the accelerator, or spend 5 s on the link: at most weights that looks like 5/6 s."""
     free, second = Linear(0.0, 0.0), Linear(1.0, 0.0)
     cluster = Cluster(2, 1, free, Linear(0.0, 5.0), free)
-    job = Job((1.0,), (1.0,), Compression("test", 0.0, second, free, second, free), cluster)
+    job = EspressoJob((1.0,), (1.0,), CompressionCosts("test", 0.0, second, free, second, free), cluster)
     tree = (DENSE, over_all_ranks("gpu"))
     assert min(seconds_of(job, [option]) for option in tree) == pytest.approx(2.0)
     relaxation = Relaxation(job, tree)

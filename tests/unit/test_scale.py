@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from thinwire.plan.models.published import nvlink_100g
-from thinwire.plan.models.results import RESULTS, SCALING_FACTORS, Result
-from thinwire.plan.scale import METHODS, WORLDS, at_scale, compare, simulate
+from thinwire.lab.espresso.models.published import nvlink_100g
+from thinwire.lab.espresso.models.results import RESULTS, SCALING_FACTORS, PublishedResult
+from thinwire.lab.espresso.scale import METHODS, WORLDS, at_scale, compare, simulate
 
 # Of every two methods with a published order, those that are the other way round here: docs/planning-at-scale.md.
 OTHER_WAY = {
@@ -17,14 +17,14 @@ OTHER_WAY = {
 
 
 @pytest.mark.parametrize("result", RESULTS, ids=lambda result: result.model)
-def test_the_rank_order_of_the_papers_figures(result: Result) -> None:
+def test_the_rank_order_of_the_papers_figures(result: PublishedResult) -> None:
     pairs = compare(result).pairs
     assert {(fast, slow) for fast, slow, agrees in pairs if not agrees} == OTHER_WAY.get(result.model, set())
     assert all(agrees for fast, _, agrees in pairs if fast == "espresso")
 
 
 @pytest.mark.parametrize("result", SCALING_FACTORS, ids=lambda result: result.model)
-def test_the_scaling_factors_of_the_papers_table_1(result: Result) -> None:
+def test_the_scaling_factors_of_the_papers_table_1(result: PublishedResult) -> None:
     """BERT's are reproduced; of the other two only that GPUs compress faster than processors."""
     agreement = {(fast, slow): agrees for fast, slow, agrees in compare(result).pairs}
     if result.model == "bert":

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from thinwire import schemes
+from thinwire.lab.bench.design_space import label, points
+from thinwire.partition import BlockCyclic, Contiguous, HierarchicalHash, Permutation, core_size
 from thinwire.schemes import Aggregation, Balance, Communication, Format, Ownership, Partitioning, Scheme, Unit
-from thinwire.sync.design_space import label, points
 from thinwire.sync.named import name_of, resolve
-from thinwire.sync.partition import BlockCyclic, Contiguous, HierarchicalHash, Permutation, core_size
-from thinwire.sync.patterns.ring import reduce_schedule
-from thinwire.sync.patterns.staged import REDUCE_SCHEDULES
+from thinwire.sync.schedules import ring_reduce_schedule
+from thinwire.sync.staged import REDUCE_SCHEDULES
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_schedules_of_parts_fit_together(world_size: int) -> None:
                 for part in stage.receives:
                     assert held[rank][part].isdisjoint(sent[stage.source][part]), "added twice"
                     held[rank][part] |= sent[stage.source][part]
-        num_owners = world_size if schedule is reduce_schedule else core_size(world_size)
+        num_owners = world_size if schedule is ring_reduce_schedule else core_size(world_size)
         for owner in range(num_owners):
             assert held[owner][owner] == set(range(world_size))
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.kernels import reference_select
+from thinwire.kernels.reference import select as reference_select
 
 pytest.importorskip("numba")
 JIT = os.environ.get("NUMBA_DISABLE_JIT", "0") == "0"

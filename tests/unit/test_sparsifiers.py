@@ -14,12 +14,12 @@ from torch import Tensor
 from thinwire import compress
 from thinwire.compress import bf16, int8
 from thinwire.compress.base import Compressor, Memory, Parameter, Payload, State, Summable, check_parameter
-from thinwire.compress.dgc import SampledTopK
 from thinwire.compress.memory import ErrorFeedback, MomentumCorrection
-from thinwire.compress.schedule import WarmUp, density_of
-from thinwire.compress.sidco import exponential_excess, gamma_excess, pareto_excess
-from thinwire.compress.sparsify import HEADER_BYTES, DensitySelector, Sparsifier
-from thinwire.compress.wrapper import packed_code
+from thinwire.compress.methods.dgc import SampledTopK
+from thinwire.compress.methods.sidco import exponential_excess, gamma_excess, pareto_excess
+from thinwire.compress.methods.sparsify import HEADER_BYTES, DensitySelector, Sparsifier
+from thinwire.compress.warm_up import WarmUp, density_of
+from thinwire.compress.wrappers import packed_code
 from thinwire.errors import CorruptMessageError, MismatchError
 
 METHODS: dict[str, Callable[..., DensitySelector]] = {
@@ -195,7 +195,7 @@ def test_damage_is_noticed(method: str, density: float) -> None:
 
 def test_well_sealed_nonsense_is_refused() -> None:
     """A checksum is no secret: counts, formats and ids are looked at too."""
-    from thinwire.compress.sparsify import sealed
+    from thinwire.compress.methods.sparsify import sealed
 
     parameter, compressor = Parameter("weight", (300,)), compress.top_k(0.01)
     good = compressor.pack(sent_by(compressor, gradient_of(parameter), parameter), parameter)[HEADER_BYTES:]

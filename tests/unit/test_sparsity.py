@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from thinwire.observe.sparsity import (
-    densification,
-    density,
-    imbalance_pull,
-    imbalance_push,
-    overlap_ratio,
-    skewness,
-)
+from thinwire.lab.sparsity import densification, density, imbalance_pull, imbalance_push, overlap_ratio, skewness
 
 NUM_ROWS = 37
 id_sets = st.sets(st.integers(0, NUM_ROWS - 1))

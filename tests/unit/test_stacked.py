@@ -7,22 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.compress import (
-    bf16,
-    error_feedback,
-    gaussian_k,
-    messages,
-    momentum_correction,
-    qsgd,
-    random_k,
-    stacked,
-    top_k,
-)
-from thinwire.compress.all_gather import AllGather
+from thinwire.compress import bf16, error_feedback, gaussian_k, momentum_correction, qsgd, random_k, top_k
 from thinwire.compress.base import Compressor, Parameter
-from thinwire.compress.exchange import Stopwatch, Task
+from thinwire.compress.reduction import messages, stacked
+from thinwire.compress.reduction.all_gather import AllGather
+from thinwire.compress.reduction.base import Stopwatch, Task
 from thinwire.errors import CorruptMessageError
-from thinwire.plan.curves import EchoPeers
+from thinwire.measure.codecs import EchoPeers
 from thinwire.wire import Header
 
 SHAPES = ((3, 5), (1,), (17, 9), (0,), (64, 33), (1, 7))

@@ -21,15 +21,14 @@ from torch.futures import Future
 
 from loopback import LoopbackExchange, run_ranks
 from thinwire.attach import _check_parameters
+from thinwire.comm.channel import Channel, Subject
+from thinwire.comm.process_group import DeviceEvent, HostStaging
 from thinwire.cuda.arena import Arena
 from thinwire.cuda.staging import DeviceStaging, staging_for
-from thinwire.hooks.buckets import Buckets
-from thinwire.hooks.gradients import GradientSync
-from thinwire.hooks.staged import StagedTable, staged
-from thinwire.hooks.table import TableGradient
+from thinwire.gradients.buckets import Buckets
+from thinwire.gradients.exact import GradientSync
+from thinwire.gradients.tables import StagedTable, TableGradient, staged
 from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
-from thinwire.sync.channel import Channel, Subject
-from thinwire.sync.staging import Event, HostStaging
 
 GARBAGE = 0xAB
 
@@ -64,11 +63,11 @@ class FakeDevice:
         finally:
             self._stream.name = "training"
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         assert isinstance(event, FakeEvent)
         self._note(f"wait for {event.stream}")
 
-    def synchronize(self, event: Event) -> None:
+    def synchronize(self, event: DeviceEvent) -> None:
         assert isinstance(event, FakeEvent)
         assert event.stream == "lane", "nobody waits on the host for the training stream"
         self._note("synchronize")

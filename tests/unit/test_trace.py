@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.bench.trace import Trace, load_trace, save_trace
+from thinwire.lab.bench.trace import IndexTrace, load_trace, save_trace
 
 A = torch.tensor([0, 3, 7])
 B = torch.tensor([2])
@@ -28,7 +28,7 @@ def good_arrays() -> dict[str, object]:
 
 @pytest.mark.parametrize("name", ["run.npz", "run.trace"])
 def test_round_trip(tmp_path: Path, name: str) -> None:
-    trace = Trace(num_rows=8, width=4, steps=((A, B, EMPTY), (EMPTY, A, B)))
+    trace = IndexTrace(num_rows=8, width=4, steps=((A, B, EMPTY), (EMPTY, A, B)))
     save_trace(tmp_path / name, trace)
     assert [path.name for path in tmp_path.iterdir()] == [name]
     loaded = load_trace(tmp_path / name)
@@ -41,7 +41,7 @@ def test_round_trip(tmp_path: Path, name: str) -> None:
 
 def test_more_than_ten_steps_keep_their_order(tmp_path: Path) -> None:
     steps = tuple((torch.tensor([step]),) for step in range(12))
-    save_trace(tmp_path / "t.npz", Trace(num_rows=12, width=1, steps=steps))
+    save_trace(tmp_path / "t.npz", IndexTrace(num_rows=12, width=1, steps=steps))
     assert [int(step[0]) for step in load_trace(tmp_path / "t.npz").steps] == list(range(12))
 
 
@@ -86,7 +86,7 @@ def test_malformed_contents(tmp_path: Path, change: dict[str, object], message: 
 
 def test_files_that_are_no_archive(tmp_path: Path) -> None:
     path = tmp_path / "t.npz"
-    save_trace(path, Trace(8, 4, ((A, B),)))
+    save_trace(path, IndexTrace(8, 4, ((A, B),)))
     whole = path.read_bytes()
     for content in (b"", b"step,rank,ids\n", whole[: len(whole) // 2]):
         path.write_bytes(content)
@@ -119,4 +119,4 @@ def test_a_missing_file_says_how_to_record_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("steps", [(), ((),), ((A, B), (A,)), ((A,), (A, B)), ((A.int(),),), ((A.flip(0),),)])
 def test_trace_checks_its_steps(steps: tuple[tuple[torch.Tensor, ...], ...]) -> None:
     with pytest.raises(ValueError, match=r"step|rank"):
-        Trace(num_rows=8, width=4, steps=steps)
+        IndexTrace(num_rows=8, width=4, steps=steps)

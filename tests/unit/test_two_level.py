@@ -11,14 +11,13 @@ from torch import Tensor
 
 from loopback import LoopbackExchange, Outcome, run_ranks, synchronized
 from thinwire import schemes
+from thinwire.comm.channel import Channel, Subject
+from thinwire.comm.hosts import Hosts, discover, host_of_ranks, ranks_of_hosts
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
 from thinwire.schemes import Communication, Format, Ownership, Scheme, Unit
 from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
 from thinwire.sync import cost
-from thinwire.sync.channel import Channel, Subject
-from thinwire.sync.cost_pairs import pair_bytes
-from thinwire.sync.cost_two_level import between_hosts_bytes, expected_bytes, sent_bytes
-from thinwire.sync.hosts import Hosts, discover, host_of_ranks, ranks_of_hosts
+from thinwire.sync.ledger import between_hosts_bytes, expected_bytes, pair_bytes, sent_bytes
 from thinwire.sync.named import name_of, resolve
 from thinwire.sync.synchronize import agree, synchronize
 from thinwire.sync.two_level import TwoLevel

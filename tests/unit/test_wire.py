@@ -13,8 +13,8 @@ from torch import Tensor
 
 from thinwire import kernels, wire
 from thinwire.errors import CorruptMessageError
+from thinwire.partition import Contiguous, HierarchicalHash, Permutation, Whole
 from thinwire.sparse import SUPPORTED_DTYPES
-from thinwire.sync.partition import Contiguous, HierarchicalHash, Permutation, Whole
 from thinwire.wire import FORMATS, Format, Header, Kind, Message, Part
 
 NONE = torch.empty(0, dtype=torch.int64)

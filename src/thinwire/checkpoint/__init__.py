@@ -13,12 +13,12 @@ from thinwire.checkpoint.placement import placement, recovery_probability
 
 if TYPE_CHECKING:
     from thinwire.checkpoint.checkpointer import Checkpointer
-    from thinwire.checkpoint.memory_reader import MemoryReader
-    from thinwire.checkpoint.memory_writer import MemoryWriter
+    from thinwire.checkpoint.dcp.reader import MemoryReader
+    from thinwire.checkpoint.dcp.writer import MemoryWriter
 
 __all__ = ["Checkpointer", "MemoryReader", "MemoryWriter", "placement", "recovery_probability"]
 
-_MODULES = {"Checkpointer": "checkpointer", "MemoryReader": "memory_reader", "MemoryWriter": "memory_writer"}
+_MODULES = {"Checkpointer": "checkpointer", "MemoryReader": "dcp.reader", "MemoryWriter": "dcp.writer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.checkpoint.client import HolderClient, SlotWriter
 from thinwire.checkpoint.copier import copy_of
-from thinwire.checkpoint.dcp import PersistentTier
-from thinwire.checkpoint.encode import Encoded
-from thinwire.checkpoint.gaps import Pacer
+from thinwire.checkpoint.dcp.tier import PersistentTier
 from thinwire.checkpoint.group import least
+from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.registration import Registration
+from thinwire.checkpoint.state.encode import Encoded
 from thinwire.errors import ThinwireError
+from thinwire.holder.client import HolderClient, SlotWriter
 
 logger = logging.getLogger("thinwire")
 

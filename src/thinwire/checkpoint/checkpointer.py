@@ -14,17 +14,17 @@ from torch import nn
 
 from thinwire.checkpoint.agreement import FAILURES, Agreement
 from thinwire.checkpoint.cycle import Cycle
-from thinwire.checkpoint.dcp import PersistentTier, parse_seconds
-from thinwire.checkpoint.gaps import Pacer
+from thinwire.checkpoint.dcp.tier import PersistentTier, parse_seconds
 from thinwire.checkpoint.group import new_group, run_id_of
+from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.records import Notices, VersionRecord
 from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.restore import Restorer
-from thinwire.checkpoint.snapshot import Training
+from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.checkpoint.statistics import statistics
-from thinwire.checkpoint.version import topology_digest
+from thinwire.comm.lane import Group
 from thinwire.errors import ThinwireError
-from thinwire.lane import Group
+from thinwire.holder.version import topology_digest
 
 logger = logging.getLogger("thinwire")
 
@@ -94,7 +94,7 @@ class Checkpointer:
         if every < 1 or persistent_keep < 1:
             raise ValueError(f"every={every}, persistent_keep={persistent_keep}: both are 1, 2, ...")
         every_seconds, run_id = parse_seconds(persistent_every), run_id_of(run_id)
-        training = Training(model, optimizer, scheduler, scaler, synchronizer, data)
+        training = TrainingState(model, optimizer, scheduler, scaler, synchronizer, data)
         timeout = timeout or timedelta(minutes=30)
         state = training.describe()
         self._group: Any = new_group(process_group, timeout)
@@ -213,7 +213,7 @@ class Checkpointer:
         ``checkpoint/bytes`` are of one version, ``checkpoint/replicated_step`` is the newest that all ranks had
         everywhere when the last one was made, ``checkpoint/blocking_seconds`` and ``checkpoint/copy_seconds`` are
         medians (`VersionRecord`). ``checkpoint/bound_network_seconds`` and ``checkpoint/bound_copy_seconds`` are the
-        least that a version can take at the speed that was measured (`thinwire.checkpoint.bounds`),
+        least that a version can take at the speed that was measured (`thinwire.checkpoint.pacing.bounds`),
         ``checkpoint/idle_seconds`` of an iteration is what there is for it; ``checkpoint/iterations_needed`` is over
         how many of them it is spread, ``checkpoint/schedule`` which bytes of it were granted when (Algorithm 2).
         """

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.checkpoint.version import Version
+from thinwire.holder.version import Version
 
 MAX_REASONS = 20
 

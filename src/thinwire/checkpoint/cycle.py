@@ -1,4 +1,8 @@
-"""A checkpoint from one optimizer step to the next: captured, agreed on, copied, published.
+"""A thread for the work of checkpoints, and the turns of one.
+
+A thread that does one job after the other, beside the training.
+
+A checkpoint from one optimizer step to the next: captured, agreed on, copied, published.
 
     optimizer.step   checkpointer.step          forward, backward             optimizer.step
                      capture, small copy                                      fence
@@ -12,20 +16,56 @@ took 20 ms, which training now waits for only if sending takes the whole iterati
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from thinwire.checkpoint.agreement import FAILURES, Agreement, Turn
 from thinwire.checkpoint.copier import Copier, Copy
-from thinwire.checkpoint.encode import Encoded, StateEncoder
-from thinwire.checkpoint.layout import TensorSlice
 from thinwire.checkpoint.records import Notices, Records, VersionRecord
-from thinwire.checkpoint.snapshot import Training
-from thinwire.checkpoint.worker import Worker
+from thinwire.checkpoint.state.encode import Encoded, StateEncoder
+from thinwire.checkpoint.state.layout import TensorSlice
+from thinwire.checkpoint.state.snapshot import TrainingState
+
+T = TypeVar("T")
+
+
+class Worker:
+    """A daemon, so that a job that waits for a dead peer does not keep the process alive."""
+
+    def __init__(self, name: str) -> None:
+        self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                result = job()
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._jobs.put(run)
+        return future
+
+    def close(self, seconds: float) -> bool:
+        """Whether all jobs were done within that time; what is left goes on, or is never done."""
+        self._jobs.put(None)
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+
 
 _CLOSE_SECONDS = 10.0
 
@@ -39,7 +79,7 @@ class Cycle:
 
     def __init__(
         self,
-        training: Training,
+        training: TrainingState,
         agreement: Agreement,
         notices: Notices,
         about: dict[str, Any],

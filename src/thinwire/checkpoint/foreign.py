@@ -9,13 +9,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from thinwire.checkpoint.client import SlotReader
-from thinwire.checkpoint.faultpoint import reach
 from thinwire.checkpoint.group import failures_of, gather_json
-from thinwire.checkpoint.layout import Layout, view_of
 from thinwire.checkpoint.registration import Registration
-from thinwire.checkpoint.version import Version, start_order
+from thinwire.checkpoint.state.layout import StateLayout, view_of
 from thinwire.errors import ThinwireError
+from thinwire.holder.client import SlotReader
+from thinwire.holder.faultpoint import reach
+from thinwire.holder.version import Version, start_order
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ def foreign_versions(inventories: Mapping[str, Sequence[Version]], run_id: str, 
     return sorted(found, key=lambda version: (*version.order, version.topology), reverse=True)
 
 
-def gather_layouts(version: ForeignVersion, registration: Registration, group: dist.ProcessGroup) -> dict[int, Layout]:
+def gather_layouts(
+    version: ForeignVersion, registration: Registration, group: dist.ProcessGroup
+) -> dict[int, StateLayout]:
     """Layouts of the shards of a version, on all ranks; collective. What cannot be read is left out."""
     mine: dict[str, str] = {}
     if registration.client is not None and registration.holders.index(registration.here) == registration.rank:
@@ -63,10 +65,10 @@ def gather_layouts(version: ForeignVersion, registration: Registration, group: d
                 except (ThinwireError, ValueError, OSError):
                     continue
     told: list[dict[str, str]] = gather_json(mine, group)
-    return {int(owner): Layout.from_bytes(text.encode()) for each in told for owner, text in each.items()}
+    return {int(owner): StateLayout.from_bytes(text.encode()) for each in told for owner, text in each.items()}
 
 
-def is_whole(layouts: Mapping[int, Layout], about: Mapping[str, Any]) -> bool:
+def is_whole(layouts: Mapping[int, StateLayout], about: Mapping[str, Any]) -> bool:
     """Whether these are the shards of all ranks of a state, and of one that fits a training that says ``about``."""
     sizes = {layout.about.get("world_size") for layout in layouts.values()}
     states = {layout.about.get("state") for layout in layouts.values()}
@@ -89,7 +91,7 @@ class ForeignShards:
         error: str = "",
     ) -> None:
         self._readers: dict[int, SlotReader] = {}
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, StateLayout] = {}
         self._group = group
         self._agree(error)
         needs = gather_json(sorted(needed), group)
@@ -130,7 +132,7 @@ class ForeignShards:
                 raise ThinwireError("the holder of this host is gone")
             reader = registration.client.open(next(iter(version.copies[owner].values())))
             self._readers[owner] = reader
-            self._layouts[owner] = Layout.from_bytes(reader.layout)
+            self._layouts[owner] = StateLayout.from_bytes(reader.layout)
 
     def tensors(self, owner: int, numbers: Sequence[int]) -> list[Tensor]:
         slices, payload = self._layouts[owner].slices, self._readers[owner].payload

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.lane import Group, resolve_group
-from thinwire.sync import agree
-from thinwire.sync.exchange import ProcessGroupExchange
+from thinwire.comm import agree
+from thinwire.comm.lane import Group, resolve_group
+from thinwire.comm.process_group import ProcessGroupExchange
 
 
 def new_group(parent: Group, timeout: timedelta) -> dist.ProcessGroup:

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.checkpoint.choice import Choice, choose
-from thinwire.checkpoint.client import HolderClient
-from thinwire.checkpoint.faultpoint import reach
 from thinwire.checkpoint.group import gather_json
-from thinwire.checkpoint.layout import Layout, views
-from thinwire.checkpoint.snapshot import Training
-from thinwire.checkpoint.version import NONCE_BITS, Version, next_attempt
+from thinwire.checkpoint.state.layout import StateLayout, views
+from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import CorruptMessageError, ThinwireError
+from thinwire.holder.client import HolderClient
+from thinwire.holder.faultpoint import reach
+from thinwire.holder.version import NONCE_BITS, Version, next_attempt
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def survey(
     return Survey(choose(inventories, holders, run_id, topology), attempt, len(of_run), inventories)
 
 
-def load_shard(client: HolderClient, choice: Choice, rank: int, here: str, training: Training) -> int:
+def load_shard(client: HolderClient, choice: Choice, rank: int, here: str, training: TrainingState) -> int:
     """Bring the shard of this rank to this host if it is not here, load it in place, and say of which step it is.
 
     What was loaded is compared with its digests once more: minutes can be between the survey and now, and a process
@@ -75,7 +75,7 @@ def load_shard(client: HolderClient, choice: Choice, rank: int, here: str, train
         reach("fetch")
         client.fetch(version, source)
     with client.open(version) as reader:
-        layout = Layout.from_bytes(reader.layout)
+        layout = StateLayout.from_bytes(reader.layout)
         tensors: list[Tensor] = views(layout, reader.payload)
         try:
             step = training.load(layout, tensors)

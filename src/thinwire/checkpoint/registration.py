@@ -12,13 +12,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.checkpoint.client import DEFAULT_LAYOUT_BYTES, HolderClient
 from thinwire.checkpoint.group import failures_of, gather_json
 from thinwire.checkpoint.placement import replicas_of_ranks
-from thinwire.checkpoint.start import HolderOptions, ensure_holder, load_secret, socket_path
-from thinwire.checkpoint.version import topology_digest
+from thinwire.comm.hosts import boot_id
 from thinwire.errors import ThinwireError
-from thinwire.sync.hosts import boot_id
+from thinwire.holder.client import DEFAULT_LAYOUT_BYTES, HolderClient
+from thinwire.holder.start import HolderOptions, ensure_holder, load_secret, socket_path
+from thinwire.holder.version import topology_digest
 
 logger = logging.getLogger("thinwire")
 

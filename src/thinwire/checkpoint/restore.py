@@ -11,24 +11,18 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from thinwire.checkpoint.choice import Choice
-from thinwire.checkpoint.dcp import PersistentTier
-from thinwire.checkpoint.disk import DiskShards
-from thinwire.checkpoint.faultpoint import reach
-from thinwire.checkpoint.foreign import (
-    ForeignShards,
-    ForeignVersion,
-    foreign_versions,
-    gather_layouts,
-    is_whole,
-)
+from thinwire.checkpoint.dcp.disk import DiskShards
+from thinwire.checkpoint.dcp.tier import PersistentTier
+from thinwire.checkpoint.foreign import ForeignShards, ForeignVersion, foreign_versions, gather_layouts, is_whole
 from thinwire.checkpoint.group import least
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.recovery import Survey, load_shard, survey
 from thinwire.checkpoint.registration import Registration
-from thinwire.checkpoint.reshard import fill, plan_moves
-from thinwire.checkpoint.snapshot import Training
-from thinwire.checkpoint.version import NONCE_BITS, next_attempt, start_order, topology_digest
+from thinwire.checkpoint.state.reshard import fill, plan_moves
+from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import ThinwireError
+from thinwire.holder.faultpoint import reach
+from thinwire.holder.version import NONCE_BITS, next_attempt, start_order, topology_digest
 
 logger = logging.getLogger("thinwire")
 
@@ -74,7 +68,7 @@ class Restorer:
 
     def __init__(
         self,
-        training: Training,
+        training: TrainingState,
         registration: Registration,
         tier: PersistentTier | None,
         group: dist.ProcessGroup,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from thinwire.checkpoint.agreement import Agreement
-from thinwire.checkpoint.bounds import Hardware, copy_seconds, network_seconds
-from thinwire.checkpoint.dcp import PersistentTier
-from thinwire.checkpoint.gaps import Pacer
+from thinwire.checkpoint.dcp.tier import PersistentTier
+from thinwire.checkpoint.pacing.bounds import Hardware, copy_seconds, network_seconds
+from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.records import Records
 from thinwire.checkpoint.registration import Registration
 

@@ -16,10 +16,10 @@ from thinwire.cli.lazy import ScriptCommand
 from thinwire.cli.output import STDOUT, check_directories, clear_errors, console_for, plain_table, write_json
 
 if TYPE_CHECKING:
-    from thinwire.analyze.prediction import AssumedLink
-    from thinwire.analyze.recording import Recording
-    from thinwire.analyze.statistics import TableStatistics
-    from thinwire.analyze.summary import Analysis
+    from thinwire.lab.analyze.prediction import AssumedLink
+    from thinwire.lab.analyze.recording import Recording
+    from thinwire.lab.analyze.statistics import TableStatistics
+    from thinwire.lab.analyze.summary import Analysis
 
 DEFAULT_MODEL = "lstm-lm"
 
@@ -54,10 +54,10 @@ def analyze(
 
     Example: thinwire analyze train.py --workers 4 --steps 20 --link 1gbit --json out.json
     """
-    from thinwire.analyze.report import build_report
-    from thinwire.analyze.run import ScriptFailed
-    from thinwire.analyze.summary import Analysis
-    from thinwire.bench.trace import save_trace
+    from thinwire.lab.analyze.report import build_report
+    from thinwire.lab.analyze.run import ScriptFailed
+    from thinwire.lab.analyze.summary import Analysis
+    from thinwire.lab.bench.trace import save_trace
 
     check_directories({"--json": json_path, "--report": report, "--record": record})
     console = console_for(json_path)
@@ -80,8 +80,8 @@ def analyze(
 
 def parse_network(link: str, latency: str) -> AssumedLink:
     """What ``--link`` and ``--latency`` say. Raises ValueError for a text that is no rate, or no time above 0."""
-    from thinwire.analyze.prediction import AssumedLink
-    from thinwire.testbed.network import Link
+    from thinwire.lab.analyze.prediction import AssumedLink
+    from thinwire.lab.testbed.network import Link
 
     mbit = Link.parse(link).mbit
     if mbit is None:
@@ -95,7 +95,7 @@ def parse_network(link: str, latency: str) -> AssumedLink:
 
 def _script(command: list[str], model: str | None) -> tuple[str, Path]:
     """Name and path of what to run."""
-    from thinwire.analyze.run import MODELS
+    from thinwire.lab.analyze.run import MODELS
 
     if command and model is not None:
         raise ValueError("give a script or --model, not both")
@@ -109,7 +109,7 @@ def _script(command: list[str], model: str | None) -> tuple[str, Path]:
 
 def _record(console: Console, watched: bool, path: Path, arguments: list[str], workers: int, steps: int) -> Recording:
     """With a bar of the steps recorded so far, if that is ``watched``."""
-    from thinwire.analyze.run import run_script
+    from thinwire.lab.analyze.run import run_script
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
     progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not watched)
@@ -123,8 +123,8 @@ def _record(console: Console, watched: bool, path: Path, arguments: list[str], w
 
 
 def _print(analysis: Analysis, console: Console) -> None:
-    from thinwire.analyze.report import overview
-    from thinwire.analyze.summary import warnings_of
+    from thinwire.lab.analyze.report import overview
+    from thinwire.lab.analyze.summary import warnings_of
 
     console.print(analysis.conditions, highlight=False)
     if not analysis.sparse:
@@ -145,7 +145,7 @@ def _print(analysis: Analysis, console: Console) -> None:
 
 
 def _predictions_table(statistics: TableStatistics) -> Table:
-    from thinwire.demo.summary import format_bytes, format_seconds
+    from thinwire.lab.demo.summary import format_bytes, format_seconds
 
     table = _table(
         f"{statistics.name}: predicted for a step",

@@ -9,15 +9,15 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from thinwire.bench.checkpoint.benchmark import CheckpointBenchmark, run
-from thinwire.bench.checkpoint.methods import METHODS
-from thinwire.bench.checkpoint.report import write_picture, write_report
-from thinwire.bench.checkpoint.summary import CAPTION, COLUMNS, conditions, sentences, table_rows
-from thinwire.bench.checkpoint.work import SYNTHETIC, Work
-from thinwire.bench.jobs.named import JOBS
 from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, write_json
-from thinwire.testbed.launch import RanksFailed
-from thinwire.testbed.network import Link, NetAdminError
+from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark, run
+from thinwire.lab.bench.checkpoint.methods import METHODS
+from thinwire.lab.bench.checkpoint.report import write_picture, write_report
+from thinwire.lab.bench.checkpoint.summary import CAPTION, COLUMNS, conditions, sentences, table_rows
+from thinwire.lab.bench.checkpoint.work import SYNTHETIC, TrainingWork
+from thinwire.lab.bench.jobs.named import JOBS
+from thinwire.lab.testbed.launch import RanksFailed
+from thinwire.lab.testbed.network import Link, NetAdminError
 
 app = typer.Typer(add_completion=False)
 
@@ -53,7 +53,7 @@ def checkpoint(
     console = console_for(json_path)
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
         benchmark = CheckpointBenchmark(
-            work=Work(job, round(state_mb * 1e6), compute_ms / 1e3),
+            work=TrainingWork(job, round(state_mb * 1e6), compute_ms / 1e3),
             methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
             hosts=hosts,
             link=Link.parse(link),

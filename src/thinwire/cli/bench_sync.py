@@ -9,12 +9,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from thinwire.bench.methods import METHODS, design_space
-from thinwire.bench.recipes import RECIPES, get_recipe
-from thinwire.bench.sync import DTYPES, SyncBenchmark, run
 from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, write_json
-from thinwire.testbed.launch import RanksFailed
-from thinwire.testbed.network import Link, NetAdminError
+from thinwire.lab.bench.methods import METHODS, design_space
+from thinwire.lab.bench.recipes import RECIPES, get_recipe
+from thinwire.lab.bench.sync import DTYPES, SyncBenchmark, run
+from thinwire.lab.testbed.launch import RanksFailed
+from thinwire.lab.testbed.network import Link, NetAdminError
 
 app = typer.Typer(add_completion=False)
 

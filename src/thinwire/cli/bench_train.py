@@ -9,14 +9,14 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from thinwire.bench.jobs.named import JOBS
-from thinwire.bench.train.benchmark import TrainBenchmark, run
-from thinwire.bench.train.methods import PLAN, SETTINGS, THINWIRE, TORCH_METHODS
-from thinwire.bench.train.report import write_report
-from thinwire.bench.train.summary import COLUMNS, conditions, table_rows, verdict
 from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, write_json
-from thinwire.testbed.launch import RanksFailed
-from thinwire.testbed.network import Link, NetAdminError
+from thinwire.lab.bench.jobs.named import JOBS
+from thinwire.lab.bench.train.benchmark import TrainBenchmark, run
+from thinwire.lab.bench.train.methods import PLAN, SETTINGS, THINWIRE, TORCH_METHODS
+from thinwire.lab.bench.train.report import write_report
+from thinwire.lab.bench.train.summary import COLUMNS, conditions, table_rows, verdict
+from thinwire.lab.testbed.launch import RanksFailed
+from thinwire.lab.testbed.network import Link, NetAdminError
 
 app = typer.Typer(add_completion=False)
 

@@ -13,9 +13,9 @@ from rich.table import Table
 from thinwire.cli.output import check_directories, clear_errors, console_for, write_json
 
 if TYPE_CHECKING:
-    from thinwire.demo.compare import Comparison, Launch, OnStep
-    from thinwire.demo.corpus import Corpus
-    from thinwire.demo.train import TrainJob
+    from thinwire.lab.demo.compare import Comparison, Launch, OnStep
+    from thinwire.lab.demo.corpus import Corpus
+    from thinwire.lab.demo.train import TrainJob
 
 _LINE_EVERY_STEPS = 20
 _LINK_TIMEOUT_SECONDS = 3600.0
@@ -46,12 +46,12 @@ def demo(
     """
     check_directories({"--report": report, "--json": json_path})
     console = console_for(json_path)
-    from thinwire.testbed.network import NetAdminError
+    from thinwire.lab.testbed.network import NetAdminError
 
     with clear_errors(NetAdminError):
         comparison = _compare(console, workers, steps, link, seed)
     _print(console, comparison)
-    from thinwire.demo.report import write_report
+    from thinwire.lab.demo.report import write_report
 
     write_report(comparison, report)
     console.print(f"Pictures and all figures: [bold]{report}[/bold]")
@@ -59,8 +59,8 @@ def demo(
 
 
 def _compare(console: Console, workers: int, steps: int, link: str, seed: int) -> "Comparison":
-    from thinwire.demo.compare import compare
-    from thinwire.demo.train import TrainConfig
+    from thinwire.lab.demo.compare import compare
+    from thinwire.lab.demo.train import TrainConfig
 
     launch = None if link == "none" else _emulated(link)
     console.print("Reading the source of Python's standard library ...")
@@ -73,9 +73,9 @@ def _compare(console: Console, workers: int, steps: int, link: str, seed: int) -
 
 def _emulated(link_text: str) -> "Launch":
     """Start the workers on emulated hosts, one each."""
-    from thinwire.demo.train import train_on_host
-    from thinwire.testbed.launch import preload, run_ranks
-    from thinwire.testbed.network import EmulatedNetwork, Link, require_net_admin
+    from thinwire.lab.demo.train import train_on_host
+    from thinwire.lab.testbed.launch import preload, run_ranks
+    from thinwire.lab.testbed.network import EmulatedNetwork, Link, require_net_admin
 
     try:
         link = Link.parse(link_text)
@@ -95,7 +95,7 @@ def _emulated(link_text: str) -> "Launch":
 
 
 def _load_corpus(console: Console) -> "Corpus":
-    from thinwire.demo import corpus
+    from thinwire.lab.demo import corpus
 
     if not console.is_terminal:
         return corpus.load()
@@ -141,7 +141,7 @@ def _progress_bar(console: Console) -> Progress:
 
 
 def _print(console: Console, comparison: "Comparison") -> None:
-    from thinwire.demo.summary import conclusion, conditions, summary_rows
+    from thinwire.lab.demo.summary import conclusion, conditions, summary_rows
 
     table = Table(title=conditions(comparison), title_justify="left")
     table.add_column()

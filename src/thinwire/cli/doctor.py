@@ -11,19 +11,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from thinwire.cli.lazy import ScriptCommand
 from thinwire.cli.output import check_directories, clear_errors, console_for, write_json
-from thinwire.cli.plan import (
-    COMPRESSORS,
-    in_job,
-    is_first_rank,
-    measure_target,
-    names_of,
-    print_doubts,
-    status,
-)
+from thinwire.cli.plan import COMPRESSORS, in_job, is_first_rank, measure_target, names_of, print_doubts, status
 
 if TYPE_CHECKING:
+    from thinwire.measure.training import How
     from thinwire.plan.doctor import Diagnosis
-    from thinwire.plan.measure import How
     from thinwire.plan.measurement import Measurement
 
 EXAMPLES = """Examples:
@@ -78,9 +70,9 @@ def doctor(
     A script runs as under torchrun and is not changed; it is ended when its steps are timed. Options that are not
     listed here go to the script.
     """
-    from thinwire.analyze.run import ScriptFailed
-    from thinwire.testbed.launch import RanksFailed
-    from thinwire.testbed.network import NetAdminError
+    from thinwire.lab.analyze.run import ScriptFailed
+    from thinwire.lab.testbed.launch import RanksFailed
+    from thinwire.lab.testbed.network import NetAdminError
 
     check_directories({"--output": output, "--picture": picture, "--report": report, "--json": json_path})
     console = console_for(json_path)
@@ -103,7 +95,7 @@ def doctor(
 
 
 def _how(compressors: tuple[str, ...], steps: int, fresh: bool) -> How:
-    from thinwire.plan.measure import How
+    from thinwire.measure.training import How
 
     return How(compressors, steps, fresh=fresh)
 
@@ -130,7 +122,7 @@ def _measure(
         return measure_target(target, hosts, ranks_per_host, link, how, console)
     if hosts is not None:
         raise ValueError("a script runs on this machine, or by torchrun on yours: give --workers, not --hosts")
-    from thinwire.analyze.steps import measure_script, measure_script_in_job
+    from thinwire.lab.analyze.steps import measure_script, measure_script_in_job
 
     with status(console) as tell:
         if in_job():
@@ -141,7 +133,7 @@ def _measure(
 
 def _at(measured: Measurement, link: str | None) -> Measurement:
     """On the link that was asked for."""
-    from thinwire.testbed.network import Link
+    from thinwire.lab.testbed.network import Link
 
     mbit = None if link is None else Link.parse(link).mbit
     return measured if mbit is None else measured.at(mbit)
@@ -172,8 +164,8 @@ def _print(diagnosis: Diagnosis, console: Console, output: Path | None) -> None:
 
 
 def _draw(diagnosis: Diagnosis, console: Console, picture: Path | None, report: Path | None) -> None:
-    from thinwire.observe.report import save_picture
-    from thinwire.plan.doctor_picture import TITLE, build_report, draw
+    from thinwire.lab.doctor_picture import TITLE, build_report, draw
+    from thinwire.lab.report import save_picture
 
     if picture is not None:
         save_picture(lambda axes: draw(axes, diagnosis), picture, 4.0, TITLE)

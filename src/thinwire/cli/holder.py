@@ -12,8 +12,8 @@ from rich.console import Console
 from thinwire.cli.output import STDOUT, clear_errors, console_for, plain_table, write_json
 
 if TYPE_CHECKING:
-    from thinwire.checkpoint.client import HolderClient
-    from thinwire.checkpoint.start import HolderOptions
+    from thinwire.holder.client import HolderClient
+    from thinwire.holder.start import HolderOptions
 
 
 app = typer.Typer(add_completion=False)
@@ -45,8 +45,8 @@ def holder(
     ),
 ) -> None:
     """Keep checkpoints in this host's memory, whatever becomes of the trainers; one holder for each host."""
-    from thinwire.checkpoint.start import HolderOptions
     from thinwire.errors import ThinwireError
+    from thinwire.holder.start import HolderOptions
 
     options = HolderOptions(
         bind=bind,
@@ -68,7 +68,7 @@ def holder(
 
 
 def _talk(options: HolderOptions, console: Console, stop: bool, forget: str | None, json_path: Path | None) -> None:
-    from thinwire.checkpoint.start import stop_holder
+    from thinwire.holder.start import stop_holder
 
     with _connect(options) as client:
         if forget is not None:
@@ -83,8 +83,8 @@ def _talk(options: HolderOptions, console: Console, stop: bool, forget: str | No
 
 
 def _connect(options: HolderOptions) -> HolderClient:
-    from thinwire.checkpoint.client import HolderClient
-    from thinwire.checkpoint.start import load_secret, socket_path
+    from thinwire.holder.client import HolderClient
+    from thinwire.holder.start import load_secret, socket_path
 
     path = socket_path(options.socket)
     if not path.exists():
@@ -93,7 +93,7 @@ def _connect(options: HolderOptions) -> HolderClient:
 
 
 def _start(options: HolderOptions, console: Console, json_path: Path | None) -> None:
-    from thinwire.checkpoint.start import start_holder
+    from thinwire.holder.start import start_holder
 
     said = start_holder(options)
     console.print(f"Holder at {said['address']}, process {said['pid']}, socket {said['socket']}", highlight=False)
@@ -107,7 +107,7 @@ def _become(options: HolderOptions, json_path: Path | None) -> None:
     """
     from dataclasses import replace
 
-    from thinwire.checkpoint.start import command
+    from thinwire.holder.start import command
 
     if json_path is not None and json_path != STDOUT:
         options = replace(options, ready_file=str(json_path.absolute()))

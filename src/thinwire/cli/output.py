@@ -64,7 +64,7 @@ def clear_errors(*expected: type[Exception]) -> Iterator[None]:
         yield
     except expected as error:
         if is_command and type(error).__name__ == "NetAdminError":
-            from thinwire.testbed.network import restart_as_root_of_a_user_namespace
+            from thinwire.lab.testbed.network import restart_as_root_of_a_user_namespace
 
             restart_as_root_of_a_user_namespace()
         message = f"[bold red]error:[/] {escape(str(error))}"

@@ -13,11 +13,11 @@ from rich.console import Console
 from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, write_json
 
 if TYPE_CHECKING:
-    from thinwire.plan.collectives import CostRow
-    from thinwire.plan.measure import How
+    from thinwire.fuse.profile import Linear
+    from thinwire.lab.espresso.collectives import CostRow
+    from thinwire.measure.training import How
     from thinwire.plan.measurement import Measurement
     from thinwire.plan.plan import Plan
-    from thinwire.plan.profile import Linear
 
 COMPRESSORS = "bf16,top_k:density=0.01,ef_sign_sgd,power_sgd"
 _EXAMPLES = """Examples:
@@ -74,8 +74,8 @@ def make(
         raise typer.BadParameter("give one of --measure, --from FILE, --model NAME; or: thinwire plan show FILE")
     check_directories({"--output": output, "--json": json_path, "--measurement": measurement})
     console = console_for(json_path)
-    from thinwire.testbed.launch import RanksFailed
-    from thinwire.testbed.network import NetAdminError
+    from thinwire.lab.testbed.launch import RanksFailed
+    from thinwire.lab.testbed.network import NetAdminError
 
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
         if model is not None:
@@ -90,7 +90,7 @@ def make(
 
             found = Measurement.load(measured)
         else:
-            from thinwire.plan.measure import How
+            from thinwire.measure.training import How
 
             how = How(compressors, steps, fresh=fresh)
             found = measure_target(job, hosts, ranks_per_host, link, how, console)
@@ -120,12 +120,12 @@ def measure_target(
     """In the job that torchrun started, if it did; else on emulated hosts. Rank 0 says what it is at.
 
     Raises:
-        ValueError: options that do not fit; see `thinwire.bench.measured`.
+        ValueError: options that do not fit; see `thinwire.lab.bench.measured`.
     """
-    from thinwire.bench.measured import Target, measure_in_job, measure_on_hosts
-    from thinwire.testbed.network import Link
+    from thinwire.lab.bench.measured import TrainingTarget, measure_in_job, measure_on_hosts
+    from thinwire.lab.testbed.network import Link
 
-    aim = Target(target)
+    aim = TrainingTarget(target)
     if in_job():
         if hosts is not None or link is not None:
             raise ValueError("a rank of a torchrun job has its own hosts and link: leave out --hosts and --link")
@@ -191,7 +191,7 @@ def _finish(
 ) -> None:
     from dataclasses import asdict, replace
 
-    from thinwire.plan.collectives import cost_table
+    from thinwire.lab.espresso.collectives import cost_table
     from thinwire.plan.planner import best_plan
 
     best = replace(best_plan(measured, compressors, search=search), created=measured.created)

@@ -8,10 +8,10 @@ from pathlib import Path
 from rich.console import Console
 
 from thinwire.cli.output import plain_table, write_json
-from thinwire.plan.collectives import cost_table
+from thinwire.lab.espresso.collectives import cost_table
+from thinwire.lab.espresso.published import PublishedPlan, plan_published, published_cluster
+from thinwire.lab.testbed.network import Link
 from thinwire.plan.explain import format_bytes, format_seconds
-from thinwire.plan.published import PublishedPlan, plan_published, published_cluster
-from thinwire.testbed.network import Link
 
 
 def show_published(

@@ -191,7 +191,7 @@ class Joint(Compressor):
         """Subtract from ``gradient``, in place, what arrived of it."""
 
 
-class Whole(Compressor):
+class WholeTensor(Compressor):
     """Needs a whole gradient: a piece of a flat one, as two shots have it, cannot be compressed for itself."""
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.base import Compressor, Joint, Memory, Parameter, Payload, State, subtract
-from thinwire.compress.sparsify import Sparsifier
-from thinwire.compress.wrapper import Wrapper, core_of, unwrapped
+from thinwire.compress.methods.sparsify import Sparsifier
+from thinwire.compress.wrappers import Wrapper, core_of, unwrapped
 
 
 @dataclass(frozen=True)

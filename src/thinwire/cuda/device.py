@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from thinwire.sync.staging import Event
+from thinwire.comm.process_group import DeviceEvent
 
 
 class Device(Protocol):
     """A device with a stream for the lane beside the one on which the model trains."""
 
-    def record(self) -> Event:
+    def record(self) -> DeviceEvent:
         """The point that the current stream of the calling thread has been given work up to."""
         ...
 
@@ -23,11 +23,11 @@ class Device(Protocol):
         """Inside, the current stream is that of the lane."""
         ...
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         """Have the stream of the lane wait; the host does not."""
         ...
 
-    def synchronize(self, event: Event) -> None:
+    def synchronize(self, event: DeviceEvent) -> None:
         """Have the calling thread wait. Only the lane's thread does, for events of the lane's stream."""
         ...
 
@@ -71,11 +71,11 @@ class CudaDevice:
     def lane_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream)
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: DeviceEvent) -> None:
         assert isinstance(event, torch.cuda.Event)
         self._stream.wait_event(event)
 
-    def synchronize(self, event: Event) -> None:
+    def synchronize(self, event: DeviceEvent) -> None:
         assert isinstance(event, torch.cuda.Event)
         event.synchronize()
 

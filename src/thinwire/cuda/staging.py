@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
+from thinwire.comm.process_group import DeviceEvent, Handover, HostStaging, Staging
 from thinwire.cuda.arena import FIRST_BYTES, LIMIT_BYTES, Arena
 from thinwire.cuda.device import CudaDevice, Device
-from thinwire.sync.staging import Event, Handover, HostStaging, Staging
 
 BOUNCE_BYTES = 1 << 20
 CHUNK_BYTES = 4 << 20
@@ -49,7 +49,7 @@ class DeviceStaging:
         self._bounce_bytes, self._chunk_bytes = bounce_bytes, chunk_bytes
         self._bounce: Tensor | None = None
         self._chunks: list[Tensor] = []
-        self._last_job: Event | None = None
+        self._last_job: DeviceEvent | None = None
         self._overflow_rounds = 0
 
     def future(self) -> Future[Tensor]:
@@ -115,7 +115,7 @@ class DeviceStaging:
             "cuda/overflow_rounds": float(self._overflow_rounds),
         }
 
-    def _download(self, part: Tensor, number: int) -> tuple[Tensor, Event]:
+    def _download(self, part: Tensor, number: int) -> tuple[Tensor, DeviceEvent]:
         """Into the chunk from which the part before last is copied back, which the stream does first."""
         host = self._chunks[number % 2][: part.nbytes].view(part.dtype)
         self._device.copy(host, part)

@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thinwire.fuse.layerwise import layerwise
-from thinwire.fuse.mg_wfbp import mg_wfbp
-from thinwire.fuse.omgs import omgs
-from thinwire.fuse.one_bucket import one_bucket
+from thinwire.fuse.buckets import layerwise, mg_wfbp, omgs, one_bucket
 from thinwire.fuse.policy import NamedPolicy, groups_ending_at
+from thinwire.fuse.profile import Groups, Profile
 from thinwire.fuse.search import Mode, search
-from thinwire.plan.profile import Groups, Profile
-from thinwire.plan.timeline import iteration_seconds
+from thinwire.fuse.timeline import iteration_seconds
 
 BEAM = 2
 """States for each number of tensors in a first, quick search: what it finds is nearly the best, and prunes the next."""
@@ -39,7 +36,8 @@ def cupcake() -> Cupcake:
 
     Wang et al., "Cupcake: A Compression Scheduler for Scalable Communication-Efficient Distributed Training"
     (MLSys'23), state the problem, and search a tree of first groups with two pruning rules
-    (`thinwire.fuse.branch_and_bound`). Here it is a dynamic programme over undominated states, exact with decompression
+    (`thinwire.lab.studies.branch_and_bound`). Here it is a dynamic programme over undominated states, exact with
+    decompression
     too (`thinwire.fuse.search`): plans of the same tensors in as many groups have the same compute clock, and differ
     only in when the channel is free and when decompression is done. Without decompression that is O(N^3) at most; with
     the other policies' plans as upper bounds, and a lower bound for every state, it is far less.

@@ -5,13 +5,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 
-from thinwire.fuse.byte_cap import byte_cap
+from thinwire.fuse.buckets import byte_cap, equal_count, layerwise, mg_wfbp, omgs, one_bucket
 from thinwire.fuse.cupcake import cupcake
-from thinwire.fuse.equal_count import equal_count
-from thinwire.fuse.layerwise import layerwise
-from thinwire.fuse.mg_wfbp import mg_wfbp
-from thinwire.fuse.omgs import omgs
-from thinwire.fuse.one_bucket import one_bucket
 from thinwire.fuse.policy import Policy
 from thinwire.fuse.safusion import safusion
 

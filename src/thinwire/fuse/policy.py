@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import ClassVar, Protocol
 
-from thinwire.plan.profile import Groups, Profile
+from thinwire.fuse.profile import Groups, Profile
 
 
 class Policy(Protocol):

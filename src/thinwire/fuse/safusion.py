@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from thinwire.fuse.byte_cap import byte_cap
-from thinwire.fuse.equal_count import equal_count
+from thinwire.fuse.buckets import byte_cap, equal_count
 from thinwire.fuse.policy import NamedPolicy, groups_ending_at
-from thinwire.plan.profile import Groups, Profile
-from thinwire.plan.timeline import iteration_seconds
+from thinwire.fuse.profile import Groups, Profile
+from thinwire.fuse.timeline import iteration_seconds
 
 
 @dataclass(frozen=True)

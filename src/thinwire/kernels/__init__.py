@@ -4,9 +4,9 @@
 
 from thinwire.kernels.blocks import gather_blocks, nonzero_blocks
 from thinwire.kernels.dispatch import KERNELS, using
-from thinwire.kernels.reference_codes import elias_fano_bytes
-from thinwire.kernels.reference_quantize import packed_codes_bytes
-from thinwire.kernels.reference_select import Moments
+from thinwire.kernels.reference.codes import elias_fano_bytes
+from thinwire.kernels.reference.quantize import packed_codes_bytes
+from thinwire.kernels.reference.select import Moments
 from thinwire.kernels.registry import *
 from thinwire.kernels.warm import warm_up
 

@@ -9,22 +9,22 @@ compiled: first what an exact sum needs.
 """
 
 # With underscores, since every other name is one of `thinwire.kernels`.
-from thinwire.kernels import inputs as _inputs
-from thinwire.kernels import reference as _reference
-from thinwire.kernels import reference_codes as _reference_codes
-from thinwire.kernels import reference_quantize as _reference_quantize
-from thinwire.kernels import reference_select as _reference_select
+from thinwire.kernels import dispatch as _inputs
 from thinwire.kernels import samples as _samples
 from thinwire.kernels.dispatch import register as _row
+from thinwire.kernels.reference import codes as _reference_codes
+from thinwire.kernels.reference import quantize as _reference_quantize
+from thinwire.kernels.reference import rows as _reference
+from thinwire.kernels.reference import select as _reference_select
 from thinwire.kernels.samples import Sample as _sample
 
 # The modules of twins, by name: importing one imports numba or Triton, which only a call of a twin may do.
-_CPU_CODES, _GPU_CODES = "thinwire.kernels.cpu_codes", "thinwire.kernels.gpu_codes"
-_CPU_IDS, _GPU_IDS = "thinwire.kernels.cpu_ids", "thinwire.kernels.gpu_ids"
-_CPU_ROWS, _GPU_ROWS = "thinwire.kernels.cpu_rows", "thinwire.kernels.gpu_rows"
-_CPU_UNION, _GPU_UNION = "thinwire.kernels.cpu_union", "thinwire.kernels.gpu_union"
-_CPU_SELECT, _CPU_QUANTIZE = "thinwire.kernels.cpu_select", "thinwire.kernels.cpu_quantize"
-_GPU_BITS, _GPU_FIND, _GPU_HASH = "thinwire.kernels.gpu_bits", "thinwire.kernels.gpu_find", "thinwire.kernels.gpu_hash"
+_CPU_CODES, _GPU_CODES = "thinwire.kernels.cpu.codes", "thinwire.kernels.gpu.codes"
+_CPU_IDS, _GPU_IDS = "thinwire.kernels.cpu.ids", "thinwire.kernels.gpu.ids"
+_CPU_ROWS, _GPU_ROWS = "thinwire.kernels.cpu.rows", "thinwire.kernels.gpu.rows"
+_CPU_UNION, _GPU_UNION = "thinwire.kernels.cpu.union", "thinwire.kernels.gpu.union"
+_CPU_SELECT, _CPU_QUANTIZE = "thinwire.kernels.cpu.select", "thinwire.kernels.cpu.quantize"
+_GPU_BITS, _GPU_FIND, _GPU_HASH = "thinwire.kernels.gpu.bits", "thinwire.kernels.gpu.find", "thinwire.kernels.gpu.hash"
 
 nonzero_rows = _row(
     _reference.nonzero_rows,

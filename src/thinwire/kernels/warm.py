@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 
 from thinwire.kernels import dispatch
-from thinwire.kernels.once import NICENESS
+from thinwire.kernels.dispatch import NICENESS
 
 _logger = logging.getLogger("thinwire")
 
@@ -60,7 +60,7 @@ def _compile_or_load() -> None:
 
 
 def compile_beside_training() -> None:
-    """Compile all kernels in this process, which `thinwire.kernels.once.Once` started and gave the lock."""
+    """Compile all kernels in this process, which `thinwire.kernels.dispatch.Once` started and gave the lock."""
     torch.set_num_threads(1)
     if hasattr(os, "nice"):
         os.nice(NICENESS)

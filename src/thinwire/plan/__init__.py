@@ -7,11 +7,11 @@ on first use.
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from thinwire.plan.profile import Groups, Linear, Profile, check_groups
-from thinwire.plan.timeline import Timeline, iteration_seconds, simulate
+from thinwire.fuse.profile import Groups, Linear, Profile, check_groups
+from thinwire.fuse.timeline import Timeline, iteration_seconds, simulate
 
 if TYPE_CHECKING:
-    from thinwire.plan.measure import How, Training, measure_training
+    from thinwire.measure.training import How, Training, measure_training
     from thinwire.plan.measurement import Measurement
     from thinwire.plan.plan import Candidate, Group, Plan
     from thinwire.plan.planner import best_plan
@@ -35,10 +35,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "measure": ("How", "Training", "measure_training"),
-    "measurement": ("Measurement",),
-    "plan": ("Candidate", "Group", "Plan"),
-    "planner": ("best_plan",),
+    "measure.training": ("How", "Training", "measure_training"),
+    "plan.measurement": ("Measurement",),
+    "plan.plan": ("Candidate", "Group", "Plan"),
+    "plan.planner": ("best_plan",),
 }
 
 
@@ -46,5 +46,5 @@ def __getattr__(name: str) -> Any:
     """What compresses or measures is imported on first use."""
     for module, names in _HOMES.items():
         if name in names:
-            return getattr(import_module(f"thinwire.plan.{module}"), name)
+            return getattr(import_module(f"thinwire.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

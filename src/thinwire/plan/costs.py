@@ -11,15 +11,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from thinwire.compress.assign import with_memory
+from thinwire.comm.process_group import ring_all_reduce_bytes
+from thinwire.compress.assign import leave_small, with_memory
 from thinwire.compress.base import Compressor, Parameter, Summable, check_parameter
-from thinwire.compress.choose import reduction_for
-from thinwire.compress.exchange import Reduction
 from thinwire.compress.named import parse
-from thinwire.compress.policy import leave_small
-from thinwire.compress.wrapper import code_of
-from thinwire.plan.speeds import Codec, Fit, Link
-from thinwire.sync.exchange import ring_all_reduce_bytes
+from thinwire.compress.reduction.base import Reduction
+from thinwire.compress.reduction.choose import reduction_for
+from thinwire.compress.wrappers import code_of
+from thinwire.plan.speeds import Codec, Fit, MeasuredLink
 
 EXACT = "exact"
 """The messages of gradients that are not compressed."""
@@ -45,7 +44,7 @@ class Messages(NamedTuple):
         return self.fixed + max(self.floor, self.alpha + wire_seconds)
 
 
-class Part(NamedTuple):
+class CostPart(NamedTuple):
     """What one tensor adds to its job: seconds of its encoding and decoding, of its bytes, and by what it travels."""
 
     coding_seconds: float
@@ -86,17 +85,17 @@ class Costs:
         return self.opening_seconds + sum(messages.seconds(0.0) for messages in dict.fromkeys(self.messages))
 
     @cached_property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[CostPart, ...]:
         """What each tensor adds to its job."""
         coding = map(sum, zip(self.encode_seconds, self.decode_seconds, strict=True))
-        return tuple(map(Part, coding, self.wire_seconds, self.messages))
+        return tuple(map(CostPart, coding, self.wire_seconds, self.messages))
 
     def seconds(self, members: Sequence[int]) -> float:
         """Of one job."""
         return job_seconds(self.opening_seconds, [self.parts[place] for place in members])
 
 
-def job_seconds(opening_seconds: float, parts: Iterable[Part]) -> float:
+def job_seconds(opening_seconds: float, parts: Iterable[CostPart]) -> float:
     """Of one job, whatever its tensors go by."""
     work, wires = 0.0, dict[Messages, float]()
     for part in parts:
@@ -105,7 +104,7 @@ def job_seconds(opening_seconds: float, parts: Iterable[Part]) -> float:
     return opening_seconds + sum(messages.seconds(wire) for messages, wire in wires.items()) + work
 
 
-def exact_costs(parameters: Sequence[Parameter], link: Link, copies: Codec, world_size: int) -> Costs:
+def exact_costs(parameters: Sequence[Parameter], link: MeasuredLink, copies: Codec, world_size: int) -> Costs:
     """Of gradients that are all-reduced.
 
     Args:
@@ -115,7 +114,9 @@ def exact_costs(parameters: Sequence[Parameter], link: Link, copies: Codec, worl
     return Costs(encode, wire, decode, (_exact_messages(link, copies),) * len(parameters), link.round.alpha)
 
 
-def coded_costs(parameters: Sequence[Parameter], link: Link, copies: Codec, codec: Codec, world_size: int) -> Costs:
+def coded_costs(
+    parameters: Sequence[Parameter], link: MeasuredLink, copies: Codec, codec: Codec, world_size: int
+) -> Costs:
     """Of gradients of which `leave_small` has the large ones compressed.
 
     Raises:
@@ -151,20 +152,25 @@ def chosen_costs(options: Sequence[Costs], choices: Sequence[int]) -> Costs:
     )
 
 
-def _exact(parameter: Parameter, link: Link, copies: Codec, world_size: int) -> tuple[float, float, float]:
+def _exact(parameter: Parameter, link: MeasuredLink, copies: Codec, world_size: int) -> tuple[float, float, float]:
     size_bytes = parameter.numel * parameter.dtype.itemsize
     sent = ring_all_reduce_bytes(size_bytes, world_size)
     line, into, back = link.all_reduce.line, copies.encode.line, copies.decode.line
     return into.beta * size_bytes, line.beta * sent, back.beta * size_bytes
 
 
-def _exact_messages(link: Link, copies: Codec) -> Messages:
+def _exact_messages(link: MeasuredLink, copies: Codec) -> Messages:
     fit = link.all_reduce
     return Messages(EXACT, fit.line.alpha, fit.floor, copies.encode.line.alpha + copies.decode.line.alpha)
 
 
 def _coded(
-    parameter: Parameter, link: Link, codec: Codec, compressor: Compressor, reduction: Reduction, world_size: int
+    parameter: Parameter,
+    link: MeasuredLink,
+    codec: Codec,
+    compressor: Compressor,
+    reduction: Reduction,
+    world_size: int,
 ) -> tuple[float, float, float]:
     size_bytes = parameter.numel * parameter.working_dtype.itemsize
     sent = added_bytes(compressor, parameter, reduction, world_size)
@@ -191,11 +197,11 @@ def added_bytes(compressor: Compressor, parameter: Parameter, reduction: Reducti
     return max(added)
 
 
-def _collective(link: Link, exchange: str) -> Fit:
+def _collective(link: MeasuredLink, exchange: str) -> Fit:
     return {"all_reduce": link.all_reduce, "all_gather": link.all_gather, "two_shot": link.all_to_all}[exchange]
 
 
-def _messages(link: Link, exchange: str, rounds: int) -> Messages:
+def _messages(link: MeasuredLink, exchange: str, rounds: int) -> Messages:
     """Of each shot with its headers, or of as many all-reduces as there are rounds."""
     if exchange == "all_reduce":
         return Messages(exchange, rounds * link.all_reduce.line.alpha, rounds * link.all_reduce.floor)

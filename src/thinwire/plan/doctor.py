@@ -25,7 +25,7 @@ OnSpeed = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class Curve:
+class LinkCurve:
     """A method over link speed: seconds of a whole step at each of `SPEEDS_MBIT`."""
 
     name: str
@@ -55,7 +55,7 @@ class Diagnosis:
     best_exact: tuple[str, float]
     exposed_seconds: float
     communication_seconds: float
-    curves: tuple[Curve, ...]
+    curves: tuple[LinkCurve, ...]
     stops_mbit: float | None
     compression_stops_mbit: float | None
 
@@ -138,7 +138,7 @@ def diagnose(
         (exact.name, measurement.other_seconds + exact.seconds),
         max(0.0, stock.seconds - backward),
         sum(costs.seconds(group) - costs.opening_seconds for group in stock.groups),
-        tuple(Curve(name, tuple(seconds)) for name, seconds in curves.items()),
+        tuple(LinkCurve(name, tuple(seconds)) for name, seconds in curves.items()),
         _stops([way.name != STOCK for way in winners], lambda mbit: taken(mbit).name != STOCK),
         _stops([not way.is_exact for way in winners], lambda mbit: not taken(mbit).is_exact),
     )

@@ -19,8 +19,8 @@ from itertools import accumulate
 
 import numpy as np
 
+from thinwire.fuse.profile import Groups
 from thinwire.plan.costs import Costs, chosen_costs, job_seconds
-from thinwire.plan.profile import Groups
 
 _LEAST_GAIN = 1e-6
 """A decision has to make the timeline shorter by so much, relatively."""

@@ -13,10 +13,10 @@ from typing import Any, Literal
 import torch
 
 from thinwire.compress.base import Parameter
+from thinwire.fuse.profile import Linear, Profile
 from thinwire.plan.costs import Costs, coded_costs, exact_costs
 from thinwire.plan.plan import STOCK, fingerprint
-from thinwire.plan.profile import Linear, Profile
-from thinwire.plan.speeds import COPIES, Codec, Extra, Link
+from thinwire.plan.speeds import COPIES, Codec, Extra, MeasuredLink
 
 VERSION = 1
 DOUBTFUL = 0.3
@@ -42,7 +42,7 @@ class Measurement:
         device: that the model is on.
         environment: of people's interest: versions, host, the nominal link.
         created: when, as ISO 8601.
-        extras: by which the timeline was off in training; see `thinwire.plan.calibrate`.
+        extras: by which the timeline was off in training; see `thinwire.measure.calibrate`.
         version: of this format.
 
     Raises:
@@ -54,7 +54,7 @@ class Measurement:
     backward_seconds: tuple[float, ...]
     forward_seconds: float
     rest_seconds: float
-    link: Link
+    link: MeasuredLink
     codecs: tuple[Codec, ...]
     hosts: int = 1
     tables: tuple[str, ...] = ()
@@ -222,7 +222,7 @@ class Measurement:
         return [name for name, fit in fits.items() if fit.residual > DOUBTFUL]
 
     def at(self, mbit: float) -> Measurement:
-        """The same model on the same machines with another link, see `Link.at`.
+        """The same model on the same machines with another link, see `MeasuredLink.at`.
 
         What the timeline leaves out of exact gradients shrinks with their bytes' time on a faster link. That of
         compressors stays: it is the work of processors, and no gain must be promised that nobody has seen.
@@ -274,7 +274,7 @@ class Measurement:
                 Parameter(row["name"], tuple(map(int, row["shape"])), _dtype(row["dtype"])) for row in rows
             ]
             fields["backward_seconds"] = [float(row["seconds"]) for row in rows]
-            fields["link"] = Link.from_json(fields["link"])
+            fields["link"] = MeasuredLink.from_json(fields["link"])
             fields["extras"] = [Extra.from_json(row) for row in fields.get("extras", ())]
             fields["codecs"] = [Codec.from_json(codec) for codec in fields["codecs"]]
             return cls(**fields)

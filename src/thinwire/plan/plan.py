@@ -10,10 +10,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from thinwire.compress.assign import leave_small
 from thinwire.compress.base import Compressor, Parameter
-from thinwire.compress.choose import REDUCTIONS
 from thinwire.compress.named import parse
-from thinwire.compress.policy import leave_small
+from thinwire.compress.reduction.choose import REDUCTIONS
 
 VERSION = 1
 STOCK = "stock DDP"

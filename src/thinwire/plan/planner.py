@@ -11,16 +11,16 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from thinwire.fuse.byte_cap import ByteCap, byte_cap
+from thinwire.fuse.buckets import ByteCap, byte_cap
 from thinwire.fuse.policy import Policy
+from thinwire.fuse.profile import Groups, Linear, Profile
 from thinwire.fuse.safusion import SaFusion
+from thinwire.fuse.timeline import iteration_seconds
 from thinwire.plan.costs import Costs, chosen_costs
 from thinwire.plan.lane_search import espresso_jobs, fastest_jobs
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.plan import EXACT, STOCK, Candidate, Group, Plan
-from thinwire.plan.profile import Groups, Linear, Profile
 from thinwire.plan.speeds import COPIES
-from thinwire.plan.timeline import iteration_seconds
 
 DEFAULTS = ("bf16", "top_k:density=0.01", "ef_sign_sgd", "power_sgd")
 """Compressors that are considered unless others are named: one of each kind."""

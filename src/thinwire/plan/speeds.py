@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from thinwire.plan.profile import Linear
-from thinwire.sync.machine import Network
+from thinwire.comm.machine import Network
+from thinwire.fuse.profile import Linear
 
 COPIES = ""
 """The compressor of gradients that are not compressed, only copied into one tensor and back."""
@@ -71,7 +71,7 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Link:
+class MeasuredLink:
     """Seconds of the collectives of a process group, by the bytes that one rank sends.
 
     Args:
@@ -110,7 +110,7 @@ class Link:
         """What a rank can send to all others at once, as payload in Mbit/s."""
         return self.network.mbit
 
-    def at(self, mbit: float) -> Link:
+    def at(self, mbit: float) -> MeasuredLink:
         """The same machines on a link of another rate.
 
         What a byte takes is the wire's part, 1 / rate, and the rest, which is of processors and protocols and stays.
@@ -143,7 +143,7 @@ class Link:
         return {item.name: getattr(self, item.name).to_json() for item in fields(self)}
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Link:
+    def from_json(cls, value: Mapping[str, Any]) -> MeasuredLink:
         """Raises KeyError, TypeError or ValueError for what `to_json` does not give."""
         lines: dict[str, Any] = {name: Linear.from_json(value[name]) for name in ("message", "round")}
         fits: dict[str, Any] = {name: Fit.from_json(value[name]) for name in ("all_reduce", "all_gather", "all_to_all")}

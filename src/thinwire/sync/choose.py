@@ -1,28 +1,167 @@
-"""Which scheme, when the user did not say: the one of fewest bytes, unless another one is clearly done first.
+"""Which scheme: what has to be synchronized, what each scheme would take, and which one is chosen.
+
+What has to be synchronized, as numbers that all ranks share: the statistics from which costs follow.
+
+Seconds of every scheme on a given machine, before anything is sent: rounds, bytes on the wire, and work on rows.
+
+The alpha-beta model (a message takes alpha + beta times its bytes) with measured alpha and beta, and with what it takes
+to encode, add and decode rows, because on a fast link that is most of the time. What overlaps is not counted twice:
+columns and rows of the union are streamed, so that work on one chunk hides behind the wire of another.
+
+Which scheme, when the user did not say: the one of fewest bytes, unless another one is clearly done first.
 
 Bytes are known exactly; seconds are an estimate from a measurement of a tenth of a second, on machines that do other
 things besides. So seconds decide only where they leave no doubt: on a fast link, where work on rows takes longer than
 sending zeros would.
 
 Pure: equal input gives an equal choice, so ranks that know the same numbers need not talk about it.
+
+Trying candidates in real steps, where processors and not the wire decide.
+
+The estimate of `thinwire.sync.choose` knows what a rank's work takes alone. On a fast link the ranks of a machine all
+work at once, and then it is far off: of 4 ranks on two cores it expected 10 ms of `column_split` for the demo's larger
+table, which took 60, and `zen` 35. So there each hopeful candidate gets a step of the training. They add in the same
+order, so gradients have the same bits whichever of them runs; and what a rehearsal costs is what the slower ones take
+longer, no byte more than the headers by which ranks begin together.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from thinwire.comm.hosts import Hosts
+from thinwire.comm.machine import Machine
 from thinwire.sync.cost import expected_bytes
-from thinwire.sync.demand import Demand
-from thinwire.sync.dimensions import Communication, Ownership
-from thinwire.sync.hosts import Hosts
-from thinwire.sync.machine import Machine
 from thinwire.sync.named import AGSPARSE_CODED, COLUMN_SPLIT, DENSE, SPARCML_CODED, UNION_SPLIT, ZEN, name_of
-from thinwire.sync.scheme import Scheme
-from thinwire.sync.seconds import expected_seconds, work_seconds
+from thinwire.sync.scheme import Aggregation, Communication, Ownership, Scheme, begins_with_opening, unit_shape
+from thinwire.sync.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
 from thinwire.sync.two_level import TwoLevel
+
+DENSIFICATION_EXPONENT = 0.6
+"""Aggregating n ranks multiplies the density by about n^0.6: the published models lie between n^0.3 (DeepFM,
+8 ranks) and n^0.78 (an LLM's top 5 %, 16 ranks); ZEN, sections 2.1, 2.4, 3.3.1 and 5.3."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """A matrix [num_rows, width] of which each of ``world_size`` ranks holds ``held`` rows, all together ``union``.
+
+    Args:
+        itemsize: bytes of an element.
+        held: mean over ranks.
+    """
+
+    world_size: int
+    num_rows: int
+    width: int
+    itemsize: int
+    held: float
+    union: float
+
+    @classmethod
+    def of(
+        cls, counts: Sequence[float], num_rows: int, width: int, itemsize: int, union: float | None = None
+    ) -> Demand:
+        """From the rows that each rank holds; a ``union`` that is None is estimated."""
+        world_size = len(counts)
+        mean = sum(counts) / max(1, world_size)
+        if union is None:
+            union = min(num_rows, max([*counts, mean * world_size**DENSIFICATION_EXPONENT, 0.0]))
+        return cls(world_size, num_rows, width, itemsize, mean, union)
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.itemsize
+
+    @property
+    def fault(self) -> str | None:
+        """Why these numbers cannot be: nothing can be concluded from them. None if they can."""
+        if not all(math.isfinite(value) for value in (self.held, self.union)):
+            return f"{self.held} rows a rank and {self.union} in all are not finite numbers"
+        if not 0 <= self.held <= self.num_rows:
+            return f"a rank holds {self.held:g} rows of a tensor that has {self.num_rows}"
+        if self.union > self.num_rows or self.union < math.floor(self.held):
+            return f"{self.union:g} rows in all, where a rank holds {self.held:g} of {self.num_rows}"
+        return None
+
+
+CONTENTION = 2.0
+
+
+def expected_seconds(scheme: Scheme, demand: Demand, machine: Machine, sent_bytes: float) -> float:
+    """Seconds of one synchronization of ``demand``, in which the busiest rank sends ``sent_bytes``."""
+    world_size = demand.world_size
+    if world_size == 1:
+        return 0.0
+    waiting = _waiting_seconds(scheme, world_size, machine)
+    if scheme.is_dense:
+        return waiting + sent_bytes * machine.reduced_byte_seconds
+    return waiting + sent_bytes * machine.byte_seconds + work_seconds(scheme, demand, machine)
+
+
+def seen_byte_seconds(scheme: Scheme, demand: Demand, machine: Machine, sent_bytes: float, seconds: float) -> float:
+    """What a byte took at least, in a synchronization of so many seconds.
+
+    All that is not work or waiting; these may take twice what was measured, where ranks share processors.
+    """
+    rest = expected_seconds(scheme, demand, machine, sent_bytes)
+    rest -= sent_bytes * (machine.reduced_byte_seconds if scheme.is_dense else machine.byte_seconds)
+    return max(0.0, seconds - CONTENTION * rest) / sent_bytes
+
+
+def _waiting_seconds(scheme: Scheme, world_size: int, machine: Machine) -> float:
+    """For headers, and for what each message takes however small it is."""
+    opening = machine.round_seconds if begins_with_opening(scheme) else 0.0
+    if scheme.is_dense:
+        return opening + 2 * (world_size - 1) * machine.message_seconds
+    if scheme.knows_ids:
+        return opening + machine.round_seconds
+    push, pull = _num_stages(scheme, world_size)
+    return opening + sum(
+        2 * machine.round_seconds if stages is None else 2 * stages * machine.message_seconds for stages in (push, pull)
+    )
+
+
+def _num_stages(scheme: Scheme, world_size: int) -> tuple[int | None, int | None]:
+    """Stages on the way to the owners and back; None where all ranks talk to all at once."""
+    direct = Communication.POINT_TO_POINT
+    if not scheme.is_parallel:
+        gathers = None if scheme.communication is direct else GATHER_SCHEDULES[scheme.communication](0, world_size)
+        return (None if gathers is None else len(gathers)), 0
+    push = None if scheme.communication is direct else len(REDUCE_SCHEDULES[scheme.communication](0, world_size))
+    pull = None if scheme.pull_by is direct else len(GATHER_SCHEDULES[scheme.pull_by](0, world_size))
+    return push, pull
+
+
+def work_seconds(scheme: Scheme, demand: Demand, machine: Machine) -> float:
+    """On rows, by the rank that has most to do."""
+    num_units, width = unit_shape(demand.num_rows, demand.width, scheme.unit)
+    ratio = demand.width / width
+    held, union = min(demand.held * ratio, num_units), min(demand.union * ratio, num_units)
+    world_size, row_bytes = demand.world_size, width * demand.itemsize
+
+    def seconds(sent: float, added: float, joined: float, parts: float) -> float:
+        send = sent * (machine.send_id_seconds + row_bytes * machine.send_byte_seconds)
+        add = added * (machine.add_id_seconds + row_bytes * machine.add_byte_seconds)
+        join = joined * (machine.join_id_seconds + row_bytes * machine.join_byte_seconds)
+        return parts * machine.part_seconds + send + add + join
+
+    if scheme.knows_ids:
+        ids = held * machine.send_id_seconds + world_size * held * machine.add_id_seconds
+        last_chunk = (held * machine.add_byte_seconds + union * machine.join_byte_seconds) * row_bytes / world_size
+        return ids + last_chunk + world_size * machine.part_seconds
+    if not scheme.is_parallel:
+        if scheme.aggregation is Aggregation.ONE_SHOT:
+            return seconds(held, world_size * held, 0, world_size)
+        stages = math.ceil(math.log2(world_size))
+        merged = sum(held * (union / held) ** (stage / stages) for stage in range(stages)) if held else 0.0
+        return seconds(merged, 2 * merged, 0, stages)
+    owned = union / scheme.num_owners(world_size)
+    return seconds(held + owned, held, union, 2 * world_size)
+
 
 CANDIDATES = (ZEN, COLUMN_SPLIT, UNION_SPLIT, AGSPARSE_CODED, SPARCML_CODED, DENSE)
 MIN_COLUMNS = 2
@@ -246,3 +385,82 @@ def _is_sensible(scheme: Scheme, demand: Demand) -> bool:
     if scheme.ownership is Ownership.UNION:
         return demand.width >= MIN_ROW_ELEMENTS
     return scheme.communication is not Communication.HIERARCHY or demand.itemsize >= 4
+
+
+MAX_REHEARSALS = 3
+"""Of a table in a run, unless the machine changes: the first, one that repeats what was close and tries what came into
+question, and one for batches of another size."""
+MIN_BYTES = 64 * 1024
+"""What sends less than this has little to gain."""
+MAX_SECONDS = 0.1
+"""Where a step is expected to take longer, the wire decides, and so bytes do."""
+HOPELESS = 1.3
+"""Not rehearsed is what is expected to take so many times the seconds of the fastest."""
+REGRET_STEPS, REGRET_SHARE, FIRST_REGRET = 50, 0.05, 0.6
+"""Of the last so many steps, trials may take that share longer than the best would have; at the beginning, of so many
+steps at least. A trial of which more is expected waits; one that takes more than expected puts off the next."""
+MAX_STEPS = 16
+"""A rehearsal whose batches do not come again in so many steps is over."""
+ALIKE = 2.0
+"""Batches are alike if the ranks hold at most so many times more or fewer rows."""
+
+Point = Scheme | TwoLevel
+
+
+class Rehearsal:
+    """Which candidate a step tries; the same on all ranks.
+
+    Args:
+        points: what to try, each in one step.
+        held: mean over the ranks of the rows that they hold in the steps that count.
+    """
+
+    def __init__(self, points: Sequence[Point], held: float) -> None:
+        self.points = list(points)
+        self._held = held
+        self._steps = 0
+
+    def next(self, held: float, is_worth_it: Callable[[Point], bool]) -> Point | None:
+        """What to try in a step with ``held`` rows; None if this one is no trial."""
+        self._steps += 1
+        if not self._held / ALIKE <= held <= self._held * ALIKE:
+            return None
+        point = next(filter(is_worth_it, self.points), None)
+        if point is not None:
+            self.points.remove(point)
+        return point
+
+    @property
+    def is_over(self) -> bool:
+        return not self.points or self._steps >= MAX_STEPS
+
+
+def to_rehearse(offers: Sequence[Price]) -> list[Point]:
+    """The candidates that may be the fastest, the most promising first; none where bytes decide, or one is sure to be.
+
+    Only schemes that add in the same order as each other: what is taken must not depend on a clock in its last bits.
+    Pure: equal on all ranks.
+
+    Args:
+        offers: of all candidates, with seconds, the one of fewest bytes first.
+    """
+    best = offers[0]
+    if best.sent_bytes < MIN_BYTES or _seconds(best) > MAX_SECONDS or not adds_in_rank_order(best.scheme):
+        return []
+    rivals = sorted((offer for offer in offers if adds_in_rank_order(offer.scheme)), key=_seconds)
+    hopeful = [offer.scheme for offer in rivals if _seconds(offer) <= HOPELESS * _seconds(rivals[0])]
+    return hopeful if len(hopeful) > 1 else []
+
+
+def rehearse(points: Sequence[Point], held: float) -> Rehearsal:
+    """Begin: the next steps with about ``held`` rows try one point each."""
+    return Rehearsal(points, held)
+
+
+def adds_in_rank_order(point: Point) -> bool:
+    return isinstance(point, Scheme) and point.communication is Communication.POINT_TO_POINT
+
+
+def _seconds(offer: Price) -> float:
+    assert offer.seconds is not None, "a machine gives every scheme seconds"
+    return offer.seconds

@@ -22,21 +22,25 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from thinwire.sync.choose import Price, explained, is_dense, offers_of, ranked
-from thinwire.sync.demand import Demand
-from thinwire.sync.hosts import Hosts
-from thinwire.sync.machine import Machine
-from thinwire.sync.named import DENSE, name_of
-from thinwire.sync.rehearsal import (
+from thinwire.comm.hosts import Hosts
+from thinwire.comm.machine import Machine
+from thinwire.sync.choose import (
     FIRST_REGRET,
     MAX_REHEARSALS,
     REGRET_SHARE,
     REGRET_STEPS,
+    Demand,
     Point,
+    Price,
     Rehearsal,
     adds_in_rank_order,
+    explained,
+    is_dense,
+    offers_of,
+    ranked,
     to_rehearse,
 )
+from thinwire.sync.named import DENSE, name_of
 
 WINDOW_STEPS = 32
 CHECK_STEPS = 50

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
-from thinwire.sync.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme
+from thinwire.sync.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme, Unit
 from thinwire.sync.two_level import TWO_LEVEL_PREFIX, TwoLevel
-from thinwire.sync.units import Unit
 from thinwire.wire import Format
 
 DENSE = Scheme(

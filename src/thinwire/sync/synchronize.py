@@ -6,19 +6,26 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from thinwire.comm.channel import Channel
+from thinwire.comm.hosts import ranks_of_hosts
 from thinwire.kernels import nonzero_rows
+from thinwire.partition import Partition
 from thinwire.sparse import SparseRows
-from thinwire.sync import two_level
-from thinwire.sync.channel import Channel
+from thinwire.sync import direct, known_ids, staged, two_level
 from thinwire.sync.choose import choose
-from thinwire.sync.hosts import ranks_of_hosts
 from thinwire.sync.named import resolve
-from thinwire.sync.partition import Partition
-from thinwire.sync.patterns import gathered, hierarchy, known_ids, point_to_point, staged
-from thinwire.sync.scheme import Aggregation, Communication, Ownership, Scheme, begins_with_opening
-from thinwire.sync.stages import Stages
+from thinwire.sync.schedules import Stages
+from thinwire.sync.scheme import (
+    Aggregation,
+    Communication,
+    Ownership,
+    Scheme,
+    Unit,
+    begins_with_opening,
+    from_units,
+    to_units,
+)
 from thinwire.sync.two_level import TwoLevel
-from thinwire.sync.units import Unit, from_units, to_units
 
 
 def agree(
@@ -96,19 +103,19 @@ def _summed(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) ->
     if scheme.is_parallel:
         return _by_owners(rows, scheme, channel, scale)
     if scheme.communication is Communication.POINT_TO_POINT:
-        return point_to_point.all_reduce(rows, scheme.push_choice, channel, scale)
+        return direct.all_reduce(rows, scheme.push_choice, channel, scale)
     if scheme.aggregation is Aggregation.INCREMENTAL:
-        return hierarchy.all_reduce(rows, scheme.push_choice, channel, scale)
+        return staged.recursive_doubling(rows, scheme.push_choice, channel, scale)
     schedule = staged.GATHER_SCHEDULES[scheme.communication](channel.rank, channel.world_size)
-    return gathered.all_reduce(rows, scheme.push_choice, channel, scale, schedule)
+    return staged.gather_and_add(rows, scheme.push_choice, channel, scale, schedule)
 
 
 def _by_owners(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float) -> SparseRows:
     partition = scheme.rows_partition(rows.num_rows, channel.world_size)
     if not scheme.communication is scheme.pull_by is Communication.POINT_TO_POINT:
         return _by_owners_in_stages(rows, partition, scheme, channel, scale)
-    total = point_to_point.reduce_scatter(rows, partition, scheme.push_choice, channel, scale)
-    return point_to_point.all_gather(rows, total, partition, scheme.pull_choice, channel)
+    total = direct.reduce_scatter(rows, partition, scheme.push_choice, channel, scale)
+    return direct.all_gather(rows, total, partition, scheme.pull_choice, channel)
 
 
 def _by_owners_in_stages(
@@ -118,12 +125,12 @@ def _by_owners_in_stages(
     rank, world_size = channel.rank, channel.world_size
     push, pull, stages = scheme.push_choice, scheme.pull_choice, Stages(channel)
     if scheme.communication is Communication.POINT_TO_POINT:
-        total = point_to_point.reduce_scatter(rows, partition, push, channel, scale)
+        total = direct.reduce_scatter(rows, partition, push, channel, scale)
     else:
         schedule = staged.REDUCE_SCHEDULES[scheme.communication](rank, world_size)
         total = staged.reduce_scatter(rows, partition, push, stages, scale, schedule)
     if scheme.pull_by is Communication.POINT_TO_POINT:
-        return point_to_point.all_gather(rows, total, partition, pull, channel)
+        return direct.all_gather(rows, total, partition, pull, channel)
     schedule = staged.GATHER_SCHEDULES[scheme.pull_by](rank, world_size)
     return staged.gather(rows, total, partition, pull, stages, schedule, scheme.num_owners(world_size))
 

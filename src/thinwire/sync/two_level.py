@@ -9,22 +9,20 @@ from typing import Final, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from thinwire.comm.channel import Channel, Subject
+from thinwire.comm.hosts import Hosts, ranks_of_hosts
 from thinwire.errors import can_be_told
+from thinwire.partition import FirstRanks, Partition, Permutation
 from thinwire.sparse import SparseRows
-from thinwire.sync.channel import Channel, Subject
-from thinwire.sync.dimensions import Aggregation, Balance, Communication, Partitioning
-from thinwire.sync.hosts import Hosts, ranks_of_hosts
-from thinwire.sync.partition import FirstRanks, Partition, Permutation
-from thinwire.sync.patterns import point_to_point
-from thinwire.sync.patterns.pieces import Piece
-from thinwire.sync.scheme import Scheme
-from thinwire.sync.units import Unit, from_units, to_units
-from thinwire.wire import FORMATS, Choice, digest64
+from thinwire.sync import direct
+from thinwire.sync.direct import Piece
+from thinwire.sync.scheme import Aggregation, Balance, Communication, Partitioning, Scheme, Unit, from_units, to_units
+from thinwire.wire import FORMATS, FormatChoice, digest64
 
 T = TypeVar("T")
 
 TWO_LEVEL_PREFIX = "two_level:"
-CHOICE: Final = Choice(FORMATS)
+CHOICE: Final = FormatChoice(FORMATS)
 """Inside a host every message takes the format of fewest bytes."""
 _SEED_OFFSET = 0x2C1B3C6D
 """Rows are dealt inside a host by another hash than between hosts: with the same, a rank's rows of one residue would
@@ -48,7 +46,7 @@ class TwoLevel:
 
     Args:
         between: the scheme among hosts.
-        hosts: the ranks of each host, in the process group; None for what the system tells (`thinwire.sync.hosts`).
+        hosts: the ranks of each host, in the process group; None for what the system tells (`thinwire.comm.hosts`).
 
     Raises:
         ValueError: a scheme that cannot run among some of the ranks; ranks that are on two hosts, or on none.
@@ -204,9 +202,9 @@ class _Run:
     def sum(self, rows: SparseRows, scale: float) -> SparseRows:
         partition = shares(self._scheme, rows.num_rows, len(self._host))
         size = partition.parts[self._inside.rank].size
-        reduced = _deferred(lambda: point_to_point.reduce_scatter(rows, partition, CHOICE, self._inside, 1.0))
+        reduced = _deferred(lambda: direct.reduce_scatter(rows, partition, CHOICE, self._inside, 1.0))
         total = _deferred(lambda: self._between_hosts(lambda: SparseRows.trusted(*reduced()(), size), scale))
-        summed = point_to_point.all_gather(rows, total, partition, CHOICE, self._inside)
+        summed = direct.all_gather(rows, total, partition, CHOICE, self._inside)
         for channel in (self._inside, self._partners):
             for kind, formats in (channel.formats_sent if channel else {}).items():
                 self._channel.formats_sent.setdefault(kind, set()).update(formats)

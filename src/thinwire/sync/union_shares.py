@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from thinwire import wire
-from thinwire.sync.parcels import parcel_bytes
+from thinwire.comm.parcels import parcel_bytes
 from thinwire.wire import ALIGNMENT_BYTES, Format
 
 CHUNK_BYTES = 96 * 1024
@@ -136,7 +136,7 @@ def _filling(count: int, rooms: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class UnionPlan:
     """What every rank knows after `Channel.open`.
 
     Args:
@@ -286,7 +286,7 @@ class Plan:
         return Union(union, [torch.searchsorted(union, ids) for ids in sent])
 
 
-def sent_bytes(plan: Plan, ids_per_rank: Sequence[Tensor]) -> list[int]:
+def sent_bytes(plan: UnionPlan, ids_per_rank: Sequence[Tensor]) -> list[int]:
     """Exact bytes that each rank sends after the opening, when the ranks hold these ids (sorted, unique)."""
     union, ranks = plan.union(ids_per_rank), range(plan.world_size)
 

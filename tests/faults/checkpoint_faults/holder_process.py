@@ -1,31 +1,26 @@
 """A holder's process with faults planned, run by path: ``python -P holder_process.py OPTIONS PLAN``, both as JSON.
 
-The plan: ``faults`` (of `thinwire.testbed.faults`; the rank is the owner of a shard, the point one of
-`thinwire.checkpoint.faultpoint`), ``file_limit_bytes`` (of any file, shared memory included), ``clock_jumps``.
+The plan: ``faults`` (of `thinwire.lab.testbed.faults`; the rank is the owner of a shard, the point one of
+`thinwire.holder.faultpoint`), ``file_limit_bytes`` (of any file, shared memory included), ``clock_jumps``.
 It ends when its standard input does, so that it never outlives whoever started it.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import resource
 import sys
 import threading
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 
 def main(options: dict[str, Any], plan: dict[str, Any]) -> int:
     threading.Thread(target=_end_with_input, daemon=True).start()
-    daemon = _load_daemon()
-    daemon.enter_packages()
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from checkpoint_faults.clock import jump
-    from thinwire.checkpoint import faultpoint
-    from thinwire.testbed.faults import Fault, Faults
+    from thinwire.holder import daemon, faultpoint
+    from thinwire.lab.testbed.faults import Fault, Faults
 
     faults = Faults(tuple(Fault(**fault) for fault in plan.get("faults", [])))
     faultpoint.arm(lambda point, owner, step: faults.strike(owner, step, at=point))
@@ -36,16 +31,6 @@ def main(options: dict[str, Any], plan: dict[str, Any]) -> int:
     return daemon.main(options)
 
 
-def _load_daemon() -> ModuleType:
-    path = Path(__file__).resolve().parents[3] / "src" / "thinwire" / "checkpoint" / "daemon.py"
-    spec = importlib.util.spec_from_file_location("thinwire_daemon", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _end_with_input() -> None:
     while os.read(0, 1):
         pass
@@ -53,6 +38,8 @@ def _end_with_input() -> None:
 
 
 if __name__ == "__main__":
+    for place in (Path(__file__).resolve().parents[1], Path(__file__).resolve().parents[3] / "src"):
+        sys.path.insert(0, str(place))
     code = main(json.loads(sys.argv[1]), json.loads(sys.argv[2]))
     sys.stdout.flush()
     os._exit(code)

@@ -18,12 +18,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Self
 
-from thinwire.checkpoint.client import HolderClient
-from thinwire.checkpoint.slots import State
-from thinwire.checkpoint.start import HolderOptions
-from thinwire.checkpoint.version import Manifest
-from thinwire.testbed.faults import Faults
-from thinwire.testbed.network import EmulatedNetwork, enter_namespace
+from thinwire.holder.client import HolderClient
+from thinwire.holder.slots import State
+from thinwire.holder.start import HolderOptions
+from thinwire.holder.version import Manifest
+from thinwire.lab.testbed.faults import Faults
+from thinwire.lab.testbed.network import EmulatedNetwork, enter_namespace
 
 SECRET = "the secret of the campaign"
 BUDGET = "100MB"

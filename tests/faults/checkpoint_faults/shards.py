@@ -12,14 +12,14 @@ from typing import Self
 
 from checkpoint_faults.hosts import SECRET
 from checkpoint_faults.kind import Outcome, WrongRestore
-from thinwire.checkpoint import faultpoint
 from thinwire.checkpoint.choice import Choice, choose
-from thinwire.checkpoint.client import HolderClient
-from thinwire.checkpoint.holder import Holder, HolderConfig
 from thinwire.checkpoint.placement import placement
-from thinwire.checkpoint.replication import PeerTimes
-from thinwire.checkpoint.version import next_attempt, topology_digest
 from thinwire.errors import ThinwireError
+from thinwire.holder import faultpoint
+from thinwire.holder.client import HolderClient
+from thinwire.holder.replication import PeerTimes
+from thinwire.holder.server import Holder, HolderConfig
+from thinwire.holder.version import next_attempt, topology_digest
 
 RUN = "run"
 NUM_BYTES = 3 << 20  # three pieces on the wire

@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from checkpoint_faults.clock import jump
 from checkpoint_faults.hosts import SECRET
 from checkpoint_faults.kind import Outcome, WrongRestore
-from thinwire.checkpoint import faultpoint
 from thinwire.checkpoint.checkpointer import Checkpointer
 from thinwire.errors import ThinwireError
-from thinwire.testbed.faults import Faults
-from thinwire.testbed.launch import RankContext, preload, run_ranks
-from thinwire.testbed.network import EmulatedNetwork
+from thinwire.holder import faultpoint
+from thinwire.lab.testbed.faults import Faults
+from thinwire.lab.testbed.launch import RankContext, preload, run_ranks
+from thinwire.lab.testbed.network import EmulatedNetwork
 
 STEPS = 5
 _WIDTH = 24_000  # state of 2.9 MB: a version is sent in three pieces
@@ -44,7 +44,7 @@ class Job:
         sockets: of the holder of each rank.
         flush_seconds: wait at each step, at most so long, until the replicas have it, so that every step has a version
             everywhere; 0 goes on at once.
-        faults: at (rank, step), at a step's start or at a point of `thinwire.checkpoint.faultpoint`; step 0 is
+        faults: at (rank, step), at a step's start or at a point of `thinwire.holder.faultpoint`; step 0 is
             everything before the first step.
         options: for the Checkpointer.
         secrets: of the ranks, if they are not all the same.

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from checkpoint_faults.hosts import SECRET
-from thinwire.checkpoint.frames import Connection, Kind
 from thinwire.errors import ThinwireError
+from thinwire.holder.frames import Connection, FrameKind
 
 _HEADER = struct.Struct("<IBIQQ")
 _TAG_BYTES = 16
@@ -23,7 +23,7 @@ _TAG_BYTES = 16
 class Frame:
     """A frame as it is on the wire. ``number`` counts those of its kind in one direction of one connection."""
 
-    kind: Kind
+    kind: FrameKind
     number: int
     header: bytearray  # with the tag
     text: bytearray
@@ -92,7 +92,7 @@ class Proxy:
                 _, kind, text_bytes, payload_bytes, _ = _HEADER.unpack(header[: _HEADER.size])
                 counts[kind] = counts.get(kind, -1) + 1
                 frame = Frame(
-                    Kind(kind), counts[kind], header, _exactly(source, text_bytes), _exactly(source, payload_bytes)
+                    FrameKind(kind), counts[kind], header, _exactly(source, text_bytes), _exactly(source, payload_bytes)
                 )
                 self.seen += bytes(frame) if forward else b""
                 passed = self.tamper(frame)
@@ -114,7 +114,7 @@ def _exactly(sock: socket.socket, num_bytes: int) -> bytearray:
     return data
 
 
-def once(what: Kind, tamper: Callable[[Frame], bytes | None]) -> Tamper:
+def once(what: FrameKind, tamper: Callable[[Frame], bytes | None]) -> Tamper:
     """Do it to the first frame of a kind that comes by, and to none after that."""
     done = threading.Event()
 
@@ -174,7 +174,9 @@ def babble(address: str, chance: random.Random, knows_secret: bool, sentences: i
             if not knows_secret or chance.random() < 0.2:
                 connection._socket.sendall(chance.randbytes(chance.randrange(200)))
             else:
-                connection.send(chance.choice(list(Kind)), _nonsense(chance), chance.randbytes(chance.randrange(30)))
+                connection.send(
+                    chance.choice(list(FrameKind)), _nonsense(chance), chance.randbytes(chance.randrange(30))
+                )
 
 
 _OPERATIONS = (

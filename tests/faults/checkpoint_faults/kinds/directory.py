@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 
 from checkpoint_faults.kind import Expected, Kind, Outcome, WrongRestore, refused, restored
-from thinwire.checkpoint import faultpoint
-from thinwire.checkpoint.directory import SlotDirectory
-from thinwire.checkpoint.memory import BudgetError
-from thinwire.testbed.faults import Faults
+from thinwire.holder import faultpoint
+from thinwire.holder.directory import SlotDirectory
+from thinwire.holder.store import BudgetError
+from thinwire.lab.testbed.faults import Faults
 
 _GROUP = "files"
 _NUM_BYTES = 5 << 20

@@ -10,9 +10,9 @@ from threading import Event
 
 from checkpoint_faults.kind import Expected, Kind, Outcome, refused, restored
 from checkpoint_faults.shards import Shards
-from thinwire.checkpoint import faultpoint
-from thinwire.checkpoint.replication import PeerTimes
-from thinwire.checkpoint.version import next_attempt
+from thinwire.holder import faultpoint
+from thinwire.holder.replication import PeerTimes
+from thinwire.holder.version import next_attempt
 
 _GROUP = "hosts"
 

@@ -14,7 +14,7 @@ from typing import Any
 from checkpoint_faults.hosts import Hosts
 from checkpoint_faults.kind import Expected, Kind, Outcome, refused, restored
 from checkpoint_faults.training import STEPS, Job, restart, run
-from thinwire.testbed.faults import Faults
+from thinwire.lab.testbed.faults import Faults
 
 _GROUP = "SIGKILL"
 _STRUCK = STEPS - 1  # the step at which faults strike

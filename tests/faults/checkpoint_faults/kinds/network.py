@@ -12,8 +12,8 @@ from pathlib import Path
 from checkpoint_faults.hosts import Hosts
 from checkpoint_faults.kind import Expected, Kind, Outcome, restored
 from checkpoint_faults.training import STEPS, Job, restart, run
-from thinwire.testbed.faults import Faults
-from thinwire.testbed.network import EmulatedNetwork, Link
+from thinwire.lab.testbed.faults import Faults
+from thinwire.lab.testbed.network import EmulatedNetwork, Link
 
 _GROUP = "network"
 _B = 1  # the host called b

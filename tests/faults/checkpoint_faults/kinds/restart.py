@@ -10,7 +10,7 @@ from pathlib import Path
 from checkpoint_faults.hosts import SECRET, Hosts
 from checkpoint_faults.kind import Expected, Kind, Outcome, fresh, refused, restored
 from checkpoint_faults.training import STEPS, Job, restart, run
-from thinwire.testbed.faults import Faults
+from thinwire.lab.testbed.faults import Faults
 
 _GROUP = "restart"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from checkpoint_faults.hosts import SlotFile
 from checkpoint_faults.kind import Expected, Kind, Outcome, refused, restored
 from checkpoint_faults.shards import Shards, content
-from thinwire.checkpoint import faultpoint
+from thinwire.holder import faultpoint
 
 _GROUP = "memory"
 

@@ -14,13 +14,12 @@ from checkpoint_faults.hosts import SECRET
 from checkpoint_faults.kind import Expected, Kind, Outcome, refused, restored
 from checkpoint_faults.shards import Shards
 from checkpoint_faults.wire import Proxy, Tamper, babble, connect, flipped, header, once, say
-from thinwire.checkpoint.client import HolderClient
-from thinwire.checkpoint.frames import Connection
-from thinwire.checkpoint.frames import Kind as FrameKind
-from thinwire.checkpoint.replication import call, send_payload
-from thinwire.checkpoint.slots import Slot, SlotSize
-from thinwire.checkpoint.version import CHUNK_BYTES, Manifest, Version, chunk_count
 from thinwire.errors import PeerError, ThinwireError
+from thinwire.holder.client import HolderClient
+from thinwire.holder.frames import Connection, FrameKind
+from thinwire.holder.replication import call, send_payload
+from thinwire.holder.slots import Slot, SlotSize
+from thinwire.holder.version import CHUNK_BYTES, Manifest, Version, chunk_count
 
 _GROUP = "wire"
 _BABBLERS = 25

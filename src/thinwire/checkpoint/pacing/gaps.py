@@ -1,0 +1,256 @@
+"""When checkpoints are sent: in the timespans in which training leaves the network idle, as profiled online.
+
+GEMINI (Wang et al., SOSP'23), section 5.2. The lane of an attached synchronizer says when it is busy; what is left of
+each iteration is idle. Without one nothing is known of the network, and bytes are paced evenly over the iteration.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+
+from thinwire.checkpoint.pacing.schedule import PROFILED_ITERATIONS, Budget, IdleProfile, profile, spread
+from thinwire.errors import ThinwireError
+
+logger = logging.getLogger("thinwire")
+
+EVEN_GRANTS = 16
+LEAST_GAP = 0.05  # of an iteration: shorter pauses of the lane are part of its work
+EVEN_SHARE = 0.8  # of an iteration is used for even pacing, so that a version is complete before the next one
+DRIFT = 0.2  # of the length of an iteration: then the profile is of another training, and a new one is made
+_SHOWN_GRANTS = 8
+_FEW = 5
+
+
+@dataclass(frozen=True)
+class Grant:
+    """Bytes that may be sent from this moment on, counted from the end of an optimizer step.
+
+    ``iteration``: how many steps after the one whose version it is.
+    """
+
+    seconds: float
+    num_bytes: int
+    iteration: int = 0
+
+
+def idle_timespans(
+    busy: Sequence[tuple[float, float]], started: float, ended: float, least_gap: float = LEAST_GAP
+) -> list[tuple[float, float]]:
+    """(start, length) of the gaps between the busy periods of an iteration, counted from its start.
+
+    Example:
+        >>> idle_timespans([(1.0, 2.0), (2.01, 3.0)], started=0.0, ended=4.0)
+        [(0.0, 1.0), (3.0, 1.0)]
+    """
+    edges = [started]
+    for start, end in sorted(busy):
+        edges += [min(max(start, edges[-1]), ended), min(max(end, edges[-1]), ended)]
+    edges.append(ended)
+    gaps = list(pairwise(edges))[::2]
+    return [(start - started, end - start) for start, end in gaps if end - start > least_gap * (ended - started)]
+
+
+def even_grants(
+    num_bytes: int, iteration_seconds: float, count: int = EVEN_GRANTS, past_seconds: float = 0.0
+) -> list[Grant]:
+    """All bytes in ``count`` equal parts over what is left of an iteration.
+
+    Example:
+        >>> even_grants(100, 10.0, count=2)
+        [Grant(seconds=0.0, num_bytes=50, iteration=0), Grant(seconds=4.0, num_bytes=50, iteration=0)]
+    """
+    bounds = [num_bytes * part // count for part in range(count + 1)]
+    step_seconds = max(0.0, EVEN_SHARE * iteration_seconds - past_seconds) / count
+    return [Grant(past_seconds + part * step_seconds, bounds[part + 1] - bounds[part]) for part in range(count)]
+
+
+def gap_grants(found: IdleProfile, num_bytes: int, bytes_per_second: float) -> list[Grant]:
+    """Bytes for each gap, over as many iterations as it takes (Algorithm 2). ValueError if the network is never idle.
+
+    Example:
+        >>> gap_grants(profile([[(0.5, 1.0)]]), num_bytes=150, bytes_per_second=100.0)
+        [Grant(seconds=0.5, num_bytes=90, iteration=0), Grant(seconds=0.5, num_bytes=60, iteration=1)]
+    """
+    plan = spread(found.spans, num_bytes, 2, Budget(bytes_per_second, gamma=found.gamma))
+    places = [(number, span.start_seconds) for number in range(plan.iterations) for span in found.timespans]
+    sums = [sum(chunk.length for chunk in chunks) for chunks in plan.spans]
+    return [Grant(start, length, number) for (number, start), length in zip(places, sums, strict=True) if length]
+
+
+class Pacer:
+    """Gives grants at their time, on a thread of its own.
+
+    Args:
+        grant: what takes the bytes; a ThinwireError of it ends the grants of this version.
+        every: iterations between two offers.
+        watched: whether `note_busy` will be called with the times of the lane's jobs.
+    """
+
+    def __init__(self, grant: Callable[[int], None], every: int, watched: bool) -> None:
+        self._grant, self._every, self._watched = grant, every, watched
+        self._changed = threading.Condition()
+        self._grants: list[Grant] = []
+        self._planned_grants: list[Grant] = []
+        self._iteration, self._origin = 0, 0.0  # its number, and when it began
+        self._offered = 0  # in which iteration
+        self._closed = False
+        self._busy: list[tuple[float, float]] = []
+        self._profiled: list[list[tuple[float, float]]] = []
+        self._profiled_seconds = 0.0  # of an iteration, when the profile was made
+        self._lengths: list[float] = []
+        self.profile: IdleProfile | None = None
+        self.iterations_needed = 1
+        self._most_needed = every  # so far: more is warned of
+        self._sent_at = 0.0  # when what was offered should have been sent, by `time.perf_counter`
+        self._thread = threading.Thread(target=self._run, name="thinwire-pacer", daemon=True)
+        self._thread.start()
+
+    @property
+    def how(self) -> str:
+        """For people: how bytes are granted now."""
+        if not self._watched:
+            return "evenly: no synchronizer is attached, so the idle times of the network are not known"
+        if self.profile is None:
+            return f"evenly: {len(self._profiled)} of {PROFILED_ITERATIONS} iterations profiled"
+        steady = "" if self.profile.steady else ", which vary by more than 10 %"
+        again = "; profiled anew now, because iterations take another time than they did" if self._is_drifting else ""
+        return f"in {len(self.profile.spans)} idle timespans of each iteration{steady}{again}"
+
+    @property
+    def schedule(self) -> str:
+        """For people: which bytes of the last version were granted when (Algorithm 2)."""
+        grants = self._planned_grants
+        texts = [
+            f"{each.num_bytes / 1e6:.3g} MB at {1e3 * each.seconds:.3g} ms"
+            + (f" of iteration {each.iteration + 1}" if each.iteration else "")
+            for each in grants[:_SHOWN_GRANTS]
+        ]
+        return ", ".join(texts) + (f", and {len(grants) - _SHOWN_GRANTS} more" if len(grants) > _SHOWN_GRANTS else "")
+
+    @property
+    def iteration_seconds(self) -> float:
+        """Median of the last 20 iterations, the shortest of fewer than 5: the first ones are slow. 0 before any."""
+        return (median if len(self._lengths) >= _FEW else min)(self._lengths) if self._lengths else 0.0
+
+    @property
+    def idle_seconds(self) -> float:
+        """Of an iteration, in which the network is idle, as far as is known."""
+        return sum(self.profile.spans) if self.profile is not None else self.iteration_seconds
+
+    def note_busy(self, started: float, ended: float) -> None:
+        """A job of the lane ran from then to then (`time.perf_counter`)."""
+        with self._changed:
+            self._busy.append((started, ended))
+
+    def note_step(self) -> None:
+        """An optimizer step has ended: a new iteration begins."""
+        now = time.perf_counter()
+        with self._changed:
+            started, self._origin = self._origin, now
+            busy, self._busy = self._busy, []
+            self._iteration += 1
+            self._changed.notify_all()
+            if self._iteration == 1:
+                return
+            self._lengths = [*self._lengths[1 - PROFILED_ITERATIONS :], now - started]
+            if self._watched and (self.profile is None or self._is_drifting):
+                self._profile(idle_timespans(busy, started, now))
+
+    @property
+    def _is_drifting(self) -> bool:
+        """Whether iterations take another time than when they were profiled, or are profiled anew for that reason."""
+        moved = abs(self.iteration_seconds - self._profiled_seconds) > DRIFT * self._profiled_seconds
+        return self.profile is not None and (bool(self._profiled) or moved)
+
+    def _profile(self, timespans: list[tuple[float, float]]) -> None:
+        """One more iteration; the profile, if they are enough now. Until then an old one stays in use."""
+        self._profiled.append(timespans)
+        if len(self._profiled) < PROFILED_ITERATIONS:
+            return
+        try:
+            self.profile = profile(self._profiled)
+        except ValueError:  # never idle: go on evenly, and profile again
+            self.profile = None
+        self._profiled, self._profiled_seconds = [], self.iteration_seconds
+        logger.info("checkpoints: bytes are granted %s", self.how)
+
+    def offer(self, num_bytes: int, bytes_per_second: float | None) -> None:
+        """Grant so many bytes from now on; what is left of an earlier offer is void."""
+        grants, needed = self._plan(num_bytes, bytes_per_second)
+        if needed > self._most_needed:
+            self._most_needed = needed
+            logger.warning(
+                "a checkpoint of %.1f MB, for all peers together, takes %s iterations to send beside the training, and"
+                " one is made every %s: what does not fit is spread over them, and versions in between are skipped",
+                num_bytes / 1e6, needed, self._every,
+            )  # fmt: skip
+        with self._changed:
+            if num_bytes:
+                self.iterations_needed = needed
+            self._offered = self._iteration
+            self._grants, self._planned_grants = grants, list(grants) or self._planned_grants
+            self._sent_at = self._end_of(grants, bytes_per_second)
+            self._changed.notify_all()
+
+    def _end_of(self, grants: list[Grant], bytes_per_second: float | None) -> float:
+        if not grants or grants[-1].iteration > 0:
+            return math.inf if grants else 0.0
+        sending = grants[-1].num_bytes / bytes_per_second if bytes_per_second else 0.0
+        return self._origin + grants[-1].seconds + sending
+
+    @property
+    def seconds_left(self) -> float:
+        """Until what was offered should have been sent; infinite if that is in a later iteration."""
+        return max(0.0, self._sent_at - time.perf_counter())
+
+    def _plan(self, num_bytes: int, bytes_per_second: float | None) -> tuple[list[Grant], int]:
+        """Grants, and the iterations that they take."""
+        seconds = self.iteration_seconds
+        if num_bytes <= 0:
+            return [], 1
+        if self.profile is not None and bytes_per_second:
+            with contextlib.suppress(ValueError):
+                grants = gap_grants(self.profile, num_bytes, bytes_per_second)
+                return grants, grants[-1].iteration + 1
+        needed = math.ceil(num_bytes / bytes_per_second / (EVEN_SHARE * seconds)) if bytes_per_second and seconds else 1
+        with self._changed:
+            past = time.perf_counter() - self._origin if self._iteration else 0.0
+        return even_grants(num_bytes, seconds * self._every, past_seconds=past), needed
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._grants or self._closed)
+                if self._closed:
+                    return
+                due = self._due(self._grants[0])
+                if due is None or due > 0:
+                    self._changed.wait(due)
+                    continue
+                num_bytes = self._grants.pop(0).num_bytes
+            try:
+                self._grant(num_bytes)
+            except (ThinwireError, OSError):
+                with self._changed:
+                    self._grants = []
+
+    def _due(self, grant: Grant) -> float | None:
+        """Seconds until a grant; None: not in this iteration."""
+        ahead = self._offered + grant.iteration - self._iteration
+        if ahead > 0:
+            return None
+        return self._origin + grant.seconds - time.perf_counter() if ahead == 0 else 0.0
+
+    def close(self) -> None:
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._thread.join()

@@ -1,0 +1,250 @@
+"""Which bytes of a checkpoint are sent in which network-idle timespan, so that training does not wait for them.
+
+GEMINI (Wang et al., SOSP'23), section 5: timespans are profiled over some iterations, discounted for how much they
+vary, and filled with chunks no larger than a sub-buffer (Algorithm 2). All seconds are of one machine's clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median, pstdev
+
+GAMMA = 0.9  # of a timespan is used at most: the paper reports timespans that vary by less than 10 %
+PROFILED_ITERATIONS = 20
+MAX_CHUNKS = 100_000
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What sending takes, and how much of a timespan and of memory it may take.
+
+    Sending n bytes takes alpha_seconds + n / bytes_per_second.
+
+    Args:
+        bytes_per_second: of the link, in one direction.
+        alpha_seconds: of each chunk, however small.
+        gamma: the part of each timespan that is used, in (0, 1].
+        buffer_bytes: of the receiver, for chunks on their way to host memory.
+        sub_buffers: parts of that buffer: one is received into while another is copied. A chunk fits into one.
+
+    Raises:
+        ValueError: a value that is not positive (alpha_seconds may be 0), or gamma above 1.
+    """
+
+    bytes_per_second: float
+    alpha_seconds: float = 0.0
+    gamma: float = GAMMA
+    buffer_bytes: int = 128 << 20
+    sub_buffers: int = 4
+
+    def __post_init__(self) -> None:
+        if not 0 < self.bytes_per_second < math.inf or not 0 <= self.alpha_seconds < math.inf:
+            raise ValueError(
+                f"a link of {self.bytes_per_second} bytes/s and {self.alpha_seconds} s a chunk: measure it"
+            )
+        if not 0 < self.gamma <= 1:
+            raise ValueError(f"gamma={self.gamma}: the used part of a timespan is above 0 and at most 1")
+        if not 1 <= self.sub_buffers <= self.buffer_bytes:
+            raise ValueError(f"{self.buffer_bytes} bytes cannot be cut into {self.sub_buffers} sub-buffers")
+
+    @property
+    def chunk_bytes(self) -> int:
+        """The largest chunk."""
+        return self.buffer_bytes // self.sub_buffers
+
+    def seconds(self, num_bytes: int) -> float:
+        """To send one chunk."""
+        return self.alpha_seconds + num_bytes / self.bytes_per_second
+
+    def bytes_within(self, seconds: float) -> int:
+        """The largest chunk that is sent in so much time; 0 if there is none."""
+        sending = min(seconds - self.alpha_seconds, self.seconds(self.chunk_bytes))
+        return min(self.chunk_bytes, max(0, math.floor(sending * self.bytes_per_second)))
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Bytes of a payload on their way to one holder.
+
+    ``replica`` is the place of the receiver among the holders of the shard (`placement`): 1 is the first peer.
+    """
+
+    replica: int
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class TransferPlan:
+    """Chunks of every timespan, in the order in which they are sent, and the iterations that they are sent in."""
+
+    spans: tuple[tuple[Chunk, ...], ...]
+    iterations: int = 1
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(chunk.length for chunks in self.spans for chunk in chunks)
+
+    def seconds(self, budget: Budget) -> tuple[float, ...]:
+        """What the chunks of each timespan take."""
+        return tuple(sum(budget.seconds(chunk.length) for chunk in chunks) for chunks in self.spans)
+
+
+def partition(spans: Sequence[float], payload_bytes: int, replicas: int, budget: Budget) -> TransferPlan:
+    """One checkpoint within one iteration: Algorithm 2.
+
+    The last timespan takes whatever is left, however long that is, so that a checkpoint is always complete when the
+    iteration ends. `spread` never lets one run over.
+
+    Args:
+        spans: seconds of each network-idle timespan of an iteration, in their order.
+        payload_bytes: of the shard.
+        replicas: copies of it, the machine's own one, which is not sent, included.
+
+    Returns:
+        a plan with ``len(spans)`` timespans: every byte once for each of the replicas 1 to ``replicas - 1``.
+
+    Raises:
+        ValueError: no timespan or a negative one, a negative size, less than one replica, or more than 100,000 chunks.
+
+    Example:
+        >>> partition([1.0, 1.0], payload_bytes=150, replicas=2, budget=Budget(bytes_per_second=100, gamma=1.0)).spans
+        ((Chunk(replica=1, offset=0, length=100),), (Chunk(replica=1, offset=100, length=50),))
+    """
+    _check(spans, payload_bytes, replicas, budget)
+    return _fill((*spans[:-1], math.inf), payload_bytes, replicas, budget)[0]
+
+
+def spread(spans: Sequence[float], payload_bytes: int, replicas: int, budget: Budget) -> TransferPlan:
+    """One checkpoint over as many iterations as it needs, without any timespan running over.
+
+    Returns:
+        a plan with ``iterations`` times ``len(spans)`` timespans; 1 iteration if all fits into one.
+
+    Raises:
+        ValueError: as `partition` does; or no timespan is long enough for a single byte: the network is never idle.
+
+    Example:
+        >>> spread([1.0, 1.0], payload_bytes=450, replicas=2, budget=Budget(bytes_per_second=100, gamma=1.0)).iterations
+        3
+    """
+    _check(spans, payload_bytes, replicas, budget)
+    chunks: list[tuple[Chunk, ...]] = []
+    sent, num_chunks, to_send = 0, 0, (replicas - 1) * payload_bytes
+    while True:
+        plan, sent = _fill(spans, payload_bytes, replicas, budget, sent)
+        chunks.extend(plan.spans)
+        num_chunks += sum(map(len, plan.spans))
+        iterations = len(chunks) // len(spans)
+        if sent == to_send:
+            return TransferPlan(tuple(chunks), iterations)
+        if plan.num_bytes == 0:
+            raise ValueError(
+                f"none of the {len(spans)} timespans, {max(spans):.2g} s at most, is long enough to send anything:"
+                " the network is never idle; send without gaps, or make checkpoints rarer"
+            )
+        if num_chunks > MAX_CHUNKS:
+            raise ValueError(
+                f"{to_send:,} bytes need more than {MAX_CHUNKS:,} chunks: {iterations} iterations sent {sent:,};"
+                " make sub-buffers larger or send without gaps"
+            )
+
+
+def _check(spans: Sequence[float], payload_bytes: int, replicas: int, budget: Budget) -> None:
+    if not spans or min(spans) < 0 or not all(map(math.isfinite, spans)):
+        raise ValueError(f"timespans {list(spans)[:8]}: at least one, in seconds, none negative")
+    if payload_bytes < 0 or replicas < 1:
+        raise ValueError(f"{replicas} replicas of {payload_bytes} bytes: at least 1 of at least 0")
+    if (replicas - 1) * -(-payload_bytes // budget.chunk_bytes) > MAX_CHUNKS:
+        raise ValueError(
+            f"{payload_bytes:,} bytes in chunks of {budget.chunk_bytes:,} are more than {MAX_CHUNKS:,} chunks:"
+            " pass larger buffer_bytes"
+        )
+
+
+def _fill(
+    spans: Sequence[float], payload_bytes: int, replicas: int, budget: Budget, sent: int = 0
+) -> tuple[TransferPlan, int]:
+    """Chunks from byte ``sent`` of all that is to be sent, replica after replica; and the first byte that is left."""
+    filled = []
+    for span in spans:
+        chunks, seconds = [], budget.gamma * span
+        while sent < (replicas - 1) * payload_bytes:
+            peer, offset = divmod(sent, payload_bytes)
+            length = min(budget.bytes_within(seconds), payload_bytes - offset)
+            if length == 0:
+                break
+            chunks.append(Chunk(peer + 1, offset, length))
+            sent += length
+            seconds -= budget.seconds(length)
+        filled.append(tuple(chunks))
+    return TransferPlan(tuple(filled)), sent
+
+
+@dataclass(frozen=True)
+class Timespan:
+    """A time in which the network is idle, counted from the start of an iteration."""
+
+    start_seconds: float
+    length_seconds: float
+
+
+@dataclass(frozen=True)
+class IdleProfile:
+    """What the timespans of an iteration are like.
+
+    Args:
+        timespans: medians over the profiled iterations.
+        variation: standard deviation of their lengths over their median, all timespans together.
+        agreement: the part of the iterations that had as many timespans as most had; the others are left out.
+    """
+
+    timespans: tuple[Timespan, ...]
+    variation: float
+    agreement: float
+
+    @property
+    def spans(self) -> tuple[float, ...]:
+        """Seconds of each timespan, for `partition`."""
+        return tuple(timespan.length_seconds for timespan in self.timespans)
+
+    @property
+    def steady(self) -> bool:
+        """Whether timespans vary by less than 10 %, as in the paper."""
+        return self.variation < 1 - GAMMA and self.agreement > GAMMA
+
+    @property
+    def gamma(self) -> float:
+        """The part of each timespan to use: 0.9, or less where they vary by more, and never below 0.1."""
+        return max(1 - GAMMA, min(GAMMA, 1 - self.variation) * self.agreement)
+
+
+def profile(iterations: Sequence[Sequence[tuple[float, float]]]) -> IdleProfile:
+    """Medians of the network-idle timespans over some iterations (20 in the paper), and how much they vary.
+
+    Args:
+        iterations: for each, (start, length) in seconds of its timespans, in their order.
+
+    Raises:
+        ValueError: no iteration, or none that had a timespan.
+
+    Example:
+        >>> profile([[(0.0, 1.0)], [(0.0, 1.1)], [(0.0, 1.2)]]).spans
+        (1.1,)
+    """
+    counts = Counter(len(timespans) for timespans in iterations if timespans)
+    if not counts:
+        raise ValueError(f"{len(iterations)} iterations were profiled, and none had a network-idle timespan")
+    most = max(counts.values())
+    count = min(count for count, times in counts.items() if times == most)
+    columns = list(zip(*(timespans for timespans in iterations if len(timespans) == count), strict=True))
+    timespans = tuple(
+        Timespan(median(start for start, _ in column), median(length for _, length in column)) for column in columns
+    )
+    total = sum(timespan.length_seconds for timespan in timespans)
+    deviation = sum(pstdev(length for _, length in column) for column in columns)
+    variation = deviation / total if total > 0 else math.inf
+    return IdleProfile(timespans, variation, most / len(iterations))

@@ -1,0 +1,1 @@
+"""A training's state as bytes, and back: layout, encoding, shards."""

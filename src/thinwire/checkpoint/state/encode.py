@@ -1,0 +1,267 @@
+"""From a state to a layout and the tensors that are to be copied, again and again."""
+
+from __future__ import annotations
+
+import base64
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from thinwire.checkpoint.state.layout import ALIGNMENT_BYTES, DTYPES, StateLayout, TensorSlice
+from thinwire.checkpoint.state.sharding import local_of, part_of
+
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+@dataclass(frozen=True, eq=False)
+class Encoded:
+    """A state, of which the values are encoded and the tensors are still those of the training.
+
+    Args:
+        slices: the same object as long as names, shapes and places stay the same.
+        tensors: for each slice, what this rank holds.
+        originals: the same, where they are parts of DTensors the DTensors.
+        payload_bytes: of all slices.
+    """
+
+    slices: tuple[TensorSlice, ...]
+    tensors: list[Tensor]
+    originals: list[Tensor]
+    payload_bytes: int
+    _pieces: Sequence[str]
+    _texts: Sequence[str]
+    _slices_text: str
+
+    def to_bytes(self, about: dict[str, Any] | None = None) -> bytes:
+        """The layout, as JSON. Any thread may call it, whatever becomes of the state."""
+        parts = [text for pair in zip(self._pieces, (*self._texts, ""), strict=True) for text in pair]
+        tail = f'"payload_bytes":{self.payload_bytes},"about":{_dumps(about or {})}}}'
+        return f'{{"tree":{"".join(parts)},"slices":{self._slices_text},{tail}'.encode()
+
+
+class StateEncoder:
+    """Encodes the state of a training after every step.
+
+    While keys, shapes and places stay the same, only numbers and the like are encoded anew: 9 ms instead of 120 for
+    a state of 4,000 tensors.
+    """
+
+    def __init__(self) -> None:
+        self._form: _Form | None = None
+
+    def encode(self, state: Any) -> Encoded:
+        """The state is made of dict, list, tuple, Tensor, int, float, str, bool, None and bytes.
+
+        Subclasses of dict and tuple come back as dict and tuple. The same view of the same memory twice (tied weights)
+        is stored once. Raises ValueError, with the path, for anything else.
+        """
+        structure: list[Any] = []
+        leaves: list[Any] = []
+        _scan(state, structure, leaves)
+        encoded = self._form.fill(leaves) if self._form is not None and self._form.structure == structure else None
+        if encoded is None:
+            self._form = _Form(state, structure)
+            encoded = self._form.fill(leaves)
+            assert encoded is not None, "a form fits the state that it was made of"
+        return encoded
+
+
+def flatten(state: Any) -> tuple[StateLayout, list[Tensor]]:
+    """Layout of a state (`StateEncoder`), and its tensors in the order of the layout's slices; nothing is copied.
+
+    Example: layout, tensors = flatten({"model": model.state_dict(), "step": 7})
+    """
+    encoded = StateEncoder().encode(state)
+    return StateLayout.from_bytes(encoded.to_bytes()), [tensor.detach() for tensor in encoded.tensors]
+
+
+def _scan(value: Any, structure: list[Any], leaves: list[Any]) -> None:
+    """Everything of a state in one order: what it is made of, and what is in it."""
+    if isinstance(value, dict):
+        keys = tuple(value)
+        structure.append((keys, tuple(map(type, keys))))
+        for inner in value.values():
+            _scan(inner, structure, leaves)
+    elif isinstance(value, (list, tuple)):
+        structure.append((isinstance(value, tuple), len(value)))
+        for inner in value:
+            _scan(inner, structure, leaves)
+    else:
+        structure.append(None)
+        leaves.append(value)
+
+
+@dataclass(frozen=True)
+class _TensorLeaf:
+    """The place of a tensor among the leaves, and what it must be like to fit. ``first``: that it is tied to."""
+
+    index: int
+    number: int
+    first: int
+    kind: type
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    spec: Any  # of a DTensor
+
+    @classmethod
+    def of(cls, tensor: Tensor, index: int, number: int, first: int) -> _TensorLeaf:
+        local = local_of(tensor)
+        return cls(index, number, first, type(tensor), local.shape, local.dtype, local.device, _spec(tensor))
+
+    def local(self, tensor: Any) -> Tensor | None:
+        """What this rank holds of it; None if it does not fit."""
+        if type(tensor) is not self.kind:
+            return None
+        local = tensor
+        if self.spec is not None:
+            if _spec(tensor) != self.spec:
+                return None
+            local = local_of(tensor)
+        fits = (
+            local.shape == self.shape
+            and local.dtype is self.dtype
+            and local.device == self.device
+            and local.layout is torch.strided
+        )
+        return local if fits else None
+
+
+def _spec(tensor: Tensor) -> Any:
+    return (tensor.shape, tensor.placements, tensor.device_mesh) if isinstance(tensor, DTensor) else None
+
+
+class _Form:
+    """JSON of a state with holes for what changes, and the places of its tensors. Raises ValueError."""
+
+    def __init__(self, state: Any, structure: list[Any]) -> None:
+        self.structure = structure
+        self._tensors: list[_TensorLeaf] = []
+        self._slices: list[TensorSlice] = []
+        self._payload_bytes = 0
+        self._seen: dict[Any, int] = {}  # the leaf of each view of memory
+        self._pieces = [""]
+        self._holes: list[tuple[int, str]] = []  # leaf, path
+        self._values: list[Any] = []
+        self._texts: list[str] = []
+        self._leaves = 0
+        self._write(state, "")
+        self._final_slices = tuple(self._slices)
+        self._slices_text = _dumps([item.to_json() for item in self._slices])
+
+    def fill(self, leaves: list[Any]) -> Encoded | None:
+        """None if the state is not of this form any more."""
+        tensors: list[Tensor] = []
+        originals: list[Tensor] = []
+        for leaf in self._tensors:
+            tensor = leaves[leaf.index]
+            local = leaf.local(tensor)
+            if local is None:
+                return None
+            if leaf.first == leaf.index:
+                tensors.append(local)
+                originals.append(tensor)
+            elif _view(local) != _view(local_of(leaves[leaf.first])):
+                return None
+        for hole, (index, path) in enumerate(self._holes):
+            value = leaves[index]
+            if isinstance(value, Tensor):
+                return None
+            if value is not self._values[hole]:
+                self._values[hole], self._texts[hole] = value, _dumps(_plain(value, path))
+        return Encoded(
+            self._final_slices, tensors, originals, self._payload_bytes, self._pieces, [*self._texts], self._slices_text
+        )
+
+    def _write(self, value: Any, path: str) -> None:
+        if isinstance(value, dict):
+            items = [(_dumps(_key(key, path)), inner, _join(path, key)) for key, inner in value.items()]
+            self._nest('{"dict":[', [(f"[{key},", inner, joined, "]") for key, inner, joined in items], "]}")
+        elif isinstance(value, (list, tuple)):
+            opening, closing = ('{"tuple":[', "]}") if isinstance(value, tuple) else ("[", "]")
+            self._nest(opening, [("", inner, _join(path, i), "") for i, inner in enumerate(value)], closing)
+        elif isinstance(value, Tensor):
+            self._add(value, path)
+            self._leaves += 1
+        else:
+            self._holes.append((self._leaves, path))
+            self._values.append(value)
+            self._texts.append(_dumps(_plain(value, path)))
+            self._pieces.append("")
+            self._leaves += 1
+
+    def _nest(self, opening: str, items: list[tuple[str, Any, str, str]], closing: str) -> None:
+        self._pieces[-1] += opening
+        for number, (before, inner, path, after) in enumerate(items):
+            self._pieces[-1] += f",{before}" if number else before
+            self._write(inner, path)
+            self._pieces[-1] += after
+        self._pieces[-1] += closing
+
+    def _add(self, tensor: Tensor, path: str) -> None:
+        name = str(tensor.dtype).removeprefix("torch.")
+        if tensor.layout != torch.strided or name not in DTYPES or tensor.device.type == "meta":
+            raise ValueError(f"{path}: a {tensor.layout} tensor of {tensor.dtype} on {tensor.device} cannot be stored")
+        try:
+            part = part_of(tensor) if isinstance(tensor, DTensor) else None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+        local = local_of(tensor)
+        if type(local) not in _PLAIN_TYPES:
+            raise ValueError(f"{path}: a {type(tensor).__name__} cannot be stored; give the tensors that it is made of")
+        nbytes = local.numel() * local.itemsize
+        view = (_view(local), part)
+        first = self._seen.setdefault(view, self._leaves) if nbytes else self._leaves
+        if first == self._leaves:
+            offset = -(-self._payload_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            self._slices.append(TensorSlice(path, name, tuple(local.shape), offset, nbytes, part))
+            self._payload_bytes = offset + nbytes
+            number = len(self._slices) - 1
+        else:
+            number = next(leaf.number for leaf in self._tensors if leaf.index == first)
+        self._tensors.append(_TensorLeaf.of(tensor, self._leaves, number, first))
+        self._pieces[-1] += f'{{"tensor":{number}}}'
+
+
+def _view(tensor: Tensor) -> tuple[Any, ...]:
+    """The same for two tensors that are the same view of the same memory."""
+    flags = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), flags)
+
+
+def _plain(value: Any, path: str) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return {"float": float(value).hex()}
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    raise ValueError(
+        f"{path or 'the state'}: a {type(value).__name__} cannot be stored; make it of dict, list, tuple, tensor, int,"
+        " float, str, bool, None and bytes"
+    )
+
+
+def _key(key: Any, path: str) -> Any:
+    if isinstance(key, tuple):
+        return {"tuple": [_key(item, path) for item in key]}
+    if isinstance(key, Tensor):
+        raise ValueError(f"{path or 'the state'}: a tensor cannot be a key")
+    return _plain(key, f"{path}, key")
+
+
+def _join(path: str, name: Any) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def _dumps(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"))

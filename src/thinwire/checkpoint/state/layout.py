@@ -1,0 +1,146 @@
+"""A state as JSON and raw bytes: a tree of plain values beside one buffer of tensors. No pickle, no torch.save.
+
+    state  <->  Layout(tree, slices)  +  [tensor 0][padding to 64 bytes][tensor 1] ...
+
+In the tree a tensor is a number into the slices. What JSON cannot say is tagged: floats in hexadecimal (exact), bytes
+in base64, tuples, and dicts as lists of pairs, so that keys keep their types and order. ``encode`` makes layouts of
+states, ``decode`` states of layouts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.errors import CorruptMessageError
+from thinwire.holder.faultpoint import reach
+
+ALIGNMENT_BYTES = 64
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
+        torch.bool, torch.complex64, torch.complex128,
+    )
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ShardPart:
+    """Of a tensor that several ranks hold in parts (a DTensor): the shape of all, and where in it this part begins.
+
+    ``placements``, one for each dimension of its mesh, and ``mesh``, their names if they have any, say how such a
+    tensor is made anew.
+    """
+
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    placements: tuple[str, ...] = ()
+    mesh: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
+class TensorSlice:
+    """Where a tensor is in the payload: ``nbytes`` from ``offset``, contiguous. ``path`` is for people."""
+
+    path: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+    part: ShardPart | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        content = {"path": self.path, "dtype": self.dtype, "shape": self.shape}
+        content |= {"offset": self.offset, "nbytes": self.nbytes}
+        return content if self.part is None else {**content, "part": vars(self.part)}
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """All of a state but the bytes of its tensors.
+
+    ``payload_bytes`` is the size of the buffer for those, ``about`` whatever JSON says whose state it is.
+    """
+
+    tree: Any
+    slices: tuple[TensorSlice, ...]
+    payload_bytes: int
+    about: dict[str, Any] = field(default_factory=dict)
+
+    def to_bytes(self) -> bytes:
+        """JSON, in ASCII."""
+        slices = [item.to_json() for item in self.slices]
+        content = {"tree": self.tree, "slices": slices, "payload_bytes": self.payload_bytes, "about": self.about}
+        return json.dumps(content, separators=(",", ":")).encode()
+
+    @classmethod
+    def from_bytes(cls, text: bytes | memoryview) -> StateLayout:
+        """Raises CorruptMessageError for a text that is no layout, or points outside its payload."""
+        try:
+            content = json.loads(bytes(text))
+            payload_bytes, about = content["payload_bytes"], content.get("about", {})
+            slices = tuple(_checked(item, payload_bytes) for item in content["slices"])
+            if not isinstance(about, dict):
+                raise TypeError("'about' is no object")
+            return cls(content["tree"], slices, payload_bytes, about)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise CorruptMessageError(f"not a layout: {type(error).__name__}: {error}") from error
+
+
+def _checked(item: dict[str, Any], payload_bytes: int) -> TensorSlice:
+    shape, part = tuple(item["shape"]), item.get("part")
+    made = TensorSlice(
+        str(item["path"]), item["dtype"], shape, item["offset"], item["nbytes"], part and _checked_part(part, shape)
+    )
+    numbers = (*made.shape, made.offset, made.nbytes, payload_bytes)
+    if any(type(number) is not int or number < 0 for number in numbers):
+        raise ValueError(f"{made.path}: a length that is not a number of bytes or elements")
+    if made.nbytes != math.prod(made.shape) * DTYPES[made.dtype].itemsize:
+        raise ValueError(f"{made.path}: {made.nbytes} bytes are not {made.shape} of {made.dtype}")
+    if made.offset % ALIGNMENT_BYTES or made.offset + made.nbytes > payload_bytes:
+        raise ValueError(f"{made.path}: bytes {made.offset} and on are not in the payload of {payload_bytes}")
+    return made
+
+
+def _checked_part(item: dict[str, Any], shape: tuple[int, ...]) -> ShardPart:
+    names = None if item["mesh"] is None else tuple(map(str, item["mesh"]))
+    part = ShardPart(tuple(item["shape"]), tuple(item["offset"]), tuple(map(str, item["placements"])), names)
+    if any(type(number) is not int or number < 0 for number in (*part.shape, *part.offset)):
+        raise ValueError("a part with a length that is not a number of elements")
+    bounds = zip(part.offset, shape, part.shape, strict=True)
+    if any(start + length > size for start, length, size in bounds):
+        raise ValueError(f"{shape} from {part.offset} on is no part of {part.shape}")
+    return part
+
+
+def view_of(buffer: memoryview, where: TensorSlice) -> Tensor:
+    """The tensor of a slice, as a view of the payload: writing to one writes to the other."""
+    dtype = DTYPES[where.dtype]
+    if where.nbytes == 0:
+        return torch.empty(where.shape, dtype=dtype)
+    count = where.nbytes // dtype.itemsize
+    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=where.offset).view(where.shape)
+
+
+def write(layout: StateLayout, tensors: Sequence[Tensor], buffer: memoryview) -> None:
+    """Copy the tensors, from whatever device, into a payload of at least ``layout.payload_bytes`` bytes."""
+    if len(buffer) < layout.payload_bytes:
+        raise ValueError(f"the buffer of {len(buffer)} bytes is smaller than the payload of {layout.payload_bytes}")
+    for where, tensor in zip(layout.slices, tensors, strict=True):
+        view_of(buffer, where).copy_(tensor)
+        reach("copy")
+
+
+def views(layout: StateLayout, buffer: memoryview) -> list[Tensor]:
+    """The tensors of a payload, without a copy. Raises CorruptMessageError if the buffer is too small."""
+    if len(buffer) < layout.payload_bytes:
+        raise CorruptMessageError(f"the buffer of {len(buffer)} bytes has no payload of {layout.payload_bytes}")
+    return [view_of(buffer, where) for where in layout.slices]

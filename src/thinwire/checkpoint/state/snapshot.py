@@ -1,0 +1,136 @@
+"""What a checkpoint holds: the training state of one rank, gathered, and put back in place."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.checkpoint.state.decode import Targets, load_into, prepare
+from thinwire.checkpoint.state.encode import flatten
+from thinwire.checkpoint.state.layout import StateLayout, TensorSlice
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """All that training needs to go on as if nothing had happened. Whatever is None is left out.
+
+    Everything but the model has ``state_dict`` and ``load_state_dict``.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None = None
+    scheduler: Any = None
+    scaler: Any = None
+    synchronizer: Any = None
+    data: Any = None
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, out of DDP."""
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
+    def parts(self) -> dict[str, Any]:
+        named = {
+            "optimizer": self.optimizer,
+            "scheduler": self.scheduler,
+            "scaler": self.scaler,
+            "synchronizer": self.synchronizer,
+            "data": self.data,
+        }
+        return {name: part for name, part in named.items() if part is not None}
+
+    def capture(self, step: int) -> dict[str, Any]:
+        """The state after ``step`` steps. Its tensors are those of the training: copy them before they change."""
+        states = {name: part.state_dict() for name, part in self.parts().items()}
+        return {"model": self.module.state_dict(keep_vars=True), **states, "step": step, "random": random_states()}
+
+    def is_stepped(self, where: TensorSlice, tensor: Tensor) -> bool:
+        """Whether ``optimizer.step`` alone writes to a tensor of the state: to its parameters, and to its own state."""
+        if self.optimizer is None:
+            return False
+        if where.path.startswith("optimizer.state."):
+            return True
+        return any(tensor is parameter for group in self.optimizer.param_groups for parameter in group["params"])
+
+    def load(self, layout: StateLayout, tensors: Sequence[Tensor]) -> int:
+        """Put a state back that this rank stored, tensors in place, and say after how many steps it was.
+
+        Raises ValueError if it has not the parts that this training has.
+        """
+        existing = self.capture(0)
+        state = load_into(existing, layout, tensors)
+        self._check(state, existing)
+        return self.adopt(state)
+
+    def prepare(self, layout: StateLayout) -> tuple[dict[str, Any], Targets]:
+        """A stored state for `adopt`, and its tensors, which are to be filled before that. Raises ValueError."""
+        existing = self.capture(0)
+        state, targets = prepare(existing, layout)
+        self._check(state, existing)
+        return state, targets
+
+    def adopt(self, state: dict[str, Any], keep: Sequence[str] = ()) -> int:
+        """Go on with a state, and say after how many steps it was. Of the parts in ``keep`` the own state stays."""
+        self.module.load_state_dict(state["model"])
+        for name, part in self.parts().items():
+            if name not in keep:
+                part.load_state_dict(state[name])
+        if "random" not in keep:
+            set_random_states(state["random"])
+        return int(state["step"])
+
+    @staticmethod
+    def _check(state: Any, existing: dict[str, Any]) -> None:
+        if not isinstance(state, dict) or set(state) != set(existing):
+            raise ValueError(
+                f"the checkpoint has {sorted(state)} and this training {sorted(existing)}: pass the Checkpointer the"
+                " same parts"
+            )
+
+    def describe(self) -> str:
+        """Digest of what a checkpoint of another model would differ in: names, shapes and dtypes, and the parts.
+
+        The same on all ranks, and on any number of them. Raises ValueError, with the path, for a state that cannot be
+        stored.
+        """
+        layout, _ = flatten({"model": self.module.state_dict()})
+        lines = [
+            f"{item.path} {item.dtype} {item.shape if item.part is None else item.part.shape}"
+            + (f" {item.part.placements} {item.part.mesh}" if item.part is not None else "")
+            for item in layout.slices
+        ]
+        lines += [name for name in self.parts() if name != "optimizer"]
+        lines.append(f"optimizer {type(self.optimizer).__name__}")
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def random_states() -> dict[str, Any]:
+    """Of torch (and the current CUDA device, if it is in use), Python and numpy."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, last = np.random.get_state(legacy=True)
+    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if on_cuda else None,
+        "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
+        "numpy": [str(name), torch.from_numpy(np.array(keys, np.int64)), int(position), int(has_gauss), float(last)],
+    }
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    """Back to what `random_states` returned."""
+    version, internal, gauss = states["python"]
+    name, keys, *others = states["numpy"]
+    random.setstate((version, tuple(internal.tolist()), gauss))
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *others))
+    torch.set_rng_state(states["torch"])
+    if states["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])

@@ -1,0 +1,129 @@
+"""What all ranks must know, so that they decide alike: gathered from all of them, or broadcast by rank 0.
+
+Each message is sealed: what it is, whose, how long, a checksum. A length is known before anything is allocated, and a
+wait ends with the timeout of the group. Calls are collective and on a bare `Exchange`, because hosts are found and
+machines measured before there is a conversation. Inside one, see `thinwire.comm.channel.Channel.gather_numbers`, which
+settles first that all ranks mean the same call.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.process_group import Exchange, check_fits
+from thinwire.errors import CorruptHeaderError, CorruptMessageError
+
+SEAL_BYTES = 8
+MAX_BYTES = 256 << 20
+
+
+def gather_numbers(exchange: Exchange, what: str, numbers: Sequence[float]) -> list[list[float]]:
+    """Gather the numbers of each rank, in rank order; one round, with equally many numbers on each rank.
+
+    Args:
+        what: the numbers are, for error messages.
+
+    Raises:
+        CorruptMessageError: a number that is not finite.
+        CorruptHeaderError, LostPeerError: as for `gather_records`.
+    """
+    layout = struct.Struct(f"<{len(numbers)}d")
+    gathered = [list(layout.unpack(record)) for record in gather_records(exchange, what, layout.pack(*numbers))]
+    for source, theirs in enumerate(gathered):
+        if not all(map(math.isfinite, theirs)):
+            raise CorruptMessageError(f"rank {exchange.rank}, {what}: from rank {source}: a number that is not finite")
+    return gathered
+
+
+def longest(exchange: Exchange, seconds: float) -> float:
+    """The seconds of the rank that took longest, on all ranks."""
+    return max(gather_numbers(exchange, "seconds", [seconds]))[0]
+
+
+def wait_for_all(exchange: Exchange) -> None:
+    """Return when all ranks have called it."""
+    gather_records(exchange, "arrival", b"")
+
+
+def gather_json(exchange: Exchange, what: str, value: Any) -> list[Any]:
+    """Gather what each rank passes, in rank order.
+
+    Raises:
+        CorruptHeaderError, LostPeerError: as for `gather_bytes`.
+    """
+    return [json.loads(data) for data in gather_bytes(exchange, what, json.dumps(value).encode())]
+
+
+def broadcast_json(exchange: Exchange, what: str, value: Any) -> Any:
+    """Return on all ranks what rank 0 passes; what the others pass is not looked at.
+
+    Raises:
+        CorruptHeaderError, LostPeerError: as for `gather_bytes`.
+    """
+    data = json.dumps(value).encode() if exchange.rank == 0 else b""
+    return json.loads(gather_bytes(exchange, what, data)[0])
+
+
+def gather_bytes(exchange: Exchange, what: str, data: bytes, max_bytes: int = MAX_BYTES) -> list[bytes]:
+    """Gather as many bytes as each rank has, in rank order; two rounds, the lengths first.
+
+    Args:
+        max_bytes: no rank has reason to pass more; a longer announcement is not received.
+
+    Raises:
+        CorruptHeaderError: as for `gather_records`; or more bytes are announced than may be, or than fit into memory.
+        LostPeerError: see `Exchange.swap`.
+    """
+    records = gather_records(exchange, f"length of the {what}", len(data).to_bytes(8, "little"))
+    lengths = [int.from_bytes(record, "little") for record in records]
+    where = f"rank {exchange.rank}, {what}"
+    if max(lengths) > max_bytes:
+        raise CorruptHeaderError(f"{where}: {max(lengths):,} bytes are announced, more than {max_bytes:,}")
+    check_fits(sum(lengths), where)
+    mine = _sealed(exchange, what, data)
+    received = exchange.swap([mine] * exchange.world_size, [length + SEAL_BYTES for length in lengths])
+    return _unsealed(exchange, what, received)
+
+
+def gather_records(exchange: Exchange, what: str, data: bytes) -> list[bytes]:
+    """Gather the record of each rank, in rank order; one round, with equally many bytes on each rank.
+
+    Args:
+        what: the record is; part of the seal, so that no record is taken for another one.
+
+    Raises:
+        CorruptHeaderError: what came is not what that rank sealed.
+        LostPeerError: see `Exchange.swap_records`.
+    """
+    return _unsealed(exchange, what, exchange.swap_records([_sealed(exchange, what, data)] * exchange.world_size))
+
+
+def _sealed(exchange: Exchange, what: str, data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data + _seal(what, exchange.rank, data)), dtype=torch.uint8)
+
+
+def _unsealed(exchange: Exchange, what: str, received: Sequence[Tensor]) -> list[bytes]:
+    opened = []
+    for source, message in enumerate(received):
+        sealed = message.numpy().tobytes()
+        data, seal = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
+        if seal != _seal(what, source, data):
+            raise CorruptHeaderError(
+                f"rank {exchange.rank}: the {what} that rank {source} told has another checksum: bits changed on the"
+                " way, or another version of thinwire runs there"
+            )
+        opened.append(data)
+    return opened
+
+
+def _seal(what: str, source: int, data: bytes) -> bytes:
+    identity = f"{what} {source} {len(data)} ".encode()
+    return hashlib.blake2b(identity + data, digest_size=SEAL_BYTES).digest()

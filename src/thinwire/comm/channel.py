@@ -1,0 +1,384 @@
+"""A conversation about one tensor: messages with identity and checksum, and failures that reach every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise, zip_longest
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from thinwire.comm.agree import broadcast_json, gather_bytes, gather_numbers
+from thinwire.comm.machine import Machine
+from thinwire.comm.process_group import Exchange, Stream, Telling, check_fits
+from thinwire.errors import (
+    CorruptHeaderError,
+    CorruptMessageError,
+    LostPeerError,
+    MismatchError,
+    PeerError,
+    ThinwireError,
+    in_exchange,
+    told,
+)
+from thinwire.observe.step import named
+from thinwire.wire import ALIGNMENT_BYTES, Format, Header, Kind, Message, aligned, digest64
+
+_MAX_DESCRIPTION_BYTES = 1 << 20
+_MAX_ERROR_BYTES = 4096
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is synchronized. All ranks must mean the same.
+
+    Args:
+        name: for error messages: a parameter, or the number of a call.
+        description: everything that has to agree: shape, dtype, operation, scheme, seed.
+    """
+
+    name: str
+    description: str
+
+    def digest(self) -> int:
+        text = f"{self.name}\n{self.description}".encode()
+        return digest64(text)
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A message to be: rows already encoded, not yet addressed; and how many rows the sender holds in all."""
+
+    format: Format
+    count: int
+    payload: Tensor
+    held: int = 0
+
+
+class Channel:
+    """Swaps messages about one subject over an `Exchange`.
+
+    Each swap is two collectives: headers of a fixed size, then payloads of the announced sizes. Whatever fails
+    while a rank prepares a swap is sent in place of its messages, so that every rank raises, and none waits.
+    """
+
+    def __init__(
+        self, exchange: Exchange, subject: Subject, sequence: int, measure: Callable[[], Machine | None] | None = None
+    ) -> None:
+        self.exchange = exchange
+        self._measure = measure
+        self.subject = subject
+        self.sequence = sequence & 0xFFFFFFFF
+        self.held: list[int] = []  # rows that each rank holds, known after the first swap
+        self.max_held: int | None = None  # more than so many no rank can hold, where that is known
+        self.formats_sent: dict[Kind, set[Format]] = {}
+        self._digest = subject.digest()
+
+    @property
+    def rank(self) -> int:
+        return self.exchange.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.exchange.world_size
+
+    def machine(self) -> Machine | None:
+        """What the exchange takes, if it can be measured; a collective call where it was not yet. After `open`."""
+        with self._naming(), named("exchange"):
+            return self._measure() if self._measure is not None else None
+
+    def attempt(self, prepare: Callable[[], T]) -> T:
+        """What ``prepare`` returns. If it raises, tell all ranks in place of the next swap, and raise here too."""
+        try:
+            return prepare()
+        except Exception as error:
+            failure = error
+
+        def fail() -> list[Draft]:
+            raise failure
+
+        self.swap(Kind.OPEN, fail)
+        raise AssertionError("a swap raises what prepare raises")
+
+    def open(self, held: int = 0) -> list[int]:
+        """Agree that all ranks mean the same subject; returns how many rows each rank holds.
+
+        Not needed before another swap, which settles the same.
+
+        Raises:
+            MismatchError: a rank means something else; on every rank.
+            PeerError: another rank failed in `attempt`.
+        """
+        draft = Draft(Format.COO, 0, torch.empty(0, dtype=torch.uint8), held)
+        self.swap(Kind.OPEN, lambda: [draft] * self.world_size)
+        return self.held
+
+    def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
+        """Gather the numbers of each rank, in rank order; the subject says how many there are.
+
+        Raises:
+            MismatchError, PeerError: as for `open`.
+            CorruptMessageError: a number that is not finite.
+        """
+        self.open()
+        with self._naming(), named("exchange"):
+            return gather_numbers(self.exchange, self.subject.name, numbers)
+
+    def broadcast(self, value: Any) -> Any:
+        """Return on all ranks what rank 0 passes: numbers, texts, lists and dicts.
+
+        Raises:
+            MismatchError, PeerError: as for `open`.
+        """
+        self.open()
+        with self._naming(), named("exchange"):
+            return broadcast_json(self.exchange, self.subject.name, value)
+
+    def swap(self, kind: Kind, prepare: Callable[[], Sequence[Draft]], max_payload_bytes: int = 0) -> list[Message]:
+        """Send the draft for each rank and return the message of each rank, in rank order; see `reading`.
+
+        Args:
+            prepare: makes the drafts, one for each rank; the same object may stand for several.
+            max_payload_bytes: no peer has reason to send more; a longer announcement is not even received.
+
+        Raises:
+            MismatchError, PeerError: as for `open`.
+            CorruptHeaderError: an announcement that cannot be followed.
+        """
+        failure: Exception | None = None
+        try:
+            outgoing = self.seal(kind, prepare())
+        except Exception as error:
+            failure = error
+            outgoing = [self.seal_error(error)] * self.world_size
+        headers = self._swap_headers([message.header for message in outgoing])
+        self._check_identity(headers)
+        for source, header in enumerate(headers):
+            self._check_sender(header, source)
+            if failure is None:
+                self._check_announcement(header, kind, max_payload_bytes)
+        check_fits(sum(header.payload_bytes for header in headers), self._where())
+        if kind is Kind.OPEN or not self.held:
+            self.held = [self._checked_held(header) for header in headers]
+        payloads = self._exchange(
+            [message.payload for message in outgoing], [header.payload_bytes for header in headers]
+        )
+        if failure is not None:
+            raise told(failure, self.world_size)
+        incoming = [Message(header, payload) for header, payload in zip(headers, payloads, strict=True)]
+        try:
+            self.raise_reported(incoming)
+        except PeerError as error:
+            raise told(error, self.world_size) from None
+        return incoming
+
+    def swap_with(
+        self,
+        kind: Kind,
+        target: int | None,
+        outgoing: Sequence[Message],
+        source: int | None,
+        origins: Sequence[int],
+        max_payload_bytes: int,
+    ) -> list[Message]:
+        """Send messages to one rank and return those that another one sends here; after `open`.
+
+        Args:
+            origins: who made each of the messages that come; the source may pass on those of others.
+
+        Errors of peers are returned as messages: see `thinwire.sync.schedules`, which makes a pattern of this.
+
+        Raises:
+            CorruptHeaderError: an announcement that cannot be followed.
+        """
+        headers = self._headers_from(target, [message.header for message in outgoing], source, len(origins))
+        for header, origin in zip(headers, origins, strict=True):
+            self._check_sender(header, origin)
+            if (header.digest, header.sequence) != (self._digest, self.sequence):
+                raise CorruptHeaderError(f"{self._where()}: rank {source} is in another conversation")
+            self._check_announcement(header, kind, max_payload_bytes)
+        check_fits(sum(header.payload_bytes for header in headers), self._where())
+        ends = list(accumulate((header.payload_bytes for header in headers), initial=0))
+        with self._naming(), named("exchange"):
+            data = self.exchange.swap_with(target, _joined([message.payload for message in outgoing]), source, ends[-1])
+        return [Message(header, data[start:end]) for header, (start, end) in zip(headers, pairwise(ends), strict=True)]
+
+    def reading(self, message: Message) -> Telling:
+        """Verifies a message; what is found wrong with it here or inside of this context names its sender.
+
+        Raises:
+            CorruptMessageError: read where a next swap is prepared, if there is one, so that all ranks learn
+                of it there.
+        """
+
+        def tell(error: BaseException) -> None:
+            if isinstance(error, CorruptMessageError):
+                raise CorruptMessageError(f"{self._where()}: from rank {message.header.source}: {error}") from error
+
+        reading = Telling(tell)
+        with reading:
+            message.verify()
+        return reading
+
+    def seal_error(self, error: Exception) -> Message:
+        """The message that tells of a failure of this rank."""
+        return self.seal(Kind.ERROR, [_error_draft(error)])[0]
+
+    def seal(self, kind: Kind, drafts: Sequence[Draft]) -> list[Message]:
+        """Drafts made into messages of this rank; the same draft is sealed once."""
+        sealed: dict[int, Message] = {}
+        for draft in drafts:
+            if id(draft) not in sealed:
+                header = Header(kind, self.rank, self.sequence, self._digest, draft.format, draft.held, draft.count)
+                sealed[id(draft)] = Message.sealed(header, draft.payload)
+            if draft.count and kind in (Kind.PUSH, Kind.PULL, Kind.GATHER):
+                self.formats_sent.setdefault(kind, set()).add(draft.format)
+        return [sealed[id(draft)] for draft in drafts]
+
+    def _swap_headers(self, headers: Sequence[Header]) -> list[Header]:
+        outgoing = [_as_bytes(header.pack()) for header in headers]
+        return self._unpack(self._swap_records(outgoing))
+
+    def _headers_from(
+        self, target: int | None, headers: Sequence[Header], source: int | None, num_headers: int
+    ) -> list[Header]:
+        outgoing = _joined([_as_bytes(header.pack()) for header in headers])
+        with self._naming(), named("exchange"):
+            data = self.exchange.swap_with(target, outgoing, source, num_headers * Header.NUM_BYTES)
+        return self._unpack([data[place * Header.NUM_BYTES :][: Header.NUM_BYTES] for place in range(num_headers)])
+
+    def _unpack(self, headers: Sequence[Tensor]) -> list[Header]:
+        try:
+            return [Header.unpack(data.numpy().tobytes()) for data in headers]
+        except CorruptMessageError as error:
+            raise CorruptHeaderError(f"{self._where()}: {error}") from error
+
+    def _check_identity(self, headers: Sequence[Header]) -> None:
+        """Every rank sees every header, so when ranks differ every rank notices, and all explain themselves."""
+        if all(header.digest == self._digest and header.sequence == self.sequence for header in headers):
+            return
+        texts = self._swap_text(f"call {self.sequence} on this lane: {self.subject.name}\n{self.subject.description}")
+        others = ((rank, text) for rank, text in enumerate(texts) if text != texts[self.rank])
+        rank, theirs = next(others, (None, None))
+        if rank is None or theirs is None:
+            raise CorruptHeaderError(f"{self._where()}: a header of another conversation, with the same description")
+        mine_line, their_line = _first_difference(texts[self.rank], theirs)
+        error = MismatchError(
+            f"{self._where()}: ranks disagree about what is synchronized.\n  rank {self.rank}: {mine_line}\n"
+            f"  rank {rank}: {their_line}\nAll ranks must make the same calls in the same order, with the same"
+            " shapes, dtypes, scheme and seed."
+        )
+        raise told(error, self.world_size)
+
+    def _check_sender(self, header: Header, origin: int) -> None:
+        """A reason is passed on by others than the rank that failed."""
+        known = header.source < self.world_size if header.kind is Kind.ERROR else header.source == origin
+        if not known:
+            raise CorruptHeaderError(
+                f"{self._where()}: a header of rank {origin} says that rank {header.source} made it"
+            )
+
+    def _checked_held(self, header: Header) -> int:
+        if self.max_held is not None and header.held > self.max_held:
+            raise CorruptHeaderError(
+                f"{self._where()}: rank {header.source} says that it holds {header.held} rows of {self.max_held}"
+            )
+        return header.held
+
+    def _check_announcement(self, header: Header, kind: Kind, max_payload_bytes: int) -> None:
+        if header.kind not in (kind, Kind.ERROR):
+            raise CorruptHeaderError(
+                f"{self._where()}: rank {header.source} sent {header.kind.name}, this rank waits for {kind.name}"
+            )
+        limit = _MAX_ERROR_BYTES if header.kind is Kind.ERROR else max_payload_bytes
+        if header.payload_bytes > limit or header.payload_bytes % ALIGNMENT_BYTES:
+            raise CorruptHeaderError(
+                f"{self._where()}: rank {header.source} announces {header.payload_bytes} bytes, where"
+                f" a multiple of {ALIGNMENT_BYTES} up to {limit} makes sense"
+            )
+
+    def raise_reported(self, incoming: Sequence[Message]) -> None:
+        """Raises PeerError if there is an ERROR among the messages; CorruptMessageError if it is not a reason."""
+        for message in incoming:
+            if message.header.kind is Kind.ERROR:
+                with self.reading(message):
+                    reason = _reason(message)
+                raise PeerError(f"{self._where()}: rank {message.header.source} reports: {reason}")
+
+    def _swap_text(self, text: str) -> list[str]:
+        mine = text.encode()[:_MAX_DESCRIPTION_BYTES]
+        with self._naming(), named("exchange"):
+            incoming = gather_bytes(self.exchange, "description", mine, _MAX_DESCRIPTION_BYTES)
+        return [data.decode(errors="replace") for data in incoming]
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a dense tensor over the ranks, in place. After `open`, so that all ranks mean the same."""
+        with self._naming(), named("exchange"):
+            self.exchange.all_reduce(tensor)
+
+    @contextmanager
+    def stream(self) -> Iterator[Stream]:
+        """A stream (see `thinwire.comm.process_group`), in which nobody can be told of a failure."""
+        try:
+            with self.exchange.stream() as stream:
+                yield stream
+        except BaseException as error:
+            in_exchange(error)
+            raise
+
+    def _swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
+        with self._naming(), named("exchange"):
+            return self.exchange.swap_records(outgoing)
+
+    def _exchange(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
+        with self._naming(), named("exchange"):
+            return self.exchange.swap(outgoing, receive_bytes)
+
+    def _naming(self) -> Telling:
+        return Telling(self._tell_failure)
+
+    def _tell_failure(self, error: BaseException) -> None:
+        if isinstance(error, LostPeerError):
+            raise LostPeerError(f"{self.subject.name}: {error}") from error
+        in_exchange(error)
+
+    def _where(self) -> str:
+        return f"rank {self.rank}, {self.subject.name}"
+
+
+def _error_draft(error: Exception) -> Draft:
+    says_enough = isinstance(error, (ThinwireError, ValueError)) and str(error)
+    reason = str(error) if says_enough else f"{type(error).__name__}: {error}"
+    data = reason.encode()[: _MAX_ERROR_BYTES - ALIGNMENT_BYTES]
+    padded = data.ljust(aligned(len(data)), b"\0")
+    return Draft(Format.COO, len(data), _as_bytes(padded))
+
+
+def _reason(message: Message) -> str:
+    """Another message under the kind of an error would end one rank's conversation, and the others would wait."""
+    data = message.payload.numpy().tobytes()
+    text = data[: message.header.count]
+    if not text or data[len(text) :].strip(b"\0") or len(data) - len(text) >= ALIGNMENT_BYTES:
+        raise CorruptMessageError("a reason that is not one")
+    return text.decode(errors="replace")
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(list(parts)) if parts else torch.empty(0, dtype=torch.uint8)
+
+
+def _as_bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+def _first_difference(mine: str, theirs: str) -> tuple[str, str]:
+    lines = zip_longest(mine.splitlines(), theirs.splitlines(), fillvalue="(nothing more)")
+    return next(((a, b) for a, b in lines if a != b), ("(a long description)", "(another one, equal at first)"))

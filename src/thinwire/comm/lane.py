@@ -1,0 +1,463 @@
+"""The communication lane: the jobs of a process, in one order that all ranks share, off the training thread.
+
+What one rank refuses, all ranks have to hear of: they would wait for it in vain.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.futures import Future
+
+from thinwire.comm.channel import Channel, Subject
+from thinwire.comm.connections import PrivateGroup
+from thinwire.comm.hosts import discover
+from thinwire.comm.machine import Machine, measure
+from thinwire.comm.process_group import (
+    EVERYONE,
+    Exchange,
+    HostStaging,
+    ProcessGroupExchange,
+    StagedExchange,
+    Staging,
+    Traffic,
+    Waits,
+    lost_peer,
+)
+from thinwire.errors import ThinwireError, forget_locals, ranks_told
+
+T = TypeVar("T")
+E = TypeVar("E", bound=ProcessGroupExchange)
+Group = dist.ProcessGroup | DeviceMesh | None
+
+logger = logging.getLogger("thinwire")
+
+
+def resolve_group(process_group: Group) -> dist.ProcessGroup:
+    """The process group meant by a ProcessGroup, a one-dimensional DeviceMesh, or None for the default one.
+
+    Raises:
+        ValueError: no process group was initialized, a mesh has several dimensions, or this rank is not in it.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError(
+            "torch.distributed is not initialized: call torch.distributed.init_process_group() first,"
+            " and start the script with torchrun"
+        )
+    if process_group is None:
+        group = dist.group.WORLD
+        assert group is not None
+        return group
+    if isinstance(process_group, DeviceMesh):
+        if process_group.ndim != 1:
+            raise ValueError(
+                f"the DeviceMesh has {process_group.ndim} dimensions; pass one of them, such as mesh['dp']"
+            )
+        return process_group.get_group()
+    if not isinstance(process_group, dist.ProcessGroup):
+        raise ValueError(f"this rank is not in the process group ({process_group!r})")
+    return process_group
+
+
+_idle_groups: WeakKeyDictionary[dist.ProcessGroup, list[tuple[timedelta | None, PrivateGroup]]]
+_idle_groups = WeakKeyDictionary()
+
+
+def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> PrivateGroup:
+    """A Gloo group of the same ranks for a lane alone: one that a closed lane left, else a new one.
+
+    Groups are kept because they cost a few connections and threads, and time until all ranks have met.
+    """
+    idle = _idle_groups.setdefault(parent, [])
+    for place, (idle_timeout, group) in enumerate(idle):
+        if idle_timeout == timeout:
+            del idle[place]
+            return group
+    return PrivateGroup(lambda: _new_group(parent, timeout))
+
+
+def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(parent)
+    some = len(ranks) < dist.get_world_size()
+    with _same_number_of_groups(parent) if some else contextlib.nullcontext():
+        group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+_last_number_of_groups = 0
+
+
+@contextlib.contextmanager
+def _same_number_of_groups(parent: dist.ProcessGroup) -> Iterator[None]:
+    """Have all ranks of a group be in as many groups as each other, and in more than when they last were here.
+
+    Torch names a group of some of the ranks after those ranks and the number of groups that a rank is in: under
+    different names its members wait for each other until the timeout, and under a name that was there before they find
+    the addresses of a group that may be gone. So ranks make groups of themselves alone, for as long as it takes.
+    """
+    global _last_number_of_groups
+    mine = len(distributed_c10d._world.pg_names)
+    device = distributed_c10d._get_object_coll_device(parent)
+    most = torch.tensor([max(mine, _last_number_of_groups + 1)], device=device)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=parent)
+    _last_number_of_groups = int(most)
+    alone = [_group_of_this_rank() for _ in range(_last_number_of_groups - mine)]
+    try:
+        yield
+    finally:
+        for group in alone:
+            dist.destroy_process_group(group)
+
+
+def _group_of_this_rank() -> dist.ProcessGroup:
+    group = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """The timeout that the group was made with; None, for torch's default, where this torch does not tell."""
+    for device in ("cpu", "cuda"):  # a group of NCCL has no part for the CPU
+        with contextlib.suppress(AttributeError, RuntimeError):
+            return group._get_backend(torch.device(device)).options._timeout
+    return None
+
+
+_running: WeakSet[Lane] = WeakSet()
+EXIT_SECONDS = 5.0
+"""How long a process that exits waits for a lane: at first for its job, and once more after it was broken off."""
+
+
+@atexit.register
+def _end_all() -> None:
+    """End the threads of all lanes: one that comes back from C++ after Python has gone aborts the process."""
+    lanes = list(_running)
+    for lane in lanes:
+        lane.abandon()
+    for lane in lanes:
+        lane.join(EXIT_SECONDS)
+
+
+LOOK_SECONDS = 0.25
+_watch: threading.Thread | None = None
+
+
+def _keep_watching() -> None:
+    """Look after the lanes of this process, on a thread of its own; a forked process begins with none."""
+    global _watch
+    if _watch is None or not _watch.is_alive():
+        _watch = threading.Thread(target=_watch_lanes, name="thinwire-watch", daemon=True)
+        _watch.start()
+
+
+def _watch_lanes() -> None:
+    while True:
+        time.sleep(LOOK_SECONDS)
+        _look_at_lanes()
+
+
+def _look_at_lanes() -> None:
+    """A function of its own, so that no lane is held meanwhile."""
+    for lane in list(_running):
+        try:
+            lane.look()
+        except Exception:
+            logger.exception("a lane could not be watched: rank %d may wait for a peer that is gone", lane.rank)
+
+
+class Lane:
+    """Runs jobs one after the other on a thread and a process group of their own.
+
+    All ranks submit the same jobs in the same order; nothing else uses the group, so ranks can never
+    interleave differently, and the training thread goes on meanwhile.
+
+    Args:
+        process_group: the ranks that take part. Making a lane is a collective call of all of them.
+        timeout: how long an exchange may wait for a peer; None takes that of ``process_group``.
+        staging: how tensors that jobs all-reduce get to the host; None where they are there. The group of the lane is
+            Gloo's whatever ``process_group`` is.
+    """
+
+    def __init__(
+        self, process_group: Group = None, timeout: timedelta | None = None, staging: Staging | None = None
+    ) -> None:
+        parent = resolve_group(process_group)
+        self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
+        self._timeout = timeout or _timeout_of(parent)
+        self._own: PrivateGroup | None = _take_group(parent, self._timeout)
+        self._native: PrivateGroup | None = None
+        group = self._own.process_group
+        self._group: dist.ProcessGroup | None = group
+        self._waits = Waits()
+        self.exchange: Exchange = self._hanging_up(StagedExchange(group, staging or HostStaging()))
+        self.setup = Traffic()  # what was sent of no gradient: to find hosts, to measure, and to agree
+        self.busy_seconds = 0.0
+        self.watcher: Callable[[float, float], None] | None = None  # told when each job started and ended
+        self._sequence = 0
+        self._broken: Exception | None = None
+        self._machine: Machine | None = None
+        self._probed: Machine | None = None
+        self._is_measured = False
+        self._seen: deque[float] = deque(maxlen=3)
+        self._claim = threading.Lock()
+        self._current: Future[Any] | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        _running.add(self)
+        _keep_watching()
+        self._start_thread()
+        self.submit(Lane._find_hosts)
+
+    @property
+    def rank(self) -> int:
+        return self.exchange.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.exchange.world_size
+
+    def native_group(self) -> dist.ProcessGroup:
+        """A second Gloo group of the same ranks, for all-reduces that need not wait for jobs; the same one every time.
+
+        The first call is a collective one of all ranks, outside of jobs. The group goes the way of the lane: it is hung
+        up with it, and left for the next lane when this one is closed.
+        """
+        if self._native is None:
+            parent = self._parent()
+            assert parent is not None, "the process group of this lane was destroyed"
+            self._native = _take_group(parent, self._timeout)
+        return self._native.process_group
+
+    def submit(self, job: Callable[[Lane], T]) -> Future[T]:
+        """Queue a job, called with this lane; the future holds its result or its exception.
+
+        The job opens a `channel` for each tensor that it synchronizes. The tensors that it reads belong to the
+        lane until the future is done.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            started = time.perf_counter()
+            self._current = future
+            try:
+                result = self._attempt(job)
+            except Exception as error:
+                if self._claims(future):
+                    future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
+            else:
+                if self._claims(future):
+                    future.set_result(result)
+            self.note_busy(started, time.perf_counter())
+
+        self._jobs.put(run)
+        return future
+
+    def note_busy(self, started: float, ended: float) -> None:
+        """The network was busy; by a job, or on the native group while no job runs."""
+        self.busy_seconds += ended - started
+        if self.watcher is None:
+            return
+        try:
+            self.watcher(started, ended)
+        except Exception:
+            self.watcher = None
+            logger.exception("a watcher of the lane raised, and is not called any more")
+
+    def close(self) -> None:
+        """Finish the queued jobs and release the thread and the group. Nothing can be submitted afterwards."""
+        self._jobs.put(None)
+        self._thread.join()
+        parent = self._parent()
+        if parent is not None and self._group is not None and self._broken is None:
+            idle = _idle_groups.setdefault(parent, [])
+            idle += [(self._timeout, group) for group in self._groups()]
+            self._own = self._native = None
+        self._release()
+
+    def abandon(self) -> None:
+        """Have the thread end after the queued jobs, and the group with it, without waiting for them.
+
+        The group is not left to a next lane: ranks that abandon at different times would disagree on whether it is.
+        """
+        self._jobs.put(self._release)
+        self._jobs.put(None)
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread to end, after `abandon`; if its job takes longer, break it off and wait as long again."""
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            self.break_off(f"the process of rank {self.rank} exits")
+            self._thread.join(seconds)
+
+    def break_off(self, reason: str) -> None:
+        """Stop for good, on all ranks: this one cannot do its part in what peers wait for. From any thread.
+
+        Whatever is under way fails at once, here and there, and what comes later is refused with the reason.
+        """
+        if self._broken is None:
+            self._broken = ThinwireError(reason)  # a new one, without a traceback: its frames would hold the group
+        for group in self._groups():
+            group.shut_down()
+        self._jobs.put(self._release)
+
+    def look(self) -> None:
+        """See whether a thread waits for what cannot come; if so, fail its job, and go on without that thread."""
+        ranks = self._waits.look()
+        own = self._own
+        if not ranks or own is None:
+            return
+        lost = own.lost()
+        if self._broken is None and lost.isdisjoint(ranks) and not (lost and EVERYONE in ranks):
+            return
+        cause = f"the connection to rank {', '.join(map(str, sorted(lost)))} is gone" if lost else "this rank hung up"
+        error = lost_peer(RuntimeError(cause), self.rank, self.world_size)
+        self.break_off(str(error))
+        future = self._current
+        if future is not None and self._claims(future):
+            self._start_thread()
+            future.set_exception(error)  # type: ignore[arg-type]
+
+    def check(self, what: str) -> None:
+        """Raises ThinwireError if the lane was broken off; ``what`` cannot be synchronized then."""
+        if self._broken is not None:
+            raise ThinwireError(
+                f"rank {self.rank}, {what}: not synchronized, because the lane stopped after an earlier failure:"
+                f" {self._broken}"
+            )
+
+    def channel(self, subject: Subject) -> Channel:
+        """The next conversation. Only for a running job.
+
+        Raises:
+            ThinwireError: an earlier failure left this rank out of step with its peers.
+        """
+        self.check(subject.name)
+        channel = Channel(self.exchange, subject, self._sequence, self.machine)
+        self._sequence += 1
+        return channel
+
+    @contextlib.contextmanager
+    def setting_up(self) -> Iterator[None]:
+        """What is sent meanwhile is counted as `setup`: nothing of it reaches a gradient."""
+        traffic, self.exchange.traffic = self.exchange.traffic, self.setup
+        try:
+            yield
+        finally:
+            self.exchange.traffic = traffic
+
+    def machine(self) -> Machine | None:
+        """What messages, bytes and rows take on these ranks: measured by the first call, which all ranks make together.
+
+        Only for a running job. It takes a few tenths of a second. None where it cannot be measured.
+        """
+        if not self._is_measured:
+            self._machine = self._probed = measure(self._setup_exchange())
+            self._is_measured = True
+        return self._machine
+
+    def saw(self, byte_seconds: float) -> None:
+        """A step showed that a byte takes at least so long here; all ranks are told the same.
+
+        The least of the last few is believed, and more than what was probed, of two at least.
+        """
+        self._seen.append(byte_seconds)
+        if self._probed is not None and len(self._seen) > 1:
+            self._machine = self._probed.slowed(min(self._seen))
+
+    def _find_hosts(self) -> None:
+        """Before the first job, and on an exchange of its own: what a lane counts are bytes of its jobs."""
+        self.exchange.hosts = discover(self._setup_exchange())
+
+    def _setup_exchange(self) -> ProcessGroupExchange:
+        assert self._group is not None, "a lane without connections runs no jobs"
+        return self._hanging_up(ProcessGroupExchange(self._group, traffic=self.setup))
+
+    def _hanging_up(self, exchange: E) -> E:
+        exchange.hang_up, exchange.waits = self.break_off, self._waits
+        return exchange
+
+    def _attempt(self, job: Callable[[Lane], T]) -> T:
+        """What the job returns. Any failure that not all ranks raise at the same point breaks the lane off."""
+        try:
+            return job(self)
+        except Exception as error:
+            if ranks_told(error) < self.world_size:
+                self._give_up(error)
+            raise
+        except BaseException as error:
+            self._give_up(error)
+            raise ThinwireError(f"rank {self.rank}: a job of the lane ended by {error!r}") from error
+
+    def _give_up(self, error: BaseException) -> None:
+        self.break_off(str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}")
+        self._release()
+        forget_locals(error)
+
+    def _groups(self) -> list[PrivateGroup]:
+        return [group for group in (self._own, self._native) if group is not None]
+
+    def _release(self) -> None:
+        """Let go of the groups, so that nothing is left of them but what others hold."""
+        self.exchange.close()
+        for group in self._groups():
+            group.destroy()
+        self._group = self._own = self._native = None
+
+    def _claims(self, future: Future[Any]) -> bool:
+        """Whether it is the caller who settles the future of the running job: only one thread does."""
+        with self._claim:
+            is_ours = self._current is future
+            self._current = None
+        return is_ours
+
+    def _start_thread(self) -> None:
+        """The thread of the jobs; another one before it, if there was one, does no more."""
+        self._thread = threading.Thread(target=self._run, name="thinwire-lane", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._run_next() and self._thread is threading.current_thread():
+            pass
+
+    def _run_next(self) -> bool:
+        """A function of its own, so that no job, and no gradient in it, is held while the next is waited for."""
+        job = self._jobs.get()
+        if job is not None:
+            job()
+        return job is not None
+
+
+@contextmanager
+def telling_peers(process_group: Group, timeout: timedelta | None) -> Iterator[None]:
+    """Around checks of something that ranks read for themselves, before they agree on a configuration.
+
+    A rank that raises ValueError here says why where the others open their conversation, who then raise MismatchError
+    with the reason.
+    """
+    try:
+        yield
+    except ValueError as error:
+        subject = Subject("attach", f"refused: {error}")
+        lane = Lane(process_group, timeout)
+        try:
+            with suppress(ThinwireError):
+                lane.submit(lambda lane: lane.channel(subject).open()).wait()
+        finally:
+            lane.close()
+        raise

@@ -1,0 +1,97 @@
+"""Messages of a stream with a seal behind each: its checksum and who sent what of which conversation.
+
+Ranks of a stream have agreed on every size before, so no header travels. A rank that fails in the middle cannot tell
+the others why: it raises `CorruptHeaderError`, on which the lane hangs up, and the others fail at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.comm.channel import Channel
+from thinwire.comm.process_group import Receive, Stream
+from thinwire.errors import CorruptHeaderError
+from thinwire.wire import ALIGNMENT_BYTES
+
+SEAL_BYTES = 8
+
+Write = Callable[[Tensor], object]
+
+
+def parcel_bytes(num_bytes: int) -> int:
+    """Bytes on the wire of a parcel of ``num_bytes``: padded, and with its seal; nothing at all where it is empty."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES + SEAL_BYTES if num_bytes else 0
+
+
+class Parcels:
+    """Sends and receives sealed parcels on the stream of a channel that was opened.
+
+    ``place`` numbers the parcels of a conversation: what a rank sends at a place, its peers receive there.
+    """
+
+    def __init__(self, channel: Channel, stream: Stream) -> None:
+        self._channel, self._stream = channel, stream
+        self._conversation = f"{channel.subject.digest()} {channel.sequence}"
+
+    def send(self, target: int, place: int, num_bytes: int, write: Write) -> None:
+        """Queue a parcel; ``write`` fills its uint8 [num_bytes] when its turn comes."""
+        if num_bytes:
+            self._stream.send(target, parcel_bytes(num_bytes), lambda: self._sealed(place, num_bytes, write))
+
+    def send_to_all(self, place: int, num_bytes: int, write: Write) -> None:
+        """Queue one parcel for all other ranks, the next rank first; it is written once."""
+        made: list[Tensor] = []
+
+        def make() -> Tensor:
+            if not made:
+                made.append(self._sealed(place, num_bytes, write))
+            return made[0]
+
+        rank, world_size = self._channel.rank, self._channel.world_size
+        for step in range(1, world_size if num_bytes else 1):
+            self._stream.send((rank + step) % world_size, parcel_bytes(num_bytes), make)
+
+    def receive(self, source: int, place: int, num_bytes: int) -> Receive:
+        """Post a receive of at most ``num_bytes``; the function that is returned waits, and gives uint8 [num_bytes].
+
+        It is told the number of bytes if that is less than what was posted; it may not be 0 then.
+
+        Raises:
+            CorruptHeaderError: in that function: not what ``source`` has sealed for this place.
+            LostPeerError: see `Stream.receive`.
+        """
+        if not num_bytes:
+            return lambda num_bytes=None: torch.empty(0, dtype=torch.uint8)
+        posted = num_bytes
+        receive = self._stream.receive(source, parcel_bytes(posted))
+
+        def wait(num_bytes: int | None = None) -> Tensor:
+            num_bytes = posted if num_bytes is None else num_bytes
+            data = receive(parcel_bytes(num_bytes))
+            payload, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
+            if seal.numpy().tobytes() != self._seal(source, place, payload):
+                raise CorruptHeaderError(
+                    f"rank {self._channel.rank}, {self._channel.subject.name}: from rank {source}: a message whose"
+                    " checksum does not match: bits changed on the way, or the rank failed"
+                )
+            return payload[:num_bytes]
+
+        return wait
+
+    def _sealed(self, place: int, num_bytes: int, write: Write) -> Tensor:
+        data = torch.empty(parcel_bytes(num_bytes), dtype=torch.uint8)
+        data[-SEAL_BYTES - ALIGNMENT_BYTES :] = 0
+        write(data[:num_bytes])
+        seal = bytearray(self._seal(self._channel.rank, place, data[:-SEAL_BYTES]))
+        data[-SEAL_BYTES:] = torch.frombuffer(seal, dtype=torch.uint8)
+        return data
+
+    def _seal(self, source: int, place: int, payload: Tensor) -> bytes:
+        identity = f"{self._conversation} {source} {place} "
+        content = kernels.checksum(payload).to_bytes(8, "little")
+        return hashlib.blake2b(identity.encode() + content, digest_size=SEAL_BYTES).digest()

@@ -1,0 +1,1 @@
+"""Compressors of single tensors, one file a family."""

@@ -1,0 +1,389 @@
+"""Quantizers: a few bits for each element, and a scale for each block.
+
+Small integers times a step for each block of values: what int8, QSGD and TernGrad have in common.
+
+Eight-bit integers with a scale for each block.
+
+QSGD: random rounding to a few levels of the norm of a bucket (Alistarh et al., NeurIPS'17).
+
+TernGrad: -1, 0 or 1 times the largest value (Wen et al., NeurIPS'17).
+
+Natural compression: random rounding to powers of two (Horvath et al., MSML'22).
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.compress.base import Additive, Memory, Parameter, Payload, State
+from thinwire.compress.packing import PartSpec, unpack
+from thinwire.compress.randomness import counters, next_seed
+from thinwire.errors import CorruptMessageError
+
+
+@dataclass(frozen=True)
+class BlockQuantizer(Additive):
+    """Rounds each value to an integer in [-levels, levels] times the step of its block.
+
+    ``parts``: the integers, packed (uint8 [ceil(n * bits / 8)]); the steps (working dtype [blocks]). A step is at least
+    the smallest normal number, so that dividing by it is exact enough where all values are denormal or zero.
+    """
+
+    @property
+    @abstractmethod
+    def bits(self) -> int:
+        """Of a packed integer, 2 to 8."""
+
+    @property
+    def levels(self) -> int:
+        return 2 ** (self.bits - 1) - 1
+
+    @property
+    @abstractmethod
+    def seed(self) -> int | None:
+        """Of stochastic rounding; None to round to the nearest."""
+
+    @abstractmethod
+    def block_elements(self, parameter: Parameter) -> int:
+        """How many consecutive values have one step, at least 1."""
+
+    def norms(self, flat: Tensor, parameter: Parameter) -> Tensor:
+        """Of each block: the value that ``levels`` stands for."""
+        return kernels.largest_of_blocks(flat, self.block_elements(parameter))
+
+    def init(self, parameter: Parameter) -> State:
+        del parameter
+        return {} if self.seed is None else counters()
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        flat = gradient.view(-1)
+        steps = self.norms(flat, parameter).div_(self.levels).clamp_(min=torch.finfo(flat.dtype).tiny)
+        seed = None if self.seed is None else next_seed(self.seed, parameter, state)
+        return Payload(
+            (kernels.quantize(flat, steps, self.block_elements(parameter), self.levels, self.bits, seed), steps)
+        )
+
+    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
+        self._add(payload.parts[0], payload.parts[1], parameter, total)
+
+    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
+        self._add(payload.parts[0], payload.parts[1].neg(), parameter, gradient)
+
+    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
+        code_bytes = kernels.packed_codes_bytes(parameter.numel, self.bits)
+        return PartSpec(torch.uint8, code_bytes), steps_spec(parameter, self.block_elements(parameter))
+
+    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
+        codes, steps = unpack(data, self.part_specs(parameter))
+        check_steps(steps, self.levels)
+        return Payload((codes, steps))
+
+    def _add(self, codes: Tensor, steps: Tensor, parameter: Parameter, total: Tensor) -> None:
+        block = self.block_elements(parameter)
+        kernels.add_quantized(codes, steps, block, self.levels, self.bits, total.view(-1))
+
+
+def steps_spec(parameter: Parameter, block: int) -> PartSpec:
+    return PartSpec(parameter.working_dtype, -(-parameter.numel // block))
+
+
+def check_steps(steps: Tensor, largest_code: float) -> None:
+    """Raises CorruptMessageError for a step that is negative, or with which a code would decode to infinity or nan."""
+    limit = torch.finfo(steps.dtype).max / largest_code
+    low, high = (float(bound) for bound in steps.aminmax()) if steps.numel() else (0.0, 0.0)
+    if not (low >= 0.0 and high <= limit * (1 + 1e-6)):
+        raise CorruptMessageError(f"steps of quantized values from {low:g} to {high:g}: they are in [0, {limit:g}]")
+
+
+def check_block(block: int, what: str) -> None:
+    """Raises ValueError for a size that no block has."""
+    if not (isinstance(block, int) and block >= 1):
+        raise ValueError(f"{what} are of at least 1 element, not {block!r}: at 512 a scale costs 1/16 bit an element")
+
+
+@dataclass(frozen=True)
+class Int8(BlockQuantizer):
+    """See `int8`."""
+
+    block: int = 512
+    stochastic: bool = False
+    random_seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_block(self.block, "blocks of int8")
+
+    @property
+    def memory(self) -> Memory:
+        return Memory.UNBIASED if self.stochastic else Memory.NEEDED
+
+    @property
+    def name(self) -> str:
+        return f"int8({self.block}{', stochastic' if self.stochastic else ''})"
+
+    @property
+    def bits(self) -> int:
+        return 8
+
+    @property
+    def seed(self) -> int | None:
+        return self.random_seed if self.stochastic else None
+
+    def block_elements(self, parameter: Parameter) -> int:
+        del parameter
+        return self.block
+
+
+def int8(block: int = 512, *, stochastic: bool = False, seed: int = 0) -> Int8:
+    """Each value as an integer in [-127, 127] times ``max|block| / 127``: 8.06 bits a value at the default block.
+
+    To the nearest, an element is wrong by at most half a step of its block, that is max|block| / 254. Stochastic
+    rounding is wrong by up to a whole step, but right in expectation, so it needs no memory; `attach` puts error
+    feedback around the other.
+
+    Args:
+        block: consecutive values with one scale.
+        stochastic: round up with the probability that makes the expectation right, as `qsgd` does.
+        seed: of stochastic rounding.
+
+    Raises:
+        ValueError: a block below 1.
+
+    Example:
+        >>> compressor = int8()
+        >>> parameter = Parameter("weight", (3,))
+        >>> payload = compressor.compress(torch.tensor([1.0, 0.5, -1.0]), parameter, compressor.init(parameter))
+        >>> compressor.decompress(payload, parameter)
+        tensor([ 1.0000,  0.5039, -1.0000])
+    """
+    return Int8(block, stochastic, seed)
+
+
+@dataclass(frozen=True)
+class QSGD(BlockQuantizer):
+    """See `qsgd`."""
+
+    num_bits: int = 8
+    bucket: int = 512
+    norm: Literal["max", "l2"] = "max"
+    random_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_bits not in range(2, 9):
+            raise ValueError(
+                f"qsgd has 2 to 8 bits, not {self.num_bits!r}: one of them is the sign; for one bit take ef_sign_sgd(),"
+                " for more bf16()"
+            )
+        if self.norm not in ("max", "l2"):
+            raise ValueError(f'qsgd scales a bucket by its "max" or "l2" norm, not {self.norm!r}')
+        check_block(self.bucket, "buckets of qsgd")
+
+    @property
+    def name(self) -> str:
+        return f"qsgd({self.num_bits}, {self.bucket}{'' if self.norm == 'max' else ', l2'})"
+
+    @property
+    def memory(self) -> Memory:
+        return Memory.UNBIASED
+
+    @property
+    def bits(self) -> int:
+        return self.num_bits
+
+    @property
+    def seed(self) -> int:
+        return self.random_seed
+
+    def block_elements(self, parameter: Parameter) -> int:
+        del parameter
+        return self.bucket
+
+    def norms(self, flat: Tensor, parameter: Parameter) -> Tensor:
+        largest = super().norms(flat, parameter)
+        return largest if self.norm == "max" else _two_norms(flat, self.bucket, largest)
+
+
+def _two_norms(flat: Tensor, bucket: int, largest: Tensor) -> Tensor:
+    """Of values divided by the largest of their bucket, so that no square overflows or vanishes."""
+    padded = torch.nn.functional.pad(flat, (0, largest.numel() * bucket - flat.numel())).view(-1, bucket)
+    scale = largest.clamp(min=torch.finfo(flat.dtype).tiny)
+    return torch.linalg.vector_norm(padded / scale[:, None], dim=1).mul_(scale).clamp_(max=torch.finfo(flat.dtype).max)
+
+
+def qsgd(bits: int = 8, bucket: int = 512, *, norm: Literal["max", "l2"] = "max", seed: int = 0) -> QSGD:
+    """A sign and one of s + 1 levels of the norm of a bucket, s = 2^(bits - 1) - 1, chosen at random (section 3.1).
+
+    With x = s |v| / norm the level is floor(x) + 1 with probability x - floor(x), else floor(x), so that the
+    expectation is the value and no memory is needed.
+
+    Args:
+        bits: of a value, sign included, 2 to 8; at 2 bits it is TernGrad in buckets.
+        bucket: consecutive values with one norm, which costs 32 / bucket bits a value.
+        norm: "max", as in the authors' own runs, of which the error is smaller; "l2", as their theorem.
+        seed: of the random choice; it also depends on the parameter, the step and the rank.
+
+    Raises:
+        ValueError: bits out of range, another norm, a bucket below 1.
+
+    Example:
+        >>> from thinwire.compress.base import Parameter
+        >>> compressor = qsgd(4)
+        >>> parameter = Parameter("weight", (1024,))
+        >>> compressor.packed_bytes(parameter)  # of 4096
+        536
+    """
+    return QSGD(bits, bucket, norm, seed)
+
+
+@dataclass(frozen=True)
+class TernGrad(BlockQuantizer):
+    """See `terngrad`."""
+
+    clip: float | None = None
+    random_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0.0:
+            raise ValueError(
+                f"terngrad clips at a positive number of standard deviations, not {self.clip!r}; None never"
+            )
+
+    @property
+    def memory(self) -> Memory:
+        return Memory.UNBIASED if self.clip is None else Memory.OWN
+
+    @property
+    def name(self) -> str:
+        return "terngrad" if self.clip is None else f"terngrad({self.clip:g})"
+
+    @property
+    def bits(self) -> int:
+        return 2
+
+    @property
+    def seed(self) -> int:
+        return self.random_seed
+
+    def block_elements(self, parameter: Parameter) -> int:
+        return max(1, parameter.numel)
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        return super().compress(gradient if self.clip is None else self._clipped(gradient), parameter, state)
+
+    def _clipped(self, gradient: Tensor) -> Tensor:
+        """By the root mean square: the standard deviation where the mean is zero, and it never clips a constant."""
+        moments = kernels.magnitude_moments(gradient.view(-1))
+        limit = (self.clip or math.inf) * math.sqrt(moments.sum_squares / max(1, gradient.numel()))
+        limit = min(limit, torch.finfo(gradient.dtype).max)
+        return gradient.clamp(-limit, limit)
+
+
+def terngrad(clip: float | None = None, *, seed: int = 0) -> TernGrad:
+    """Each value becomes sign(v) max|g| with probability |v| / max|g|, else zero (Algorithm 1): 2 bits a value.
+
+    Right in expectation, so no memory is needed; but the variance is large where few values are much larger than the
+    rest, against which the paper clips at 2.5 standard deviations. That has a bias, which no memory takes
+    away: error feedback around a code of so large a variance can diverge, and `attach` adds none.
+
+    Args:
+        clip: in standard deviations, as 2.5; None for no clipping.
+        seed: of the random choice; it also depends on the parameter, the step and the rank.
+
+    Raises:
+        ValueError: a clip that is not positive.
+    """
+    return TernGrad(clip, seed)
+
+
+_POWERS = 127
+_WORDS = {torch.float32: (torch.int32, 23), torch.float64: (torch.int64, 52)}
+
+
+@dataclass(frozen=True)
+class Natural(Additive):
+    """See `natural`. ``parts``: signs and numbers of powers of two (uint8 [n]); the exponent below all (int32 [1])."""
+
+    random_seed: int = 0
+
+    @property
+    def name(self) -> str:
+        return "natural"
+
+    @property
+    def memory(self) -> Memory:
+        return Memory.UNBIASED
+
+    def init(self, parameter: Parameter) -> State:
+        del parameter
+        return counters()
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        flat = gradient.view(-1)
+        base = _base(flat)
+        codes = kernels.round_to_powers(flat, base, next_seed(self.random_seed, parameter, state))
+        return Payload((codes, torch.tensor([base], dtype=torch.int32)))
+
+    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
+        _add(payload, 1.0, total)
+
+    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
+        _add(payload, -1.0, gradient)
+
+    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
+        return PartSpec(torch.uint8, parameter.numel), PartSpec(torch.int32, 1)
+
+    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
+        codes, base = unpack(data, self.part_specs(parameter))
+        if not 0 <= int(base) <= _highest_base(parameter.working_dtype):
+            raise CorruptMessageError(
+                f"powers of two above the biased exponent {int(base)}, which no finite number has"
+            )
+        return Payload((codes, base))
+
+
+def _add(payload: Payload, factor: float, total: Tensor) -> None:
+    """Through the 256 numbers that codes stand for."""
+    codes, base = payload.parts
+    word, mantissa_bits = _WORDS[total.dtype]
+    powers = ((torch.arange(_POWERS + 1, dtype=word) + base.to(word)) << mantissa_bits).view(total.dtype)
+    powers[0] = 0.0
+    table = torch.cat([powers, -powers])
+    step = torch.tensor([factor], dtype=total.dtype)
+    kernels.add_from_table(codes, table, step, max(1, total.numel()), total.view(-1))
+
+
+def _base(flat: Tensor) -> int:
+    """The biased exponent below the 127 that are sent: the highest of them is one above that of the largest value."""
+    if flat.numel() == 0:
+        return 0
+    word, mantissa_bits = _WORDS[flat.dtype]
+    largest = int(kernels.largest_of_blocks(flat, flat.numel()).view(word)[0]) >> mantissa_bits
+    return min(max(largest + 1 - _POWERS, 0), _highest_base(flat.dtype))
+
+
+def _highest_base(dtype: torch.dtype) -> int:
+    """With which the highest power is still finite."""
+    word, mantissa_bits = _WORDS[dtype]
+    return (int(torch.tensor([torch.finfo(dtype).max], dtype=dtype).view(word)[0]) >> mantissa_bits) - _POWERS
+
+
+def natural(*, seed: int = 0) -> Natural:
+    """One of the two powers of two around each value, at random such that the expectation is the value: 8 bits.
+
+    A sign and a power of 127: the 127 up to the first above the largest value. What is smaller than all of them (by 38
+    decimal orders, or denormal) becomes the smallest or zero, also right in expectation. The variance is at most an
+    eighth of the square of the value, whatever the scale, and rounding takes no multiplication. No memory is needed.
+
+    Values above 2^127 (2^1023 in float64), where the next power would be infinite, become that. So do infinity and nan,
+    which `thinwire.attach` never passes on: gradients that are not finite are NaN on all ranks.
+
+    Args:
+        seed: of the random choice; it also depends on the parameter, the step and the rank.
+    """
+    return Natural(seed)

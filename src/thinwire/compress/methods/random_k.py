@@ -1,0 +1,182 @@
+"""Random elements, the same ones on all ranks, so that only values travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from thinwire.compress.base import Compressor, Memory, Parameter, Payload, State, Summable
+from thinwire.compress.methods.sparsify import (
+    HEADER_BYTES,
+    DensitySelector,
+    Selection,
+    opened,
+    sealed,
+    unpack_values,
+    values_of,
+)
+from thinwire.compress.packing import PartSpec
+from thinwire.compress.randomness import stable_seed
+from thinwire.compress.wrappers import packed_code
+from thinwire.errors import CorruptMessageError
+
+_STEP_BYTES = 8
+_PLAIN_DRAW = 4096
+"""Below so many elements, or for a quarter of them and more, a permutation is cheaper than to look for repeats."""
+
+
+@dataclass(frozen=True, eq=False)
+class SharedPayload(Payload):
+    """Values alone travel; where they belong follows from the step. The mean of several has neither, see `RandomK`."""
+
+    ids: Tensor
+    step: int
+
+
+@dataclass(frozen=True)
+class RandomK(DensitySelector):
+    """See `random_k`; ids do not travel.
+
+    State: ``step``, drawn for next; ``ids`` of the last step, int64 [k]; ``values`` of the code.
+    """
+
+    seed: int = 0
+    unbiased: bool = False
+
+    has_fixed_count: ClassVar[bool] = True
+
+    @property
+    def memory(self) -> Memory:
+        is_exact = self.values is None or self.values.memory is Memory.UNBIASED
+        return Memory.UNBIASED if self.unbiased and is_exact else Memory.NEEDED
+
+    @property
+    def label(self) -> str:
+        return "random_k"
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        seed = (f"seed={self.seed}",) if self.seed else ()
+        return (*super().settings, *seed, *(("unbiased",) if self.unbiased else ()))
+
+    def init(self, parameter: Parameter) -> State:
+        return {**super().init(parameter), "step": 0, "ids": torch.empty(0, dtype=torch.int64)}
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        ids, chosen = self.select(gradient.detach().view(-1), parameter, state)
+        step, state["ids"] = state["step"], ids
+        state["step"] = step + 1
+        return SharedPayload(self.code(chosen, parameter, state), ids, step)
+
+    def select(self, flat: Tensor, parameter: Parameter, state: State) -> Selection:
+        k = self.target(flat.numel())
+        return self.select_about(k, flat, parameter, state)
+
+    def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
+        ids = shared_ids(self.seed, parameter, state["step"], k)
+        chosen = flat.index_select(0, ids)
+        return ids, chosen.mul_(flat.numel() / k) if self.unbiased and k else chosen
+
+    def chosen(self, payload: Payload, parameter: Parameter) -> Selection:
+        assert isinstance(payload, SharedPayload), "the mean of several payloads is decoded by reconstruct"
+        return payload.ids, self.decode(payload.parts, payload.ids.numel(), parameter)
+
+    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
+        if self.unbiased:
+            ids, values = self.chosen(payload, parameter)
+            gradient.view(-1).index_add_(0, ids, values, alpha=-1)
+        else:
+            super().residual(gradient, payload, parameter)
+
+    def pack(self, payload: Payload, parameter: Parameter) -> Tensor:
+        """Count, checksum, step and values: for all-gathers; inside an all-reduce values travel alone."""
+        assert isinstance(payload, SharedPayload)
+        step = torch.tensor([payload.step]).view(torch.uint8)
+        if self.values is None:
+            body = payload.parts[0].view(torch.uint8)
+        else:
+            body = packed_code(self.values).pack(Payload(payload.parts), values_of(parameter, payload.ids.numel()))
+        return sealed(payload.ids.numel(), 0, [step, body])
+
+    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
+        count, code, body = opened(data)
+        if count > parameter.numel or code != 0 or body.numel() < _STEP_BYTES:
+            raise CorruptMessageError(f"{count} values: no rank sends that of {parameter.numel} elements")
+        step, body = int(body[:_STEP_BYTES].view(torch.int64)), body[_STEP_BYTES:]
+        if step < 0:
+            raise CorruptMessageError(f"values of step {step}")
+        ids = shared_ids(self.seed, parameter, step, count)
+        if self.values is not None:
+            return SharedPayload(unpack_values(packed_code(self.values), body, values_of(parameter, count)), ids, step)
+        size = count * parameter.working_dtype.itemsize
+        if body.numel() != -(-size // 8) * 8:
+            raise CorruptMessageError(f"{body.numel()} bytes, where {count} values need {size}")
+        return SharedPayload((body[:size].view(parameter.working_dtype),), ids, step)
+
+    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
+        return self.code_specs(self.fixed_count(parameter), parameter)
+
+    def packed_bytes(self, parameter: Parameter) -> int | None:
+        count = self.fixed_count(parameter)
+        if count is None:
+            return None
+        size: int | None = count * parameter.working_dtype.itemsize
+        if self.values is not None:
+            size = packed_code(self.values).packed_bytes(values_of(parameter, count))
+        return None if size is None else HEADER_BYTES + _STEP_BYTES + -(-size // 8) * 8
+
+
+@dataclass(frozen=True)
+class SummableRandomK(RandomK, Summable):
+    """`RandomK` whose values can be added up inside an all-reduce."""
+
+    def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
+        return self.decompress(SharedPayload(mean.parts, state["ids"], state["step"] - 1), parameter)
+
+
+def random_k(
+    density: float = 0.01, *, seed: int = 0, unbiased: bool = False, values: Compressor | None = None
+) -> RandomK:
+    """Random-K with a shared seed (Wangni et al., NeurIPS'18): the same random elements on all ranks, so values add up.
+
+    Which ones follows from ``seed``, the name of the parameter and the step, drawn without replacement; no ids travel,
+    and payloads are summed inside an all-reduce.
+
+    Args:
+        density: k / numel, in (0, 1].
+        seed: the same on all ranks.
+        unbiased: scale what is sent by numel / k, so that its expectation is the gradient. For use without error
+            feedback, which would add up what the scaling takes away.
+        values: how chosen values are coded; only with a code that is summable, such as ``bf16()``, do payloads add up.
+
+    Raises:
+        ValueError: a density outside (0, 1].
+    """
+    kind = SummableRandomK if values is None or isinstance(values, Summable) else RandomK
+    return kind(density=density, seed=seed, unbiased=unbiased, values=values)
+
+
+def shared_ids(seed: int, parameter: Parameter, step: int, k: int) -> Tensor:
+    """``k`` different ids of a parameter, sorted, every set of them as likely as any other; the same on every rank."""
+    generator = torch.Generator().manual_seed(stable_seed(seed, parameter.name, step))
+    return _subset(parameter.numel, k, generator)
+
+
+def _subset(size: int, k: int, generator: torch.Generator) -> Tensor:
+    """Draw with replacement until ``k`` are different, then leave out a random set of what is too much.
+
+    No step prefers one id to another, so all sets of ``k`` are equally likely; 20 times as fast as a permutation of 25
+    million.
+    """
+    if size < _PLAIN_DRAW or 4 * k >= size:
+        return torch.randperm(size, generator=generator)[:k].sort().values
+    found = torch.empty(0, dtype=torch.int64)
+    while found.numel() < k:
+        expected = (k - found.numel()) * size // (size - k) + 8
+        found = torch.cat([found, torch.randint(size, (expected,), generator=generator)]).unique()
+    excess = _subset(found.numel(), found.numel() - k, generator)
+    kept = torch.ones(found.numel(), dtype=torch.bool).index_fill_(0, excess, False)
+    return found[kept]

@@ -1,0 +1,147 @@
+"""A threshold from a sparsity-inducing distribution, fitted in stages to what the last threshold left."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.compress.base import Compressor, Parameter, State
+from thinwire.compress.methods.select import nothing, select_near
+from thinwire.compress.methods.sparsify import DensitySparsifier, Selection
+from thinwire.kernels import Moments
+
+FIRST_RATIO = 0.25
+"""What a stage leaves to the next one."""
+ADAPT_EVERY = 5
+TOLERANCE = 0.2
+
+Distribution = str
+DISTRIBUTIONS = ("exponential", "gamma", "pareto")
+
+
+@dataclass(frozen=True)
+class Sidco(DensitySparsifier):
+    """See `sidco`. State: ``stages``; ``direction``, in which their number moves; ``steps`` since it was adapted,
+    ``ratio_sum`` of what they achieved over k, and the ``last_error`` of their mean."""
+
+    distribution: Distribution = "exponential"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.distribution not in DISTRIBUTIONS:
+            raise ValueError(f"SIDCo fits one of {', '.join(DISTRIBUTIONS)}, not {self.distribution!r}")
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        return (*super().settings, self.distribution)
+
+    def init(self, parameter: Parameter) -> State:
+        adaptation = {"stages": 1, "direction": 1, "steps": 0, "ratio_sum": 0.0, "last_error": math.inf}
+        return {**super().init(parameter), **adaptation}
+
+    def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
+        del parameter
+        moments = kernels.magnitude_moments(flat)
+        if not moments.count:
+            return nothing(flat)
+        threshold = self._threshold(flat, moments, k, state["stages"])
+        achieved = kernels.count_at_least(flat, threshold) if math.isfinite(threshold) else 0
+        _adapt(state, achieved / k, _most_stages(k / flat.numel()))
+        return select_near(flat, threshold, k, achieved)
+
+    def _threshold(self, flat: Tensor, moments: Moments, k: int, stages: int) -> float:
+        threshold = 0.0
+        for stage in range(stages):
+            ratio = min(1.0, k / moments.count)
+            last = stage == stages - 1 or ratio >= FIRST_RATIO
+            threshold += self._excess(flat, moments, threshold, ratio if last else FIRST_RATIO)
+            if last or not math.isfinite(threshold):
+                break
+            moments = kernels.magnitude_moments(flat, threshold)
+            if moments.count <= k:
+                break
+        return threshold
+
+    def _excess(self, flat: Tensor, moments: Moments, threshold: float, ratio: float) -> float:
+        """By how much the ``ratio`` largest of the magnitudes above a threshold exceed it."""
+        mean = moments.sum / moments.count - threshold
+        if self.distribution == "exponential":
+            return exponential_excess(mean, ratio)
+        if self.distribution == "gamma" and threshold == 0.0:
+            return gamma_excess(mean, kernels.sum_log_magnitudes(flat) / moments.count, ratio)
+        variance = moments.sum_squares / moments.count - (moments.sum / moments.count) ** 2
+        return pareto_excess(mean, variance, ratio)
+
+
+def sidco(
+    density: float = 0.001, *, distribution: Distribution = "exponential", values: Compressor | None = None
+) -> Sidco:
+    """SIDCo (Abdelmoniem et al., MLSys'21, arXiv 2101.10761): the quantile of a distribution fitted to the magnitudes.
+
+    The first stage fits the magnitudes that are not zero, each further one what exceeded the last threshold, of which a
+    quarter is left to the next stage, until the last one aims at k. After every fifth step the number of stages changes
+    by one if the mean count of these steps was not within 20 % of k. A threshold that does not leave 2/3 k to 4/3 k is
+    corrected as that of `gaussian_k`: so many elements are sent, or all that are not zero if there are fewer. Biased:
+    needs error feedback, which `attach` adds.
+
+    Args:
+        density: k / numel, in (0, 1].
+        distribution: "exponential" (of the magnitudes: a Laplace distribution of the gradient); "gamma", and a
+            generalized Pareto distribution from the second stage on; "pareto", in all stages.
+        values: how chosen values are coded; None sends them as they are.
+
+    Raises:
+        ValueError: a density outside (0, 1]; an unknown distribution.
+    """
+    return Sidco(density=density, distribution=distribution, values=values)
+
+
+def exponential_excess(mean: float, ratio: float) -> float:
+    """``-mean ln(ratio)``."""
+    return -mean * math.log(ratio)
+
+
+def gamma_excess(mean: float, mean_log: float, ratio: float) -> float:
+    """``-b (ln(ratio) + ln G(a))``, by the approximate maximum-likelihood fit of shape a and scale b; at least 0."""
+    s = math.log(mean) - mean_log
+    if not s > 1e-12:  # all magnitudes are equal
+        return mean
+    shape = (3.0 - s + math.sqrt((s - 3.0) ** 2 + 24.0 * s)) / (12.0 * s)
+    return max(0.0, -mean / shape * (math.log(ratio) + math.lgamma(shape)))
+
+
+def pareto_excess(mean: float, variance: float, ratio: float) -> float:
+    """``b (ratio^-a - 1) / a``, with ``q = mean^2 / variance``, ``a = (1 - q) / 2`` and ``b = mean (q + 1) / 2``."""
+    if not variance > 1e-12 * mean * mean:
+        return mean
+    quotient = mean * mean / variance
+    shape, scale = 0.5 * (1.0 - quotient), 0.5 * mean * (quotient + 1.0)
+    if abs(shape) < 1e-9:
+        return exponential_excess(scale, ratio)
+    return scale * math.expm1(min(700.0, -shape * math.log(ratio))) / shape
+
+
+def _most_stages(ratio: float) -> int:
+    """So many that the last one need not choose less than a quarter."""
+    return max(1, math.ceil(math.log(ratio) / math.log(FIRST_RATIO)))
+
+
+def _adapt(state: State, achieved: float, most: int) -> None:
+    """One stage more or less. If that made it worse, or cannot be, the other way next time."""
+    state["steps"] += 1
+    state["ratio_sum"] += achieved
+    if state["steps"] < ADAPT_EVERY:
+        return
+    mean = state["ratio_sum"] / ADAPT_EVERY
+    error = abs(mean - 1.0)
+    if error > TOLERANCE:
+        if error > state["last_error"]:
+            state["direction"] = -state["direction"]
+        wanted = state["stages"] + (state["direction"] if mean < 1.0 else -state["direction"])
+        if not 1 <= wanted <= most:
+            state["direction"] = -state["direction"]
+        state["stages"] = min(max(1, wanted), most)
+    state.update(steps=0, ratio_sum=0.0, last_error=error)

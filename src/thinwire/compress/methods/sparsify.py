@@ -1,0 +1,322 @@
+"""Sparsifiers: of a gradient some elements travel, with their places. Which ones, says each selection's own file."""
+
+from __future__ import annotations
+
+import struct
+from abc import abstractmethod
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels, wire
+from thinwire.compress.base import Additive, Compressor, Joint, Memory, Packed, Parameter, Payload, State, WholeTensor
+from thinwire.compress.packing import PartSpec
+from thinwire.compress.wrappers import packed_code
+from thinwire.errors import CorruptMessageError
+from thinwire.wire import Format
+
+FORMATS = (Format.COO, Format.BITMAP, Format.ELIAS_FANO, Format.DENSE)
+"""In which ids travel, whichever is smallest; DENSE, which has none, where every element was chosen."""
+
+HEADER_BYTES = 16
+_HEADER = struct.Struct("<QQ")  # 56 bits of count and 8 of format; the checksum of what follows, mixed with the former
+_COUNT_BITS = 56
+_UINT64 = (1 << 64) - 1
+_SPREAD = 0x9E3779B97F4A7C15  # odd, so that headers that differ have products that do
+
+Selection = tuple[Tensor, Tensor]
+"""Ids of elements of a flat gradient, int64 [k], strictly increasing; and their values [k], newly allocated."""
+
+
+@dataclass(frozen=True)
+class Selector(Additive):
+    """Sends chosen elements of a gradient. Which parts stand for them, subclasses say.
+
+    Payloads add up: elements that several ranks chose accumulate, 9 and 7 at one place give 16. Without ``values`` what
+    is sent is exact, and what error feedback keeps is exactly zero at the places that were sent. With them it keeps
+    there what the code lost.
+
+    Args:
+        values: how the vector of chosen values is coded, such as ``bf16()``; None sends it as it is.
+
+    Raises:
+        ValueError: ``values`` that cannot code a vector by itself.
+    """
+
+    values: Compressor | None = field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.values is not None and not _codes_vectors(self.values):
+            raise ValueError(
+                f"{type(self).__name__} cannot code its values by {self.values.name}: take a code"
+                " without a memory that works element by element, such as bf16() or int8(); error feedback goes around"
+                " the sparsifier"
+            )
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """What `name` says in brackets, before the code of the values."""
+        return ()
+
+    @property
+    def label(self) -> str:
+        return _snake(type(self).__name__)
+
+    @property
+    def name(self) -> str:
+        coded = () if self.values is None else (f"values={self.values.name}",)
+        return f"{self.label}({', '.join((*self.settings, *coded))})"
+
+    @abstractmethod
+    def select(self, flat: Tensor, parameter: Parameter, state: State) -> Selection:
+        """Choose elements of a gradient [n]; the values share no memory with it."""
+
+    @abstractmethod
+    def chosen(self, payload: Payload, parameter: Parameter) -> Selection:
+        """What a payload stands for, as ids and values in working dtype; they may share its memory."""
+
+    def fixed_count(self, parameter: Parameter) -> int | None:
+        """How many elements of every gradient are sent; None if that depends on the gradient."""
+        del parameter
+        return None
+
+    def init(self, parameter: Parameter) -> State:
+        return {} if self.values is None else {"values": self.values.init(values_of(parameter, parameter.numel))}
+
+    def code(self, chosen: Tensor, parameter: Parameter, state: State) -> tuple[Tensor, ...]:
+        """The parts that stand for chosen values."""
+        if self.values is None:
+            return (chosen,)
+        return self.values.compress(chosen, values_of(parameter, chosen.numel()), state["values"]).parts
+
+    def decode(self, coded: tuple[Tensor, ...], count: int, parameter: Parameter) -> Tensor:
+        """The values that such parts stand for."""
+        if self.values is None:
+            return coded[0]
+        return self.values.decompress(Payload(coded), values_of(parameter, count))
+
+    def code_specs(self, count: int | None, parameter: Parameter) -> tuple[PartSpec, ...]:
+        """The parts that stand for ``count`` values; None for any number of them."""
+        if self.values is None:
+            return (PartSpec(parameter.working_dtype, count, parameter.numel),)
+        specs = packed_code(self.values).part_specs(values_of(parameter, parameter.numel if count is None else count))
+        if count is not None:
+            return specs
+        return tuple(replace(spec, numel=None, max_numel=spec.numel or spec.max_numel) for spec in specs)
+
+    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
+        ids, values = self.chosen(payload, parameter)
+        dense = torch.zeros(parameter.numel, 1, dtype=parameter.working_dtype)
+        return kernels.scatter_rows(dense, ids, values.view(-1, 1)).view(parameter.shape)
+
+    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
+        total.view(-1).index_add_(0, *self.chosen(payload, parameter))
+
+    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
+        ids, values = self.chosen(payload, parameter)
+        if self.values is None:
+            gradient.view(-1).index_fill_(0, ids, 0.0)
+        else:
+            gradient.view(-1).index_add_(0, ids, values, alpha=-1)
+
+
+@dataclass(frozen=True)
+class Sparsifier(Selector):
+    """Sends ids and values: ``parts`` are ids (int64 [k], strictly increasing) and values [k], or coded values.
+
+    The exact schemes of `thinwire.sync` can add these up.
+    """
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        ids, chosen = self.select(gradient.detach().view(-1), parameter, state)
+        return Payload((ids, *self.code(chosen, parameter, state)))
+
+    def chosen(self, payload: Payload, parameter: Parameter) -> Selection:
+        ids, *coded = payload.parts
+        return ids, self.decode(tuple(coded), ids.numel(), parameter)
+
+    def pack(self, payload: Payload, parameter: Parameter) -> Tensor:
+        """Count and format of the ids, a checksum, ids and values; docs/compress-sparsifiers.md has the layout."""
+        ids, *coded = payload.parts
+        rows = coded[0].view(-1, 1) if self.values is None else coded[0].new_empty(ids.numel(), 0)
+        format = _format(ids.numel(), rows.shape[1] * rows.element_size(), parameter)
+        body = [wire.encode(format, _Whole(parameter.numel), ids, rows)]
+        if self.values is not None:
+            body.append(packed_code(self.values).pack(Payload(tuple(coded)), values_of(parameter, ids.numel())))
+        return sealed(ids.numel(), FORMATS.index(format), body)
+
+    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
+        count, code, body = opened(data)
+        row_bytes = parameter.working_dtype.itemsize if self.values is None else 0
+        if count > parameter.numel or code != FORMATS.index(format := _format(count, row_bytes, parameter)):
+            raise CorruptMessageError(f"{count} ids in format {code}: no rank sends that of {parameter.numel} elements")
+        end = wire.payload_bytes(format, count, row_bytes, parameter.numel, parameter.numel)
+        ids, rows = wire.decode(
+            format, _Whole(parameter.numel), count, body[:end], int(row_bytes > 0), parameter.working_dtype
+        )
+        if self.values is not None:
+            return Payload((ids, *unpack_values(packed_code(self.values), body[end:], values_of(parameter, count))))
+        if end != body.numel():
+            raise CorruptMessageError(f"{body.numel() - end} bytes after the values of a sparse payload")
+        return Payload((ids, rows.view(-1)))
+
+    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
+        """Of a payload in memory; packed, its ids are smaller."""
+        count = self.fixed_count(parameter)
+        return PartSpec(torch.int64, count, parameter.numel), *self.code_specs(count, parameter)
+
+    def packed_bytes(self, parameter: Parameter) -> int | None:
+        count = self.fixed_count(parameter)
+        return None if count is None else self.packed_bytes_of(count, parameter)
+
+    def packed_bytes_of(self, count: int, parameter: Parameter) -> int | None:
+        """Of so many elements; None if the code of their values has no fixed size."""
+        row_bytes = parameter.working_dtype.itemsize if self.values is None else 0
+        format = _format(count, row_bytes, parameter)
+        coded = 0 if self.values is None else packed_code(self.values).packed_bytes(values_of(parameter, count))
+        ids = wire.payload_bytes(format, count, row_bytes, parameter.numel, parameter.numel)
+        return None if coded is None else HEADER_BYTES + ids + _aligned(coded)
+
+
+@dataclass(frozen=True)
+class DensitySelector(Selector):
+    """A selector that is told how much to send: ``k = max(1, round(density * numel))`` elements, or about so many.
+
+    At density 1 every element is sent, zeros too. Nothing is sent of an empty parameter.
+
+    Args:
+        density: in (0, 1].
+        varying: whether the density changes from step to step, as in a warm-up, so that nobody knows sizes beforehand.
+        values: see `Selector`.
+
+    Raises:
+        ValueError: a density outside (0, 1].
+    """
+
+    density: float = 0.01
+    varying: bool = field(default=False, kw_only=True)
+
+    has_fixed_count: ClassVar[bool] = False
+    """Whether as many elements are sent of every gradient of a parameter."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 < self.density <= 1.0:
+            raise ValueError(f"density is the part of the elements that is sent, in (0, 1], not {self.density}")
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        return (f"{self.density:g}",)
+
+    def with_density(self, density: float) -> Self:
+        """The same with another density, as warm-up schedules need it."""
+        return replace(self, density=density)
+
+    def target(self, numel: int) -> int:
+        """k, of so many elements."""
+        return min(numel, max(1, round(self.density * numel)))
+
+    def fixed_count(self, parameter: Parameter) -> int | None:
+        return self.target(parameter.numel) if self.has_fixed_count and not self.varying else None
+
+    def select(self, flat: Tensor, parameter: Parameter, state: State) -> Selection:
+        k = self.target(flat.numel())
+        if k == flat.numel():
+            return torch.arange(k), flat.clone()
+        return self.select_about(k, flat, parameter, state)
+
+    @abstractmethod
+    def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
+        """Choose about (or exactly, if `has_fixed_count`) ``k`` elements of [n], 0 < k < n."""
+
+
+@dataclass(frozen=True)
+class DensitySparsifier(DensitySelector, Sparsifier):
+    """A sparsifier that is told how much to send, see `DensitySelector`."""
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """All elements of a gradient, as a part of `thinwire.wire`: position = id."""
+
+    num_rows: int
+
+    @property
+    def size(self) -> int:
+        return self.num_rows
+
+    def ids(self, positions: Tensor) -> Tensor:
+        return positions
+
+    def positions(self, ids: Tensor) -> Tensor:
+        return ids
+
+
+def _codes_vectors(values: Compressor) -> bool:
+    """Whether a compressor can code a vector of chosen values, of which it sees another one in each step."""
+    return (
+        isinstance(values, Packed)
+        and not isinstance(values, (Selector, Joint, WholeTensor))
+        and values.memory is not Memory.OWN
+    )
+
+
+def values_of(parameter: Parameter, count: int) -> Parameter:
+    """The vector of ``count`` chosen values, as the parameter that the code of values sees."""
+    return Parameter(parameter.name, (count,), parameter.working_dtype)
+
+
+def unpack_values(code: Packed, data: Tensor, chosen: Parameter) -> tuple[Tensor, ...]:
+    """The parts of coded values; ``data`` may be padded to a multiple of 8 bytes."""
+    size = code.packed_bytes(chosen)
+    exact = size is not None and data.numel() == _aligned(size)
+    return code.unpack(data[:size] if exact else data, chosen).parts
+
+
+def sealed(count: int, code: int, body: list[Tensor]) -> Tensor:
+    """A header and what follows it, padded to 8 bytes."""
+    size = sum(part.numel() for part in body)
+    data = torch.empty(HEADER_BYTES + _aligned(size), dtype=torch.uint8)
+    end = HEADER_BYTES
+    for part in body:
+        data[end : end + part.numel()] = part
+        end += part.numel()
+    data[end:] = 0
+    head = count | code << _COUNT_BITS
+    header = _HEADER.pack(head, _checksum(head, data[HEADER_BYTES:]))
+    data[:HEADER_BYTES] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+    return data
+
+
+def opened(data: Tensor) -> tuple[int, int, Tensor]:
+    """Count, code and body of what `sealed` made.
+
+    Raises:
+        CorruptMessageError: a length that no rank sends, or another checksum than the one announced.
+    """
+    if data.dtype != torch.uint8 or data.numel() < HEADER_BYTES or data.numel() % 8:
+        raise CorruptMessageError(f"{data.numel()} bytes are not a sparse payload")
+    head, checksum = _HEADER.unpack(data[:HEADER_BYTES].numpy().tobytes())
+    body = data[HEADER_BYTES:]
+    if checksum != _checksum(head, body):
+        raise CorruptMessageError("a sparse payload whose checksum does not match: bits changed on the way")
+    return head & ((1 << _COUNT_BITS) - 1), head >> _COUNT_BITS, body
+
+
+def _checksum(head: int, body: Tensor) -> int:
+    return (kernels.checksum(body) ^ (head + 1) * _SPREAD) & _UINT64
+
+
+def _format(count: int, row_bytes: int, parameter: Parameter) -> Format:
+    return wire.smallest(FORMATS, count, row_bytes, parameter.numel, parameter.numel)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def _snake(name: str) -> str:
+    """``TopK`` is ``top_k``."""
+    return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")

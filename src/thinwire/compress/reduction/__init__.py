@@ -1,0 +1,1 @@
+"""How the compressed gradients of all ranks become their mean."""

@@ -1,0 +1,203 @@
+"""The contract of a reduction: how the compressed gradients of all ranks become their mean, the same on every rank."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+from torch.profiler import record_function
+
+from thinwire.compress.base import Compressor, Parameter, State
+from thinwire.compress.wrappers import core_of
+from thinwire.observe.step import Phase, enabled
+
+T = TypeVar("T")
+Plan = tuple[Compressor, Parameter]
+
+
+@dataclass
+class Stopwatch:
+    """Seconds in each phase. A second counts for the innermost phase only: encoding inside an exchange is encoding.
+
+    ``listener`` is told of each stretch in one phase: which, its start and its end (`time.perf_counter`).
+    """
+
+    seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
+    listener: Callable[[Phase, float, float], None] | None = None
+    _running: list[Phase] = field(default_factory=list)
+    _since: float = 0.0
+
+    @contextmanager
+    def phase(self, phase: Phase) -> Iterator[None]:
+        """Time a phase, and show it to `torch.profiler`."""
+        self._book()
+        self._running.append(phase)
+        try:
+            with record_function(phase.value) if enabled() else nullcontext():
+                yield
+        finally:
+            self._book()
+            self._running.pop()
+
+    def _book(self) -> None:
+        now = time.perf_counter()
+        if self._running:
+            self.seconds[self._running[-1]] += now - self._since
+            if self.listener is not None:
+                self.listener(self._running[-1], self._since, now)
+        self._since = now
+
+
+class Arrived(Protocol):
+    """A message of a rank, not looked at yet."""
+
+    def read(self, parse: Callable[[Tensor], T]) -> T:
+        """What ``parse`` makes of the bytes (uint8 [k], 8-byte aligned), once they are verified.
+
+        Raises:
+            CorruptMessageError: changed on the way, or refused by ``parse``; it names the sender.
+        """
+        ...
+
+
+class Peers(Protocol):
+    """The ranks, as a reduction sees them. Calls are collective: all ranks make the same ones in the same order.
+
+    What fails while a rank prepares what it sends is raised there, and as another error on the other ranks.
+    """
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
+    @property
+    def hosts(self) -> Sequence[Sequence[int]]:
+        """The ranks of each host; every rank is on exactly one."""
+        ...
+
+    def among(self, ranks: Sequence[int]) -> Peers:
+        """Some of the ranks, this one among them, numbered in the order given; no `all_reduce`, no `sparse_sum`."""
+        ...
+
+    def attempt(self, prepare: Callable[[], T]) -> T:
+        """What ``prepare`` returns, where the next call is `all_reduce`, which cannot tell peers of a failure."""
+        ...
+
+    def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a contiguous floating-point tensor [k] over the ranks, in place."""
+        ...
+
+    def all_gather(self, prepare: Callable[[], Tensor], max_bytes: int) -> Sequence[Arrived]:
+        """The message (uint8, a multiple of 8 bytes, at most ``max_bytes``) of each rank, in rank order."""
+        ...
+
+    def all_to_all(self, prepare: Callable[[], Sequence[Tensor]], max_bytes: int) -> Sequence[Arrived]:
+        """What each rank, in rank order, prepared for this one."""
+        ...
+
+    def sparse_sum(
+        self, prepare: Callable[[], tuple[Tensor, Tensor]], numel: int, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        """Add up sparse vectors of ``numel`` elements exactly, by the scheme of the peers, and multiply by ``scale``.
+
+        Takes and returns ids (int64 [k], strictly increasing) and values [k].
+        """
+        ...
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One gradient to be averaged.
+
+    Args:
+        compressor, parameter: the same on all ranks.
+        gradient: of ``parameter.shape`` and working dtype, contiguous, finite; not written to.
+        state: as `Reduction.init` made it; updated in place.
+    """
+
+    compressor: Compressor
+    parameter: Parameter
+    gradient: Tensor
+    state: State
+
+    @property
+    def plan(self) -> Plan:
+        return self.compressor, self.parameter
+
+
+@dataclass(frozen=True, eq=False)
+class Result:
+    """What became of a task.
+
+    Args:
+        mean: over the ranks, of the shape and dtype of the gradient; the same bits on every rank.
+        payload_bytes: of this rank's payloads, each counted once, without what a reduction adds.
+        density: the part of the elements that this rank sent.
+    """
+
+    mean: Tensor
+    payload_bytes: int
+    density: float = 1.0
+
+
+class Reduction(ABC):
+    """A way to average payloads. Its methods are called on all ranks with the same plans in the same order."""
+
+    name: str
+
+    @abstractmethod
+    def check(self, compressor: Compressor, parameter: Parameter) -> None:
+        """Raises ValueError, saying what to do, if payloads of this compressor cannot be averaged this way."""
+
+    def init(self, compressor: Compressor, parameter: Parameter, rank: int, world_size: int) -> State:
+        """State of a parameter before the first step; ``salt`` entries, where there are any, are set to the rank."""
+        del world_size
+        return salted(compressor.init(parameter), rank)
+
+    @abstractmethod
+    def run(self, tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> list[Result]:
+        """Average the gradients of all tasks: what they send to a peer travels in one message.
+
+        Raises:
+            CorruptMessageError, PeerError: see `Peers`.
+        """
+
+    @abstractmethod
+    def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
+        """What `run` will send, headers included; None if it depends on the gradients."""
+
+
+class OwnReduction(Reduction):
+    """The reduction of one method, which needs it and which nothing else can take."""
+
+    method: type[Compressor]
+    title: str  # of the method, as its paper writes it
+
+    def check(self, compressor: Compressor, parameter: Parameter) -> None:
+        if not isinstance(core_of(compressor), self.method):
+            raise ValueError(
+                f"{compressor.name} is not {self.title}, whose exchange this is (parameter {parameter.name!r}): use"
+                ' exchange="auto"'
+            )
+
+    def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
+        del plans, rank
+        return 0 if world_size == 1 else None
+
+
+def salted(state: State, rank: int) -> State:
+    """The state with every ``salt`` in it set to the rank, so that ranks draw different random numbers."""
+    return {
+        name: salted(entry, rank) if isinstance(entry, dict) else rank if name == "salt" else entry
+        for name, entry in state.items()
+    }
+
+
+def ring_bytes(tensor_bytes: int, world_size: int) -> int:
+    """Bytes that a rank sends in a ring all-reduce, rounded up to whole bytes."""
+    return -(-2 * (world_size - 1) * tensor_bytes // world_size)

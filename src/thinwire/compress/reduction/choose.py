@@ -1,0 +1,89 @@
+"""Which reduction a compressor takes: what its type allows, at the fewest bytes."""
+
+from __future__ import annotations
+
+from thinwire.compress.base import Compressor, Parameter
+from thinwire.compress.methods.sparsify import Sparsifier
+from thinwire.compress.reduction.all_gather import AllGather
+from thinwire.compress.reduction.all_reduce import AllReduce
+from thinwire.compress.reduction.base import OwnReduction, Reduction, ring_bytes
+from thinwire.compress.reduction.by_scheme import ByScheme
+from thinwire.compress.reduction.hi_top_k import HiTopKReduction
+from thinwire.compress.reduction.ok_topk import OkTopkReduction
+from thinwire.compress.reduction.two_shot import TwoShot
+from thinwire.compress.wrappers import code_of, core_of, packed_code, summable_code
+
+AUTO = "auto"
+_GENERIC: dict[str, Reduction] = {reduction.name: reduction for reduction in (AllReduce(), AllGather(), TwoShot())}
+REDUCTIONS = tuple(_GENERIC)
+_OWN: tuple[OwnReduction, ...] = (OkTopkReduction(), HiTopKReduction())
+_WORTH_A_SECOND_CODING = 0.9
+"""Two shots code twice and lose twice: only for at least a tenth fewer bytes."""
+
+
+def reduction_for(name: str, compressor: Compressor, parameter: Parameter, world_size: int) -> Reduction:
+    """The reduction of that name, or with "auto" the one of fewest bytes; any other name is that of a scheme.
+
+    A rank sends, of ``b`` packed bytes (sums of rounds for an all-reduce) on ``n`` ranks: inside an all-reduce and in
+    two shots ``2 (n - 1) / n b``, gathered ``(n - 1) b``. Sparse payloads are gathered: two shots would choose
+    again among what the ranks chose. A scheme is never taken by itself: what it saves depends on how often ranks choose
+    the same elements, which nobody knows beforehand. Methods that are a reduction too (`OwnReduction`) have it.
+
+    Raises:
+        ValueError: payloads of the compressor cannot be averaged that way.
+
+    Example:
+        >>> from thinwire.compress.base import Identity
+        >>> reduction_for("auto", Identity(), Parameter("fc.weight", (8, 8)), world_size=4).name
+        'all_reduce'
+    """
+    core = core_of(compressor)
+    own = next((reduction for reduction in _OWN if isinstance(core, reduction.method)), None)
+    if own is not None:
+        if name != AUTO:
+            raise ValueError(
+                f"{compressor.name} is a method with an exchange of its own, so {name} cannot average its payloads"
+                f' (parameter {parameter.name!r}): leave exchange="auto"'
+            )
+        return own
+    if name != AUTO:
+        reduction = _GENERIC.get(name) or ByScheme(name)
+        reduction.check(compressor, parameter)
+        return reduction
+    prices = {
+        candidate: _price(candidate, compressor, parameter, world_size)
+        for candidate, reduction in _GENERIC.items()
+        if _is_possible(reduction, compressor, parameter)
+    }
+    if not prices:
+        raise ValueError(
+            f"{compressor.name}: its payloads can neither be summed nor decoded alone, so no exchange can average them:"
+            " derive it from Packed or Summable of thinwire.compress.base"
+        )
+    if isinstance(code_of(compressor), Sparsifier):
+        prices.pop(TwoShot.name, None)
+    return _GENERIC[min(prices, key=lambda candidate: prices[candidate])]
+
+
+def _price(name: str, compressor: Compressor, parameter: Parameter, world_size: int) -> float:
+    if name == AllReduce.name:
+        return ring_bytes(_summed_bytes(compressor, parameter), world_size)
+    packed = packed_code(compressor).packed_bytes(parameter)
+    if packed is None:
+        return float("inf")
+    if name == AllGather.name:
+        return (world_size - 1) * packed
+    return ring_bytes(packed, world_size) / _WORTH_A_SECOND_CODING
+
+
+def _summed_bytes(compressor: Compressor, parameter: Parameter) -> int:
+    specs = [spec for specs in summable_code(compressor).round_specs(parameter) for spec in specs]
+    return sum((spec.numel or 0) * spec.dtype.itemsize for spec in specs)
+
+
+def _is_possible(reduction: Reduction, compressor: Compressor, parameter: Parameter) -> bool:
+    try:
+        reduction.check(compressor, parameter)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,165 @@
+"""Two shots: pieces to their owners, which decode, add and encode again; sums to all. Bytes do not grow with ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, is_dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from thinwire.compress.base import Compressor, Parameter, State, WholeTensor
+from thinwire.compress.memory import ErrorFeedback, MomentumCorrection, with_memory
+from thinwire.compress.reduction import messages
+from thinwire.compress.reduction.all_gather import check_decodes_alone, encoded
+from thinwire.compress.reduction.base import Arrived, Peers, Phase, Plan, Reduction, Result, Stopwatch, Task, salted
+from thinwire.compress.wrappers import Wrapper, core_of, packed_code
+
+
+@dataclass(frozen=True)
+class TwoShot(Reduction):
+    """All-to-all of compressed pieces, local sum, all-gather of compressed sums, as 1-bit Adam compresses.
+
+    Rank r owns the r-th piece of every flat gradient. What the owner loses when it encodes the mean again it keeps in
+    a memory of its own (the *server error* of Tang et al., ICML'21, next to the *worker error* of each rank), unless
+    the compressor is unbiased. Each rank sends 2 (n - 1) / n of a payload, however many ranks there are.
+
+    State of a parameter: ``pieces``, the worker's state of each piece by the number of its owner, and ``server``.
+    """
+
+    name = "two_shot"
+
+    def check(self, compressor: Compressor, parameter: Parameter) -> None:
+        check_decodes_alone(compressor, parameter, "sent in two shots")
+        if isinstance(core_of(compressor), WholeTensor):
+            raise ValueError(
+                f"{compressor.name}: a piece of a flat gradient cannot be compressed for itself, as two shots need"
+                f' (parameter {parameter.name!r}): use exchange="auto"'
+            )
+
+    def init(self, compressor: Compressor, parameter: Parameter, rank: int, world_size: int) -> State:
+        owned = pieces(parameter, world_size)
+        return {
+            "pieces": {str(owner): salted(compressor.init(piece), rank) for owner, piece in enumerate(owned)},
+            "server": salted(server_side(compressor).init(owned[rank]), world_size + rank),  # draws of its own
+        }
+
+    def run(self, tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> list[Result]:
+        shots = _Shots(tasks, peers.rank, peers.world_size, stopwatch)
+        with stopwatch.phase(Phase.EXCHANGE):
+            arrived = peers.all_to_all(shots.push, messages.max_bytes(shots.pushed[peers.rank]))
+            sums = peers.all_gather(lambda: shots.pull(arrived), max(map(messages.max_bytes, shots.pulled)))
+        return shots.results(sums)
+
+    def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
+        others = [owner for owner in range(world_size) if owner != rank]
+        push = [messages.predicted_bytes(_push_plans(plans, owner, world_size)) for owner in others]
+        pull = [messages.predicted_bytes(_pull_plans(plans, rank, world_size))] * len(others)
+        known = [num_bytes for num_bytes in push + pull if num_bytes is not None]
+        return sum(known) if len(known) == len(push + pull) else None
+
+
+class _Shots:
+    """One run: what is sent in each shot, and what comes of it."""
+
+    def __init__(self, tasks: Sequence[Task], rank: int, world_size: int, stopwatch: Stopwatch) -> None:
+        plans = [task.plan for task in tasks]
+        self.pushed = [_push_plans(plans, owner, world_size) for owner in range(world_size)]
+        self.pulled = [_pull_plans(plans, owner, world_size) for owner in range(world_size)]
+        self._tasks, self._rank, self._world_size, self._stopwatch = tasks, rank, world_size, stopwatch
+        self._sent_bytes = [0] * len(tasks)
+        self._sent_elements = [0.0] * len(tasks)
+
+    def push(self) -> list[Tensor]:
+        """The message for each owner: this rank's payload of its piece of each gradient."""
+        with self._stopwatch.phase(Phase.COMPRESS):
+            return [messages.join(self._packed_for(owner)) for owner in range(self._world_size)]
+
+    def pull(self, arrived: Sequence[Arrived]) -> Tensor:
+        """The message for all: the mean of this rank's own piece of each gradient, encoded again."""
+        plans = self.pushed[self._rank]
+        with self._stopwatch.phase(Phase.DECOMPRESS):
+            payloads = [message.read(partial(messages.unpack, plans=plans)) for message in arrived]
+            means = [
+                packed_code(compressor).combine([of_rank[place] for of_rank in payloads], piece)
+                for place, (compressor, piece) in enumerate(plans)
+            ]
+        with self._stopwatch.phase(Phase.COMPRESS):
+            packed = []
+            for place, ((server, piece), mean, task) in enumerate(
+                zip(self.pulled[self._rank], means, self._tasks, strict=True)
+            ):
+                packed.append(encoded(server, piece, mean, task.state["server"])[0])
+                self._sent_bytes[place] += packed[-1].numel()
+            return messages.join(packed)
+
+    def results(self, sums: Sequence[Arrived]) -> list[Result]:
+        with self._stopwatch.phase(Phase.DECOMPRESS):
+            decoded = [
+                message.read(partial(_decoded, plans=plans)) for message, plans in zip(sums, self.pulled, strict=True)
+            ]
+            return [self._result(place, [of_owner[place] for of_owner in decoded]) for place in range(len(self._tasks))]
+
+    def _packed_for(self, owner: int) -> list[Tensor]:
+        packed = []
+        for place, (task, (compressor, piece)) in enumerate(zip(self._tasks, self.pushed[owner], strict=True)):
+            start, stop = _span(task.parameter, owner, self._world_size)
+            gradient, state = task.gradient.view(-1)[start:stop], task.state["pieces"][str(owner)]
+            data, density = encoded(compressor, piece, gradient, state)
+            packed.append(data)
+            self._sent_bytes[place] += data.numel()
+            self._sent_elements[place] += density * piece.numel
+        return packed
+
+    def _result(self, place: int, means: Sequence[Tensor]) -> Result:
+        task = self._tasks[place]
+        for owner, mean in enumerate(means):
+            compressor, piece = self.pushed[owner][place]
+            compressor.finish(mean, piece, task.state["pieces"][str(owner)])
+        server, piece = self.pulled[self._rank][place]
+        server.finish(means[self._rank], piece, task.state["server"])
+        density = self._sent_elements[place] / max(1, task.parameter.numel)
+        return Result(torch.cat(list(means)).view(task.parameter.shape), self._sent_bytes[place], density)
+
+
+def server_side(compressor: Compressor) -> Compressor:
+    """What an owner encodes a mean by: without the worker's memory or momentum, with a memory of its own if biased."""
+    return with_memory(_bare(compressor))
+
+
+def pieces(parameter: Parameter, world_size: int) -> list[Parameter]:
+    """The piece of a flat gradient that each rank owns: even ones, named such as ``fc.weight[2/8]``."""
+    return [_piece(parameter, owner, world_size) for owner in range(world_size)]
+
+
+def _bare(compressor: Compressor) -> Compressor:
+    if isinstance(compressor, (ErrorFeedback, MomentumCorrection)):
+        return _bare(compressor.inner)
+    if not isinstance(compressor, Wrapper):
+        return compressor
+    assert is_dataclass(compressor), "compressors are frozen dataclasses"
+    assert not isinstance(compressor, type)
+    return replace(compressor, inner=_bare(compressor.inner))
+
+
+def _span(parameter: Parameter, owner: int, world_size: int) -> tuple[int, int]:
+    return parameter.numel * owner // world_size, parameter.numel * (owner + 1) // world_size
+
+
+def _piece(parameter: Parameter, owner: int, world_size: int) -> Parameter:
+    start, stop = _span(parameter, owner, world_size)
+    return Parameter(f"{parameter.name}[{owner}/{world_size}]", (stop - start,), parameter.dtype)
+
+
+def _push_plans(plans: Sequence[Plan], owner: int, world_size: int) -> list[Plan]:
+    return [(compressor, _piece(parameter, owner, world_size)) for compressor, parameter in plans]
+
+
+def _pull_plans(plans: Sequence[Plan], owner: int, world_size: int) -> list[Plan]:
+    return [(server_side(compressor), _piece(parameter, owner, world_size)) for compressor, parameter in plans]
+
+
+def _decoded(message: Tensor, plans: Sequence[Plan]) -> list[Tensor]:
+    payloads = messages.unpack(message, plans)
+    return [server.decompress(payload, piece) for (server, piece), payload in zip(plans, payloads, strict=True)]

@@ -1,0 +1,52 @@
+"""What a synchronization is, in words: lines on which ranks must agree, and what the log says after the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.follow.grouping import Intent
+from thinwire.gradients.compressed import KIND, CompressedSync
+from thinwire.gradients.model import synchronized_parameters
+from thinwire.observe.step import ParameterRecord
+from thinwire.sync.scheme import Scheme
+from thinwire.sync.two_level import TwoLevel
+
+
+def configuration(
+    scheme: str | Scheme | TwoLevel,
+    model: nn.Module,
+    compressed: CompressedSync | None,
+    intent: Intent | None,
+) -> str:
+    """Equal on ranks that can work together."""
+    lines = [f"scheme={scheme if isinstance(scheme, str) else scheme.describe()}"]
+    for name, parameter in synchronized_parameters(model):
+        frozen = "" if parameter.requires_grad else ", frozen"
+        lines.append(f"parameter {name!r}: {parameter.dtype} {list(parameter.shape)}{frozen}")
+    if not isinstance(model, DistributedDataParallel):
+        lines += [f"buffer {name!r}: {buffer.dtype} {list(buffer.shape)}" for name, buffer in model.named_buffers()]
+    if compressed is not None:
+        lines += compressed.describe()
+    if intent is not None:
+        lines += intent.describe()
+    return "\n".join(lines)
+
+
+def first_step(records: Sequence[ParameterRecord], num_parameters: int, bytes_sent: int, world_size: int) -> str:
+    """One line about all parameters."""
+    rows = [record for record in records if record.kind not in ("all-reduce", KIND)]
+    tables = "; ".join(
+        f"{record.name} ({record.kind}, {record.density:.2%} dense) by {record.scheme}" for record in rows
+    )
+    compressed = sorted({f"{record.formats} by {record.scheme}" for record in records if record.kind == KIND})
+    count = sum(record.kind == KIND for record in records)
+    return (
+        f"thinwire synchronizes {len(rows)} of {num_parameters} parameters as rows"
+        f"{': ' + tables if rows else ''};{f' {count} compressed: ' + ', '.join(compressed) + ';' if count else ''}"
+        f" the others are all-reduced. First step:"
+        f" {bytes_sent:,} bytes sent, {sum(record.total_dense_bytes for record in records):,.0f} by stock DDP"
+        f" ({world_size} ranks)"
+    )

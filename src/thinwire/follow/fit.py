@@ -1,0 +1,159 @@
+"""A `thinwire.plan.Profile` from what all ranks measured in a few steps. Pure: the same numbers, the same profile."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+
+import numpy as np
+
+from thinwire.fuse.profile import Linear, Profile
+from thinwire.observe.step import Load, StepTimes, differences, median_of_slowest
+
+_SHORTEST_SECONDS = 1e-9  # of a job that the clock did not see pass
+_NO_BETTER = 1e-12  # a smaller gain in squared error is rounding
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What is planned with: the gradient of one parameter."""
+
+    name: str
+    size_bytes: int
+    is_compressed: bool = False
+
+    @property
+    def load(self) -> Load:
+        """If it travels alone."""
+        if self.is_compressed:
+            return Load(self.name, compressed_bytes=self.size_bytes, num_compressed=1)
+        return Load(self.name, self.size_bytes)
+
+
+@dataclass(frozen=True)
+class JobCosts:
+    """Seconds of a job of the lane.
+
+    Args:
+        job: for its headers.
+        exact, compressed: for having gradients of that kind at all.
+        exact_byte, compressed_byte: for each of their bytes.
+        compressed_tensor: for each of those that are compressed.
+    """
+
+    job: float
+    exact: float
+    compressed: float
+    exact_byte: float
+    compressed_byte: float
+    compressed_tensor: float
+
+    @classmethod
+    def fit(cls, loads: Sequence[Load], seconds: Sequence[float]) -> JobCosts:
+        """The costs, none negative, of least relative squares.
+
+        They are few, so all sets of them that may be above zero are tried.
+        """
+        design = np.array([_counted(load) for load in loads], np.float64) / np.array(seconds, np.float64)[:, None]
+        best, costs = math.inf, np.zeros(design.shape[1])
+        for chosen in _subsets(np.flatnonzero(design.any(0)).tolist()):
+            part, *_ = np.linalg.lstsq(design[:, chosen], np.ones(len(design)), rcond=None)
+            error = float(np.square(design[:, chosen] @ part - 1.0).sum())
+            if (part >= 0.0).all() and error < best - _NO_BETTER:
+                best, costs = error, np.zeros(design.shape[1])
+                costs[list(chosen)] = part
+        return cls(*map(float, costs))
+
+    def of_tensors(self, load: Load) -> float:
+        """Without what a job takes for itself."""
+        compressed = load.num_compressed * self.compressed_tensor + load.compressed_bytes * self.compressed_byte
+        return compressed + load.exact_bytes * self.exact_byte
+
+    def of_job(self, loads: Sequence[Load]) -> float:
+        """For itself, if there are tensors of all these kinds in it."""
+        exact, compressed = any(load.exact_bytes for load in loads), any(load.compressed_bytes for load in loads)
+        return self.job + exact * self.exact + compressed * self.compressed
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a rank saw in some steps, in which all ranks submitted the same jobs.
+
+    Args:
+        gradients: in the order in which they become ready.
+        loads: of each job, step by step; the same on all ranks.
+        numbers: of this rank: when gradients were ready and what jobs took, in seconds. As many on all ranks.
+        ahead: whether each compressed tensor has a price of its own.
+    """
+
+    gradients: tuple[Gradient, ...]
+    loads: tuple[tuple[Load, ...], ...]
+    numbers: tuple[float, ...]
+    ahead: bool = True
+
+    @classmethod
+    def of(cls, gradients: Sequence[Gradient], steps: Sequence[StepTimes], ahead: bool = True) -> Measured:
+        ready = [step.ready_seconds(gradient.name) for step in steps for gradient in gradients]
+        jobs = [[job for job in step.jobs if job.load.size_bytes > 0] for step in steps]
+        seconds = [job.seconds for of_step in jobs for job in of_step]
+        loads = tuple(tuple(job.load for job in of_step) for of_step in jobs)
+        return cls(tuple(gradients), loads, (*ready, *seconds), ahead)
+
+    def profile(self, told: Sequence[Sequence[float]]) -> Profile:
+        """The profile of all ranks: medians over the steps.
+
+        A gradient is ready when the slowest rank has it. A job takes what it took the rank that came last to it, and
+        waited for nobody. Encoding and decoding run on the lane, beside backward, so they are part of communicating.
+
+        A tensor counts as many bytes as it takes time, of what all take together: where each compressed tensor has a
+        price of its own, small ones count more than they have.
+
+        Args:
+            told: the numbers of each rank.
+        """
+        count = len(self.gradients)
+        num_ready = count * len(self.loads)
+        ready = median_of_slowest([of_rank[:num_ready] for of_rank in told], count)
+        last = [min(times) for times in zip(*(of_rank[num_ready:] for of_rank in told), strict=True)]
+        costs = self._costs(last)
+        loads = [gradient.load for gradient in self.gradients]
+        seconds = [costs.of_tensors(load) for load in loads]  # compressed_tensor is 0 unless ahead
+        sizes = tuple(gradient.size_bytes for gradient in self.gradients)
+        byte_seconds = sum(seconds) / max(1, sum(sizes))
+        return Profile(
+            backward_seconds=differences(ready),
+            size_bytes=tuple(each / byte_seconds for each in seconds) if byte_seconds else sizes,
+            compress=Linear(0.0, 0.0),
+            decompress=Linear(0.0, 0.0),
+            communicate=Linear(costs.of_job(loads), byte_seconds),
+            names=tuple(gradient.name for gradient in self.gradients),
+        )
+
+    def in_bytes(self, profile: Profile) -> Profile:
+        """The same with the bytes that tensors have, for policies that count those."""
+        return replace(profile, size_bytes=tuple(gradient.size_bytes for gradient in self.gradients))
+
+    def _costs(self, seconds: Sequence[float]) -> JobCosts:
+        alike: dict[tuple[int, int, Load], list[float]] = {}
+        remaining = iter(seconds)
+        for of_step in self.loads:
+            for number, load in enumerate(of_step):
+                alike.setdefault((len(of_step), number, load), []).append(next(remaining))
+        medians = {key: max(_SHORTEST_SECONDS, statistics.median(times)) for key, times in alike.items()}
+        loads = [load if self.ahead else replace(load, num_compressed=0) for _, _, load in medians]
+        return JobCosts.fit(loads, list(medians.values()))
+
+
+def _counted(load: Load) -> tuple[float, ...]:
+    """In the order of `JobCosts`."""
+    exact, compressed = float(load.exact_bytes > 0), float(load.compressed_bytes > 0)
+    return 1.0, exact, compressed, load.exact_bytes, load.compressed_bytes, load.num_compressed
+
+
+def _subsets(columns: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Small ones first, so that what adds nothing stays out."""
+    for size in range(1, len(columns) + 1):
+        yield from combinations(columns, size)

@@ -1,0 +1,257 @@
+"""Take gradient buckets of DDP apart, and decide which buckets are synchronized by one job of the lane."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+
+from thinwire.comm.lane import Lane
+from thinwire.comm.process_group import Handover, HostStaging, Staging
+from thinwire.gradients.compressed import CompressedSync
+from thinwire.gradients.exact import DenseBucket, GradientSync, NativeAllReduce, Started
+from thinwire.gradients.tables import LookupRows, TableGradient, staged
+from thinwire.observe.step import Clock, JobTimes, Load
+
+Pending = Future[Tensor] | DenseBucket
+"""What is waited for at the end of backward: a job of the lane, or an all-reduce beside it."""
+
+OTHERS = "all other parameters"
+"""The row of `Synchronizer.table` for what is all-reduced in buckets."""
+
+MAX_WAITING_BYTES = 1024 * 1024
+"""Small buckets wait for each other up to this size: more would keep the network idle that backward could hide."""
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """A bucket taken apart.
+
+    Args:
+        buffer: what DDP handed over; a sparse bucket holds one COO gradient, a dense one is synchronized in place.
+        tables: gradients that are synchronized as rows.
+        others: what lies between them, by a name for error messages.
+        started: those of the others that are all-reduced already.
+        compressed: gradients that are averaged with compression, in place, by name of their parameters.
+        name: of the bucket, for those who watch.
+    """
+
+    buffer: Tensor
+    tables: tuple[TableGradient, ...]
+    others: tuple[tuple[str, Tensor], ...] = ()
+    started: tuple[Started, ...] = ()
+    compressed: tuple[tuple[str, Tensor], ...] = ()
+    name: str = ""
+
+    def tensors(self) -> list[Tensor]:
+        """All whose memory is read or written."""
+        tables = (table.gradient for table in self.tables)
+        return [self.buffer, *tables, *(gradient for _, gradient in (*self.others, *self.compressed))]
+
+    @property
+    def load(self) -> Load:
+        exact = sum(gradient.nbytes for _, gradient in self.others)
+        compressed = [gradient.nbytes for _, gradient in self.compressed]
+        return Load(self.name, exact, sum(compressed), len(compressed))
+
+
+class Buckets:
+    """Submits to the lane what DDP hands over.
+
+    DDP gives each ``sparse=True`` embedding a bucket of its own. Small ones wait, so that one job can synchronize them
+    together: until a bucket comes that does not wait, which may be the last one of the step, or until enough of them
+    wait. Only what all ranks know decides, so all ranks form the same jobs. DDP waits for the futures after its last
+    bucket only.
+
+    A table does not wait the first time it is seen: under ``static_graph`` DDP calls no bucket of its first backward
+    the last one (torch 2.13), and waits for all before this class could hear that backward is over.
+
+    Args:
+        gradients: what is done with each gradient.
+        lookups: which parameters are tables, and which of their rows a backward touched.
+        names: of parameters, by ``id()``.
+        lane: where it is done.
+        staging: how gradients get there and back; None where they are on the CPU.
+        native: all-reduces what is neither a table nor compressed; None to have the lane do it.
+        compressed: what is done with gradients that are compressed; None if none are.
+        clock: is told when buckets come and jobs run.
+    """
+
+    def __init__(
+        self,
+        gradients: GradientSync,
+        lookups: LookupRows,
+        names: Mapping[int, str],
+        lane: Lane,
+        staging: Staging | None = None,
+        native: NativeAllReduce | None = None,
+        compressed: CompressedSync | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._staging: Staging = staging or HostStaging()
+        self._native = native
+        gradients.may_leave = native is not None and self._staging.is_host
+        self._gradients = gradients
+        self._lookups = lookups
+        self._names = names
+        self._lane = lane
+        self._compressed = compressed
+        self._clock = clock or Clock()
+        self._tables = {id(parameter) for parameter in lookups.parameters}
+        self._seen: set[str] = set()
+        self._waiting: list[tuple[Contents, Future[Tensor]]] = []
+        self._waiting_bytes = 0
+        self._formed: dict[int, tuple[str, ...]] = {}
+
+    def add(self, bucket: dist.GradBucket) -> Pending:
+        """The mean of the bucket, once it is there: a new sparse tensor, or its buffer, in place."""
+        self._clock.ready(f"bucket {bucket.index()}")
+        return self.submit(self._take_apart(bucket), bucket.is_last())
+
+    def submit(self, contents: Contents, is_last: bool = False) -> Pending:
+        """As `add`, of a bucket that is taken apart already."""
+        if self._native is not None and contents.buffer.is_sparse and self._gradients.leaves(contents.tables[0].name):
+            if is_last:
+                self.flush()
+            job = self._clock.submit(contents.load)
+            return self._native.start_sparse(contents.tables[0].name, contents.buffer, job)
+        if self._native is not None and not contents.compressed:
+            dense = [gradient for _, gradient in contents.others]
+            if not contents.tables:
+                if is_last:
+                    self.flush()
+                return self._native.start_bucket(dense, contents.buffer, self._clock.submit(contents.load))
+            contents = replace(contents, others=(), started=self._native.start(dense))
+        future = self._staging.future()
+        self._waiting.append((contents, future))
+        if self._may_wait(contents) and not is_last:
+            self._waiting_bytes += sum(self._gradients.shape(table).expected_bytes for table in contents.tables)
+            if self._waiting_bytes <= MAX_WAITING_BYTES:
+                return future
+        self.flush()
+        return future
+
+    def take_formed(self) -> list[tuple[str, ...]]:
+        """The parameters that DDP put into each bucket since the last call, without tables."""
+        formed, self._formed = self._formed, {}
+        return list(formed.values())
+
+    def compresses(self, name: str) -> bool:
+        """Whether the gradient of a parameter is compressed in this step."""
+        return self._compressed is not None and self._compressed.takes(name)
+
+    def leaves(self, name: str) -> bool:
+        """Whether a table is all-reduced like any other gradient in this step."""
+        return self._gradients.leaves(name)
+
+    def union(self, name: str) -> int | None:
+        """How many rows of a table any rank held in its last step; None of one that never travelled as rows."""
+        return self._gradients.unions.get(name)
+
+    def release(self, name: str, gradient: Tensor) -> None:
+        """Add what compression left of earlier gradients, if it ended; see `CompressedSync.release`."""
+        if self._compressed is not None:
+            self._compressed.release(name, gradient)
+
+    def flush(self) -> None:
+        """Submit what waits. Nothing may be left when backward is over."""
+        batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
+        if batch:
+            handover = self._staging.hand_over([tensor for contents, _ in batch for tensor in contents.tensors()])
+            job = self._clock.submit(reduce(add, (contents.load for contents, _ in batch)))
+            self._lane.submit(lambda lane: self._fulfil(lane, batch, handover, job))
+
+    def _may_wait(self, contents: Contents) -> bool:
+        """Whether it is a small sparse bucket that was seen before. It has been seen now."""
+        if not contents.buffer.is_sparse:
+            return False
+        (table,) = contents.tables
+        seen = table.name in self._seen
+        self._seen.add(table.name)
+        return seen and self._gradients.shape(table).is_small
+
+    def _fulfil(
+        self, lane: Lane, batch: Sequence[tuple[Contents, Future[Tensor]]], handover: Handover, job: JobTimes
+    ) -> None:
+        """A job of the lane. A failure reaches every bucket of the batch."""
+        try:
+            with self._staging.taking(handover):
+                results = self._synchronize(lane, [contents for contents, _ in batch], job)
+                for (_, future), result in zip(batch, results, strict=True):
+                    future.set_result(result)
+        except Exception as error:
+            for _, future in batch:
+                if not future.done():
+                    future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
+            raise
+
+    def _synchronize(self, lane: Lane, batch: Sequence[Contents], job: JobTimes) -> list[Tensor]:
+        tables = [staged(table, self._staging) for contents in batch for table in contents.tables]
+        means = {table.name: mean for table, mean in zip(tables, self._gradients.tables(lane, tables), strict=True)}
+        self._clock.run(job)
+        for contents in batch:
+            self._synchronize_dense(lane, contents)
+            for one in contents.started:
+                one.wait()
+        self._clock.end(job)
+        return [means[contents.tables[0].name] if contents.buffer.is_sparse else contents.buffer for contents in batch]
+
+    def _synchronize_dense(self, lane: Lane, contents: Contents) -> None:
+        if contents.compressed:
+            assert self._compressed is not None
+            names, gradients = zip(*contents.compressed, *contents.others, strict=True)
+            hosts = self._staging.to_host(*gradients)
+            compressed = list(zip(names, hosts, strict=True))[: len(contents.compressed)]
+            self._compressed.synchronize(lane, compressed, hosts[len(compressed) :], OTHERS)
+            if not self._staging.is_host:
+                for gradient, mean in zip(gradients, self._staging.to_device(*hosts), strict=True):
+                    gradient.copy_(mean)
+            return
+        for name, gradient in contents.others:
+            self._gradients.dense(lane, name, gradient, OTHERS)
+
+    def _take_apart(self, bucket: dist.GradBucket) -> Contents:
+        buffer = bucket.buffer()
+        name = f"bucket {bucket.index()}"
+        if buffer.is_sparse:
+            return Contents(buffer, (TableGradient(self._names[id(bucket.parameters()[0])], buffer),), name=name)
+        parameters = [self._names.get(id(parameter), "") for parameter in bucket.parameters()]
+        tables: list[TableGradient] = []
+        others: list[tuple[str, Tensor]] = []
+        compressed: list[tuple[str, Tensor]] = []
+        done = 0
+        for parameter, parameter_name, gradient in zip(
+            bucket.parameters(), parameters, bucket.gradients(), strict=True
+        ):
+            is_table = id(parameter) in self._tables and not self._gradients.leaves(parameter_name)
+            if not is_table and not self.compresses(parameter_name):
+                self.release(parameter_name, gradient)
+                continue
+            begin = int(gradient.storage_offset() - buffer.storage_offset())
+            others += _between(bucket, done, begin)
+            done = begin + gradient.numel()
+            if is_table:
+                assert isinstance(parameter, nn.Parameter)
+                tables.append(TableGradient(parameter_name, gradient, self._lookups.take(parameter, buffer)))
+            else:
+                compressed.append((parameter_name, gradient))
+        others += _between(bucket, done, buffer.numel())
+        of_tables = {table.name for table in tables}
+        self._formed[bucket.index()] = tuple(name for name in parameters if name not in of_tables)
+        return Contents(buffer, tuple(tables), tuple(others), compressed=tuple(compressed), name=name)
+
+
+def _between(bucket: dist.GradBucket, begin: int, stop: int) -> list[tuple[str, Tensor]]:
+    name = f"elements {begin} to {stop} of gradient bucket {bucket.index()}"
+    return [(name, as_real(bucket.buffer()[begin:stop]))] if stop > begin else []
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Complex numbers as pairs, which is how they are summed; anything else as it is."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

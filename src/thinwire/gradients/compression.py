@@ -1,0 +1,134 @@
+"""What `thinwire.attach` is asked to compress, and what follows from it for each parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from thinwire.compress.assign import Compress, assign
+from thinwire.compress.base import Compressor, Parameter, check_parameter
+from thinwire.compress.memory import with_memory
+from thinwire.compress.reduction.base import Reduction
+from thinwire.compress.reduction.choose import AUTO, REDUCTIONS, reduction_for
+from thinwire.plan.plan import Group, Plan
+from thinwire.sync.named import name_of, resolve
+from thinwire.sync.scheme import Scheme
+from thinwire.sync.two_level import TwoLevel
+
+
+class GradScaler(Protocol):
+    """What is used of ``torch.amp.GradScaler``."""
+
+    def get_scale(self) -> float: ...
+    def is_enabled(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What happens to one parameter; the same on all ranks."""
+
+    parameter: Parameter
+    compressor: Compressor
+    reduction: Reduction
+
+    def describe(self) -> str:
+        return f"{self.compressor.name} by {self.reduction.name}"
+
+
+@dataclass(frozen=True)
+class Compression:
+    """What `thinwire.attach` was asked for.
+
+    Args:
+        compress: see `thinwire.compress.assign.assign`.
+        reduction: "auto", a name of `REDUCTIONS`, or a scheme of `thinwire.schemes` or its name.
+        grad_scaler: whose scale gradients carry; memories are kept without it.
+        ahead: whether each parameter is compressed for itself, before payloads travel together; else gradients that
+            travel together are compressed as one flat tensor.
+
+    Raises:
+        ValueError: an unknown reduction; users write it as ``exchange=``.
+    """
+
+    compress: Compress
+    reduction: str | Scheme | TwoLevel = AUTO
+    grad_scaler: GradScaler | None = None
+    ahead: bool = True
+
+    def __post_init__(self) -> None:
+        if self.reduction in (AUTO, *REDUCTIONS):
+            return
+        try:
+            resolve(self.reduction)
+        except ValueError as error:
+            generic = ", ".join((AUTO, *REDUCTIONS))
+            raise ValueError(
+                f"unknown exchange {self.reduction!r}; legal are {generic}, and schemes: {error}"
+            ) from error
+
+    @property
+    def scheme(self) -> Scheme | TwoLevel | None:
+        """The scheme that sparse payloads are summed by, if they are."""
+        return None if self.reduction in (AUTO, *REDUCTIONS) else resolve(self.reduction)
+
+    def plans(self, parameters: Sequence[Parameter], world_size: int) -> dict[str, Planned]:
+        """What happens to each parameter that is compressed, by name.
+
+        Raises:
+            ValueError: see `thinwire.compress.assign.assign` and `reduction_for`.
+        """
+        name = self.reduction if isinstance(self.reduction, str) else name_of(self.reduction)
+        compressors = assign(self.compress, parameters)
+        return {
+            parameter.name: Planned(
+                parameter,
+                compressors[parameter.name],
+                reduction_for(name, compressors[parameter.name], parameter, world_size),
+            )
+            for parameter in parameters
+            if parameter.name in compressors
+        }
+
+
+@dataclass(frozen=True)
+class PlannedCompression:
+    """What a plan asks for; as `Compression`."""
+
+    plan: Plan
+    grad_scaler: GradScaler | None = None
+
+    @property
+    def scheme(self) -> Scheme | TwoLevel | None:
+        """Plans have no schemes: what these send depends on what ranks choose."""
+        return None
+
+    @property
+    def ahead(self) -> bool:
+        return self.plan.ahead
+
+    def plans(self, parameters: Sequence[Parameter], world_size: int) -> dict[str, Planned]:
+        """What happens to each parameter that is compressed, by name.
+
+        Raises:
+            ValueError: a compressor that refuses a parameter, or cannot be averaged as the plan says.
+        """
+        by_name = {parameter.name: parameter for parameter in parameters}
+        alone = self.plan.compressors(parameters)
+        found: dict[str, Planned] = {}
+        for group in self.plan.groups:
+            together = self._together(group, by_name)
+            for name in group.parameters:
+                compressor = alone.get(name) if self.ahead else group.make_compressor()
+                if compressor is not None:
+                    parameter, remembering = by_name[name], with_memory(compressor)
+                    check_parameter(compressor, parameter)
+                    shape = parameter if self.ahead else together
+                    reduction = reduction_for(group.exchange, remembering, shape, world_size)
+                    found[name] = Planned(parameter, remembering, reduction)
+        return {parameter.name: found[parameter.name] for parameter in parameters if parameter.name in found}
+
+    @staticmethod
+    def _together(group: Group, parameters: Mapping[str, Parameter]) -> Parameter:
+        members = [parameters[name] for name in group.parameters]
+        return Parameter(members[0].name, (sum(member.numel for member in members),), members[0].dtype)

@@ -1,0 +1,510 @@
+"""Gradients of a plain module: groups of parameters, and a hook on each.
+
+Which parameters of a plain module travel together: as DDP's buckets do, or as a plan says.
+
+Gradients of a plain module: a hook on each parameter, and groups of parameters instead of DDP's buckets.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.utils.hooks import RemovableHandle
+
+from thinwire.comm.channel import Subject
+from thinwire.comm.lane import Lane
+from thinwire.errors import CorruptMessageError, ThinwireError
+from thinwire.gradients.buckets import Buckets, Contents, Pending, as_real
+from thinwire.gradients.tables import LookupRows, TableGradient, tables_of
+from thinwire.observe.step import Clock
+
+FIRST_GROUP_BYTES = 1024 * 1024
+GROUP_BYTES = 25 * 1024 * 1024
+"""As DDP has them: a small first group starts the network early."""
+
+Groups = tuple[tuple[int, ...], ...]
+"""Places of parameters in the order of registration, group by group, in the order in which groups are submitted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """A parameter that gets gradients.
+
+    Args:
+        is_sparse: its gradient is a COO tensor, which travels alone.
+        is_table: of a dense embedding, whose rows are looked at.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    is_sparse: bool = False
+    is_table: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.parameter.numel() * self.parameter.element_size()
+
+
+def plan_groups(trained: Sequence[Trained], order: Sequence[int]) -> Groups:
+    """Consecutive parameters of one dtype up to a number of bytes; a sparse gradient is a group of its own.
+
+    Args:
+        order: places, in the order in which gradients are expected.
+    """
+    groups: list[list[int]] = []
+    size_bytes, dtype = 0, None
+    for place in order:
+        entry = trained[place]
+        cap = FIRST_GROUP_BYTES if len(groups) <= 1 else GROUP_BYTES
+        joins = groups and dtype == entry.parameter.dtype and not entry.is_sparse
+        if joins and size_bytes + entry.num_bytes <= cap:
+            groups[-1].append(place)
+            size_bytes += entry.num_bytes
+        else:
+            groups.append([place])
+            size_bytes, dtype = entry.num_bytes, None if entry.is_sparse else entry.parameter.dtype
+    return tuple(map(tuple, groups))
+
+
+def with_others(trained: Sequence[Trained], planned: Groups, order: Sequence[int]) -> Groups:
+    """The groups of a plan, and between them groups of what no plan has: tables of embeddings.
+
+    A table goes before the first group that is complete later than the table is ready, so that nothing waits for it.
+
+    Args:
+        planned: of any parameters, each in one group.
+        order: all places, in the order in which gradients are expected.
+    """
+    position = {place: number for number, place in enumerate(order)}
+    ends = [max(position[place] for place in group) for group in planned]
+    known = {place for group in planned for place in group}
+    before: dict[int, list[int]] = {}
+    for place in order:
+        if place not in known:
+            later = (number for number, end in enumerate(ends) if end > position[place])
+            before.setdefault(next(later, len(planned)), []).append(place)
+    groups: list[tuple[int, ...]] = []
+    for number in range(len(planned) + 1):
+        groups += plan_groups(trained, before.get(number, ()))
+        groups += planned[number : number + 1]
+    return tuple(groups)
+
+
+def places_of(trained: Sequence[Trained], groups: Sequence[Sequence[str]]) -> Groups:
+    """Groups of names as groups of places."""
+    place = {entry.name: number for number, entry in enumerate(trained)}
+    return tuple(tuple(place[name] for name in group) for group in groups)
+
+
+def agree_on_order(lane: Lane, order: Sequence[int]) -> list[int]:
+    """Return the order that rank 0 has; a job of the lane.
+
+    Raises:
+        CorruptMessageError: what came is not an order of so many parameters.
+    """
+    theirs: list[int] = lane.channel(Subject("the order of gradients", f"{len(order)} parameters")).broadcast(order)
+    if sorted(theirs) != list(range(len(order))):
+        raise CorruptMessageError(f"{len(theirs)} numbers that are not an order of {len(order)} parameters")
+    return theirs
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One backward pass: what is ready, and what was submitted of it. Numbers are places of parameters.
+
+    Args:
+        ready: in the order of becoming ready.
+        waits: whether all is submitted at its end, because re-entrant checkpointing runs passes inside of it, or hooks
+            of others edit gradients after they were added.
+        stand_ins: zeros for parameters that have no gradient on this rank; their means, later.
+        sparse: futures of means of sparse gradients.
+        flat: gradients that are summed as one tensor, and behind them one element each: whether a rank has it.
+        apart: those that are synchronized each for itself, in place: tables and what is compressed.
+    """
+
+    ready: dict[int, None] = field(default_factory=dict)
+    submitted: int = 0
+    waits: bool = False
+    stand_ins: dict[int, Tensor] = field(default_factory=dict)
+    sparse: list[tuple[int, Future[Tensor]]] = field(default_factory=list)
+    flat: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
+    apart: list[int] = field(default_factory=list)
+
+
+class ParameterHooks:
+    """Averages the gradients of a module's parameters while backward runs.
+
+    Groups are submitted in one order on all ranks: that of a plan; or at first that of registration, reversed, and from
+    the second pass on the order in which gradients became ready on rank 0 in the first. A group is submitted when all
+    its gradients are ready and all groups before it were submitted; at the end of backward the rest, with zeros for
+    parameters that were not used. So all ranks submit the same, whatever each of them computed. A parameter that some
+    ranks used has the mean on all of them; one that no rank used keeps its ``grad`` of None, so that an optimizer
+    passes over it.
+
+    Parameters may be frozen and unfrozen between two backward passes, on all ranks alike.
+
+    Args:
+        trained: all that get gradients or may once they are unfrozen, in the order of registration, which all ranks
+            share.
+        buckets: where groups go.
+        lookups: which rows of tables a backward touched. It must have been made before this object.
+        lane: by which the order is agreed.
+        begin: called at each gradient of a backward; has `finish` and `deliver` called when it ends.
+        expect: called with what each group has to wait for.
+        clock: is told when gradients are ready.
+        planned: the groups of a plan, of all parameters but tables; None for those of `plan_groups`.
+        is_nested: whether a gradient that comes now is of a backward pass inside of another.
+    """
+
+    def __init__(
+        self,
+        trained: Sequence[Trained],
+        buckets: Buckets,
+        lookups: LookupRows,
+        lane: Lane,
+        begin: Callable[[], object],
+        expect: Callable[[Pending], None],
+        clock: Clock,
+        planned: Groups | None = None,
+        is_nested: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.trained = list(trained)
+        self._buckets = buckets
+        self._lookups = lookups
+        self._lane = lane
+        self._begin = begin
+        self._expect = expect
+        self._clock = clock
+        self._is_nested = is_nested
+        self.synchronizes = self.begins_at_output = True
+        self.is_idle = False
+        self._is_ordered = False
+        self._order = list(range(len(trained)))[::-1]
+        self._pass = _Pass()
+        self._thawed = self._unfrozen()
+        self._versions: list[int] = []  # of the parameters, when the running pass began
+        self._own_hooks = [2 if entry.is_table else 1 for entry in trained]
+        self.regroup(planned)
+        self._handles = [
+            _hooked(entry.parameter, self._after_accumulation(place)) for place, entry in enumerate(trained)
+        ]
+
+    @property
+    def order(self) -> list[int]:
+        """Places of the parameters that get gradients, in the order in which these are expected."""
+        return [place for place in self._order if self._thawed[place]]
+
+    def regroup(self, planned: Groups | None) -> None:
+        """Follow these groups from the next backward pass on; on all ranks, and between two passes."""
+        assert not self._pass.ready, "gradients of this pass are on their way in other groups"
+        self._planned = planned
+        if planned is None:
+            self._follow(plan_groups(self.trained, self.order))
+        else:
+            thawed = (tuple(place for place in group if self._thawed[place]) for group in planned)
+            self._follow(with_others(self.trained, tuple(filter(None, thawed)), self.order))
+
+    def _follow(self, groups: Groups) -> None:
+        self.groups = groups
+        self._group_of = {place: number for number, group in enumerate(groups) for place in group}
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of backward passes in here stay on this rank, and add up until the next pass outside."""
+        before, self.synchronizes = self.synchronizes, False
+        try:
+            yield
+        finally:
+            self.synchronizes = before
+
+    def finish(self) -> float:
+        """Submit the groups that are left, at the end of backward."""
+        while self._pass.submitted < len(self.groups):
+            self._submit()
+        self._buckets.flush()
+        return time.perf_counter()
+
+    def deliver(self) -> None:
+        """Store what futures brought, when all of them are done; and agree on the order after the first pass."""
+        done, self._pass = self._pass, _Pass()
+        for place in done.ready:
+            self._check_untouched(place)
+        means = {place: future.value() for place, future in done.sparse}
+        for places, flat in done.flat:
+            self._deliver_flat(done, places, flat)
+        for place in done.apart:
+            mean = done.stand_ins.get(place, self.trained[place].parameter.grad)
+            assert mean is not None, "it was there when it was submitted"
+            means[place] = mean
+        unused = self._used_by_nobody(done, means)
+        for place, mean in means.items():
+            if place not in unused:
+                self.trained[place].parameter.grad = mean
+        if not self._is_ordered and self._handles:
+            self._agree_on_order(done)
+
+    def _deliver_flat(self, done: _Pass, places: Sequence[int], flat: Tensor) -> None:
+        *means, used = flat.split([*(self.trained[place].parameter.numel() for place in places), len(places)])
+        for number, (place, mean) in enumerate(zip(places, means, strict=True)):
+            parameter = self.trained[place].parameter
+            if place in done.stand_ins and used[number] != 0:
+                parameter.grad = done.stand_ins[place]
+            if parameter.grad is not None:
+                parameter.grad.copy_(mean.view(parameter.shape))
+
+    def _used_by_nobody(self, done: _Pass, means: Mapping[int, Tensor]) -> set[int]:
+        """Of those that were synchronized for themselves.
+
+        Only a mean of zeros can be of a parameter without a gradient on any rank. All ranks have the same means, so
+        they talk about the same parameters, and about none in an ordinary step.
+        """
+        empty = [place for place, mean in means.items() if self._is_zero(place, mean)]
+        if not empty:
+            return set()
+        mine = [float(place not in done.stand_ins) for place in empty]
+        subject = Subject("gradients of zeros", f"{len(mine)} numbers")
+        told = self._lane.submit(lambda lane: lane.channel(subject).gather_numbers(mine)).wait()
+        return {place for place, ranks in zip(empty, zip(*told, strict=True), strict=True) if not any(ranks)}
+
+    def _is_zero(self, place: int, mean: Tensor) -> bool:
+        """Whether a mean is zero everywhere; that of a table that travelled as rows is not read."""
+        if mean.is_sparse:
+            return mean._nnz() == 0
+        union = self._buckets.union(self.trained[place].name)
+        if union is not None and union < len(mean):
+            return union == 0
+        return not bool(mean.flatten()[:1024].any()) and not bool(mean.any())
+
+    def _agree_on_order(self, done: _Pass) -> None:
+        order = [*done.ready, *(place for place in self._order if place not in done.ready)]
+        self._order = self._lane.submit(lambda lane: agree_on_order(lane, order)).wait()
+        self._is_ordered = True
+        self.regroup(self._planned)
+
+    def reset(self) -> None:
+        """Forget a backward that did not come to its end. What it left in ``grad`` stays, as it does without us."""
+        self._pass = _Pass()
+
+    def remove(self) -> None:
+        """Take all hooks off the parameters; of a backward that is running everything is submitted now."""
+        if self._pass.ready:
+            self.finish()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _after_accumulation(self, place: int) -> Callable[[Tensor], None]:
+        """It must not hold this object, which holds the parameter."""
+        weak = weakref.ref(self)
+
+        def hook(parameter: Tensor) -> None:
+            hooks = weak()
+            if hooks is None:
+                raise ThinwireError(
+                    "thinwire was attached to a module that is gone, and its parameters go on training: keep the module"
+                    " or the Synchronizer, or call detach() on that before"
+                )
+            if hooks.synchronizes and parameter.requires_grad:  # else frozen since the forward, without a gradient
+                hooks._add(place)
+
+        return hook
+
+    def _add(self, place: int) -> None:
+        self._begin()
+        if not self._pass.ready:
+            self._start()
+        self._clock.ready(self.trained[place].name)
+        self._check_untouched(place)
+        if self._group_of[place] < self._pass.submitted:
+            raise ThinwireError(
+                f"parameter {self.trained[place].name!r} got a gradient twice in one backward, and the first is on its"
+                " way already: with re-entrant checkpointing pass use_reentrant=False"
+            )
+        self._pass.ready[place] = None
+        self._pass.waits = self._pass.waits or self._is_nested() or self._is_edited_later(place)
+        while not self._pass.waits and self._has_next():
+            self._submit()
+
+    def _is_edited_later(self, place: int) -> bool:
+        """Whether hooks of others run after the one that adds the gradient: the lane must not read what they write."""
+        parameter = self.trained[place].parameter
+        after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        is_last = not after or next(reversed(after)) == self._handles[place].id
+        return not is_last or self._lookups.hooks_on_node(parameter) > 1
+
+    def _has_next(self) -> bool:
+        """Whether all gradients of the next group are there. In nested passes nobody knows, before all of them end."""
+        number = self._pass.submitted
+        return number < len(self.groups) and all(place in self._pass.ready for place in self.groups[number])
+
+    def _start(self) -> None:
+        """A pass begins: agree on what gets gradients, if that has changed since the last one."""
+        self._versions = [entry.parameter._version for entry in self.trained]
+        thawed = self._unfrozen()
+        if thawed != self._thawed:
+            frozen = [entry.name for entry, trains in zip(self.trained, thawed, strict=True) if not trains]
+            self._settle(Subject("which parameters are trained", f"all but {frozen}"))
+            self._thawed, self._is_ordered = thawed, False
+            self.regroup(self._planned)
+
+    def _unfrozen(self) -> list[bool]:
+        return [entry.parameter.requires_grad for entry in self.trained]
+
+    def _settle(self, subject: Subject) -> None:
+        """Go on if all ranks come here, and mean the same."""
+
+        def job(lane: Lane) -> None:
+            lane.channel(subject).open()
+
+        self._lane.submit(job).wait()
+
+    def _check_untouched(self, place: int) -> None:
+        """Gradients that an optimizer consumes before they are sent would leave each rank with a model of its own."""
+        parameter = self.trained[place].parameter
+        hooks = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+        is_written = parameter._version != self._versions[place] and hooks > self._own_hooks[place]
+        if parameter.grad is None or is_written:
+            raise ThinwireError(_EARLY_STEP.format(name=self.trained[place].name))
+
+    def _submit(self) -> None:
+        self._settle_kinds()
+        number = self._pass.submitted
+        self._pass.submitted += 1
+        places = self.groups[number]
+        gradients = [self._gradient(place) for place in places]
+        if self.trained[places[0]].is_sparse:
+            table = TableGradient(self.trained[places[0]].name, gradients[0])
+            contents = Contents(gradients[0], (table,), name=f"group {number}")
+        else:
+            contents = self._contents(number, places, gradients)
+        pending = self._buckets.submit(contents)
+        self._expect(pending)
+        if self.trained[places[0]].is_sparse:
+            self._pass.sparse.append((places[0], pending if isinstance(pending, Future) else pending.future()))
+
+    def _gradient(self, place: int) -> Tensor:
+        """What backward left, in this pass or earlier ones; zeros for a parameter that was not used."""
+        entry = self.trained[place]
+        if place in self._pass.ready:
+            self._check_untouched(place)
+        if entry.parameter.grad is not None:
+            return entry.parameter.grad.detach()
+        zeros = _no_rows(entry.parameter) if entry.is_sparse else torch.zeros_like(entry.parameter)
+        return self._pass.stand_ins.setdefault(place, zeros.detach())
+
+    def _settle_kinds(self) -> None:
+        """Gradients of the next group that are sparse where dense ones were expected, or the other way round.
+
+        Functions of users make such. If all ranks have them they travel as what they are from now on.
+        """
+        number = self._pass.submitted
+        group = self.groups[number]
+        changed = [place for place in group if self._changes_kind(place)]
+        if not changed:
+            return
+        texts = [f"{self.trained[place].name!r} is {_kind(not self.trained[place].is_sparse)}" for place in changed]
+        self._settle(Subject(f"gradients of another kind than in the last step: {', '.join(texts)}", ""))
+        for place in changed:
+            entry = self.trained[place]
+            self.trained[place] = replace(entry, is_sparse=not entry.is_sparse, is_table=False)
+        rest = tuple(place for place in group if place not in changed)
+        alone = tuple((place,) for place in changed)
+        self._follow((*self.groups[:number], *filter(None, (rest,)), *alone, *self.groups[number + 1 :]))
+
+    def _changes_kind(self, place: int) -> bool:
+        entry = self.trained[place]
+        return entry.parameter.grad is not None and entry.parameter.grad.is_sparse != entry.is_sparse
+
+    def _contents(self, number: int, places: Sequence[int], gradients: Sequence[Tensor]) -> Contents:
+        """Those that are summed are copied into one tensor of each dtype, and back in `deliver`; the others stay."""
+        tables, compressed = [], []
+        rest: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
+        for place, gradient in zip(places, gradients, strict=True):
+            entry = self.trained[place]
+            if entry.is_table and not self._buckets.leaves(entry.name):
+                touched = _NO_IDS if place in self._pass.stand_ins else self._lookups.take(entry.parameter)
+                tables.append(TableGradient(entry.name, gradient, touched))
+                self._pass.apart.append(place)
+            elif self._buckets.compresses(entry.name):
+                compressed.append((entry.name, gradient))
+                self._pass.apart.append(place)
+            else:
+                self._buckets.release(entry.name, gradient)
+                rest.setdefault(gradient.dtype, []).append((place, gradient))
+        others = []
+        for dtype, pairs in rest.items():
+            flat = self._flattened(pairs)
+            self._pass.flat.append(([place for place, _ in pairs], flat))
+            others.append((f"{len(pairs)} parameters of {dtype} in gradient group {number}", as_real(flat)))
+        buffer = others[0][1] if others else torch.empty(0)
+        return Contents(buffer, tuple(tables), tuple(others), compressed=tuple(compressed), name=f"group {number}")
+
+    def _flattened(self, pairs: Sequence[tuple[int, Tensor]]) -> Tensor:
+        """Gradients in one tensor, and behind them for each a one, or a zero if this rank has none."""
+        used = pairs[0][1].new_ones(len(pairs))
+        for number, (place, gradient) in enumerate(pairs):
+            if place in self._pass.stand_ins and not bool(gradient.any()):  # memories may have been added to zeros
+                used[number] = 0
+        return torch.cat([*(gradient.reshape(-1) for _, gradient in pairs), used])
+
+
+def broadcast_module(module: nn.Module, process_group: dist.ProcessGroup) -> None:
+    """Give all ranks the parameters and buffers of rank 0, as DDP does. Shapes must have been compared before."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        data = as_real(tensor.detach())
+        contiguous = data.contiguous()
+        dist.broadcast(contiguous, group=process_group, group_src=0)
+        if contiguous is not data:
+            data.copy_(contiguous)
+
+
+def trained_parameters(module: nn.Module, lookups: LookupRows, names: Mapping[int, str]) -> list[Trained]:
+    """All parameters that get gradients, now or when they are unfrozen, in the order of registration."""
+    sparse = {id(weight) for weight in tables_of(module)} - {id(weight) for weight in lookups.parameters}
+    tables = {id(parameter) for parameter in lookups.parameters}
+    return [
+        Trained(
+            names[id(parameter)],
+            parameter,
+            id(parameter) in sparse,
+            id(parameter) in tables,
+        )
+        for parameter in module.parameters()
+        if parameter.is_floating_point() or parameter.is_complex()
+    ]
+
+
+_NO_IDS = torch.empty(0, dtype=torch.int64)
+
+_EARLY_STEP = (
+    "parameter {name!r}: its gradient was used up before it was averaged over the ranks, as by an optimizer that steps"
+    " in a hook, so the models of the ranks would drift apart. Step after backward(), or step in the hook only after"
+    " detach()"
+)
+
+
+def _hooked(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Register a hook, on frozen parameters too: they may be unfrozen."""
+    frozen = not parameter.requires_grad
+    try:
+        return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
+    finally:
+        parameter.requires_grad_(not frozen)
+
+
+def _kind(is_sparse: bool) -> str:
+    return "sparse" if is_sparse else "dense"
+
+
+def _no_rows(parameter: Tensor) -> Tensor:
+    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty(0, *parameter.shape[1:])
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)

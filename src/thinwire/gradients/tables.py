@@ -1,0 +1,470 @@
+"""Gradients of embedding tables: their rows, several tables as one, tables of a GPU, and hooks that keep nothing alive.
+
+Hooks that stay behind when their model is copied or saved, and that keep nothing alive.
+
+Which rows of an embedding's dense gradient can be non-zero: known from the forward pass, and proven.
+
+The gradient of one table: rows out of it, and their mean back into what DDP takes.
+
+Small tables of one step travel as one: which ones, and how they are stacked and cut apart again.
+
+A synchronization costs a header round and a message for each peer and phase, however little it carries. A model with
+26 small tables pays that 26 times a step. Tables whose rows have the same width, dtype and device are one taller
+matrix: the ids of a table are shifted by the rows of those before it, and one synchronization moves them all. Each row
+is still summed over the same ranks, in the same order where the scheme sums in rank order, so the bits are those of
+tables sent alone.
+
+Pure: whatever decides here must be known to all ranks, so that all ranks stack the same.
+
+The gradient of one table on a GPU: only its rows that are not zero go to the host, and only the mean comes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, pairwise
+from typing import Any, NoReturn
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from thinwire import kernels
+from thinwire.comm.process_group import HostStaging, Staging
+from thinwire.observe.step import named
+from thinwire.sparse import Layout, SparseRows
+
+
+class Hook:
+    """A hook of a module, which stays behind: copies and files of the module have one that does nothing.
+
+    A bound method as a hook takes its object into each copy, with lanes and process groups, which cannot be copied, and
+    into each file, which then needs thinwire to be read. What stands in for this one takes any arguments, returns None,
+    and comes from the standard library.
+
+    Args:
+        method: what is called. Its object lives as long as the hook is on the module, so it must not hold the module.
+    """
+
+    def __init__(self, method: Callable[..., object]) -> None:
+        self._method = method
+
+    def __call__(self, *args: Any) -> Any:
+        return self._method(*args)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
+        return nullcontext().__exit__
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")
+
+    @property
+    def __name__(self) -> NoReturn:
+        """`torch.jit.script` compiles the hooks of a module by their names."""
+        raise AttributeError(
+            "torch.jit.script compiles the hooks of a module, and those of thinwire cannot be compiled: script the"
+            " module before attach, or after Synchronizer.detach()"
+        )
+
+
+def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls a bound method as long as its object lives; returns None afterwards.
+
+    For what a parameter holds on to: objects that hold the parameter would keep it alive, and C++ holds the hooks of
+    parameters and buckets where no garbage collector finds a cycle.
+    """
+    weak = WeakMethod(method)
+
+    def call(*args: Any) -> Any:
+        alive = weak()
+        return None if alive is None else alive(*args)
+
+    return call
+
+
+MIN_TABLE_BYTES = 16 * 1024
+"""Smaller tables are all-reduced with the rest: their sizes and headers would cost more than their zeros."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Lookup:
+    """The gradient that one lookup produced.
+
+    Args:
+        ids: of the rows that were looked up.
+        gradient: an alias, which keeps the memory from being used again and shares the version counter. (The tensor
+            itself would make autograd copy it instead of handing it on.)
+        version: of the gradient when it was made.
+    """
+
+    ids: Tensor
+    gradient: Tensor
+    version: int
+
+    @property
+    def is_unwritten(self) -> bool:
+        return self.gradient._version == self.version
+
+    def produced(self, gradient: Tensor) -> bool:
+        """Whether ``gradient`` is that very tensor, and nobody has written to it since."""
+        return self.is_unwritten and _share_memory(gradient, self.gradient)
+
+
+class LookupRows:
+    """Watches the embeddings of a module and tells which rows their gradients touch, until the next forward.
+
+    The backward of a lookup writes only the rows that it looked up. So if the gradient that a parameter ends
+    up with *is* the tensor that a lookup produced (the same memory, never written to since), its rows are the
+    ids of that lookup, and the gradient need not be read to find them. Any other use of the weight (tied
+    output layer, two lookups, a hook that edits the gradient, accumulation over micro-batches) makes another
+    tensor or raises the version counter, and the answer is "not known", never a wrong one. That is proven when the
+    gradient is there, and again when the rows are asked for.
+
+    Writes that PyTorch does not count (through ``gradient.data``, or by other libraries in the same memory) cannot be
+    seen. So while anybody else has a hook on the parameter or on its AccumulateGrad node, where such writes are made,
+    rows are not known either.
+
+    Args:
+        module: what is trained.
+        own_hooks: how many post-accumulate-gradient hooks thinwire has on each parameter, this object's included.
+        compressed: ``id()`` of weights that are compressed, so that nobody asks for their rows.
+    """
+
+    def __init__(self, module: nn.Module, own_hooks: int = 1, compressed: Collection[int] = ()) -> None:
+        self._own_hooks = own_hooks
+        self._pending: dict[int, _Lookup] = {}  # by id() of parameters that this object keeps alive
+        self._known: dict[int, _Lookup] = {}
+        self._handles: list[RemovableHandle] = []
+        self._probes: dict[int, RemovableHandle] = {}  # see `hooks_on_node`
+        self.parameters: list[nn.Parameter] = []
+        self._handles.append(module.register_forward_pre_hook(Hook(self._before_forward)))
+        for table in filter(_has_dense_gradient, module.modules()):
+            if id(table.weight) not in compressed:
+                self._watch(table)
+
+    def take(self, parameter: nn.Parameter, bucket: Tensor | None = None) -> Tensor | None:
+        """Ids (any order, with repetitions) of all rows that can be non-zero in the gradient just made, or None.
+
+        Args:
+            bucket: of DDP, to which the gradient was copied; with ``gradient_as_bucket_view`` it lives there now.
+        """
+        lookup, gradient = self._known.pop(id(parameter), None), parameter.grad
+        if lookup is None or gradient is None:
+            return None
+        moved = bucket is not None and lookup.is_unwritten and _share_memory(gradient, bucket)
+        return lookup.ids if moved or lookup.produced(gradient) else None
+
+    def remove(self) -> None:
+        """Take all hooks off the module."""
+        for handle in (*self._handles, *self._probes.values()):
+            handle.remove()
+        self._handles.clear()
+        self._probes.clear()
+
+    def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        """What is known is about one backward; a gradient kept for longer may have been edited meanwhile."""
+        del module, args
+        if not torch.compiler.is_compiling():  # nothing becomes known in a compiled forward
+            self._known.clear()
+
+    def _watch(self, table: nn.Module) -> None:
+        weight = table.weight
+        assert isinstance(weight, nn.Parameter)
+        if all(weight is not known for known in self.parameters):
+            self.parameters.append(weight)
+            self._handles.append(weight.register_post_accumulate_grad_hook(weakly(self._after_accumulation)))
+        if type(table) in (nn.Embedding, nn.EmbeddingBag) and "forward" not in vars(table):
+            self._handles.append(table.register_forward_hook(Hook(self._after_forward), with_kwargs=True))
+
+    def _after_forward(
+        self, table: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: Tensor
+    ) -> None:
+        if torch.compiler.is_compiling():  # a graph has no grad_fn: asking for it would break the graph
+            return
+        node = output.grad_fn if isinstance(output, Tensor) else None
+        ids = args[0] if args else kwargs.get("input")
+        if node is None or not isinstance(ids, Tensor) or not type(node).__name__.startswith("Embedding"):
+            return
+        weight = table.weight
+        looked_up = ids.detach().flatten()
+
+        def after_backward(made: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> None:
+            gradient = made[0]
+            if gradient is not None and gradient.layout == torch.strided:
+                self._pending[id(weight)] = _Lookup(looked_up, gradient.detach(), gradient._version)
+
+        node.register_hook(after_backward)
+
+    def _after_accumulation(self, parameter: nn.Parameter) -> None:
+        lookup = self._pending.pop(id(parameter), None)
+        self._known.pop(id(parameter), None)
+        gradient = parameter.grad
+        if lookup is not None and gradient is not None and not self._others(parameter) and lookup.produced(gradient):
+            self._known[id(parameter)] = lookup
+
+    def _others(self, parameter: nn.Parameter) -> bool:
+        """Whether somebody else has hooks that could edit the gradient, before us or after us."""
+        after = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
+        return bool(after != self._own_hooks or parameter._backward_hooks or self.hooks_on_node(parameter) != 1)
+
+    def hooks_on_node(self, parameter: nn.Parameter) -> int:
+        """How many there are on the node that accumulates the gradient: one of ours, that shows the others.
+
+        The node lives as long as somebody holds it, such as DDP or whoever registered a hook on it.
+        """
+        probe = self._probes.get(id(parameter))
+        hooks = None if probe is None else probe.hooks_dict_ref()
+        if hooks is None:
+            probe = self._probes[id(parameter)] = get_gradient_edge(parameter).node.register_hook(_nothing)
+            hooks = probe.hooks_dict_ref()
+        return len(hooks or ())
+
+
+def _share_memory(one: Tensor, other: Tensor) -> bool:
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
+def _nothing(*_: object) -> None:
+    """A hook that shows in its dictionary which others there are."""
+
+
+def tables_of(module: nn.Module) -> list[nn.Parameter]:
+    """The weights whose gradients have rows: of embeddings with sparse gradients, and of large ones with dense.
+
+    Not of an embedding that shares its weight with another kind of module, such as the output layer of a language
+    model: that gradient is as dense as any other.
+    """
+    embeddings = [entry for entry in module.modules() if isinstance(entry, (nn.Embedding, nn.EmbeddingBag))]
+    shared = {
+        id(weight)
+        for entry in module.modules()
+        if not isinstance(entry, (nn.Embedding, nn.EmbeddingBag))
+        for weight in entry.parameters(recurse=False)
+    }
+    weights = [
+        entry.weight
+        for entry in embeddings
+        if entry.sparse or (_has_dense_gradient(entry) and id(entry.weight) not in shared)
+    ]
+    return [weight for weight in weights if isinstance(weight, nn.Parameter)]
+
+
+def has_tables(module: nn.Module, synchronized: Container[int]) -> bool:
+    """Whether there is an embedding whose gradient is not all-reduced unread, of the weights with these ``id()``."""
+    embeddings = (entry for entry in module.modules() if isinstance(entry, (nn.Embedding, nn.EmbeddingBag)))
+    return any(
+        id(entry.weight) in synchronized and (entry.sparse or _has_dense_gradient(entry)) for entry in embeddings
+    )
+
+
+def _has_dense_gradient(module: nn.Module) -> bool:
+    """Whether it is a large enough embedding whose weight is trained and gets a dense gradient, row after row."""
+    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.sparse:
+        return False
+    weight = module.weight
+    large = weight.numel() * weight.element_size() >= MIN_TABLE_BYTES
+    has_rows = weight.is_contiguous() and not weight.is_complex()
+    return isinstance(weight, nn.Parameter) and weight.requires_grad and large and has_rows
+
+
+@dataclass(frozen=True, eq=False)
+class TableGradient:
+    """A gradient of which few rows are not zero: a COO tensor, or a dense one [num_rows, ...].
+
+    Args:
+        name: of the parameter.
+        gradient: a dense one is written to in place.
+        touched: int64 ids (any order, repeated) of all rows of a dense gradient that can be non-zero; None to look for
+            them.
+    """
+
+    name: str
+    gradient: Tensor
+    touched: Tensor | None = None
+
+    @cached_property
+    def layout(self) -> Layout:
+        return Layout.of(self.gradient)
+
+    @property
+    def kind(self) -> str:
+        """For `Synchronizer.table`."""
+        if self.gradient.is_sparse:
+            return "sparse gradient"
+        return "dense gradient, rows " + ("scanned" if self.touched is None else "known")
+
+    def rows(self) -> SparseRows:
+        """The rows of this rank.
+
+        Raises:
+            ValueError: a gradient that has no rows, as `Layout` tells, with the name of the parameter.
+        """
+        try:
+            return self._read()
+        except ValueError as error:
+            raise ValueError(f"gradient of {self.name!r}: {error}") from error
+
+    def store(self, held: SparseRows, mean: SparseRows) -> Tensor:
+        """The mean as a gradient of the same layout: a new coalesced COO tensor, or the dense one, written to.
+
+        All rows but ``held`` are zero on this rank already.
+        """
+        if self.gradient.is_sparse:
+            return self.layout.tensor(mean)
+        matrix = self._matrix()
+        with named("scatter"):
+            matrix.index_fill_(0, held.ids, 0.0)  # a sum by blocks leaves out rows that cancelled
+            matrix.index_copy_(0, mean.ids, mean.values)
+        return self.gradient
+
+    def _read(self) -> SparseRows:
+        if self.touched is None:
+            return self.layout.rows(self.gradient)
+        with named("find"):
+            ids = self.touched.to(torch.int64).unique()
+            return SparseRows(ids, self._matrix().index_select(0, ids), self.layout.num_rows)
+
+    def _matrix(self) -> Tensor:
+        return self.gradient.view(self.layout.num_rows, self.layout.width)
+
+
+SMALL_TABLE_BYTES = 256 * 1024
+"""A table whose sum is larger is synchronized alone: at 100 Mbit/s this much takes 20 ms, a header round below 1 ms."""
+
+
+@dataclass(frozen=True)
+class TableShape:
+    """What all ranks know of a table before a step.
+
+    Args:
+        name: of the parameter.
+        num_rows, width, dtype, device: of the table as a matrix [num_rows, width].
+        union: rows that any rank held in the last step, all ranks together; None before the first.
+
+    The union is used, and not the rows of the largest rank, because a fused message tells how many rows each rank
+    holds in all tables together, and only the sum shows how many rows each table has.
+    """
+
+    name: str
+    num_rows: int
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+    union: int | None = None
+
+    @property
+    def expected_bytes(self) -> int:
+        """Bytes of the rows in the sum if it has as many as last time; of the whole table before the first time."""
+        rows = self.num_rows if self.union is None else self.union
+        return rows * self.width * self.dtype.itemsize
+
+    @property
+    def is_small(self) -> bool:
+        return self.expected_bytes <= SMALL_TABLE_BYTES
+
+
+def plan_groups(tables: Sequence[TableShape]) -> tuple[tuple[int, ...], ...]:
+    """Which tables are synchronized together, as places in ``tables``: each in one group, groups by their first table.
+
+    Example:
+        >>> table = TableShape("a", 100, 8, torch.float32, torch.device("cpu"))
+        >>> plan_groups([table, TableShape("b", 10**6, 8, torch.float32, torch.device("cpu")), table])
+        ((0, 2), (1,))
+    """
+    groups: dict[object, list[int]] = {}
+    for place, table in enumerate(tables):
+        alike = (table.width, table.dtype, table.device) if table.is_small else place
+        groups.setdefault(alike, []).append(place)
+    return tuple(map(tuple, groups.values()))
+
+
+def stack(tables: Sequence[SparseRows]) -> SparseRows:
+    """Tables of the same width and dtype as one matrix, one below the other; a single one as it is, not copied."""
+    if len(tables) == 1:
+        return tables[0]
+    *offsets, num_rows = accumulate((table.num_rows for table in tables), initial=0)
+    ids = torch.cat([table.ids + offset for table, offset in zip(tables, offsets, strict=True)])
+    return SparseRows.trusted(ids, torch.cat([table.values for table in tables]), num_rows)
+
+
+def unstack(stacked: SparseRows, num_rows: Sequence[int]) -> list[SparseRows]:
+    """The tables of ``num_rows`` rows each that were stacked, or what became of their rows. Values share memory."""
+    if len(num_rows) == 1:
+        return [stacked]
+    ends = list(accumulate(num_rows, initial=0))
+    assert ends[-1] == stacked.num_rows
+    cuts = torch.searchsorted(stacked.ids, torch.tensor(ends)).tolist()
+    return [
+        SparseRows.trusted(stacked.ids[start:stop] - offset, stacked.values[start:stop], rows)
+        for offset, rows, (start, stop) in zip(ends[:-1], num_rows, pairwise(cuts), strict=True)
+    ]
+
+
+def share(total: int, weights: Sequence[int]) -> list[int]:
+    """A whole number cut in proportion to ``weights`` (evenly if all are 0), without losing or adding one.
+
+    Example:
+        >>> share(10, [1, 1, 1])
+        [3, 3, 4]
+    """
+    ends = list(accumulate(weights if any(weights) else [1] * len(weights)))
+    cuts = [total * end // ends[-1] for end in ends]
+    return [stop - start for start, stop in pairwise([0, *cuts])]
+
+
+@dataclass(frozen=True, eq=False)
+class StagedTable(TableGradient):
+    """A `TableGradient` of a device. Its rows are tensors of the host that belong to the job of the lane.
+
+    Rows of a dense gradient are always looked for: a GPU reads 100 MB in a tenth of a millisecond, and to sort the ids
+    of a lookup, as a CPU does, takes no less.
+    """
+
+    staging: Staging = field(default_factory=HostStaging)
+
+    @property
+    def kind(self) -> str:
+        return "sparse gradient" if self.gradient.is_sparse else "dense gradient, rows scanned"
+
+    def store(self, held: SparseRows, mean: SparseRows) -> Tensor:
+        if self.gradient.is_sparse:
+            ids, values = self.staging.to_device(mean.ids, mean.values)
+            return self.layout.tensor(SparseRows.trusted(ids, values, mean.num_rows))
+        with named("scatter"):
+            held_ids, ids, values = self.staging.to_device(held.ids, mean.ids, mean.values)
+            matrix = self._matrix()
+            matrix.index_fill_(0, held_ids, 0.0)
+            kernels.scatter_rows(matrix, ids, values)
+        return self.gradient
+
+    def _read(self) -> SparseRows:
+        with named("find"):
+            ids, values = self._summed() if self.gradient.is_sparse else self._found()
+            ids, values = self.staging.to_host(ids, values)
+            return SparseRows(ids, values, self.layout.num_rows)
+
+    def _summed(self) -> tuple[Tensor, Tensor]:
+        """A row for each id: a lookup gives one for each time that it was looked up."""
+        assert self.gradient.sparse_dim() == 1, "embeddings have one sparse dimension"
+        ids, values = self.gradient._indices()[0], self.gradient._values()
+        values = values.reshape(ids.numel(), self.layout.width)
+        return (ids, values) if self.gradient.is_coalesced() else kernels.sum_rows([(ids, values)])
+
+    def _found(self) -> tuple[Tensor, Tensor]:
+        """Nothing waits for the number of rows but the lane's thread, in `Staging.to_host`."""
+        matrix = self._matrix()
+        room = torch.empty(matrix.shape[0], dtype=torch.int64, device=matrix.device)
+        _, count = kernels.nonzero_rows_into(matrix, room, room.new_empty(2))
+        (count,) = self.staging.to_host(count)
+        ids = room[: int(count[0])]
+        return ids, kernels.gather_rows(matrix, ids)
+
+
+def staged(table: TableGradient, staging: Staging) -> TableGradient:
+    """The table as the lane can take it."""
+    return table if staging.is_host else StagedTable(table.name, table.gradient, table.touched, staging)

@@ -1,0 +1,282 @@
+"""The trainer's side of a holder: register a shard, write versions straight into shared memory, read them back."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import CorruptMessageError, LostPeerError, ThinwireError
+from thinwire.holder.faultpoint import reach
+from thinwire.holder.frames import Connection, Frame, FrameKind
+from thinwire.holder.slots import Slot, SlotSize
+from thinwire.holder.version import Manifest, ShardId, Version, field, topology_digest
+
+DEFAULT_LAYOUT_BYTES = 1 << 20
+_SLOW_SECONDS = 600.0  # for what reads or moves whole versions
+
+
+class SlotWriter:
+    """A slot being written. Nothing of it counts before ``publish``; ``abandon``, or dying, leaves no trace."""
+
+    def __init__(self, client: HolderClient, slot: Slot, number: int, step: int) -> None:
+        self._client, self._number, self.step = client, number, step
+        self.slot = slot
+        self.payload: memoryview = slot.payload()
+        self._room_bytes = len(self.payload)
+
+    def publish(self, layout: bytes, payload_bytes: int | None = None, wait: bool = False) -> None:
+        """Make it a version: the first ``payload_bytes`` of the payload (default all), described by ``layout``.
+
+        Returns at once; the holder computes the digests, even if this process dies now. With ``wait``, returns when
+        the version is complete on this host. Raises ValueError if it does not fit, ThinwireError if it failed.
+        """
+        num_bytes = self._room_bytes if payload_bytes is None else payload_bytes
+        content = {"slot": self._number, "step": self.step, "payload_bytes": num_bytes, "wait": wait}
+        reach("publish")
+        self._client.request("publish", content, layout, seconds=_SLOW_SECONDS if wait else None)
+        reach("published")
+
+    def abandon(self) -> None:
+        """Give the slot back, empty."""
+        self._client.request("abandon", {"slot": self._number})
+
+
+class SlotReader:
+    """A version, mapped; it is not overwritten until ``close``. Writing to ``payload`` changes a private copy only.
+
+    Example: with client.open(version) as reader: state = restore(reader.layout, reader.payload)
+    """
+
+    def __init__(self, slot: Slot, manifest: Manifest, layout: bytes, on_close: Any) -> None:
+        self._slot, self._on_close = slot, on_close
+        self.manifest, self.layout = manifest, layout
+        self.payload: memoryview = slot.payload(manifest.payload_bytes)
+
+    def __enter__(self) -> SlotReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def verify(self) -> None:
+        """Raises CorruptMessageError if the payload does not match its digests now."""
+        self._slot.verify()
+
+    def close(self) -> None:
+        """The version may be overwritten from now on, so views of ``payload`` must not be used any more."""
+        on_close, self._on_close = self._on_close, None
+        if on_close is not None:
+            with contextlib.suppress(BufferError):
+                self.payload.release()
+            self._slot.close()
+            on_close()
+
+
+class HolderClient:
+    """A connection to the holder of this host; thread-safe. Every call raises LostPeerError once the holder is gone.
+
+    Example:
+        client = HolderClient.connect(socket_path, secret)
+        client.hello("my-run", {"machines": [0, 1]}, owner=0, payload_bytes=1 << 30, replicas=["10.0.0.2:7411"])
+        writer = client.slot(step=1)
+        if writer is not None:
+            writer.payload[:5] = b"hello"
+            writer.publish(layout=b"{}")
+            client.grant_all()
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection, self._lock = connection, threading.Lock()
+        self._slots: dict[int, Slot] = {}
+        self.shard: ShardId | None = None
+        self.unreachable: dict[str, str] = {}
+
+    @classmethod
+    def connect(cls, socket_path: str | Path, secret: bytes, timeout_seconds: float = 10.0) -> HolderClient:
+        """Raises LostPeerError if no holder listens there, PeerError if it has another secret."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(timeout_seconds)
+        try:
+            sock.connect(str(socket_path))
+        except OSError as error:
+            sock.close()
+            raise LostPeerError(f"no holder at {socket_path} ({error}); start one with: thinwire holder") from error
+        connection = Connection(sock, timeout_seconds, take_descriptors=True)
+        try:
+            connection.greet(secret)
+        except BaseException:
+            connection.close()
+            raise
+        return cls(connection)
+
+    def __enter__(self) -> HolderClient:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """As if this process had died, for the holder: complete versions stay, and go on to the peers."""
+        self._connection.close()
+        for slot in self._slots.values():
+            slot.close()
+        self._slots = {}
+
+    def request(
+        self, op: str, content: dict[str, Any] | None = None, payload: bytes = b"", seconds: float | None = None
+    ) -> dict[str, Any]:
+        """One question to the holder, and the JSON of its answer; its errors are raised here."""
+        with self._lock:
+            frame = self._connection.request(op, content or {}, payload, seconds)
+            if frame.payload_bytes or frame.descriptors:
+                _close_all(frame)
+                raise CorruptMessageError(f"the holder's answer to {op!r} has more than was asked for")
+            return frame.json
+
+    def hello(
+        self,
+        run_id: str,
+        topology: dict[str, Any],
+        owner: int,
+        payload_bytes: int,
+        replicas: list[str] | tuple[str, ...] = (),
+        attempt: int = 0,
+        layout_bytes: int = DEFAULT_LAYOUT_BYTES,
+    ) -> None:
+        """Register this process as the owner of a shard, with two slots here and two on each of ``replicas``.
+
+        ``topology`` is any JSON object; versions of different topologies never mix. ``layout_bytes`` is the room for
+        the layout beside each payload. Versions of the shard that are here stay, and are sent to replicas that lack
+        them. Nothing is sent before a grant. Peers that cannot be reached now are in ``unreachable`` and are tried
+        again later.
+
+        Raises ValueError, with the bytes needed and available, if a holder has no room, or if another living trainer
+        owns the shard.
+        """
+        shard = ShardId(run_id, topology_digest(topology), owner)
+        content = {"shard": shard.to_json(), "payload_bytes": payload_bytes, "layout_bytes": layout_bytes}
+        content |= {"attempt": attempt, "replicas": list(replicas)}
+        with self._lock:
+            frame = self._connection.request("hello", content, seconds=_SLOW_SECONDS)
+            numbers = field(frame.json, "slots", list)
+            size = SlotSize(field(frame.json, "payload_bytes", int), field(frame.json, "layout_bytes", int))
+            if len(numbers) != len(frame.descriptors):
+                _close_all(frame)
+                raise CorruptMessageError("the holder did not hand over the slots")
+            self._slots = {n: Slot(fd, size) for n, fd in zip(numbers, frame.descriptors, strict=True)}
+        self.shard, self.unreachable = shard, field(frame.json, "unreachable", dict)
+
+    def mapped(self) -> list[memoryview]:
+        """The payloads of this shard's slots, for page-locking; the same memory at each ``slot`` call."""
+        return [slot.payload() for slot in self._slots.values()]
+
+    def slot(self, step: int, keep_step: int | None = None) -> SlotWriter | None:
+        """A slot to write the version of ``step`` to, or None if none may be overwritten now: then skip the version.
+
+        ``keep_step`` is the newest step that all owners have everywhere; that version is never overwritten, older ones
+        may be, newer ones once all replicas have them or are given up. It is remembered for later calls, and for the
+        replicas. A writer that was neither published nor abandoned before is abandoned.
+        """
+        answer = self.request("slot", {"step": step, "keep_step": keep_step})
+        number = answer.get("slot")
+        return None if number is None else SlotWriter(self, self._slots[field(answer, "slot", int)], number, step)
+
+    def grant(self, num_bytes: int) -> None:
+        """Let the holder send this much more of the shard's versions to its peers, over all of them together."""
+        self._cast({"op": "grant", "bytes": num_bytes})
+
+    def grant_all(self) -> None:
+        """Let it send all there is, until ``revoke``."""
+        self._cast({"op": "grant_all"})
+
+    def revoke(self) -> None:
+        """Take back what is granted and not yet sent; what is in the network's buffers goes on."""
+        self._cast({"op": "revoke"})
+
+    def _cast(self, content: dict[str, Any]) -> None:
+        with self._lock:
+            self._connection.send(FrameKind.CAST, content)
+
+    def status(self) -> dict[str, Any]:
+        """Of this shard: newest_local and newest_replicated (steps or None), free (whether ``slot`` gives one),
+        writing, bytes_pending, bytes_sent, dropped, last_error, versions, and replicas by address."""
+        return self.request("status")
+
+    def holder_status(self) -> dict[str, Any]:
+        """Of the whole holder: pid, address (for peers), budget_bytes, used_bytes, traffic, shards."""
+        return self.request("holder_status")
+
+    def inventory(self, run_id: str | None = None, verify: bool = True) -> list[Version]:
+        """Complete versions of a run (default: of hello) on this host; with ``verify``, only those whose bytes match
+        their digests now."""
+        content = {"run_id": run_asked_for(run_id, self.shard), "verify": verify}
+        answer = self.request("inventory", content, seconds=_SLOW_SECONDS)
+        return [Version.from_json(version) for version in field(answer, "versions", list)]
+
+    def fetch(self, version: Version, source: str) -> dict[str, Any]:
+        """Bring a version from the holder at ``source`` (``host:port``) into a slot here, checking every digest.
+
+        Returns ``bytes`` and ``seconds``; 0 bytes if it is here already. Raises ThinwireError if the source does not
+        have it or is lost, CorruptMessageError if its bytes are wrong; then nothing has changed but the slot is empty.
+        """
+        return self.request("fetch", {"version": version.to_json(), "source": source}, seconds=_SLOW_SECONDS)
+
+    def keep(self, version: Version) -> None:
+        """Training goes on from this version of its shard: it is kept until a later ``keep_step`` says that a newer one
+        is everywhere. Raises ThinwireError if it is not on this host."""
+        self.request("keep", {"version": version.to_json()})
+
+    def open(self, version: Version) -> SlotReader:
+        """The version's layout and payload, mapped. Raises ThinwireError if it is not on this host.
+
+        The payload was compared with its digests when the inventory was made; ``SlotReader.verify`` does it now.
+        """
+        with self._lock:
+            frame = self._connection.request("open", {"version": version.to_json()})
+            if len(frame.descriptors) != 1 or frame.payload_bytes:
+                _close_all(frame)
+                raise CorruptMessageError("the holder did not hand over the slot")
+            size = SlotSize(field(frame.json, "payload_bytes", int), field(frame.json, "layout_bytes", int))
+            slot = Slot(frame.descriptors[0], size, writable=False)
+        handle = field(frame.json, "handle", int)
+
+        def on_close() -> None:
+            with contextlib.suppress(ThinwireError):
+                self.request("close", {"handle": handle})
+
+        try:
+            manifest, layout = slot.read()
+            if manifest.version.digest != version.digest:
+                raise CorruptMessageError(f"{version.shard}, step {version.step}: the slot holds another version")
+        except BaseException:
+            slot.close()
+            on_close()
+            raise
+        return SlotReader(slot, manifest, layout, on_close)
+
+    def forget(self, run_id: str, topology: str | None = None) -> int:
+        """Free all memory of a run (or of one topology of it) on this host. ValueError while a trainer uses it."""
+        return field(self.request("forget", {"run_id": run_id, "topology": topology}), "shards", int)
+
+    def stop_holder(self) -> None:
+        """Ask the holder to send what is pending, for a few seconds, and end. It may be gone before it has answered."""
+        with contextlib.suppress(LostPeerError):
+            self.request("stop")
+
+
+def run_asked_for(run_id: str | None, shard: ShardId | None) -> str:
+    """The run that was named, or else that of the registered shard. Raises ValueError if there is neither."""
+    if run_id is not None:
+        return run_id
+    if shard is None:
+        raise ValueError("say which run, or call hello first")
+    return shard.run_id
+
+
+def _close_all(frame: Frame) -> None:
+    for descriptor in frame.descriptors:
+        os.close(descriptor)

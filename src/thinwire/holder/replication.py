@@ -1,0 +1,343 @@
+"""Sending versions to a peer's holder under grants, and receiving them, whether as a replica or at recovery."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.errors import CorruptMessageError, ThinwireError
+from thinwire.holder.faultpoint import reach
+from thinwire.holder.frames import Connection, FrameKind
+from thinwire.holder.slots import Slot, digest_pool
+from thinwire.holder.store import Holding, Shard, Store
+from thinwire.holder.version import Manifest, Version, field
+
+PIECE_BYTES = 1 << 20
+_BACKOFF_SECONDS = (0.1, 2.0)
+_RATE_VERSIONS = 4  # a speed is over so many: a link is not always as fast
+_IDLE_SECONDS = 1.0  # between looks at whether an idle peer is still there
+
+
+@dataclass(frozen=True)
+class PeerTimes:
+    """``timeout_seconds``: a peer that takes or says nothing for so long is lost. ``deadline_seconds``: a version that
+    made no progress with it for so long is given up."""
+
+    timeout_seconds: float = 10.0
+    deadline_seconds: float = 30.0
+
+
+class Grants:
+    """Bytes that a shard's senders may send, over all its peers. Without a trainer there is no limit."""
+
+    def __init__(self, changed: threading.Condition) -> None:
+        self._changed = changed
+        self._bytes = 0
+        self._unlimited = True
+
+    def add(self, num_bytes: int) -> None:
+        self._set(self._bytes + num_bytes, self._unlimited)
+
+    def unlimit(self) -> None:
+        self._set(self._bytes, True)
+
+    def revoke(self) -> None:
+        self._set(0, False)
+
+    def take(self, num_bytes: int, given_up: Callable[[], bool]) -> int:
+        """Wait until something is granted; at most ``num_bytes`` of it. 0 once it is ``given_up``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._unlimited or self._bytes > 0 or given_up())
+            if given_up():
+                return 0
+            if self._unlimited:
+                return num_bytes
+            taken = min(num_bytes, self._bytes)
+            self._bytes -= taken
+            return taken
+
+    def _set(self, num_bytes: int, unlimited: bool) -> None:
+        with self._changed:
+            self._bytes, self._unlimited = num_bytes, unlimited
+            self._changed.notify_all()
+
+
+def parse_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[host]:port``. Raises ValueError."""
+    host, _, port = address.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ValueError(f"unknown address {address!r}; legal form: 'host:port'")
+    return host, int(port)
+
+
+def call(address: str, secret: bytes, timeout_seconds: float) -> Connection:
+    """A connection to the holder of a peer. Raises PeerError, LostPeerError."""
+    try:
+        sock = socket.create_connection(parse_address(address), timeout=timeout_seconds)
+    except OSError as error:
+        raise ThinwireError(f"holder {address}: {error}") from error
+    tune(sock, timeout_seconds)
+    connection = Connection(sock, timeout_seconds)
+    try:
+        connection.greet(secret)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def tune(sock: socket.socket, timeout_seconds: float) -> None:
+    """No delay for small frames, and a silent peer is noticed; buffers are left to the kernel, which grows them."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3)):
+        sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_seconds * 1000))
+
+
+def receive_payload(connection: Connection, slot: Slot, manifest: Manifest, idle_seconds: float | None) -> None:
+    """Into the slot, checking each chunk when it is there. Raises CorruptMessageError; LostPeerError if it breaks off.
+
+    After a wrong digest the conversation can go on; after any other error it cannot.
+    """
+    done, checked = 0, 0
+    checks: list[Future[int]] = []
+    with slot.payload(manifest.payload_bytes) as payload, contextlib.ExitStack() as chunks:
+        try:
+            while done < manifest.payload_bytes:
+                frame = connection.receive(first_seconds=idle_seconds)
+                if frame.kind != FrameKind.DATA or not 0 < frame.payload_bytes <= manifest.payload_bytes - done:
+                    raise ThinwireError(f"expected the next bytes of a version, got {frame.kind.name}")
+                with payload[done : done + frame.payload_bytes] as piece:
+                    connection.read_into(piece)
+                done += frame.payload_bytes
+                reach("receive", manifest.shard.owner, manifest.step)
+                while checked < done and (done - checked >= manifest.chunk_bytes or done == manifest.payload_bytes):
+                    chunk = chunks.enter_context(payload[checked : min(done, checked + manifest.chunk_bytes)])
+                    checks.append(digest_pool().submit(zlib.crc32, chunk))
+                    checked += len(chunk)
+        finally:
+            crcs = [check.result() for check in checks]
+    if tuple(crcs) != manifest.chunk_crcs:
+        raise CorruptMessageError(f"{manifest.shard}, step {manifest.step}: chunks were altered on the way here")
+
+
+class Replicator:
+    """Keeps one peer's holder supplied with the versions of one shard, in a thread of its own, blocking nobody."""
+
+    def __init__(
+        self, store: Store, shard: Shard, address: str, secret: bytes, grants: Grants, times: PeerTimes
+    ) -> None:
+        self._store, self._shard, self._secret, self._grants = store, shard, secret, grants
+        self.address, self._times = address, times
+        self._connection: Connection | None = None
+        self._held: set[str] = set()  # digests that the peer has said it has
+        self._given_up: set[str] = set()
+        self._sending: tuple[str, int] | None = None  # digest, bytes sent of it
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=f"replicator {address}", daemon=True)
+        self._earlier_counts = (0, 0.0)  # of connections that are closed
+        self._marks: deque[tuple[int, float]] = deque([(0, 0.0)], _RATE_VERSIONS + 1)  # counts after each version
+        self.bytes_sent, self.dropped, self.last_error = 0, 0, ""
+        self.seconds_of_last: float | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        with self._store.changed:
+            self._store.changed.notify_all()
+        if self._connection is not None:
+            self._connection.close()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(self._times.timeout_seconds)
+
+    def has(self, digest: str) -> bool:
+        return digest in self._held
+
+    def is_settled(self, digest: str) -> bool:
+        return digest in self._held or digest in self._given_up
+
+    def bytes_pending(self) -> int:
+        """With the store's lock held."""
+        pending = 0
+        for manifest in [holding.manifest for holding in self._lacking() if holding.manifest]:
+            sent = self._sending[1] if self._sending and self._sending[0] == manifest.version.digest else 0
+            pending += manifest.payload_bytes - sent
+        return pending
+
+    def _lacking(self) -> list[Holding]:
+        """What the peer should get, oldest first."""
+        found = [(holding, holding.manifest) for holding in self._shard.complete()]
+        return [
+            holding
+            for holding, manifest in found
+            if manifest and not self.is_settled(manifest.version.digest) and self._shard.is_wanted(manifest)
+        ]
+
+    def _counts(self) -> tuple[int, float]:
+        """Bytes acknowledged, and seconds in which some were on their way, over all connections so far."""
+        connection, (num_bytes, seconds) = self._connection, self._earlier_counts
+        now = (0, 0.0) if connection is None else connection.tcp_counts
+        return num_bytes + now[0], seconds + now[1]
+
+    def bytes_per_second(self) -> float | None:
+        """Over the last versions, while bytes were on their way; None before the first one is there."""
+        (first, began), (last, ended) = self._marks[0], self._marks[-1]
+        return (last - first) / (ended - began) if ended > began else None
+
+    def status(self) -> dict[str, Any]:
+        """``seconds_sending`` are those in which bytes were on their way, not those in which they were handed to the
+        kernel, which takes a small version at once. ``seconds_of_last``: from a version's completion here to there."""
+        (acknowledged, seconds), rate = self._counts(), self.bytes_per_second()
+        return {
+            "connected": self._connection is not None,
+            "bytes_sent": self.bytes_sent,
+            "bytes_acknowledged": acknowledged,
+            "seconds_sending": round(seconds, 6),
+            "mb_per_second": round(rate / 1e6, 1) if rate else None,
+            "seconds_of_last": self.seconds_of_last,
+            "bytes_pending": self.bytes_pending(),
+            "dropped": self.dropped,
+            "last_error": self.last_error,
+        }
+
+    def connect(self) -> None:
+        """Have the peer make room, and learn what it has. ValueError if it has no room, ThinwireError if it is lost."""
+        connection = call(self.address, self._secret, self._times.timeout_seconds)
+        size = self._shard.size
+        room = {"payload_bytes": size.payload_bytes, "layout_bytes": size.layout_bytes}
+        try:
+            answer = connection.request("register", {"shard": self._shard.id.to_json(), **room}).json
+            held = {Version.from_json(version).digest for version in field(answer, "versions", list)}
+        except BaseException:
+            connection.close()
+            raise
+        with self._store.changed:
+            self._held, self._connection = held, connection
+            self._store.changed.notify_all()
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._earlier_counts = self._counts()
+            self._connection.close()
+            self._connection = None
+
+    def _run(self) -> None:
+        while not self._stopping.is_set():
+            if self._connection is None:
+                self._retry_to_connect()
+            holding = self._next()
+            if holding is None:
+                if self._connection is not None and self._connection.lost:
+                    self._disconnect()
+                continue
+            try:
+                self._supply(holding)
+            finally:
+                self._store.unpin(holding)
+        self._disconnect()
+
+    def _retry_to_connect(self) -> None:
+        try:
+            self.connect()
+        except (ThinwireError, ValueError) as error:
+            self.last_error = f"{self.address}: {error}"
+
+    def _next(self) -> Holding | None:
+        """The oldest version that the peer lacks, pinned; None after a while without one."""
+        with self._store.changed:
+            self._store.changed.wait_for(lambda: self._lacking() or self._stopping.is_set(), _IDLE_SECONDS)
+            found = [] if self._stopping.is_set() else self._lacking()
+            if found:
+                found[0].readers += 1
+            return found[0] if found else None
+
+    def _supply(self, holding: Holding) -> None:
+        """Send until the peer has it, or until there was no progress for the deadline."""
+        assert holding.manifest is not None
+        manifest, digest = holding.manifest, holding.manifest.version.digest
+        backoff, best, progress_at = _BACKOFF_SECONDS[0], 0, time.monotonic()
+        while not self._stopping.is_set() and self._shard.is_wanted(manifest):
+            try:
+                if self._connection is None:
+                    self.connect()
+                if self.has(digest) or self._send(holding, manifest):
+                    self.seconds_of_last = time.monotonic() - holding.sealed_at
+                    self._marks.append(self._counts())
+                    self._note(held=digest)
+                else:
+                    self._note(given_up=digest)
+                return
+            except Exception as error:  # of whatever kind: without this thread nothing would be sent any more
+                self._disconnect()
+                self.last_error = f"{self.address}: step {manifest.step}: {error}"
+                altered = isinstance(error, CorruptMessageError) and not self._store.verify(manifest.version)
+            reached, self._sending = self._sending[1] if self._sending else 0, None
+            if altered:
+                return  # here, so this is no version any more
+            if reached > best:
+                best, progress_at = reached, time.monotonic()
+            if time.monotonic() - progress_at > self._times.deadline_seconds:
+                self.dropped += 1
+                self._note(given_up=digest)
+                return
+            self._stopping.wait(backoff)
+            backoff = min(2 * backoff, _BACKOFF_SECONDS[1])
+
+    def _note(self, held: str | None = None, given_up: str | None = None) -> None:
+        with self._store.changed:
+            self._sending = None
+            here = {holding.manifest.version.digest for holding in self._shard.complete() if holding.manifest}
+            self._held = (self._held | {held} if held else self._held) & here
+            self._given_up = (self._given_up | {given_up} if given_up else self._given_up) & here
+            self._store.changed.notify_all()
+
+    def _send(self, holding: Holding, manifest: Manifest) -> bool:
+        """Whether the peer has it now; it may have no use for it, having newer ones, or the training may have none."""
+
+        def given_up() -> bool:
+            return self._stopping.is_set() or not self._shard.is_wanted(manifest)
+
+        connection = self._connection
+        assert connection is not None
+        digest = manifest.version.digest
+        self._sending = (digest, 0)
+        keep = self._shard.keep
+        answer = connection.request("receive", {"manifest": manifest.to_json(), "keep": keep}, holding.layout)
+        if answer.json.get("have") is True or answer.json.get("superseded") is True:
+            return answer.json.get("have") is True
+        done = 0
+        with holding.slot.payload(manifest.payload_bytes) as payload:
+            while done < manifest.payload_bytes:
+                count = self._grants.take(min(PIECE_BYTES, manifest.payload_bytes - done), given_up)
+                if count == 0:
+                    self._disconnect()  # in the middle of a version, so the peer has to be told
+                    return False
+                with payload[done : done + count] as piece:
+                    connection.send(FrameKind.DATA, {}, piece)
+                self.bytes_sent += count
+                done += count
+                self._sending = (digest, done)
+                reach("send", manifest.shard.owner, manifest.step)
+        connection.answer(self._times.timeout_seconds)
+        return True
+
+
+def send_payload(connection: Connection, slot: Slot, manifest: Manifest) -> None:
+    """All of it, as fast as the link takes it: for recovery."""
+    with slot.payload(manifest.payload_bytes) as payload:
+        for start in range(0, manifest.payload_bytes, PIECE_BYTES):
+            with payload[start : min(start + PIECE_BYTES, manifest.payload_bytes)] as piece:
+                connection.send(FrameKind.DATA, {}, piece)
+            reach("serve", manifest.shard.owner, manifest.step)

@@ -1,0 +1,417 @@
+"""What a holder does for those who are connected to it: local trainers, and the holders of peers."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from thinwire.errors import CorruptMessageError, LostPeerError, ThinwireError
+from thinwire.holder.frames import Connection, Frame, FrameKind
+from thinwire.holder.replication import Grants, Replicator, call, parse_address, receive_payload, send_payload
+from thinwire.holder.slots import SlotSize
+from thinwire.holder.store import Holding, Shard
+from thinwire.holder.version import MAX_LAYOUT_BYTES, MAX_PAYLOAD_BYTES, Manifest, ShardId, Version
+from thinwire.holder.version import field as get
+
+if TYPE_CHECKING:
+    from thinwire.holder.server import Holder
+
+log = logging.getLogger("thinwire.holder")
+
+_UNWANTED_SECONDS = 0.5  # for the sending of an unwanted version to end
+_TAKEOVER_SECONDS = 3.0  # for the predecessor of a trainer, or of a sender, to be noticed as gone
+
+
+@dataclass(frozen=True)
+class Reply:
+    """Descriptors stay the holder's unless ``close_descriptors``."""
+
+    json: dict[str, Any] = field(default_factory=dict)
+    payload: bytes = b""
+    descriptors: tuple[int, ...] = ()
+    close_descriptors: bool = False
+
+
+Operation = Callable[[Any, dict[str, Any], bytes], "Reply | None"]
+
+
+class Session:
+    """One connection, served by one thread. A malformed frame ends it; a request that cannot be met does not."""
+
+    operations: ClassVar[dict[str, Operation]] = {}
+    with_layout: ClassVar[set[str]] = set()
+
+    def __init__(self, holder: Holder, connection: Connection) -> None:
+        self.holder, self.store, self.connection = holder, holder.store, connection
+
+    def serve(self) -> None:
+        try:
+            self.connection.welcome(self.holder.config.secret)
+            while True:
+                self._handle(self.connection.receive())
+        except LostPeerError as error:
+            log.debug("%s ended: %s", type(self).__name__, error)
+        except Exception as error:
+            self.holder.refused += 1
+            log.warning("%s closed: %s: %s", type(self).__name__, type(error).__name__, error)
+        finally:
+            self.connection.close()
+            self.end()
+
+    def end(self) -> None:
+        """The other side is gone."""
+
+    def cast(self, content: dict[str, Any]) -> None:
+        raise CorruptMessageError("nothing to cast here")
+
+    def _handle(self, frame: Frame) -> None:
+        if frame.kind == FrameKind.CAST and frame.payload_bytes == 0:
+            return self.cast(frame.json)
+        name = frame.json.get("op")
+        operation = self.operations.get(name) if isinstance(name, str) else None
+        if frame.kind != FrameKind.REQUEST or operation is None:
+            raise CorruptMessageError(f"no such request: {frame.kind.name} {str(name)[:40]!r}")
+        payload = self.connection.read_payload(frame, MAX_LAYOUT_BYTES if name in self.with_layout else 0)
+        try:
+            reply = operation(self, frame.json, payload)
+        except LostPeerError:  # so the connection is of no more use
+            raise
+        except (ValueError, ThinwireError) as error:
+            return self.connection.send_error(error)
+        if reply is not None:
+            self._send(reply)
+        return None
+
+    def _send(self, reply: Reply) -> None:
+        try:
+            self.connection.send(FrameKind.REPLY, reply.json, reply.payload, reply.descriptors)
+        finally:
+            for descriptor in reply.descriptors if reply.close_descriptors else ():
+                os.close(descriptor)
+
+
+def _size(request: dict[str, Any]) -> SlotSize:
+    return SlotSize(
+        get(request, "payload_bytes", int, 0, MAX_PAYLOAD_BYTES), get(request, "layout_bytes", int, 0, MAX_LAYOUT_BYTES)
+    )
+
+
+class TrainerSession(Session):
+    """A process on this host, over the Unix socket: at most one shard is its own."""
+
+    with_layout: ClassVar[set[str]] = {"publish"}
+
+    def __init__(self, holder: Holder, connection: Connection) -> None:
+        super().__init__(holder, connection)
+        self.shard: Shard | None = None
+        self.attempt = 0
+        self.grants = Grants(self.store.changed)
+        self.writing: Holding | None = None
+        self.opened: dict[int, Holding] = {}
+
+    def end(self) -> None:
+        """Death of a trainer: what is complete is kept, and sent without limit; what is half written is nothing."""
+        for holding in self.opened.values():
+            self.store.unpin(holding)
+        if self.writing is not None:
+            self.store.abandon(self.writing)
+        self.grants.unlimit()
+        if self.shard is not None:
+            with self.store.changed:
+                self.shard.trainer = None
+                self.store.changed.notify_all()
+
+    def cast(self, content: dict[str, Any]) -> None:
+        if content.get("op") == "grant":
+            self.grants.add(get(content, "bytes", int, 0, MAX_PAYLOAD_BYTES))
+        elif content.get("op") == "grant_all":
+            self.grants.unlimit()
+        elif content.get("op") == "revoke":
+            self.grants.revoke()
+        else:
+            raise CorruptMessageError("unknown cast")
+
+    def own(self) -> Shard:
+        if self.shard is None:
+            raise ValueError("no shard is registered on this connection: call hello first")
+        return self.shard
+
+    def hello(self, request: dict[str, Any], _: bytes) -> Reply:
+        shard_id, attempt = ShardId.from_json(get(request, "shard", dict)), get(request, "attempt", int)
+        addresses = get(request, "replicas", list, 0, 64)
+        self._check_peers(addresses)
+        if self.shard is not None:
+            raise ValueError(f"this connection already belongs to {self.shard.id}")
+        shard = self.store.register(shard_id, _size(request))
+        with self.store.changed:
+            if not self.store.changed.wait_for(lambda: shard.trainer is None, _TAKEOVER_SECONDS):
+                raise ValueError(f"{shard_id} belongs to another trainer that is connected; end that one first")
+            shard.trainer, shard.role, shard.keep = self, "own", None
+            self._end_receiver(shard)
+        self.shard, self.attempt = shard, attempt
+        self.grants.revoke()
+        try:
+            unreachable = self._replicate_to(shard, addresses)
+        except ValueError:
+            self._resign(shard)
+            raise
+        content = {
+            "slots": [holding.number for holding in shard.holdings],
+            "payload_bytes": shard.size.payload_bytes,
+            "layout_bytes": shard.size.layout_bytes,
+            "unreachable": unreachable,
+        }
+        return Reply(content, descriptors=tuple(holding.slot.descriptor for holding in shard.holdings))
+
+    def _end_receiver(self, shard: Shard) -> None:
+        """What a peer is sending is left over from when the owner lived there, and would keep a slot from it."""
+        if shard.receiver is not None:
+            shard.receiver.close()
+        self.store.changed.wait_for(lambda: shard.receiver is None, _TAKEOVER_SECONDS)
+
+    def _check_peers(self, addresses: list[Any]) -> None:
+        for address in addresses:
+            parse_address(address if isinstance(address, str) else "")
+            if address == self.holder.address:
+                raise ValueError(f"{address} is this holder itself: a replica must be on another host")
+        if len(set(addresses)) < len(addresses):
+            raise ValueError(f"a replica is named twice in {addresses}")
+
+    def _replicate_to(self, shard: Shard, addresses: list[str]) -> dict[str, str]:
+        """Start one sender for each peer; which of them cannot be reached yet, and why."""
+        for replica in shard.replicas.values():
+            replica.stop()
+        config = self.holder.config
+        senders = {
+            address: Replicator(self.store, shard, address, config.secret, self.grants, config.times)
+            for address in addresses
+        }
+        unreachable = {}
+        for address, sender in senders.items():
+            try:
+                sender.connect()
+            except ThinwireError as error:
+                unreachable[address] = sender.last_error = str(error)
+            except ValueError as error:
+                for other in senders.values():
+                    other.stop()
+                raise ValueError(f"holder {address}: {error}") from error
+        with self.store.changed:
+            shard.replicas = dict(senders)
+        for sender in senders.values():
+            sender.start()
+        return unreachable
+
+    def _resign(self, shard: Shard) -> None:
+        """The shard is not taken over after all; its memory goes if there is nothing in it."""
+        with self.store.changed:
+            shard.trainer, shard.replicas, self.shard = None, {}, None
+        if not shard.complete():
+            self.store.remove(shard)
+
+    def slot(self, request: dict[str, Any], _: bytes) -> Reply:
+        shard, keep_step = self.own(), request.get("keep_step")
+        get(request, "step", int)
+        if self.writing is not None:
+            self.store.abandon(self.writing)
+            self.writing = None
+        with self.store.changed:
+            shard.attempt = self.attempt
+            if keep_step is not None:
+                shard.keep = shard.order_of(get(request, "keep_step", int), self.attempt) or shard.keep
+        self.writing = self.store.begin(shard, shard.keep)
+        return Reply({"slot": self.writing.number if self.writing else None})
+
+    def publish(self, request: dict[str, Any], layout: bytes) -> Reply:
+        shard, holding = self.own(), self.writing
+        if holding is None or holding.number != get(request, "slot", int):
+            raise ValueError("that slot is not being written by this trainer")
+        step, payload_bytes = get(request, "step", int), get(request, "payload_bytes", int, 0, MAX_PAYLOAD_BYTES)
+        holding.slot.check_room(payload_bytes, len(layout))
+        self.writing = None
+        sealed = self.holder.sealing.submit(self._seal, shard, holding, step, payload_bytes, layout)
+        if request.get("wait") is True:
+            manifest = sealed.result()
+            if manifest is None:
+                raise ThinwireError(f"step {step} was not published: {shard.last_error}")
+            return Reply({"version": manifest.listed("own").to_json()})
+        return Reply()
+
+    def _seal(self, shard: Shard, holding: Holding, step: int, payload_bytes: int, layout: bytes) -> Manifest | None:
+        try:
+            manifest = holding.slot.digest(shard.id, step, self.attempt, payload_bytes, layout)
+            self.store.seal(holding, manifest, layout)
+            return manifest
+        except Exception as error:
+            shard.last_error = f"step {step}: {error}"
+            log.exception("step %s of %s was not sealed", step, shard.id)
+            self.store.abandon(holding)
+            return None
+
+    def abandon(self, request: dict[str, Any], _: bytes) -> Reply:
+        if self.writing is not None and self.writing.number == get(request, "slot", int):
+            self.store.abandon(self.writing)
+            self.writing = None
+        return Reply()
+
+    def status(self, request: dict[str, Any], _: bytes) -> Reply:
+        return Reply(self.holder.shard_status(self.own()))
+
+    def inventory(self, request: dict[str, Any], _: bytes) -> Reply:
+        versions = self.store.verified(get(request, "run_id", str, 1, 256), get(request, "verify", bool))
+        return Reply({"versions": [version.to_json() for version in versions]})
+
+    def fetch(self, request: dict[str, Any], _: bytes) -> Reply:
+        version, source = Version.from_json(get(request, "version", dict)), get(request, "source", str, 1, 300)
+        if self.store.verify(version):
+            return Reply({"bytes": 0, "seconds": 0.0})
+        started = time.monotonic()
+        try:
+            self._fetch(version, source)
+        except LostPeerError as error:  # of the other holder, not of this trainer
+            raise ThinwireError(f"holder {source}: {error}") from error
+        seconds = time.monotonic() - started
+        self.holder.note_fetched(version.payload_bytes, seconds)
+        return Reply({"bytes": version.payload_bytes, "seconds": seconds})
+
+    def _fetch(self, version: Version, source: str) -> None:
+        timeout_seconds = self.holder.config.times.timeout_seconds
+        connection = call(source, self.holder.config.secret, timeout_seconds)
+        try:
+            frame = connection.request("read", {"version": version.to_json()})
+            manifest = Manifest.from_json(get(frame.json, "manifest", dict))
+            layout = connection.read_payload(frame, MAX_LAYOUT_BYTES)
+            if manifest.version.digest != version.digest:
+                raise CorruptMessageError(f"holder {source} offers another version than the one that was asked for")
+            shard = self.store.shards.get(version.shard)
+            if shard is None:
+                shard = self.store.register(version.shard, _size(get(frame.json, "room", dict)))  # the owner may come
+            with self.holder.into(shard, None, manifest, layout, recovering=True) as holding:
+                receive_payload(connection, holding.slot, manifest, timeout_seconds)
+        finally:
+            connection.close()
+
+    def keep(self, request: dict[str, Any], _: bytes) -> Reply:
+        version, shard = Version.from_json(get(request, "version", dict)), self.own()
+        with self.store.reading(version), self.store.changed:
+            if version.shard != shard.id:
+                raise ValueError(f"this connection belongs to {shard.id}, not to {version.shard}")
+            shard.keep = version.attempt, version.step
+            self._free_unwanted(shard)
+        return Reply()
+
+    def _free_unwanted(self, shard: Shard) -> None:
+        """What was being sent and is of no use any more would keep its slot from the next version."""
+        self.store.changed.notify_all()
+        self.store.changed.wait_for(
+            lambda: not any(h.readers and h.manifest and not shard.is_wanted(h.manifest) for h in shard.holdings),
+            _UNWANTED_SECONDS,
+        )
+
+    def open(self, request: dict[str, Any], _: bytes) -> Reply:
+        version = Version.from_json(get(request, "version", dict))
+        holding = self.store.pin(version)
+        try:
+            descriptor = os.open(f"/proc/self/fd/{holding.slot.descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        except BaseException:
+            self.store.unpin(holding)
+            raise
+        handle = max(self.opened, default=0) + 1
+        self.opened[handle] = holding
+        size = holding.slot.size
+        content = {"handle": handle, "payload_bytes": size.payload_bytes, "layout_bytes": size.layout_bytes}
+        return Reply(content, descriptors=(descriptor,), close_descriptors=True)
+
+    def close(self, request: dict[str, Any], _: bytes) -> Reply:
+        holding = self.opened.pop(get(request, "handle", int), None)
+        if holding is not None:
+            self.store.unpin(holding)
+        return Reply()
+
+    def forget(self, request: dict[str, Any], _: bytes) -> Reply:
+        topology = get(request, "topology", str, 1, 256) if request.get("topology") is not None else None
+        return Reply({"shards": self.store.forget(get(request, "run_id", str, 1, 256), topology)})
+
+    def holder_status(self, request: dict[str, Any], _: bytes) -> Reply:
+        return Reply(self.holder.status())
+
+    def stop(self, request: dict[str, Any], _: bytes) -> Reply:
+        self.holder.stopping.set()
+        return Reply()
+
+    operations: ClassVar[dict[str, Operation]] = {
+        "hello": hello, "slot": slot, "publish": publish, "abandon": abandon, "status": status,
+        "inventory": inventory, "fetch": fetch, "keep": keep, "open": open, "close": close, "forget": forget,
+        "holder_status": holder_status, "stop": stop,
+    }  # fmt: skip
+
+
+class PeerSession(Session):
+    """The holder of another host, over TCP: it may have shards kept here, and read what is here."""
+
+    with_layout: ClassVar[set[str]] = {"receive"}
+
+    def register(self, request: dict[str, Any], _: bytes) -> Reply:
+        shard = self.store.register(ShardId.from_json(get(request, "shard", dict)), _size(request))
+        with self.store.changed:
+            versions = [h.manifest.version.to_json() for h in shard.complete() if h.manifest]
+        return Reply({"versions": versions})
+
+    def receive(self, request: dict[str, Any], layout: bytes) -> Reply:
+        manifest = Manifest.from_json(get(request, "manifest", dict))
+        if (manifest.layout_bytes, manifest.layout_crc) != (len(layout), zlib.crc32(layout)):
+            raise CorruptMessageError("the layout was altered on the way here")
+        shard = self.store.shards.get(manifest.shard)
+        if shard is None:
+            raise ThinwireError(f"{manifest.shard} is not registered here")
+        self._take_over(shard)
+        try:
+            digest = manifest.version.digest
+            if any(h.manifest and h.manifest.version.digest == digest for h in shard.complete()):
+                return Reply({"have": True})
+            if shard.is_superseded(manifest.order):
+                return Reply({"superseded": True})
+            started = time.monotonic()
+            with self.holder.into(shard, _order(request.get("keep")), manifest, layout) as holding:
+                self.connection.send(FrameKind.REPLY, {"have": False})
+                receive_payload(self.connection, holding.slot, manifest, None)
+            self.holder.note_received(manifest.payload_bytes, time.monotonic() - started)
+            return Reply()
+        finally:
+            with self.store.changed:
+                shard.receiver = None
+                self.store.changed.notify_all()
+
+    def _take_over(self, shard: Shard) -> None:
+        """A sender that calls again has given up its last call, even if that looks alive from here."""
+        with self.store.changed:
+            if shard.receiver is not None:
+                shard.receiver.close()
+            if not self.store.changed.wait_for(lambda: shard.receiver is None, _TAKEOVER_SECONDS):
+                raise ThinwireError(f"{shard.id} is being received on another connection")
+            shard.receiver = self.connection
+
+    def read(self, request: dict[str, Any], _: bytes) -> None:
+        with self.store.reading(Version.from_json(get(request, "version", dict))) as holding:
+            manifest, layout = holding.slot.read()
+            size = holding.slot.size
+            room = {"payload_bytes": size.payload_bytes, "layout_bytes": size.layout_bytes}
+            self.connection.send(FrameKind.REPLY, {"manifest": manifest.to_json(), "room": room}, layout)
+            started = time.monotonic()
+            send_payload(self.connection, holding.slot, manifest)
+        self.holder.note_served(manifest.payload_bytes, time.monotonic() - started)
+
+    operations: ClassVar[dict[str, Operation]] = {"register": register, "receive": receive, "read": read}
+
+
+def _order(keep: Any) -> tuple[int, int] | None:
+    if keep is None:
+        return None
+    if not isinstance(keep, list) or [type(part) for part in keep] != [int, int]:
+        raise CorruptMessageError("'keep' is not an attempt and a step")
+    return keep[0], keep[1]

@@ -1,0 +1,194 @@
+"""Starting a holder, finding the one of this host, and stopping it; the secret that all of a job's holders share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from thinwire.errors import LostPeerError, ThinwireError
+from thinwire.holder.client import HolderClient
+from thinwire.holder.store import BudgetError, available_bytes, parse_bytes
+
+SECRET_VARIABLE, SOCKET_VARIABLE = "THINWIRE_SECRET", "THINWIRE_HOLDER"
+_LOOPBACK = ("127.", "::1", "localhost")
+
+
+@dataclass(frozen=True)
+class HolderOptions:
+    """How to start a holder; None for the defaults: half of the available memory, this user's socket, its secret.
+
+    ``bind`` is the address on which peers reach this host, ``port`` 0 takes a free one. With ``detach`` the holder
+    outlives whoever starts it, and logs to ``<socket>.log``. ``ready_file`` gets the address and the like, as JSON.
+    """
+
+    bind: str = "127.0.0.1"
+    port: int = 0
+    socket: str | None = None
+    secret_file: str | None = None
+    memory_budget: str | None = None
+    timeout_seconds: float = 10.0
+    deadline_seconds: float = 30.0
+    drain_seconds: float = 5.0
+    detach: bool = False
+    ready_file: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        path = socket_path(self.socket)
+        return {**asdict(self), "socket": str(path), "log": f"{path}.log"}
+
+
+def socket_path(given: str | Path | None = None) -> Path:
+    """Where the holder of this host listens: as given, or as $THINWIRE_HOLDER says, or in this user's own directory."""
+    named = given or os.environ.get(SOCKET_VARIABLE)
+    if named:
+        path = Path(named).absolute()
+        if not path.parent.is_dir():
+            raise ValueError(f"{path.parent} is not a directory")
+        return path
+    directory = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()) / f"thinwire-{os.getuid()}"
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ValueError(f"{directory} is open to other users; remove it, or give another place with --socket")
+    return directory / "holder.sock"
+
+
+def load_secret(socket: Path, secret_file: str | Path | None = None) -> bytes:
+    """The secret: of the file, else of $THINWIRE_SECRET, else the one generated beside the socket.
+
+    Raises ValueError if there is none, or if others can read the file.
+    """
+    named = os.environ.get(SECRET_VARIABLE, "")
+    if secret_file is None and named:
+        return named.encode()
+    path = Path(secret_file) if secret_file is not None else _generated(socket)
+    try:
+        mode, secret = path.stat().st_mode, path.read_bytes().strip()
+    except OSError as error:
+        raise ValueError(f"no secret in {path} ({error.strerror}); write one, or set {SECRET_VARIABLE}") from error
+    if mode & 0o077:
+        raise ValueError(f"others can read {path}: chmod 600 {path}")
+    if len(secret) < 16:
+        raise ValueError(f"the secret in {path} is shorter than 16 characters: openssl rand -hex 32 > {path}")
+    return secret
+
+
+def _generated(socket: Path) -> Path:
+    return socket.with_name(f"{socket.name}.secret")
+
+
+def _secret_for(bind: str, socket: Path, secret_file: str | None) -> bytes:
+    path = _generated(socket)
+    if secret_file is None and not os.environ.get(SECRET_VARIABLE):
+        if not bind.startswith(_LOOPBACK):
+            raise ValueError(
+                f"peers connect to {bind}: give all holders and trainers of the job one secret, by --secret-file or"
+                f" {SECRET_VARIABLE}"
+            )
+        with contextlib.suppress(FileExistsError):
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(descriptor, "w") as file:
+                file.write(secrets.token_hex(32))
+    return load_secret(socket, secret_file)
+
+
+def budget_bytes(memory_budget: str | None) -> int:
+    """Of the text, or half of what is available. Raises BudgetError if that is more than what is available."""
+    available = available_bytes()
+    if memory_budget is None:
+        return available // 2
+    needed = parse_bytes(memory_budget)
+    if needed > available:
+        raise BudgetError(
+            f"a memory budget of {needed:,} bytes is more than the {available:,} that are available here (MemAvailable,"
+            " and the limits of the control groups)"
+        )
+    return needed
+
+
+def config_of(options: dict[str, Any]) -> Any:
+    """A ``HolderConfig`` of ``HolderOptions.to_json()``. Raises ValueError for options that cannot be."""
+    from thinwire.holder.replication import PeerTimes
+    from thinwire.holder.server import HolderConfig
+
+    path = Path(options["socket"])
+    return HolderConfig(
+        socket_path=path,
+        secret=_secret_for(options["bind"], path, options["secret_file"]),
+        budget_bytes=budget_bytes(options["memory_budget"]),
+        bind=options["bind"],
+        port=options["port"],
+        times=PeerTimes(options["timeout_seconds"], options["deadline_seconds"]),
+        drain_seconds=options["drain_seconds"],
+    )
+
+
+def command(options: HolderOptions) -> list[str]:
+    """The command line of a holder's process. The secret is not in it: others can see command lines."""
+    script = Path(__file__).with_name("daemon.py")
+    return [sys.executable, "-P", str(script), json.dumps(options.to_json())]
+
+
+def start_holder(options: HolderOptions | None = None, timeout_seconds: float = 20.0) -> dict[str, Any]:
+    """Start a detached holder and wait until it is ready: ``pid``, ``socket``, ``address``, ``budget_bytes``.
+
+    It runs in a session of its own and is nobody's child, so it outlives the trainers and whoever started them. Raises
+    ValueError with the reason if it cannot start.
+
+    Example: start_holder(HolderOptions(bind="10.0.0.1", secret_file="job.secret"))["address"]
+    """
+    given = HolderOptions(**{**asdict(options or HolderOptions()), "detach": True})
+    ended = subprocess.run(
+        command(given), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_seconds
+    )
+    try:
+        said = json.loads(ended.stdout)
+    except ValueError:
+        raise ValueError(f"the holder did not start: {ended.stderr.strip() or 'no reason given'}") from None
+    if "ready" not in said:
+        raise ValueError(f"the holder did not start: {said.get('error')}")
+    return said
+
+
+def ensure_holder(options: HolderOptions | None = None, timeout_seconds: float = 20.0) -> HolderClient:
+    """A connection to the holder of this host, which is started if there is none; any number of ranks may call it.
+
+    Raises ValueError, PeerError (another secret). For torchrun, call it in each rank before anything else: the first
+    one starts the holder, which then outlives the restarts of the workers.
+
+    Example: client = ensure_holder(HolderOptions(bind="10.0.0.1", secret_file="job.secret"))
+    """
+    options = options or HolderOptions()
+    path, deadline = socket_path(options.socket), time.monotonic() + timeout_seconds
+    while True:
+        with contextlib.suppress(LostPeerError):
+            if path.exists():
+                return HolderClient.connect(path, load_secret(path, options.secret_file))
+        try:
+            start_holder(options, timeout_seconds)
+        except ValueError as error:
+            if "already serves" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)  # another rank has just started it
+
+
+def stop_holder(client: HolderClient, timeout_seconds: float = 20.0) -> None:
+    """End the holder that ``client`` is connected to, and wait until its memory is free. Raises ThinwireError."""
+    status = client.holder_status()
+    client.stop_holder()
+    client.close()
+    deadline = time.monotonic() + timeout_seconds
+    while Path(f"/proc/{status['pid']}").exists() and Path(status["socket"]).exists():
+        if time.monotonic() > deadline:
+            raise ThinwireError(f"the holder, process {status['pid']}, has not ended after {timeout_seconds} seconds")
+        time.sleep(0.02)

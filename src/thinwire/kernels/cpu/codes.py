@@ -1,0 +1,158 @@
+"""Bitmaps, Elias-Fano coding and the checksum on the CPU, compiled by numba. Twins of `reference_codes`."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.kernels.cpu.bits import ROOM, count_ones, list_ones
+from thinwire.kernels.cpu.memory import as_tensor
+from thinwire.kernels.jit import njit
+from thinwire.kernels.reference import codes as reference_codes
+from thinwire.kernels.reference.codes import elias_fano_high_bits, elias_fano_low_bits
+
+_CHUNK_WORDS = reference_codes.CHECKSUM_CHUNK_WORDS
+_SHIFT, _WEIGHTS = np.uint64(reference_codes.CHECKSUM_SHIFT), reference_codes.CHECKSUM_WEIGHTS
+
+
+def checksum(buffer: Tensor) -> int:
+    words = buffer.numpy().view(np.uint64)
+    return int(_checksum(words)) if words.size else 0
+
+
+@njit
+def _checksum(words: np.ndarray) -> np.uint64:
+    while words.size > 1:
+        combined = np.empty((words.size + _CHUNK_WORDS - 1) // _CHUNK_WORDS, dtype=np.uint64)
+        for chunk in range(combined.size):
+            combined[chunk] = _combine(words[chunk * _CHUNK_WORDS : (chunk + 1) * _CHUNK_WORDS])
+        words = combined
+    return words[0]
+
+
+@njit
+def _combine(chunk: np.ndarray) -> np.uint64:
+    total = np.uint64(0)
+    for place in range(chunk.size):
+        total += (chunk[place] ^ (chunk[place] >> _SHIFT)) * _WEIGHTS[place]
+    return total
+
+
+def pack_bits(positions: Tensor, size: int) -> Tensor:
+    bitmap = np.zeros((size + 7) // 8, dtype=np.uint8)
+    if not _pack(positions.numpy(), size, bitmap):
+        raise IndexError(f"a position is not in [0, {size}): {positions.min()} to {positions.max()}")
+    return as_tensor(bitmap)
+
+
+@njit
+def _pack(positions: np.ndarray, size: int, bitmap: np.ndarray) -> bool:
+    for place in range(positions.size):
+        position = positions[place]
+        if position < 0 or position >= size:
+            return False
+        bitmap[position >> 3] |= np.uint8(1 << (position & 7))
+    return True
+
+
+def unpack_bits(bitmap: Tensor) -> Tensor:
+    words = _words(bitmap)
+    return as_tensor(_ones(words, count_ones(words)))
+
+
+def _words(bitmap: Tensor) -> np.ndarray:
+    """A copy as int64, aligned and filled up with zeros: a bitmap in a payload lies at any address."""
+    words = np.zeros((bitmap.numel() + 7) // 8, dtype=np.int64)
+    words.view(np.uint8)[: bitmap.numel()] = bitmap.numpy()
+    return words
+
+
+def _ones(words: np.ndarray, count: int) -> np.ndarray:
+    positions = np.empty(count + ROOM, dtype=np.int64)
+    list_ones(words, positions)
+    return positions[:count]
+
+
+def elias_fano_encode(positions: Tensor, size: int) -> Tensor:
+    count = positions.numel()
+    if count == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    low_bits = elias_fano_low_bits(count, size)
+    high_bits = elias_fano_high_bits(count, size, low_bits)
+    low_bytes = (count * low_bits + 7) // 8
+    data = np.zeros(low_bytes + (high_bits + 7) // 8, dtype=np.uint8)
+    array = positions.numpy()
+    if not _encode_high(array, low_bits, high_bits, data[low_bytes:]):
+        raise IndexError(f"positions are not increasing and below {size}")
+    _encode_low(array, low_bits, data[:low_bytes])
+    return as_tensor(data)
+
+
+@njit
+def _encode_high(positions: np.ndarray, low_bits: int, high_bits: int, high: np.ndarray) -> bool:
+    for place in range(positions.size):
+        bit = ((positions[place] - place) >> low_bits) + place
+        if bit < 0 or bit >= high_bits:
+            return False
+        high[bit >> 3] |= np.uint8(1 << (bit & 7))
+    return True
+
+
+@njit
+def _encode_low(positions: np.ndarray, low_bits: int, low: np.ndarray) -> None:
+    """The low bits % 8 of eight gaps fill bits % 8 bytes; the whole bytes above follow, gap after gap."""
+    whole, rest = low_bits >> 3, low_bits & 7
+    stream = (positions.size * rest + 7) >> 3
+    mask = (1 << rest) - 1
+    for group in range(0, positions.size, 8):
+        word = np.int64(0)
+        for place in range(group, min(group + 8, positions.size)):
+            word |= ((positions[place] - place) & mask) << (rest * (place - group))
+        first = (group >> 3) * rest
+        for byte in range(first, min(first + rest, stream)):
+            low[byte] = (word >> (8 * (byte - first))) & 0xFF
+    for place in range(positions.size):
+        above = (positions[place] - place) >> rest
+        for byte in range(whole):
+            low[stream + place * whole + byte] = (above >> (8 * byte)) & 0xFF
+
+
+def elias_fano_decode(data: Tensor, count: int, size: int) -> Tensor:
+    if count == 0:
+        return torch.empty(0, dtype=torch.int64)
+    low_bits = elias_fano_low_bits(count, size)
+    low_bytes = (count * low_bits + 7) // 8
+    if data.numel() < low_bytes:
+        return reference_codes.elias_fano_decode(data, count, size)
+    low, high = data[:low_bytes].numpy(), _words(data[low_bytes:])
+    if count_ones(high) != count or not _spare_is_zero(low, count, low_bits):
+        return torch.empty(0, dtype=torch.int64)
+    positions = _ones(high, count)
+    _decode(low, low_bits, positions)
+    return as_tensor(positions)
+
+
+@njit
+def _spare_is_zero(low: np.ndarray, count: int, low_bits: int) -> bool:
+    """Whether the bits that round the stream up to a byte are zeros, so that ids have one encoding."""
+    used = count * (low_bits & 7)
+    return used & 7 == 0 or low[used >> 3] >> (used & 7) == 0
+
+
+@njit
+def _decode(low: np.ndarray, low_bits: int, positions: np.ndarray) -> None:
+    """Places of ones in the upper part become positions."""
+    whole, rest = low_bits >> 3, low_bits & 7
+    stream = (positions.size * rest + 7) >> 3
+    mask = (1 << rest) - 1
+    for group in range(0, positions.size, 8):
+        word = np.int64(0)
+        first = (group >> 3) * rest
+        for byte in range(first, min(first + rest, stream)):
+            word |= np.int64(low[byte]) << (8 * (byte - first))
+        for place in range(group, min(group + 8, positions.size)):
+            gap = (positions[place] - place) << low_bits | ((word >> (rest * (place - group))) & mask)
+            for byte in range(whole):
+                gap |= np.int64(low[stream + place * whole + byte]) << (rest + 8 * byte)
+            positions[place] = gap + place

@@ -1,0 +1,298 @@
+"""Signs, blocks of small integers and powers of two on the CPU, compiled by numba. Twins of `reference_quantize`.
+
+Inner loops have no branches and 32-bit integers (numba's own are 64-bit), so that they are vectorized.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from thinwire.kernels.cpu.memory import as_tensor
+from thinwire.kernels.jit import njit
+from thinwire.kernels.reference.quantize import POWER_CODES, RANDOM_BITS, packed_codes_bytes
+
+_CHUNK = 1024  # values whose codes wait in the cache to be packed
+_LANES = 64  # sums in flight, so that adding is vectorized
+_UINT32_MASK = 0xFFFFFFFF
+_UINT8_VALUES = 256
+_INFINITY_FLOAT32, _INFINITY_FLOAT64 = 0x7F800000, 0x7FF0000000000000  # their bits, which those of nan lie above
+
+
+@njit
+def _finalize(word: np.uint32) -> np.uint32:
+    word = word ^ np.uint32(word >> np.uint32(16))
+    word = np.uint32(word * np.uint32(0x85EBCA6B))
+    word = word ^ np.uint32(word >> np.uint32(13))
+    word = np.uint32(word * np.uint32(0xC2B2AE35))
+    return np.uint32(word ^ np.uint32(word >> np.uint32(16)))
+
+
+@njit
+def _hash(index: np.uint32, low: np.uint32, high: np.uint32) -> np.uint32:
+    """`mix` of an index below 2^32, in 32-bit arithmetic."""
+    return _finalize(np.uint32(_finalize(np.uint32(index ^ low)) ^ high))
+
+
+def _halves(seed: int) -> tuple[np.uint32, np.uint32]:
+    return np.uint32(seed & _UINT32_MASK), np.uint32((seed >> 32) & _UINT32_MASK)
+
+
+def largest_of_blocks(values: Tensor, block: int) -> Tensor:
+    array = values.numpy()
+    integer, _ = _integer_type(array)
+    largest = np.zeros(-(-array.size // block), dtype=array.dtype)
+    _largest_words(array.view(integer), block, integer(np.iinfo(integer).max), largest.view(integer))
+    return as_tensor(largest)
+
+
+@njit
+def _largest_words(words: np.ndarray, block: int, magnitude: np.signedinteger, largest: np.ndarray) -> None:
+    """Numbers without their signs are ordered as their bits are, and only maxima of integers are vectorized."""
+    for number in range(largest.size):
+        found, chunk = largest[number], words[number * block : (number + 1) * block]
+        for place in range(chunk.size):
+            found = max(found, chunk[place] & magnitude)
+        largest[number] = found
+
+
+def pack_signs(values: Tensor, phase: int) -> Tensor:
+    packed = np.empty(packed_codes_bytes(values.numel(), 1), dtype=np.uint8)
+    _pack_signs(values.numpy(), phase & 1, packed)
+    return as_tensor(packed)
+
+
+@njit
+def _pack_signs(values: np.ndarray, phase: int, packed: np.ndarray) -> None:
+    """Eight flags, a byte each, become a byte by one multiplication: their ones meet in the highest byte, in order."""
+    flags = np.empty(_CHUNK, dtype=np.uint8)
+    eights = flags.view(np.uint64)
+    for start in range(0, values.size, _CHUNK):
+        chunk = values[start : start + _CHUNK]
+        for place in range(chunk.size):
+            odd = ((place + phase) & 1) == 1
+            flags[place] = np.uint8((chunk[place] < 0) | ((chunk[place] == 0) & odd))
+        flags[chunk.size :] = 0
+        for byte in range((chunk.size + 7) >> 3):
+            packed[(start >> 3) + byte] = (eights[byte] * np.uint64(0x0102040810204080)) >> np.uint64(56)
+
+
+def mean_of_blocks(values: Tensor, block: int) -> Tensor:
+    array = values.numpy()
+    means = np.empty(-(-array.size // block), dtype=array.dtype)
+    _mean_magnitudes(array, block, means)
+    return as_tensor(means)
+
+
+@njit
+def _mean_magnitudes(values: np.ndarray, block: int, means: np.ndarray) -> None:
+    wide, sums = np.empty(_LANES), np.empty(_LANES)
+    for number in range(means.size):
+        chunk = values[number * block : (number + 1) * block]
+        sums[:] = 0.0
+        whole = chunk.size // _LANES * _LANES
+        for start in range(0, whole, _LANES):
+            for lane in range(_LANES):
+                wide[lane] = np.float64(abs(chunk[start + lane]))
+            for lane in range(_LANES):
+                sums[lane] += wide[lane]
+        for place in range(whole, chunk.size):
+            sums[place - whole] += np.float64(abs(chunk[place]))
+        means[number] = sums.sum() / chunk.size
+
+
+def add_signs(packed: Tensor, scales: Tensor, block: int, total: Tensor) -> None:
+    _add_signs(packed.numpy(), scales.numpy(), block, total.numpy())
+
+
+@njit
+def _add_signs(packed: np.ndarray, scales: np.ndarray, block: int, total: np.ndarray) -> None:
+    for number in range(scales.size):
+        scale = scales[number]
+        start, stop = number * block, min((number + 1) * block, total.size)
+        first = min((start + 7) >> 3, stop >> 3)  # of the bytes that belong to this block alone
+        for place in range(start, min(8 * first, stop)):
+            total[place] += -scale if (packed[place >> 3] >> (place & 7)) & 1 else scale
+        for byte in range(first, stop >> 3):
+            bits = np.uint32(packed[byte])
+            for bit in range(8):
+                total[8 * byte + bit] += -scale if np.uint32(bits >> np.uint32(bit)) & np.uint32(1) else scale
+        for place in range(max(start, 8 * (stop >> 3)), stop):
+            total[place] += -scale if (packed[place >> 3] >> (place & 7)) & 1 else scale
+
+
+def quantize(values: Tensor, steps: Tensor, block: int, levels: int, bits: int, seed: int | None) -> Tensor:
+    array, inverses = values.numpy(), steps.reciprocal().numpy()
+    codes = np.empty(array.size, dtype=np.uint8)
+    number = array.dtype.type
+    if seed is None:
+        rounder = number(1.5 * 2 ** _integer_type(array)[1])
+        _round_to_nearest(array, inverses, block, np.int32(levels), rounder, codes)
+    else:
+        _round_at_random(array, inverses, block, np.int32(levels), number(1 << RANDOM_BITS), *_halves(seed), codes)
+    if bits == 8:
+        return as_tensor(codes)
+    packed = np.empty(packed_codes_bytes(array.size, bits), dtype=np.uint8)
+    _pack_codes(codes, bits, packed)
+    return as_tensor(packed)
+
+
+@njit
+def _round_to_nearest(
+    values: np.ndarray, inverses: np.ndarray, block: int, levels: np.int32, rounder: np.floating, codes: np.ndarray
+) -> None:
+    """Beside ``rounder`` a number has no room for fractions."""
+    for number in range(inverses.size):
+        inverse = inverses[number]
+        chunk, out = values[number * block : (number + 1) * block], codes[number * block : (number + 1) * block]
+        for place in range(chunk.size):
+            multiple = np.int32((chunk[place] * inverse + rounder) - rounder)
+            out[place] = np.uint8(np.int32(min(max(multiple, np.int32(-levels)), levels) + levels))
+
+
+@njit
+def _round_at_random(
+    values: np.ndarray,
+    inverses: np.ndarray,
+    block: int,
+    levels: np.int32,
+    unit: np.floating,
+    low: np.uint32,
+    high: np.uint32,
+    codes: np.ndarray,
+) -> None:
+    for number in range(inverses.size):
+        inverse, start = inverses[number], np.uint32(number * block)
+        chunk, out = values[number * block : (number + 1) * block], codes[number * block : (number + 1) * block]
+        for place in range(chunk.size):
+            scaled = chunk[place] * inverse
+            whole = np.floor(scaled)
+            random = np.int32(_hash(np.uint32(start + np.uint32(place)), low, high) >> np.uint32(32 - RANDOM_BITS))
+            up = np.float32(random) < (scaled - whole) * unit
+            multiple = np.int32(np.int32(whole) + np.int32(up))
+            out[place] = np.uint8(np.int32(min(max(multiple, np.int32(-levels)), levels) + levels))
+
+
+@njit
+def _pack_codes(codes: np.ndarray, bits: int, packed: np.ndarray) -> None:
+    """Eight codes fill ``bits`` bytes."""
+    whole = codes.size >> 3
+    for group in range(whole):
+        word = np.int64(0)
+        for place in range(8):
+            word |= np.int64(codes[8 * group + place]) << (bits * place)
+        for byte in range(bits):
+            packed[group * bits + byte] = (word >> (8 * byte)) & 0xFF
+    word = np.int64(0)
+    for place in range(8 * whole, codes.size):
+        word |= np.int64(codes[place]) << (bits * (place & 7))
+    for byte in range(whole * bits, packed.size):
+        packed[byte] = word & 0xFF
+        word >>= 8
+
+
+@njit
+def _unpack_codes(packed: np.ndarray, bits: int, codes: np.ndarray) -> None:
+    whole, mask = codes.size >> 3, (1 << bits) - 1
+    for group in range(whole):
+        word = np.int64(0)
+        for byte in range(bits):
+            word |= np.int64(packed[group * bits + byte]) << (8 * byte)
+        for place in range(8):
+            codes[8 * group + place] = (word >> (bits * place)) & mask
+    word = np.int64(0)
+    for byte in range(whole * bits, packed.size):
+        word |= np.int64(packed[byte]) << (8 * (byte - whole * bits))
+    for place in range(8 * whole, codes.size):
+        codes[place] = (word >> (bits * (place & 7))) & mask
+
+
+def add_quantized(packed: Tensor, steps: Tensor, block: int, levels: int, bits: int, total: Tensor) -> None:
+    codes = packed.numpy()
+    if bits != 8:
+        codes = np.empty(total.numel(), dtype=np.uint8)
+        _unpack_codes(packed.numpy(), bits, codes)
+    _add_quantized(codes, steps.numpy(), block, np.int32(levels), total.numpy())
+
+
+@njit
+def _add_quantized(codes: np.ndarray, steps: np.ndarray, block: int, levels: np.int32, total: np.ndarray) -> None:
+    for number in range(steps.size):
+        step = steps[number]
+        chunk, out = codes[number * block : (number + 1) * block], total[number * block : (number + 1) * block]
+        for place in range(out.size):
+            multiple = min(np.int32(np.int32(chunk[place]) - levels), levels)
+            out[place] += np.float32(multiple) * step
+
+
+def round_to_powers(values: Tensor, base: int, seed: int) -> Tensor:
+    array = values.numpy()
+    codes = np.empty(array.size, dtype=np.uint8)
+    integer, mantissa_bits = _integer_type(array)
+    smallest = np.array([(base + 1) << mantissa_bits], dtype=integer).view(array.dtype)[0]
+    unit = array.dtype.type(2.0**RANDOM_BITS)
+    kernel = _round_float32 if array.dtype == np.float32 else _round_float64
+    kernel(array, array.view(integer), integer(base), smallest, unit, *_halves(seed), codes)
+    return as_tensor(codes)
+
+
+def _integer_type(array: np.ndarray) -> tuple[type[np.signedinteger], int]:
+    return (np.int32, 23) if array.dtype == np.float32 else (np.int64, 52)
+
+
+@njit
+def _round_float32(
+    values: np.ndarray,
+    words: np.ndarray,
+    base: np.int32,
+    smallest: np.float32,
+    unit: np.float32,
+    low: np.uint32,
+    high: np.uint32,
+    codes: np.ndarray,
+) -> None:
+    """Added to the bits of a number, a random mantissa carries into the exponent with the right probability."""
+    for place in range(values.size):
+        hashed, word, size = _hash(np.uint32(place), low, high), words[place], abs(values[place])
+        magnitude = np.int32(min(np.int32(word & np.int32(0x7FFFFFFF)), np.int32(_INFINITY_FLOAT32)))
+        exponent = np.int32(np.int32(magnitude + np.int32(hashed >> np.uint32(9))) >> np.int32(23))
+        code = np.int32(min(max(np.int32(exponent - base), np.int32(0)), np.int32(POWER_CODES)))
+        from_below = np.int32(np.float32(np.int32(hashed >> np.uint32(8))) * smallest < size * unit)
+        code = from_below if size < smallest else code
+        sign = np.int32(np.int32(word >> np.int32(24)) & np.int32(0x80))
+        codes[place] = np.uint8(np.int32(code | sign))
+
+
+@njit
+def _round_float64(
+    values: np.ndarray,
+    words: np.ndarray,
+    base: np.int64,
+    smallest: np.float64,
+    unit: np.float64,
+    low: np.uint32,
+    high: np.uint32,
+    codes: np.ndarray,
+) -> None:
+    for place in range(values.size):
+        hashed, word, size = np.int64(_hash(np.uint32(place), low, high)), words[place], abs(values[place])
+        magnitude = min(word & np.int64(0x7FFFFFFFFFFFFFFF), np.int64(_INFINITY_FLOAT64))
+        code = min(max(((magnitude + (hashed << 20)) >> 52) - base, 0), POWER_CODES)
+        from_below = np.int64(np.float64(hashed >> 8) * smallest < size * unit)
+        code = from_below if size < smallest else code
+        codes[place] = code | ((word >> 56) & 0x80)
+
+
+def add_from_table(codes: Tensor, table: Tensor, steps: Tensor, block: int, total: Tensor) -> None:
+    if table.numel() != _UINT8_VALUES:
+        raise IndexError(f"a table of {table.numel()} numbers, where codes need {_UINT8_VALUES}")
+    _add_from_table(codes.numpy(), table.numpy(), steps.numpy(), block, total.numpy())
+
+
+@njit
+def _add_from_table(codes: np.ndarray, table: np.ndarray, steps: np.ndarray, block: int, total: np.ndarray) -> None:
+    for number in range(steps.size):
+        step = steps[number]
+        chunk, out = codes[number * block : (number + 1) * block], total[number * block : (number + 1) * block]
+        for place in range(out.size):
+            out[place] += table[chunk[place]] * step

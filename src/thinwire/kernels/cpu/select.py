@@ -1,0 +1,242 @@
+"""The largest elements on the CPU, compiled by numba. Twins of `reference_select`.
+
+Of 25 million float32 (100 MB, read in 6 ms) a count takes 7 ms, a histogram of the leading bits 11 ms, moments 17 ms
+and the choice of 1 % between 15 and 30 ms; ``torch.topk`` takes 700 ms.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from thinwire.kernels.cpu.memory import as_tensor
+from thinwire.kernels.jit import Int64, njit
+from thinwire.kernels.reference.select import RADIX_BITS, Moments, threshold_key
+
+_LANES = 64  # sums in flight, so that adding is vectorized
+_TABLES = 4  # of 16 KiB, filled in turn: one for each of the digits that are looked at
+_SELECT_BLOCK = 32  # elements that are compared before any is chosen
+_FEW = 64  # a share of 1/64 of all elements is cheap to copy: no need to narrow down further
+_LOG_TURNS = 512  # factors below 2, so that their product is finite
+
+
+def _bits(values: Tensor) -> tuple[np.ndarray, np.ndarray, Any]:
+    """The values, their bits as integers, and the mask, of their type, that takes the sign off."""
+    array = values.detach().numpy()
+    word = np.int32 if array.dtype == np.float32 else np.int64
+    return array, array.view(word), word(np.iinfo(word).max)
+
+
+def magnitude_moments(values: Tensor, at_least: float = 0.0) -> Moments:
+    array, bits, mask = _bits(values)
+    key = bits.dtype.type(max(1, threshold_key(at_least, values.dtype)))  # zeros are not counted
+    total, squares = _sums(array, bits, mask, key)
+    return Moments(int(_count(bits, mask, key)), float(total), float(squares))
+
+
+@njit
+def _sums(values: np.ndarray, bits: np.ndarray, mask: Int64, key: Int64) -> tuple[float, float]:
+    """A block is widened first and added then, in loops of one thing and of fixed length: 10 ms instead of 40."""
+    wide, sums, squares = np.zeros(_LANES), np.zeros(_LANES), np.zeros(_LANES)
+    whole = values.size // _LANES * _LANES
+    for start in range(0, whole, _LANES):
+        for lane in range(_LANES):
+            reaches = (bits[start + lane] & mask) >= key
+            wide[lane] = np.float64(abs(values[start + lane])) if reaches else 0.0
+        for lane in range(_LANES):
+            sums[lane] += wide[lane]
+        for lane in range(_LANES):
+            squares[lane] += wide[lane] * wide[lane]
+    for place in range(whole, values.size):
+        if (bits[place] & mask) >= key:
+            magnitude = np.float64(abs(values[place]))
+            sums[place - whole] += magnitude
+            squares[place - whole] += magnitude * magnitude
+    return sums.sum(), squares.sum()
+
+
+def sum_log_magnitudes(values: Tensor) -> float:
+    return float(_sum_logs(values.detach().numpy()))
+
+
+@njit
+def _sum_logs(values: np.ndarray) -> float:
+    """Exponents are added and mantissas multiplied, so that one logarithm serves a block."""
+    total, exponents = 0.0, 0
+    wide = np.empty(_LANES)
+    bits = wide.view(np.int64)
+    products = np.ones(_LANES)
+    whole, turn = values.size // _LANES * _LANES, 0
+    for start in range(0, whole, _LANES):
+        for lane in range(_LANES):
+            magnitude = np.float64(abs(values[start + lane]))
+            wide[lane] = magnitude if magnitude != 0.0 else 1.0
+        for lane in range(_LANES):
+            exponents += bits[lane] >> 52
+        for lane in range(_LANES):
+            bits[lane] = (bits[lane] & 0xFFFFFFFFFFFFF) | (1023 << 52)
+        for lane in range(_LANES):
+            products[lane] *= wide[lane]
+        turn += 1
+        if turn == _LOG_TURNS:
+            total, turn = total + np.log(products).sum(), 0
+            products[:] = 1.0
+    for place in range(whole, values.size):
+        if values[place] != 0.0:
+            total += math.log(np.float64(abs(values[place])))
+    return total + np.log(products).sum() + (exponents - 1023 * whole) * math.log(2.0)
+
+
+def count_at_least(values: Tensor, threshold: float) -> int:
+    _, bits, mask = _bits(values)
+    return int(_count(bits, mask, bits.dtype.type(threshold_key(threshold, values.dtype))))
+
+
+@njit
+def _count(bits: np.ndarray, mask: Int64, key: Int64) -> Int64:
+    count = 0
+    for place in range(bits.size):
+        count += np.int64((bits[place] & mask) >= key)
+    return count
+
+
+def select_at_least(values: Tensor, threshold: float, expected: int | None = None) -> tuple[Tensor, Tensor]:
+    array, bits, mask = _bits(values)
+    key = bits.dtype.type(threshold_key(threshold, values.dtype))
+    ids, chosen = _selected(array, bits, mask, key, int(_count(bits, mask, key)) if expected is None else expected)
+    return as_tensor(ids), as_tensor(chosen)
+
+
+def _selected(
+    array: np.ndarray, bits: np.ndarray, mask: Int64, key: Int64, expected: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """In memory for as many as expected; if there are more, in memory for all of them."""
+    room = min(expected, array.size) + _SELECT_BLOCK
+    ids, chosen = np.empty(room, dtype=np.int64), np.empty(room, dtype=array.dtype)
+    count = int(_select(array, bits, mask, key, ids, chosen))
+    if count < 0:
+        return _selected(array, bits, mask, key, int(_count(bits, mask, key)))
+    return ids[:count], chosen[:count]
+
+
+@njit
+def _select(
+    values: np.ndarray, bits: np.ndarray, mask: Int64, key: Int64, ids: np.ndarray, chosen: np.ndarray
+) -> Int64:
+    """Each element is written behind the last chosen one and kept if it is chosen, without a branch to guess.
+
+    Returns how many were chosen, or -1 where there was no room for another block.
+    """
+    count = 0
+    for start in range(0, bits.size, _SELECT_BLOCK):
+        stop, found = min(start + _SELECT_BLOCK, bits.size), 0
+        if stop - start == _SELECT_BLOCK:
+            for lane in range(_SELECT_BLOCK):
+                found += np.int32((bits[start + lane] & mask) >= key)
+        else:
+            found = 1
+        if found > 0:
+            if count + _SELECT_BLOCK > ids.size:
+                return -1
+            for place in range(start, stop):
+                ids[count] = place
+                chosen[count] = values[place]
+                count += np.int64((bits[place] & mask) >= key)
+    return count
+
+
+def leading_magnitudes(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    array, bits, mask = _bits(values)
+    if not 1 <= k <= array.size:
+        raise ValueError(f"there is no {k}-th largest of {array.size} elements")
+    width = bits.dtype.itemsize * 8 - 1
+    tables = np.zeros((_TABLES, 1 << RADIX_BITS), dtype=np.int64)
+    _histogram(bits, mask, width - RADIX_BITS, tables)
+    digit, _, candidates = _descend(tables.sum(axis=0), k, 0)
+    ids, chosen = _selected(array, bits, mask, bits.dtype.type(digit << (width - RADIX_BITS)), candidates)
+    return as_tensor(ids), as_tensor(chosen)
+
+
+def top_magnitudes(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """A radix select: leading bits are counted until few candidates share those of the ``k``-th largest."""
+    if not 0 <= k <= values.numel():
+        raise ValueError(f"there are no {k} largest of {values.numel()} elements")
+    array, bits, mask = _bits(values)
+    if k == 0:
+        return as_tensor(np.empty(0, dtype=np.int64)), as_tensor(array[:0].copy())
+    edge, width, candidates = 0, bits.dtype.itemsize * 8 - 1, array.size
+    above = 0  # keys of at least edge + 2^width
+    while candidates > max(2 * k, array.size // _FEW) and width > 0:
+        shift = max(0, width - RADIX_BITS)
+        tables = np.zeros((_TABLES, 1 << (width - shift)), dtype=np.int64)
+        if width == bits.dtype.itemsize * 8 - 1:
+            _histogram(bits, mask, shift, tables)
+        else:
+            _refine(bits, mask, bits.dtype.type(edge), shift, tables)
+        digit, above, candidates = _descend(tables.sum(axis=0), k, above)
+        edge, width = edge + (digit << shift), shift
+    ids, chosen = _selected(array, bits, mask, bits.dtype.type(edge), candidates)
+    return _largest(ids, chosen, mask, k)
+
+
+def _descend(counts: np.ndarray, k: int, above: int) -> tuple[int, int, int]:
+    """The digit of the k-th largest key, how many keys have a larger one, and how many that or a larger one."""
+    reached = above + counts[::-1].cumsum()
+    place = int(np.searchsorted(reached, k))
+    return counts.size - 1 - place, int(reached[place - 1]) if place else above, int(reached[place])
+
+
+@njit
+def _histogram(bits: np.ndarray, mask: Int64, shift: int, tables: np.ndarray) -> None:
+    """Leading digits of all keys. Neighbours often have the same one, so they are counted in different tables."""
+    whole = bits.size // _TABLES * _TABLES
+    for start in range(0, whole, _TABLES):
+        for table in range(_TABLES):
+            tables[table, (bits[start + table] & mask) >> shift] += 1
+    for place in range(whole, bits.size):
+        tables[0, (bits[place] & mask) >> shift] += 1
+
+
+@njit
+def _refine(bits: np.ndarray, mask: Int64, edge: Int64, shift: int, tables: np.ndarray) -> None:
+    """Digits of the keys from ``edge`` on that are in the tables."""
+    size = tables.shape[1]
+    whole = bits.size // _TABLES * _TABLES
+    for start in range(0, whole, _TABLES):
+        for table in range(_TABLES):
+            digit = ((bits[start + table] & mask) - edge) >> shift
+            if 0 <= digit < size:
+                tables[table, digit] += 1
+    for place in range(whole, bits.size):
+        digit = ((bits[place] & mask) - edge) >> shift
+        if 0 <= digit < size:
+            tables[0, digit] += 1
+
+
+def _largest(ids: np.ndarray, chosen: np.ndarray, mask: Int64, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of candidates; they stay in order."""
+    if ids.size > k:
+        keys = chosen.view(type(mask)) & mask
+        smallest = np.partition(keys, ids.size - k)[ids.size - k]
+        _keep(ids, chosen, keys, smallest, k - int((keys > smallest).sum()))
+    if ids.size > k:  # copied, so that the rest is freed
+        ids, chosen = ids[:k].copy(), chosen[:k].copy()
+    return as_tensor(ids), as_tensor(chosen)
+
+
+@njit
+def _keep(ids: np.ndarray, chosen: np.ndarray, keys: np.ndarray, smallest: Int64, equal: int) -> None:
+    """Moves keys above ``smallest``, and the first ``equal`` that equal it, to the front."""
+    count = 0
+    for place in range(keys.size):
+        taken = keys[place] > smallest
+        if keys[place] == smallest and equal > 0:
+            equal -= 1
+            taken = True
+        if taken:
+            ids[count] = ids[place]
+            chosen[count] = chosen[place]
+            count += 1

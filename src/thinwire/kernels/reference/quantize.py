@@ -1,0 +1,174 @@
+"""Signs, blocks of small integers and powers of two in plain torch: the definition of correct, on any device."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from thinwire.kernels.reference.rows import mix
+
+RANDOM_BITS = 24  # of a random number: as many as a float32 holds, so that comparisons are exact
+POWER_CODES = 127  # powers of two that natural compression tells apart; code 0 is zero
+_INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+_MANTISSA_BITS = {torch.float32: 23, torch.float64: 52}
+
+
+def packed_codes_bytes(count: int, bits: int) -> int:
+    """Bytes of ``count`` integers of ``bits`` bits each."""
+    return (count * bits + 7) // 8
+
+
+def largest_of_blocks(values: Tensor, block: int) -> Tensor:
+    """The largest magnitude in each ``block`` consecutive ``values`` [n], float32 or float64: [ceil(n / block)]."""
+    return torch.linalg.vector_norm(_blocked(values, block), float("inf"), dim=1)
+
+
+def pack_signs(values: Tensor, phase: int) -> Tensor:
+    """Signs of ``values`` [n], float32 or float64, eight in a byte, least significant bit first; a one is negative.
+
+    One bit has no room for zero: a zero is negative where its index plus ``phase`` is odd, so that zeros cancel out
+    between phases instead of pushing all in one direction.
+
+    Returns uint8 [ceil(n / 8)].
+
+    Example:
+        >>> pack_signs(torch.tensor([1.0, -1.0, 0.0, 0.0]), phase=0).tolist()
+        [10]
+    """
+    odd = torch.zeros(values.numel(), dtype=torch.bool, device=values.device)
+    odd[(phase + 1) % 2 :: 2] = True
+    negative = (values < 0).logical_or_((values == 0).logical_and_(odd))
+    return _pack_codes(negative.to(torch.uint8), 1)
+
+
+def mean_of_blocks(values: Tensor, block: int) -> Tensor:
+    """The mean magnitude of each ``block`` consecutive ``values`` [n], float32 or float64: [ceil(n / block)].
+
+    Added in float64; the order of additions is not defined, so only what a rank tells the others may follow from it.
+    """
+    count = values.numel()
+    if count == 0:
+        return values.new_empty(0)
+    whole, rest = values.abs().split([count // block * block, count % block])
+    means = [whole.view(count // block, block).mean(dim=1, dtype=torch.float64)]
+    if rest.numel():
+        means.append(rest.mean(dtype=torch.float64).view(1))
+    return torch.cat(means).to(values.dtype)
+
+
+def add_signs(packed: Tensor, scales: Tensor, block: int, total: Tensor) -> None:
+    """Add the scale of its block, or minus that, by the signs from `pack_signs`, to each element of ``total`` [n].
+
+    Args:
+        scales: of each ``block`` consecutive elements, of the dtype of the total.
+    """
+    negative = _unpack_codes(packed, total.numel(), 1).to(torch.bool)
+    magnitude = scales.repeat_interleave(min(block, total.numel()))[: total.numel()]
+    total.add_(torch.where(negative, -magnitude, magnitude))
+
+
+def quantize(values: Tensor, steps: Tensor, block: int, levels: int, bits: int, seed: int | None) -> Tensor:
+    """Round ``values`` [n] to whole multiples, at most ``levels``, of the step of their block.
+
+    With x = value / step, stochastic rounding gives floor(x) + 1 with probability x - floor(x), else floor(x): its
+    expectation is x. Random numbers are a hash of the seed and the index, so that all twins round alike.
+
+    Args:
+        values: float32 or float64, finite.
+        steps: of each block of ``block`` consecutive values, of the same dtype, positive, normal numbers.
+        levels: below 2^(bits - 1).
+        bits: 2 to 8.
+        seed: of stochastic rounding, 64 bits; None rounds to the nearest, ties to even.
+
+    Returns:
+        uint8 [ceil(n * bits / 8)]: codes multiple + levels, a bit stream, least significant bit first.
+    """
+    scaled = _blocked(values, block).mul(steps.reciprocal()[:, None]).view(-1)[: values.numel()]
+    if seed is None:
+        whole = scaled.round()
+    else:
+        whole = scaled.floor()
+        whole.add_(_random(values.numel(), seed, values) < scaled.sub_(whole).mul_(1 << RANDOM_BITS))
+    codes = whole.clamp_(-levels, levels).add_(levels).to(torch.uint8)
+    return _pack_codes(codes, bits)
+
+
+def add_quantized(packed: Tensor, steps: Tensor, block: int, levels: int, bits: int, total: Tensor) -> None:
+    """Add what `quantize` made codes of to ``total`` [n]; negated steps subtract it.
+
+    Codes above 2 * levels, which `quantize` does not make, count as 2 * levels.
+    """
+    codes = _unpack_codes(packed, total.numel(), bits).clamp_(max=2 * levels)
+    multiples = _blocked(codes.to(total.dtype).sub_(levels), block)
+    total.add_(multiples.mul(steps[:, None]).view(-1)[: total.numel()])
+
+
+def round_to_powers(values: Tensor, base: int, seed: int) -> Tensor:
+    """Round ``values`` [n] at random to the power of two below or above, such that the expectation is the value.
+
+    Codes 1 to 127 stand for the exponents ``base`` + 1 to ``base`` + 127, biased as in the number format, 0 for zero.
+    Below the smallest power the choice is between that and zero, of denormal values too; the expectation is then right
+    to 2^-24 of that power. Above the largest one it is that one, always, and so it is for infinity and nan.
+
+    Returns uint8 [n]: the sign in the highest bit, the code below.
+    """
+    mantissa_bits, integer = _MANTISSA_BITS[values.dtype], _INTEGERS[values.dtype]
+    hashed = mix(torch.arange(values.numel(), device=values.device), seed)
+    magnitude = values.abs().nan_to_num_(nan=math.inf, posinf=math.inf)
+    fraction = hashed << (mantissa_bits - 32) if mantissa_bits > 32 else hashed >> (32 - mantissa_bits)
+    exponents = (magnitude.view(integer) + fraction.to(integer)) >> mantissa_bits
+    codes = (exponents - base).clamp_(0, POWER_CODES)
+    smallest = _power(base + 1, values)
+    random = (hashed >> (32 - RANDOM_BITS)).to(values.dtype)
+    from_below = random.mul_(smallest) < magnitude * 2.0**RANDOM_BITS  # divided, the smallest could vanish
+    codes = torch.where(magnitude < smallest, from_below.to(integer), codes)
+    return (codes | torch.signbit(values).to(integer) << 7).to(torch.uint8)
+
+
+def add_from_table(codes: Tensor, table: Tensor, steps: Tensor, block: int, total: Tensor) -> None:
+    """Add to ``total`` [n] the number that a code (uint8 [n]) has in ``table`` [256], times the step of its block.
+
+    ``table`` and ``steps`` (of each block of ``block`` consecutive elements) are of the dtype of ``total``.
+    """
+    numbers = _blocked(table.index_select(0, codes.int()), block)
+    total.add_(numbers.mul(steps[:, None]).view(-1)[: total.numel()])
+
+
+def _random(count: int, seed: int, like: Tensor) -> Tensor:
+    """Whole numbers in [0, 2^24), as floats."""
+    return (mix(torch.arange(count, device=like.device), seed) >> (32 - RANDOM_BITS)).to(like.dtype)
+
+
+def _power(exponent: int, like: Tensor) -> Tensor:
+    """The power of two with this biased exponent."""
+    bits = torch.tensor(exponent << _MANTISSA_BITS[like.dtype], dtype=_INTEGERS[like.dtype], device=like.device)
+    return bits.view(like.dtype)
+
+
+def _blocked(values: Tensor, block: int) -> Tensor:
+    """As [blocks, block], filled up with zeros."""
+    blocks = -(-values.numel() // block)
+    return torch.nn.functional.pad(values, (0, blocks * block - values.numel())).view(blocks, block)
+
+
+def _pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Integers uint8 [n] below 2^bits: eight fill ``bits`` bytes."""
+    if bits == 8:
+        return codes
+    eights = _blocked(codes.long(), 8)
+    words = (eights << bits * torch.arange(8, device=codes.device)).sum(1)
+    packed = words.view(torch.uint8).view(-1, 8)[:, :bits].reshape(-1)
+    return packed[: packed_codes_bytes(codes.numel(), bits)].clone()
+
+
+def _unpack_codes(packed: Tensor, count: int, bits: int) -> Tensor:
+    """The inverse of `_pack_codes`."""
+    if bits == 8:
+        return packed[:count].clone()
+    groups = -(-count // 8)
+    words = torch.zeros(groups, 8, dtype=torch.uint8, device=packed.device)
+    words[:, :bits] = torch.nn.functional.pad(packed, (0, groups * bits - packed.numel())).view(groups, bits)
+    shifted = words.view(torch.int64) >> bits * torch.arange(8, device=packed.device)
+    return (shifted & ((1 << bits) - 1)).view(-1)[:count].to(torch.uint8)

@@ -1,0 +1,46 @@
+"""The built-in script of ``thinwire analyze``: the language model of the demo, on as many ranks as torchrun starts."""
+
+from __future__ import annotations
+
+from itertools import count
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.lab.demo import corpus
+from thinwire.lab.demo.model import LanguageModel, LogUniform
+from thinwire.lab.demo.train import INITIAL_ACCUMULATOR, TrainConfig, batch, timed_step
+
+
+def main() -> None:
+    """Train without end: whoever runs this stops it."""
+    dist.init_process_group("gloo")
+    config = TrainConfig()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    # Adagrad builds sparse tensors; saying "no checks" aloud silences torch's warning that there are none.
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    text = _load_once(rank)
+    torch.manual_seed(config.seed)
+    model = DistributedDataParallel(LanguageModel(config.model(text.num_words)), init_sync=False)
+    optimizer = torch.optim.Adagrad(
+        model.parameters(), lr=config.learning_rate, initial_accumulator_value=INITIAL_ACCUMULATOR
+    )
+    sampler = LogUniform(text.num_words, config.candidates)
+    for step in count():
+        words = batch(text.tokens, config, step, rank, world_size)
+        timed_step(model, optimizer, words, sampler, config.seed, step)
+
+
+def _load_once(rank: int) -> corpus.Corpus:
+    """Rank 0 splits the text into words, the others find it in the cache."""
+    if rank > 0:
+        dist.barrier()
+    text = corpus.load()
+    if rank == 0:
+        dist.barrier()
+    return text
+
+
+if __name__ == "__main__":
+    main()

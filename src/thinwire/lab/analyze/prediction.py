@@ -1,0 +1,153 @@
+"""Expected bytes and seconds of every scheme on other numbers of ranks, and the pick.
+
+Up to the recorded world size the rows are those that were measured; beyond, the union of n ranks is *extrapolated*,
+with the densification n^a that fits the recorded curve best. Seconds are always *predicted*, for an assumed network.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from thinwire.comm.machine import Machine
+from thinwire.lab.bench.trace import IndexTrace
+from thinwire.sync.choose import DENSE_SHARE, Demand, busiest_rank_bytes, choose, expected_seconds, explain
+from thinwire.sync.cost import expected_bytes
+from thinwire.sync.named import NAMED, name_of
+from thinwire.sync.scheme import Ownership, Scheme
+
+PREDICTED_RANKS = tuple(2**power for power in range(1, 11))
+
+
+@dataclass(frozen=True)
+class AssumedLink:
+    """The link assumed for each rank that nobody ran: its rate ``mbit``, and the latency between any two ranks."""
+
+    mbit: float = 10_000.0
+    latency_seconds: float = 50e-6
+
+    def machine(self, world_size: int) -> Machine:
+        """So many ranks on this network, with the kernels of this machine."""
+        return Machine.assumed(self.mbit, self.latency_seconds, world_size)
+
+    def describe(self) -> str:
+        return (
+            f"{self.mbit:g} Mbit/s a rank and {1e6 * self.latency_seconds:g} us between two, assumed; work on rows as"
+            " measured on this machine"
+        )
+
+    def to_json(self, world_size: int) -> dict[str, Any]:
+        """The assumed machine on ``world_size`` ranks."""
+        machine = asdict(self.machine(world_size))
+        return {"assumed": self.describe(), "world_size": world_size, **asdict(self), **machine}
+
+
+DEFAULT_LINK = AssumedLink()
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Expected bytes that a rank sends in a step and seconds that it takes, by scheme, on ``world_size`` ranks.
+
+    ``union`` are the rows that all ranks hold together; ``extrapolated``: more ranks than were recorded. Bytes are for
+    even loads, seconds for the busiest rank. ``pick`` is what thinwire would choose there, by seconds, and
+    ``explanation`` why. ``warning`` is not None where the numbers cannot be, so that nothing follows from them: then
+    the pick is dense, the only scheme with bytes and seconds.
+    """
+
+    world_size: int
+    extrapolated: bool
+    densification: float
+    union: float
+    bytes: dict[str, float]
+    seconds: dict[str, float]
+    pick: str
+    explanation: str
+    warning: str | None
+
+
+def predict(
+    trace: IndexTrace,
+    dtype: torch.dtype,
+    curve: Sequence[float],
+    exponent: float,
+    network: AssumedLink = DEFAULT_LINK,
+    ranks: Sequence[int] = PREDICTED_RANKS,
+) -> tuple[Prediction, ...]:
+    """Every named scheme on these numbers of ranks and on as many as were recorded.
+
+    Args:
+        curve: ``curve[n - 1]`` is the recorded growth of the density over n ranks.
+        exponent: a of n^a, for more ranks.
+    """
+    held = fmean(ids.numel() for step in trace.steps for ids in step)
+    predictions = []
+    for world_size in sorted({*ranks, trace.world_size}):
+        measured = world_size <= len(curve)
+        growth = curve[world_size - 1] if measured else world_size**exponent
+        union = min(float(trace.num_rows), held * growth)
+        demand = Demand(world_size, trace.num_rows, trace.width, dtype.itemsize, held, union)
+        predictions.append(predict_one(demand, network.machine(world_size), extrapolated=not measured))
+    return tuple(predictions)
+
+
+def predict_one(demand: Demand, machine: Machine, extrapolated: bool) -> Prediction:
+    """Every named scheme for one demand."""
+    pick, warning = _pick(demand, machine)
+    schemes = {name: _without_list(scheme) for name, scheme in NAMED.items() if warning is None or scheme.is_dense}
+    growth = demand.union / demand.held if demand.held else 1.0
+    return Prediction(
+        world_size=demand.world_size,
+        extrapolated=extrapolated,
+        densification=growth,
+        union=demand.union,
+        bytes={name: _even_bytes(scheme, demand) for name, scheme in schemes.items()},
+        seconds={
+            name: expected_seconds(scheme, demand, machine, busiest_rank_bytes(scheme, demand))
+            for name, scheme in schemes.items()
+        },
+        pick=pick,
+        explanation=_explanation(demand, machine, warning),
+        warning=warning,
+    )
+
+
+def _pick(demand: Demand, machine: Machine) -> tuple[str, str | None]:
+    """The name of the choice, and the warning that came with it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        counts = [demand.held] * demand.world_size
+        pick = choose(counts, demand.num_rows, demand.width, demand.itemsize, demand.union, machine)
+    return name_of(pick), "; ".join(str(warning.message) for warning in caught) or None
+
+
+def _explanation(demand: Demand, machine: Machine, warning: str | None) -> str:
+    """`explain` compares prices, which is not why dense is picked where nearly all rows are held, or numbers fail."""
+    if warning is not None:
+        return f"dense: {warning}"
+    if demand.held >= DENSE_SHARE * demand.num_rows:
+        return f"dense: a rank holds {demand.held / demand.num_rows:.0%} of all rows"
+    return explain(demand, machine)
+
+
+def _even_bytes(scheme: Scheme, demand: Demand) -> float:
+    return float(
+        expected_bytes(
+            scheme, demand.world_size, demand.num_rows, demand.row_bytes, demand.held, demand.union, demand.itemsize
+        )
+    )
+
+
+def _without_list(scheme: Scheme) -> Scheme:
+    """An even deal is what `expected_bytes` assumes anyway."""
+    return replace(scheme, ownership=Ownership.PERMUTATION) if is_hashed(scheme) else scheme
+
+
+def is_hashed(scheme: Scheme) -> bool:
+    """Whether the scheme needs a list of all ids of an owner."""
+    return scheme.ownership is Ownership.HIERARCHICAL_HASH

@@ -1,0 +1,175 @@
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with types, not with text.
+"""Watch the gradients of every DistributedDataParallel model of a process, before they are synchronized."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.lab.analyze.recording import Table, TableSteps, save_rank
+from thinwire.sparse import Layout
+
+MIN_TABLE_BYTES = 16 * 1024
+"""Smaller gradients are not worth a scheme of their own: only their density is kept."""
+
+MAX_DENSITY = 0.5
+"""At more, dense values are sent: ids are not kept."""
+
+
+class Watch(Protocol):
+    """What becomes the one communication hook of a DDP model."""
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]: ...
+    def hand_over_to(self, state: object, hook: Callable[..., Any]) -> None: ...
+
+
+class ScriptWatcher(Protocol):
+    """What looks at the models of a script, and may end it."""
+
+    finished: bool
+
+    def watch(self, model: DistributedDataParallel) -> Watch: ...
+
+
+class Recorder:
+    """Keeps the ids of non-zero rows, step by step; at the forward pass after the last step it ends the script.
+
+    A step is a backward pass that DDP synchronizes, so accumulation under ``no_sync`` makes one step. With several
+    models, the first to begin a step too many ends the script.
+    """
+
+    def __init__(self, num_steps: int, on_step: Callable[[], None] = lambda: None) -> None:
+        self.num_steps = num_steps
+        self.on_step = on_step
+        """Called after each step of the first model."""
+        self.num_models = 0
+        self.finished = False
+        self._tables: dict[str, TableSteps] = {}
+
+    def watch(self, model: DistributedDataParallel) -> "ModelWatch":
+        """Record a model that was just built."""
+        self.num_models += 1
+        prefix = f"model{self.num_models}." if self.num_models > 1 else ""
+        return ModelWatch(self, model, prefix, self.on_step if self.num_models == 1 else lambda: None)
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Record the gradient of one parameter in one step."""
+        layout = Layout.of(gradient)
+        ids = nonzero_rows(gradient)
+        density = ids.numel() / layout.num_rows if layout.num_rows else 0.0
+        if name not in self._tables:
+            dtype = str(gradient.dtype).removeprefix("torch.")
+            kind = "dense" if layout.sparse_dim is None else "sparse"
+            self._tables[name] = TableSteps(Table(name, layout.num_rows, layout.width, dtype, kind), [], [])
+        large = gradient.dim() == 2 and gradient.numel() * gradient.element_size() >= MIN_TABLE_BYTES
+        self._tables[name].densities.append(density)
+        self._tables[name].ids.append(ids.cpu() if large and density < MAX_DENSITY else None)
+
+    def finish(self) -> None:
+        """End the script as if it had called ``sys.exit()``."""
+        self.finished = True
+        sys.exit(0)
+
+    def save(self, path: Path) -> None:
+        """Leave what was seen for the parent process."""
+        save_rank(path, self.num_models, list(self._tables.values()))
+
+
+class ModelWatch:
+    """The one communication hook of a DDP model: records, then does what the script's hook or stock DDP does."""
+
+    def __init__(
+        self, recorder: Recorder, model: DistributedDataParallel, prefix: str, on_step: Callable[[], None]
+    ) -> None:
+        self._recorder = recorder
+        self._on_step = on_step
+        self._names = {id(parameter): prefix + name for name, parameter in model.module.named_parameters()}
+        process_group = model.process_group
+        assert isinstance(process_group, dist.ProcessGroup)
+        self._process_group = process_group
+        self._steps = 0
+        self._theirs: tuple[object, Callable[..., Any]] | None = None
+        model.register_forward_pre_hook(self._before_forward)
+
+    def hand_over_to(self, state: object, hook: Callable[..., Any]) -> None:
+        """From now on, synchronize by a hook of the script. Raises RuntimeError for a second one, as DDP does."""
+        if self._theirs is not None:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self._theirs = (state, hook)
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        """What DDP calls with every bucket, in the order that all ranks share."""
+        del state
+        if self._steps < self._recorder.num_steps:
+            gradients = [bucket.buffer()] if bucket.buffer().is_sparse else bucket.gradients()
+            for parameter, gradient in zip(bucket.parameters(), gradients, strict=True):
+                self._recorder.add(self._names[id(parameter)], gradient)
+            if bucket.is_last():
+                self._on_step()
+        self._steps += bucket.is_last()
+        if self._theirs is not None:
+            their_state, their_hook = self._theirs
+            return their_hook(their_state, bucket)
+        return _mean_as_stock(self._process_group, bucket.buffer())
+
+    def _before_forward(self, model: nn.Module, args: tuple[object, ...]) -> None:
+        del args
+        training = model.training and torch.is_grad_enabled()  # validation is not the next step
+        if training and self._steps >= self._recorder.num_steps:
+            self._recorder.finish()
+
+
+def install(recorder: ScriptWatcher) -> Callable[[], None]:
+    """Have every DDP model that this process builds watched, until the returned function is called."""
+    build, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
+    watches: WeakKeyDictionary[DistributedDataParallel, Watch] = WeakKeyDictionary()
+
+    def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        build(model, *args, **kwargs)
+        watch = recorder.watch(model)
+        register(model, None, watch.hook)
+        watches[model] = watch
+
+    def register_comm_hook(self: DistributedDataParallel, state: object, hook: Callable[..., Any]) -> None:
+        self._check_comm_hook(hook)
+        watches[self].hand_over_to(state, hook)
+
+    def uninstall() -> None:
+        DistributedDataParallel.__init__ = build
+        DistributedDataParallel.register_comm_hook = register
+
+    DistributedDataParallel.__init__ = init
+    DistributedDataParallel.register_comm_hook = register_comm_hook
+    return uninstall
+
+
+def nonzero_rows(gradient: Tensor) -> Tensor:
+    """Sorted unique ids, int64, of the rows that a sparse gradient names, or that are not zero in a dense one."""
+    gradient, layout = gradient.detach(), Layout.of(gradient)
+    if gradient.numel() == 0:
+        return torch.empty(0, dtype=torch.int64)
+    if layout.sparse_dim is None:
+        return (gradient.reshape(layout.num_rows, -1) != 0).any(dim=1).nonzero().flatten()
+    indices = gradient._indices()
+    ids = indices[0]
+    for dim in range(1, layout.sparse_dim):
+        ids = ids * layout.shape[dim] + indices[dim]
+    return ids.unique()
+
+
+def _mean_as_stock(process_group: dist.ProcessGroup, gradient: Tensor) -> Future[Tensor]:
+    """The all-reduce that DDP's reducer does by itself: bit for bit the same losses as without a hook."""
+    if gradient.is_sparse:
+        gradient.div_(process_group.size())
+    else:
+        gradient.mul_(1 / process_group.size())
+    work = dist.all_reduce(gradient, group=process_group, async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])

@@ -1,0 +1,121 @@
+"""What was seen of a run's gradients, and the files in which the ranks leave it: .npz without pickled objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from thinwire.lab.bench.trace import IndexTrace
+
+
+@dataclass(frozen=True)
+class Table:
+    """A parameter as a matrix of rows: `dtype` is a name such as "float32", `kind` "sparse" or "dense" gradient."""
+
+    name: str
+    num_rows: int
+    width: int
+    dtype: str
+    kind: str
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_rows * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.torch_dtype.itemsize
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class TableSteps:
+    """One table on one rank, step by step: the share of non-zero rows, and their ids where they were kept."""
+
+    table: Table
+    densities: list[float]
+    ids: list[Tensor | None]
+
+
+@dataclass(frozen=True, eq=False)
+class Recording:
+    """All ranks together. `traces` has the tables whose ids were kept in every step of every rank."""
+
+    world_size: int
+    num_models: int
+    tables: tuple[Table, ...]
+    densities: dict[str, torch.Tensor]
+    """For each table, float64 [steps, ranks]."""
+    traces: dict[str, IndexTrace]
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of the table that saw most: a model of several may be trained more rarely."""
+        return max((densities.shape[0] for densities in self.densities.values()), default=0)
+
+
+def save_rank(path: Path, num_models: int, tables: Sequence[TableSteps]) -> None:
+    """Write what one rank saw; may raise OSError."""
+    arrays = {}
+    for place, seen in enumerate(tables):
+        arrays[f"densities_{place}"] = np.array(seen.densities, np.float64)
+        for step, ids in enumerate(seen.ids):
+            if ids is not None:
+                arrays[f"ids_{place}_{step}"] = ids.numpy()
+    about = json.dumps({"models": num_models, "tables": [asdict(seen.table) for seen in tables]})
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, about=np.array(about), **arrays)
+
+
+def load(paths: Sequence[Path]) -> Recording:
+    """The recording of all ranks, from one file each, in rank order.
+
+    Steps that some rank did not reach are left out. Raises ValueError if the ranks saw different parameters.
+    """
+    ranks = [_load_rank(path) for path in paths]
+    num_models, first = ranks[0]
+    tables = tuple(seen.table for seen in first)
+    for rank, (_, seen) in enumerate(ranks):
+        if {one.table for one in seen} != set(tables):
+            raise ValueError(f"rank {rank} synchronized other parameters than rank 0: all ranks need the same model")
+    by_name = [{one.table.name: one for one in seen} for _, seen in ranks]
+    densities, traces = {}, {}
+    for table in tables:
+        seen = [names[table.name] for names in by_name]
+        num_steps = min(len(one.densities) for one in seen)
+        densities[table.name] = torch.tensor([one.densities[:num_steps] for one in seen], dtype=torch.float64).T
+        if (trace := _trace(table, seen, num_steps)) is not None:
+            traces[table.name] = trace
+    return Recording(len(paths), num_models, tables, densities, traces)
+
+
+def _trace(table: Table, ranks: Sequence[TableSteps], num_steps: int) -> IndexTrace | None:
+    steps = []
+    for step in range(num_steps):
+        ids = [rank.ids[step] for rank in ranks]
+        kept = tuple(one for one in ids if one is not None)
+        if len(kept) < len(ids):
+            return None
+        steps.append(kept)
+    return IndexTrace(table.num_rows, table.width, tuple(steps)) if steps else None
+
+
+def _load_rank(path: Path) -> tuple[int, list[TableSteps]]:
+    with np.load(path, allow_pickle=False) as archive:
+        about = json.loads(str(archive["about"]))
+        tables = []
+        for place, fields in enumerate(about["tables"]):
+            densities = archive[f"densities_{place}"].tolist()
+            names = [f"ids_{place}_{step}" for step in range(len(densities))]
+            ids = [torch.from_numpy(archive[name]) if name in archive else None for name in names]
+            tables.append(TableSteps(Table(**fields), densities, ids))
+    return about["models"], tables

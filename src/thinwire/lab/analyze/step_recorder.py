@@ -1,0 +1,97 @@
+# No `from __future__ import annotations` here: DDP compares the hook's annotations with types, not with text.
+"""Time the training steps of a script by hooks on its DDP model, and measure what its gradients would travel by.
+
+The script is not changed. While its steps are timed nothing is synchronized, so that what is timed is computing alone
+(the parameters of the ranks drift apart, and nobody trains with them afterwards).
+"""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.comm.lane import Lane
+from thinwire.measure.ready import WARM_STEPS, StepWatch
+from thinwire.measure.training import How, OnStage, begin_together, finish, trained_parameters
+from thinwire.plan.measurement import Measurement
+
+
+class StepRecorder:
+    """Watches the first DDP model of a script; when enough steps are timed it measures the rest and ends the script.
+
+    Args:
+        how: what to measure.
+        on_stage: told what is measured next.
+
+    Attributes:
+        measurement: when the script has ended; None if it had no DDP model.
+    """
+
+    def __init__(self, how: How, on_stage: OnStage = lambda stage: None) -> None:
+        self.how = how
+        self.finished = False
+        self.num_models = 0
+        self.measurement: Measurement | None = None
+        self._on_stage = on_stage
+        self._lane: Lane | None = None
+        self._watch: StepWatch | None = None
+        self._trained: dict[str, Tensor] = {}
+        self._tables: list[str] = []
+
+    def watch(self, model: DistributedDataParallel) -> "Unsynchronized":
+        """Called on all ranks for each model that is built."""
+        self.num_models += 1
+        if self._lane is None:
+            self._lane = Lane(model.process_group)
+            self._trained, self._tables = trained_parameters(model.module)
+            self._watch = StepWatch(model.module, self._trained, self._before_step)
+            self._on_stage("training steps")
+        return Unsynchronized()
+
+    @property
+    def num_steps(self) -> int:
+        """That were timed so far."""
+        return 0 if self._watch is None else self._watch.num_steps
+
+    def finish(self) -> None:
+        """Measure what is left; a collective call.
+
+        Raises:
+            ValueError: no steps were timed.
+        """
+        if self._lane is None or self._watch is None or self.finished:
+            return
+        self.finished = True
+        times = self._watch.close()
+        self.measurement = finish(self._lane, times, self._trained, self._tables, self.how, self._on_stage)
+
+    def close(self) -> None:
+        """Let go of the ranks, however the script ended."""
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
+
+    def _before_step(self) -> None:
+        assert self._lane is not None
+        if self.num_steps >= WARM_STEPS + self.how.steps:
+            self.finish()
+            sys.exit(0)
+        begin_together(self._lane)
+
+
+class Unsynchronized:
+    """The communication hook of a DDP model that leaves gradients as they are."""
+
+    def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
+        del state
+        buffer = bucket.buffer()
+        future: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
+        future.set_result(buffer)
+        return future
+
+    def hand_over_to(self, state: object, hook: Callable[..., Any]) -> None:
+        """A hook of the script is not called."""

@@ -1,0 +1,61 @@
+"""One rank: ``python -m thinwire.lab.analyze.worker DIRECTORY STEPS SCRIPT [ARGS...]``, in the environment of
+torchrun."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
+
+from thinwire.lab.analyze.recorder import Recorder, ScriptWatcher, install
+
+
+def rank_file(directory: Path, rank: int) -> Path:
+    """Where a rank leaves what it saw."""
+    return directory / f"rank{rank}.npz"
+
+
+def progress_file(directory: Path) -> Path:
+    """To which rank 0 adds a byte after every step."""
+    return directory / "progress"
+
+
+@record
+def main() -> None:
+    """Run the script as its own main program, and write the recording when it ends well, by itself or by us."""
+    os.dup2(2, 1)  # what the script prints goes to standard error: standard output is for the JSON of the parent
+    directory, steps, script, *arguments = sys.argv[1:]
+    rank = int(os.environ["RANK"])
+    recorder = Recorder(int(steps), partial(_add_byte, progress_file(Path(directory))) if rank == 0 else lambda: None)
+    run_recorded(recorder, script, arguments)
+    recorder.save(rank_file(Path(directory), rank))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _add_byte(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b".")
+
+
+def run_recorded(recorder: ScriptWatcher, script: str, arguments: list[str]) -> None:
+    """Run a script as ``python SCRIPT ARGS...`` would. Its errors pass through, an orderly exit is swallowed."""
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    uninstall = install(recorder)
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as exit:
+        if exit.code not in (None, 0) and not recorder.finished:
+            raise
+    finally:
+        uninstall()
+
+
+if __name__ == "__main__":
+    main()

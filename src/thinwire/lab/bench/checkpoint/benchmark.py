@@ -1,0 +1,208 @@
+"""`thinwire bench checkpoint`: the cost of checkpoints by several methods, and what they save, on emulated hosts."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+import thinwire
+from thinwire.checkpoint.placement import ring_sizes
+from thinwire.holder.store import available_bytes
+from thinwire.lab.bench.checkpoint.hosts import HolderHosts
+from thinwire.lab.bench.checkpoint.methods import IN_PEERS, METHODS, NONE, Place
+from thinwire.lab.bench.checkpoint.overhead import Overhead, OverheadRecord, measure
+from thinwire.lab.bench.checkpoint.recovery import Campaign, Recovery
+from thinwire.lab.bench.checkpoint.rows import baselines, bounds_of, row_of
+from thinwire.lab.bench.checkpoint.traffic import Sampler, timeline
+from thinwire.lab.bench.checkpoint.work import SYNTHETIC, TrainingWork
+from thinwire.lab.bench.jobs.job import Data
+from thinwire.lab.testbed.launch import preload, run_ranks
+from thinwire.lab.testbed.network import Link
+
+SLOTS = 2  # of each shard, on each host that holds it
+
+OnProgress = Callable[[str], None]
+"""Told what was just done, once for each of `CheckpointBenchmark.parts`."""
+
+
+@dataclass(frozen=True)
+class CheckpointBenchmark:
+    """What to measure.
+
+    Args:
+        steps: iterations of a block; each method has a block in each of ``repeat`` turns.
+        replicas: copies of each host's state, its own one included.
+        kills: how often all trainers of a method are killed before a host is lost too; 0 leaves recovery out.
+        traced: also look at what the links carry, for a picture.
+
+    Raises:
+        ValueError: an unknown method or job, fewer hosts than replicas, numbers below one, or more state than there is
+            memory for.
+    """
+
+    work: TrainingWork = TrainingWork()  # noqa: RUF009  # frozen
+    methods: tuple[str, ...] = METHODS
+    hosts: int = 8
+    link: Link = Link(None)  # noqa: RUF009  # frozen
+    steps: int = 20
+    repeat: int = 10
+    replicas: int = 2
+    kills: int = 2
+    traced: bool = False
+    timeout_seconds: float = 7200.0
+
+    def __post_init__(self) -> None:
+        unknown = [method for method in self.methods if method not in METHODS]
+        if unknown or not self.methods or len(set(self.methods)) < len(self.methods):
+            raise ValueError(f"methods {', '.join(self.methods)}: each once, of {', '.join(METHODS)}")
+        if min(self.steps, self.repeat) < 1 or self.kills < 0:
+            raise ValueError("steps and repeats must be at least one, kills at least zero")
+        ring_sizes(self.hosts, self.replicas)
+        in_peers = sum(method in IN_PEERS for method in self.methods)
+        needed = in_peers * self.hosts * self.replicas * SLOTS * self.work.state_bytes
+        if self.work.job == SYNTHETIC and needed > available_bytes():
+            raise ValueError(
+                f"{self.hosts} hosts, {self.replicas} replicas and {in_peers} methods that keep {SLOTS} versions need"
+                f" {needed:,} bytes, and {available_bytes():,} are available: make the state smaller"
+            )
+
+    @property
+    def recovering(self) -> list[str]:
+        """Methods that are killed."""
+        return [method for method in self.methods if method != NONE] if self.kills else []
+
+    @property
+    def parts(self) -> int:
+        """How often progress is told."""
+        return len(self.methods) * (self.repeat + 1) + len(self.recovering) * (self.kills + 2)
+
+
+def run(benchmark: CheckpointBenchmark, on_progress: OnProgress) -> dict[str, Any]:
+    """Measure, and return ``{"environment": {...}, "rows": [...]}``; the fields are in docs/bench-checkpoint.md.
+
+    With ``traced`` there is a "timeline" too.
+
+    Raises:
+        ImportError: the job's data need a package that is not installed.
+        NetAdminError: a link is asked for, but the process may not make network namespaces.
+        RanksFailed: a rank failed, with its traceback.
+    """
+    for module in ("overhead", "recovery", "dcp"):
+        preload(f"thinwire.lab.bench.checkpoint.{module}")
+    data = benchmark.work.load()
+    with (
+        tempfile.TemporaryDirectory(prefix="thinwire-checkpoint-") as directory,
+        HolderHosts(benchmark.hosts, benchmark.link, directory) as hosts,
+    ):
+        sampler = Sampler(hosts)
+        try:
+            records = _overhead(benchmark, hosts, directory, data, sampler, on_progress)
+        finally:
+            sampler.stop()
+        recoveries = _recoveries(benchmark, hosts, directory, data, records, on_progress)
+    link_mbit = hosts.link_mbit
+    result: dict[str, Any] = {
+        "environment": _environment(benchmark, records, link_mbit),
+        "rows": [row_of(method, records, recoveries.get(method), link_mbit) for method in benchmark.methods],
+    }
+    if records[0].traced:
+        result["timeline"] = timeline(sampler.samples, [record.traced for record in records])
+    return result
+
+
+def _overhead(
+    benchmark: CheckpointBenchmark,
+    hosts: HolderHosts,
+    directory: str,
+    data: Data | None,
+    sampler: Sampler,
+    on_progress: OnProgress,
+) -> list[OverheadRecord]:
+    plan = Overhead(
+        work=benchmark.work,
+        methods=benchmark.methods,
+        steps=benchmark.steps,
+        repeat=benchmark.repeat,
+        place=Place(hosts.sockets, directory, benchmark.replicas, "overhead"),
+        traced=benchmark.traced and hosts.network is not None,
+    )
+
+    def on_message(rank: int, message: tuple[Any, ...]) -> None:
+        if rank == 0 and message[0] == "progress":
+            on_progress(f"{message[1]}, turn {message[2] + 1} of {benchmark.repeat}")
+        elif rank == 0:
+            (sampler.start if message[1] else sampler.stop)()
+
+    outcomes = run_ranks(
+        measure,
+        plan,
+        data,
+        world_size=benchmark.hosts,
+        network=hosts.network,
+        timeout_seconds=benchmark.timeout_seconds,
+        on_message=on_message,
+    )
+    for method in benchmark.methods:
+        hosts.forget(f"{plan.place.run_id}-{method}")
+    return [outcome.value for outcome in outcomes]
+
+
+def _recoveries(
+    benchmark: CheckpointBenchmark,
+    hosts: HolderHosts,
+    directory: str,
+    data: Data | None,
+    records: list[OverheadRecord],
+    on_progress: OnProgress,
+) -> dict[str, Recovery]:
+    if not benchmark.recovering:
+        return {}
+    campaign = Campaign(
+        work=benchmark.work,
+        data=data,
+        hosts=hosts,
+        place=Place(hosts.sockets, directory, benchmark.replicas, "recovery"),
+        kills=benchmark.kills,
+        iteration_seconds=statistics.median(records[0].blocks[0].iterations),
+        timeout_seconds=benchmark.timeout_seconds,
+        on_kill=lambda method, kills: on_progress(f"{method}, run {kills} of {benchmark.kills + 2}"),
+    )
+    undisturbed = campaign.undisturbed()
+    found = {}
+    for method in benchmark.recovering:
+        found[method] = campaign.recover(method, undisturbed)
+        hosts.forget(f"{campaign.place.run_id}-{method}")
+    return found
+
+
+def _environment(
+    benchmark: CheckpointBenchmark, records: list[OverheadRecord], link_mbit: float | None
+) -> dict[str, Any]:
+    return {
+        "thinwire": thinwire.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "cores": os.cpu_count(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hosts": benchmark.hosts,
+        "link_nominal_mbit": benchmark.link.mbit,
+        "job": benchmark.work.job,
+        "compute_seconds": benchmark.work.compute_seconds,
+        "replicas": benchmark.replicas,
+        "steps": benchmark.steps,
+        "repeat": benchmark.repeat,
+        "iterations": benchmark.steps * benchmark.repeat,
+        "kills": benchmark.kills,
+        "threads_per_rank": 1,
+        "bounds": bounds_of(records, benchmark.methods, benchmark.replicas, link_mbit),
+        **baselines(records, benchmark.methods, link_mbit),
+    }

@@ -1,0 +1,141 @@
+"""What checkpoints cost: one training whose steps go through all methods in turn, block after block."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from thinwire.checkpoint.pacing.schedule import PROFILED_ITERATIONS
+from thinwire.checkpoint.state.encode import flatten
+from thinwire.lab.bench.checkpoint.methods import THINWIRE, Call, CheckpointMethod, InPeers, Place, make
+from thinwire.lab.bench.checkpoint.work import Trainer, TrainingWork
+from thinwire.lab.bench.jobs.job import Data
+from thinwire.lab.testbed.rank import RankContext
+
+WARM_UP_STEPS = 3
+TRACED_STEPS = 5
+
+
+@dataclass(frozen=True)
+class Overhead:
+    """Blocks of ``steps`` iterations of each method, ``repeat`` times; ``traced`` adds some for a picture."""
+
+    work: TrainingWork
+    methods: tuple[str, ...]
+    steps: int
+    repeat: int
+    place: Place
+    traced: bool
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive iterations under one method, as one rank saw them; times in seconds.
+
+    Args:
+        iterations: from the end of one step, its checkpoint included, to the end of the next.
+        blocking: the part of each in which training stood still for the method.
+        versions: checkpoints that were made, not skipped.
+        checkpoint_seconds: from the last call until that checkpoint was safe; None where the call itself was it.
+    """
+
+    method: str
+    turn: int
+    iterations: tuple[float, ...]
+    blocking: tuple[float, ...]
+    versions: int
+    checkpoint_seconds: float | None
+
+
+@dataclass
+class OverheadRecord:
+    """``gaps`` are ``stats`` of the Checkpointer; ``traced`` when each traced step's checkpoint began and ended."""
+
+    state_bytes: int = 0
+    blocks: list[Block] = field(default_factory=list)
+    gaps: dict[str, float | str] = field(default_factory=dict)
+    traced: list[tuple[float, float]] = field(default_factory=list)
+
+
+def order_of(methods: Sequence[str], turn: int) -> list[str]:
+    """The methods in the order of a turn: each is first, second, ... equally often.
+
+    Example:
+        >>> order_of(["a", "b", "c"], 1)
+        ['b', 'c', 'a']
+    """
+    first = turn % len(methods)
+    return [*methods[first:], *methods[:first]]
+
+
+def measure(context: RankContext, plan: Overhead, data: Data | None) -> OverheadRecord:
+    """One rank. ``context.send`` is told ("progress", method, turn) after each block, and ("trace", if it runs now)."""
+    trainer = Trainer(plan.work, data, context.rank, context.world_size)
+    trainer.step()  # the optimizer's state is there from now on
+    layout, _ = flatten(trainer.training.capture(0))
+    record = OverheadRecord(layout.payload_bytes)
+    # The Checkpointer that listens to the lane comes last: a lane has one listener.
+    methods = {method: make(method, trainer, plan.place, context.rank) for method in sorted(plan.methods, key=_late)}
+    runner = _Runner(trainer, methods)
+    for method in plan.methods:
+        runner.block(method, PROFILED_ITERATIONS + WARM_UP_STEPS if method == THINWIRE else WARM_UP_STEPS)
+        context.send(("progress", method, -1))
+    for turn in range(plan.repeat):
+        for method in order_of(plan.methods, turn):
+            record.blocks.append(runner.block(method, plan.steps, turn))
+            context.send(("progress", method, turn))
+    if THINWIRE in methods:
+        checkpointing = methods[THINWIRE]
+        assert isinstance(checkpointing, InPeers)
+        record.gaps = checkpointing.checkpointer.stats()
+        if plan.traced:
+            record.traced = runner.trace(context)
+    for method in methods.values():
+        method.close()
+    return record
+
+
+def _late(method: str) -> bool:
+    return method == THINWIRE
+
+
+class _Runner:
+    def __init__(self, trainer: Trainer, methods: dict[str, CheckpointMethod]) -> None:
+        self._trainer, self._methods, self._steps = trainer, methods, 0
+
+    def block(self, name: str, steps: int, turn: int = -1) -> Block:
+        """A block of ``steps`` iterations after one that is not counted: it sends nothing of a checkpoint before it."""
+        method = self._methods[name]
+        dist.barrier()
+        self._step(method)
+        iterations, calls = [], []
+        ended = time.perf_counter()
+        for _ in range(steps):
+            called, returned, made = self._step(method)
+            iterations.append(returned - ended)
+            calls.append(Call(returned - called, made))
+            ended = returned
+        seconds = method.finish()
+        calls = method.account(calls)
+        blocking = tuple(call.blocking_seconds for call in calls)
+        return Block(name, turn, tuple(iterations), blocking, sum(call.made for call in calls), seconds)
+
+    def _step(self, method: CheckpointMethod) -> tuple[float, float, bool]:
+        """When the method was called, when it returned, and whether it made a checkpoint."""
+        self._trainer.step()
+        self._steps += 1
+        called = time.perf_counter()
+        made = method.step(self._steps)
+        return called, time.perf_counter(), made
+
+    def trace(self, context: RankContext) -> list[tuple[float, float]]:
+        dist.barrier()
+        self._step(self._methods[THINWIRE])
+        context.send(("trace", True))
+        marks = [self._step(self._methods[THINWIRE])[:2] for _ in range(TRACED_STEPS)]
+        context.send(("trace", False))
+        self._methods[THINWIRE].finish()
+        return marks

@@ -1,0 +1,244 @@
+"""What checkpoints save: one training is killed again and again, at last with a host, and compared with one that was
+not."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch.distributed as dist
+
+from thinwire.lab.bench.checkpoint.hosts import HolderHosts
+from thinwire.lab.bench.checkpoint.methods import NONE, Place, make
+from thinwire.lab.bench.checkpoint.work import Trainer, TrainingWork
+from thinwire.lab.bench.jobs.job import Data
+from thinwire.lab.demo.train import digest
+from thinwire.lab.testbed.launch import RanksFailed, run_ranks
+from thinwire.lab.testbed.rank import RankContext
+
+STEPS_BETWEEN_KILLS = 6
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of the training, which goes on to ``steps`` unless it is killed."""
+
+    work: TrainingWork
+    method: str
+    place: Place
+    steps: int
+
+
+@dataclass(frozen=True)
+class RankStarted:
+    """A rank's process is there."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class RankRestored:
+    """A rank went back to the state after ``step`` steps (0: it starts anew), and was ready to train after so long."""
+
+    step: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """A rank has made its optimizer step; ``at`` by `time.perf_counter`, which all processes of a machine share."""
+
+    step: int
+    loss: float
+    at: float
+
+
+def train(context: RankContext, run: Run, data: Data | None) -> str:
+    """One rank of a run: tells what it does by ``context.send``, and returns the digest of its parameters."""
+    context.send(RankStarted(os.getpid()))
+    trainer = Trainer(run.work, data, context.rank, context.world_size)
+    dist.barrier()
+    started = time.perf_counter()
+    method = make(run.method, trainer, run.place, context.rank)
+    first = method.restore() or 0
+    context.send(RankRestored(first, time.perf_counter() - started))
+    for step in range(first + 1, run.steps + 1):
+        loss = trainer.step()
+        context.send(Stepped(step, loss.item(), time.perf_counter()))
+        method.step(step)
+    method.close()
+    return digest(trainer.model)
+
+
+@dataclass
+class Watcher:
+    """What the ranks of a run told, and the hand that kills them all.
+
+    Args:
+        kill_at: once all ranks have made so many steps; 0 never.
+        delay_seconds: after that, so that death comes at any point of an iteration.
+        also: called at once with the ranks' death: what else is lost.
+    """
+
+    world_size: int
+    kill_at: int = 0
+    delay_seconds: float = 0.0
+    also: Callable[[], None] | None = None
+    pids: list[int] = field(default_factory=list)
+    restored: list[RankRestored] = field(default_factory=list)
+    steps: dict[int, list[Stepped]] = field(default_factory=dict)
+    killed_at: float | None = None
+
+    def __call__(self, rank: int, message: object) -> None:
+        if isinstance(message, RankStarted):
+            self.pids.append(message.pid)
+        elif isinstance(message, RankRestored):
+            self.restored.append(message)
+        elif isinstance(message, Stepped):
+            self.steps.setdefault(rank, []).append(message)
+            if self.kill_at and self.killed_at is None and self.reached() >= self.kill_at:
+                time.sleep(self.delay_seconds)
+                self._kill()
+
+    def reached(self) -> int:
+        """Optimizer steps that all ranks have made."""
+        if len(self.steps) < self.world_size:
+            return 0
+        return min(steps[-1].step for steps in self.steps.values())
+
+    def _kill(self) -> None:
+        for pid in self.pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.killed_at = time.perf_counter()
+        if self.also is not None:
+            self.also()
+
+    def progress(self, iteration_seconds: float) -> float:
+        """Iterations that were done when the ranks were killed, the running one in part."""
+        assert self.killed_at is not None
+        reached = self.reached()
+        begun = max(next(each.at for each in steps if each.step == reached) for steps in self.steps.values())
+        return reached + min(1.0, max(0.0, self.killed_at - begun) / iteration_seconds)
+
+    def losses(self) -> dict[tuple[int, int], str]:
+        """Of each rank and step, exactly."""
+        return {(rank, each.step): each.loss.hex() for rank, steps in self.steps.items() for each in steps}
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """How a method came back.
+
+    Args:
+        processes_seconds: for each time that all trainers were killed: until the slowest rank could train again, from
+            the moment when all processes were there.
+        host_seconds: the same after the last host was lost too, with all that its holder had.
+        iterations_lost: each time that all trainers were killed: iterations done, less the step that was restored.
+        fetched_bytes_per_second: of the lost host's state, from its peer; None where it was not fetched.
+        bitwise_equal: all losses of all ranks, and the parameters at the end, are those of the undisturbed training.
+    """
+
+    processes_seconds: tuple[float, ...]
+    host_seconds: float
+    iterations_lost: tuple[float, ...]
+    fetched_bytes_per_second: float | None
+    bitwise_equal: bool
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    losses: dict[tuple[int, int], str]
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Campaign:
+    """Kills the trainings of one benchmark: ``kills`` times all trainers, then all trainers and a host.
+
+    Args:
+        iteration_seconds: about; trainers die at any point of an iteration.
+        on_kill: told (method, kills so far).
+    """
+
+    work: TrainingWork
+    data: Data | None
+    hosts: HolderHosts
+    place: Place
+    kills: int
+    iteration_seconds: float
+    timeout_seconds: float
+    on_kill: Callable[[str, int], None]
+
+    @property
+    def steps(self) -> int:
+        return STEPS_BETWEEN_KILLS * (self.kills + 2)
+
+    def undisturbed(self) -> Undisturbed:
+        """The training that nothing happens to. Raises RanksFailed."""
+        watcher = Watcher(self.hosts.hosts)
+        digests = self._run(NONE, watcher)
+        return Undisturbed(watcher.losses(), digests)
+
+    def recover(self, method: str, undisturbed: Undisturbed) -> Recovery:
+        """A training by one method, in ``kills + 2`` runs. Raises RanksFailed if a rank fails by itself."""
+        draw, lost_host = random.Random(0), self.hosts.hosts - 1
+        watchers: list[Watcher] = []
+        digests: tuple[str, ...] = ()
+        for run in range(self.kills + 2):
+            watcher = Watcher(self.hosts.hosts)
+            if run <= self.kills:
+                watcher.kill_at = STEPS_BETWEEN_KILLS * (run + 1)
+                watcher.delay_seconds = draw.random() * self.iteration_seconds
+            if run == self.kills:
+                watcher.also = lambda: self.hosts.lose(lost_host)
+            digests = self._run(method, watcher)
+            if run == self.kills:
+                self.hosts.start(lost_host)
+            watchers.append(watcher)
+            self.on_kill(method, run + 1)
+        status = self.hosts.status(lost_host)
+        rate = status["bytes_fetched"] / status["seconds_fetched"] if status["seconds_fetched"] else None
+        return self._judge(watchers, digests, undisturbed, rate)
+
+    def _run(self, method: str, watcher: Watcher) -> tuple[str, ...]:
+        """Digests of the ranks that came to the end."""
+        run = Run(self.work, method, self.place, self.steps)
+        outcomes = run_ranks(
+            train,
+            run,
+            self.data,
+            world_size=self.hosts.hosts,
+            network=self.hosts.network,
+            timeout_seconds=self.timeout_seconds,
+            check=not watcher.kill_at,
+            on_message=watcher,
+        )
+        failed = [outcome for outcome in outcomes if outcome.value is None and outcome.exit_code != -signal.SIGKILL]
+        if failed or (watcher.kill_at and watcher.killed_at is None):
+            first = (failed or outcomes)[0]
+            raise RanksFailed(f"rank {first.rank}, {method}, before it was killed: {first.error}", outcomes)
+        return tuple(str(outcome.value) for outcome in outcomes)
+
+    def _judge(
+        self, watchers: list[Watcher], digests: tuple[str, ...], undisturbed: Undisturbed, rate: float | None
+    ) -> Recovery:
+        seconds = [max(each.seconds for each in watcher.restored) for watcher in watchers]
+        lost = [
+            killed.progress(self.iteration_seconds) - restored.restored[0].step
+            for killed, restored in pairwise(watchers[:-1])
+        ]
+        equal = all(undisturbed.losses[key] == loss for watcher in watchers for key, loss in watcher.losses().items())
+        return Recovery(
+            processes_seconds=tuple(seconds[1:-1]),
+            host_seconds=seconds[-1],
+            iterations_lost=tuple(lost),
+            fetched_bytes_per_second=rate,
+            bitwise_equal=equal and digests == undisturbed.digests,
+        )

@@ -1,0 +1,153 @@
+"""Rows of `thinwire bench checkpoint`, made from what the ranks saw. Pure functions."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from thinwire.checkpoint.pacing.bounds import (
+    Hardware,
+    bounds,
+    high_frequency_wasted_seconds,
+    strawman_wasted_seconds,
+    wasted_seconds,
+)
+from thinwire.lab.bench.checkpoint.methods import NONE, THINWIRE
+from thinwire.lab.bench.checkpoint.overhead import Block, OverheadRecord
+from thinwire.lab.bench.checkpoint.recovery import Recovery
+
+
+def row_of(
+    method: str, records: Sequence[OverheadRecord], recovery: Recovery | None, link_mbit: float | None
+) -> dict[str, Any]:
+    """One row, as documented in docs/bench-checkpoint.md."""
+    seconds = _seconds(records, method, "iterations")
+    blocking = None if method == NONE else statistics.median(_flat(_seconds(records, method, "blocking")))
+    state_bytes = max(record.state_bytes for record in records)
+    return {
+        "method": method,
+        "hosts": len(records),
+        "link_mbit": link_mbit,
+        "state_bytes": state_bytes,
+        "iteration_seconds_median": statistics.median(_flat(seconds)),
+        "overhead_ratio": overhead_ratio(seconds, _seconds(records, NONE, "iterations")),
+        "blocking_ms_per_gb": None if blocking is None else 1e3 * blocking / (state_bytes / 1e9),
+        "wasted_seconds": _wasted(method, records, recovery),
+        "recovery_seconds_processes": _median(recovery.processes_seconds) if recovery else None,
+        "recovery_seconds_host": recovery.host_seconds if recovery else None,
+        "recovery_link_share": _link_share(recovery, link_mbit),
+        "iterations_lost": max(recovery.iterations_lost, default=None) if recovery else None,
+        "restore_bitwise_equal": recovery.bitwise_equal if recovery else None,
+    }
+
+
+def overhead_ratio(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> float | None:
+    """Iteration time over that without checkpoints, in pairs: the median over turns of the ratio of their medians.
+
+    Turn by turn, what disturbs the machine for longer than a turn cancels out. None without the plain turns.
+
+    Example:
+        >>> overhead_ratio([[1.1, 1.1], [2.2, 2.4]], [[1.0, 1.0], [2.0, 2.0]])
+        1.125
+    """
+    if not plain:
+        return None
+    return statistics.median(
+        statistics.median(own) / statistics.median(other) for own, other in zip(turns, plain, strict=True)
+    )
+
+
+def checkpoint_seconds(method: str, records: Sequence[OverheadRecord]) -> float | None:
+    """From the call of `step` until the checkpoint was safe: median over turns of the slowest rank."""
+    if method == NONE:
+        return None
+    turns = _turns(records, method)
+    if any(block.checkpoint_seconds is None for turn in turns for block in turn):
+        return statistics.median(_flat(_seconds(records, method, "blocking")))
+    return statistics.median(max(block.checkpoint_seconds or 0.0 for block in turn) for turn in turns)
+
+
+def interval_iterations(method: str, records: Sequence[OverheadRecord]) -> float | None:
+    """Iterations between two checkpoints, on average; None if there was none."""
+    turns = _turns(records, method)
+    versions = sum(min(block.versions for block in turn) for turn in turns)
+    return sum(len(turn[0].iterations) for turn in turns) / versions if versions else None
+
+
+def _wasted(method: str, records: Sequence[OverheadRecord], recovery: Recovery | None) -> float | None:
+    """With the time to get back after a host was lost."""
+    interval, seconds = interval_iterations(method, records), checkpoint_seconds(method, records)
+    if recovery is None or interval is None or seconds is None:
+        return None
+    iteration = statistics.median(_flat(_seconds(records, method, "iterations")))
+    return wasted_seconds(seconds, interval * iteration, recovery.host_seconds)
+
+
+def bounds_of(
+    records: Sequence[OverheadRecord], methods: Sequence[str], replicas: int, link_mbit: float | None
+) -> dict[str, Any] | None:
+    """What checkpoints in peers' memory can reach at best, and what they reached; None without a link.
+
+    The network is idle as long as the lane of the gradients says, and a copy is as fast as the fastest that was made.
+    """
+    if link_mbit is None or THINWIRE not in methods:
+        return None
+    gaps, state_bytes = records[0].gaps, max(record.state_bytes for record in records)
+    plain = _seconds(records, NONE if NONE in methods else THINWIRE, "iterations")
+    iteration = statistics.median(_flat(plain))
+    idle = min(iteration, float(statistics.median(float(record.gaps["checkpoint/idle_seconds"]) for record in records)))
+    hardware = Hardware(1, link_mbit * 1e6 / 8, state_bytes / max(1e-9, float(gaps["checkpoint/copy_seconds"])))
+    least = bounds(state_bytes, replicas, hardware, iteration_seconds=iteration, idle_seconds=idle)
+    return {
+        "iteration_seconds": iteration,
+        "idle_seconds": idle,
+        "network_seconds": least.network_seconds,
+        "copy_seconds": least.copy_seconds,
+        "interval_iterations": least.interval_iterations,
+        "reached_interval_iterations": interval_iterations(THINWIRE, records),
+        "reached_checkpoint_seconds": checkpoint_seconds(THINWIRE, records),
+        "grants": gaps["checkpoint/grants"],
+    }
+
+
+def baselines(
+    records: Sequence[OverheadRecord], methods: Sequence[str], link_mbit: float | None
+) -> dict[str, float | None]:
+    """Wasted time with a remote store that is reached at the speed of one link, by all hosts together."""
+    if link_mbit is None:
+        return {"strawman_wasted_seconds": None, "high_frequency_wasted_seconds": None}
+    all_bytes, speed = sum(record.state_bytes for record in records), link_mbit * 1e6 / 8
+    iteration = statistics.median(_flat(_seconds(records, NONE if NONE in methods else methods[0], "iterations")))
+    return {
+        "strawman_wasted_seconds": strawman_wasted_seconds(all_bytes, speed),
+        "high_frequency_wasted_seconds": high_frequency_wasted_seconds(all_bytes, speed, iteration),
+    }
+
+
+def _link_share(recovery: Recovery | None, link_mbit: float | None) -> float | None:
+    if recovery is None or recovery.fetched_bytes_per_second is None or link_mbit is None:
+        return None
+    return recovery.fetched_bytes_per_second * 8e-6 / link_mbit
+
+
+def _turns(records: Sequence[OverheadRecord], method: str) -> list[list[Block]]:
+    """The blocks of a method, turn by turn, each as all ranks saw it."""
+    own = [[block for block in record.blocks if block.method == method] for record in records]
+    return [list(turn) for turn in zip(*own, strict=True)]
+
+
+def _seconds(records: Sequence[OverheadRecord], method: str, name: str) -> list[list[float]]:
+    """Turn by turn, of each iteration the mean over ranks."""
+    return [
+        [statistics.fmean(ranks) for ranks in zip(*(getattr(block, name) for block in turn), strict=True)]
+        for turn in _turns(records, method)
+    ]
+
+
+def _flat(turns: Sequence[Sequence[float]]) -> list[float]:
+    return [seconds for turn in turns for seconds in turn]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None

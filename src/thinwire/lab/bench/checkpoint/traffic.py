@@ -1,0 +1,124 @@
+"""What each host's link carries while checkpoints are made, looked at every few milliseconds."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.holder.client import HolderClient
+from thinwire.lab.bench.checkpoint.hosts import HolderHosts, link_bytes
+
+INTERVAL_SECONDS = 0.01
+BIN_SECONDS = 0.02
+_HEADERS = 1514 / 1448  # bytes of a full Ethernet frame, and of the payload in it
+
+
+@dataclass(frozen=True)
+class TrafficSample:
+    """Of one host, since it was started: bytes on its link, and of checkpoints those that peers have acknowledged."""
+
+    at: float
+    link_bytes: int
+    checkpoint_bytes: int
+
+
+class Sampler:
+    """Looks at all hosts of an emulated network from `start` to `stop`, on a thread of its own."""
+
+    def __init__(self, hosts: HolderHosts) -> None:
+        self._hosts, self._stopping = hosts, threading.Event()
+        self.samples: list[list[TrafficSample]] = [[] for _ in range(hosts.hosts)]
+        self._thread = threading.Thread(target=self._run, name="sampler", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        with ExitStack() as stack:
+            clients = [stack.enter_context(self._hosts.connect(host)) for host in range(self._hosts.hosts)]
+            counters = [self._hosts.link_bytes_counter(host) for host in range(self._hosts.hosts)]
+            for counter in counters:
+                stack.callback(os.close, counter)
+            while not self._stopping.is_set():
+                next_at = time.perf_counter() + INTERVAL_SECONDS
+                for samples, client, counter in zip(self.samples, clients, counters, strict=True):
+                    samples.append(TrafficSample(time.perf_counter(), link_bytes(counter), _acknowledged(client)))
+                self._stopping.wait(max(0.0, next_at - time.perf_counter()))
+
+
+def _acknowledged(client: HolderClient) -> int:
+    shards = client.holder_status()["shards"]
+    return sum(replica["bytes_acknowledged"] for shard in shards for replica in shard["replicas"].values())
+
+
+def rates(
+    samples: Sequence[TrafficSample], started: float, ended: float
+) -> tuple[list[float], list[float], list[float]]:
+    """Middles of bins in seconds from ``started``, and in each the Mbit/s of everything but checkpoints, and of those.
+
+    Both with headers. A byte counts between the samples around it, evenly.
+
+    Example:
+        >>> rates([Sample(0.0, 0, 0), Sample(0.02, 5000, 1448)], 0.0, 0.02)
+        ([0.01], [1.394...], [0.605...])
+    """
+    count = max(1, round((ended - started) / BIN_SECONDS))
+    edges = [started + (ended - started) * number / count for number in range(count + 1)]
+    link = [_at(samples, edge, "link_bytes") for edge in edges]
+    own = [_HEADERS * _at(samples, edge, "checkpoint_bytes") for edge in edges]
+    middles, others, checkpoints = [], [], []
+    for i in range(count):
+        to_mbit = 8e-6 / (edges[i + 1] - edges[i])
+        checkpoint = (own[i + 1] - own[i]) * to_mbit
+        middles.append((edges[i] + edges[i + 1]) / 2 - started)
+        checkpoints.append(checkpoint)
+        others.append(max(0.0, (link[i + 1] - link[i]) * to_mbit - checkpoint))
+    return middles, others, checkpoints
+
+
+def _at(samples: Sequence[TrafficSample], at: float, name: str) -> float:
+    """A counter at a moment, between samples interpolated."""
+    before = max((sample for sample in samples if sample.at <= at), key=lambda sample: sample.at, default=samples[0])
+    after = min((sample for sample in samples if sample.at >= at), key=lambda sample: sample.at, default=samples[-1])
+    low, high = getattr(before, name), getattr(after, name)
+    if after.at <= before.at:
+        return float(low)
+    return low + (high - low) * (at - before.at) / (after.at - before.at)
+
+
+def timeline(
+    samples: Sequence[Sequence[TrafficSample]], steps: Sequence[Sequence[tuple[float, float]]]
+) -> dict[str, Any]:
+    """For JSON and for the picture: rates of each host, and when its rank was in `Checkpointer.step`.
+
+    Args:
+        steps: for each rank, when each call began and ended.
+    """
+    started = min(begin for marks in steps for begin, _ in marks)
+    ended = max(end for marks in steps for _, end in marks)
+    hosts = []
+    for own, marks in zip(samples, steps, strict=True):
+        middles, others, checkpoints = rates(own, started, ended)
+        hosts.append(
+            {
+                "seconds": _rounded(middles),
+                "gradient_mbit": _rounded(others),
+                "checkpoint_mbit": _rounded(checkpoints),
+                "steps": [_rounded([begin - started, end - started]) for begin, end in marks],
+            }
+        )
+    return {"seconds": round(ended - started, 4), "hosts": hosts}
+
+
+def _rounded(values: Sequence[float]) -> list[float]:
+    return [round(value, 4) for value in values]

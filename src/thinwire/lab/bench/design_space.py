@@ -1,0 +1,91 @@
+"""Every point of the design space of exact schemes, and a short text for each."""
+
+from __future__ import annotations
+
+from itertools import product
+
+from thinwire.sync.named import NAMED
+from thinwire.sync.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme, Unit
+from thinwire.wire import FORMATS, Format
+
+
+def points() -> list[Scheme]:
+    """All combinations of the dimensions, ownership, unit and pull that have a meaning, in a fixed order.
+
+    Formats are all of them, or dense only where nothing else has a meaning. The switch to dense and the number of
+    servers, which go with many of the points, are left as they are.
+
+    Example:
+        >>> label(points()[0])
+        'point_to_point/incremental/centralization/rows'
+    """
+    combinations = product(
+        Communication,
+        Aggregation,
+        Partitioning,
+        (None, *Balance),
+        (None, *Ownership),
+        Unit,
+        (None, *Communication),
+    )
+    return list(dict.fromkeys(scheme for values in combinations if (scheme := _legal(*values)) is not None))
+
+
+def label(scheme: Scheme) -> str:
+    """The name of a scheme, or its dimensions and what else is not as usual.
+
+    Example:
+        >>> label(replace(ZEN, communication="ring"))
+        'ring/incremental/parallelism/permutation/rows'
+    """
+    name = next((name for name, point in NAMED.items() if point == scheme), None)
+    if name is not None:
+        return name
+    push, pull = _usual_formats(scheme.communication, scheme.ownership)
+    words = (scheme.communication, scheme.aggregation, scheme.partition, scheme.ownership, scheme.unit)
+    extras = {
+        f"pull by {scheme.pull_communication}": scheme.pull_communication is not None,
+        f"push as {' or '.join(scheme.push_format)}": scheme.push_format != push,
+        f"pull as {' or '.join(scheme.pull_format)}": scheme.pull_format != pull,
+        "dense switch": scheme.dense_switch,
+        f"{scheme.servers} servers": scheme.servers is not None,
+        f"seed {scheme.seed}": scheme.seed != 0,
+    }
+    unusual = (text for text, is_unusual in extras.items() if is_unusual)
+    return "/".join([*(word.value for word in words if word is not None), *unusual])
+
+
+def _legal(
+    communication: Communication,
+    aggregation: Aggregation,
+    partition: Partitioning,
+    balance: Balance | None,
+    ownership: Ownership | None,
+    unit: Unit,
+    pull_communication: Communication | None,
+) -> Scheme | None:
+    push, pull = _usual_formats(communication, ownership)
+    try:
+        return Scheme(
+            communication,
+            aggregation,
+            partition,
+            balance,
+            ownership,
+            push_format=push,
+            pull_format=pull,
+            unit=unit,
+            pull_communication=pull_communication,
+        )
+    except ValueError:
+        return None
+
+
+def _usual_formats(
+    communication: Communication, ownership: Ownership | None
+) -> tuple[tuple[Format, ...], tuple[Format, ...]]:
+    """Of push and pull: all of them, or dense where nothing else has a meaning."""
+    dense = (Format.DENSE,)
+    if communication is Communication.NATIVE:
+        return dense, dense
+    return FORMATS, dense if ownership in (Ownership.COLUMNS, Ownership.UNION) else FORMATS

@@ -1,0 +1,17 @@
+"""The jobs by name."""
+
+from __future__ import annotations
+
+from thinwire.lab.bench.jobs.digits import DigitsJob
+from thinwire.lab.bench.jobs.gpt import GptJob
+from thinwire.lab.bench.jobs.job import Job
+from thinwire.lab.bench.jobs.lstm import LstmJob
+
+JOBS: dict[str, Job] = {job.name: job for job in (LstmJob(), DigitsJob(), GptJob())}
+
+
+def get_job(name: str) -> Job:
+    """Raises ValueError for an unknown name; the message lists the names."""
+    if name not in JOBS:
+        raise ValueError(f"unknown job {name!r}; legal are {', '.join(JOBS)}")
+    return JOBS[name]

@@ -1,0 +1,158 @@
+"""Measure a training on emulated hosts, or as a rank of a job: of the jobs by name, or of a user's own factory."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from thinwire.lab.bench.jobs.job import Data, Job
+from thinwire.lab.bench.jobs.named import JOBS
+from thinwire.lab.testbed.launch import preload, run_ranks
+from thinwire.lab.testbed.network import EmulatedNetwork, Link
+from thinwire.lab.testbed.rank import RankContext
+from thinwire.measure.training import How, Training, check, measure_training
+from thinwire.plan.measurement import Measurement
+
+OnStage = Callable[[str], None]
+"""Told what is measured next."""
+
+
+@dataclass(frozen=True)
+class TrainingTarget:
+    """What is trained: a job by name, or ``module:function``.
+
+    The function is called without arguments on every rank. It returns a model, a function that makes a batch, a loss (a
+    function of the model and a batch) and, if it likes, an optimizer.
+
+    Raises:
+        ValueError: neither; the message says what is legal.
+    """
+
+    text: str
+
+    def __post_init__(self) -> None:
+        module, colon, function = self.text.partition(":")
+        if self.text not in JOBS and not (module and colon and function):
+            raise ValueError(
+                f"unknown job {self.text!r}; legal are {', '.join(JOBS)}, or module:function, a function that returns"
+                " (model, make_batch, loss)"
+            )
+
+    @property
+    def job(self) -> Job | None:
+        return JOBS.get(self.text)
+
+    def training(self, rank: int, world_size: int, data: Data | None = None) -> Training:
+        """On one rank.
+
+        Raises:
+            ValueError: there is no such function, or it returns something else.
+        """
+        job = self.job
+        if job is None:
+            return _made(self.text)
+        batches = job.batches(data or job.load(), rank, world_size, seed=0)
+        model = job.model(seed=0)
+        return Training(model, lambda: next(batches), job.loss, job.optimizer(model.parameters()), job.clip)
+
+
+def measure_on_hosts(
+    target: TrainingTarget, how: How, hosts: int, ranks_per_host: int, link: Link, on_stage: OnStage
+) -> Measurement:
+    """On emulated hosts with a link each, or without one as processes of this machine.
+
+    Raises:
+        ValueError: fewer than two ranks; see `TrainingTarget.training` and
+        `thinwire.measure.training.measure_training`.
+        NetAdminError: a link is asked for, but the process may not make network namespaces.
+        RanksFailed: a rank failed, with its traceback.
+    """
+    world_size = hosts * ranks_per_host
+    if world_size < 2:
+        raise ValueError(f"{hosts} hosts of {ranks_per_host} ranks: two ranks are needed, because one has no link")
+    check(how.compressors)
+    for module in ("torch._dynamo", "thinwire.measure.training"):
+        preload(module)
+    data = None if target.job is None else target.job.load()
+    limited = link.mbit is not None
+    how = replace(how, link=how.link or (f"emulated, {link.mbit:g} Mbit/s, {hosts} hosts" if limited else "loopback"))
+    with EmulatedNetwork(hosts, link) if limited else nullcontext() as network:
+        outcomes = run_ranks(
+            measure_rank,
+            target,
+            data,
+            how,
+            tuple(sys.path),
+            world_size=world_size,
+            ranks_per_host=ranks_per_host if limited else None,
+            network=network,
+            timeout_seconds=1800.0,
+            on_message=lambda rank, stage: on_stage(stage),
+        )
+    measured = Measurement.from_json(outcomes[0].value)
+    environment = {**measured.environment, "link_nominal_mbit": link.mbit, "target": target.text}
+    return replace(measured, hosts=hosts if limited else 1, environment=environment)
+
+
+def measure_rank(
+    context: RankContext, target: TrainingTarget, data: Data | None, how: How, path: tuple[str, ...]
+) -> Any:
+    """What each rank does; in the default process group."""
+    sys.path[:] = path  # a factory is found where the command was called
+    training = target.training(context.rank, context.world_size, data)
+    tell = context.send if context.rank == 0 else lambda stage: None
+    return measure_training(training, how, on_stage=tell).to_json()
+
+
+def measure_in_job(target: TrainingTarget, how: How, on_stage: OnStage) -> Measurement:
+    """As a rank of a job that torchrun started, over its own network: in the default process group.
+
+    Raises:
+        ValueError: see `measure_on_hosts`.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    try:
+        training = target.training(dist.get_rank(), dist.get_world_size())
+        if target.job is not None and torch.cuda.is_available():
+            training = _on_gpu(training)
+        return measure_training(training, how, on_stage=on_stage)
+    finally:
+        if ours:
+            dist.destroy_process_group()
+
+
+def _on_gpu(training: Training) -> Training:
+    """A job of ours with its model and batches on this rank's GPU."""
+    device = torch.device("cuda", torch.cuda.current_device())
+
+    def batch() -> Any:
+        samples = training.batch()
+        return replace(samples, inputs=samples.inputs.to(device), targets=samples.targets.to(device))
+
+    return replace(training, model=training.model.to(device), batch=batch)
+
+
+def _made(text: str) -> Training:
+    name, _, function = text.partition(":")
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        factory = getattr(importlib.import_module(name), function)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"cannot import {text}: {error}; give module:function as Python finds it from here") from error
+    made = factory()
+    if not (isinstance(made, tuple) and 3 <= len(made) <= 4 and isinstance(made[0], torch.nn.Module)):
+        raise ValueError(f"{text} returns {type(made).__name__}; return (model, make_batch, loss) or with an optimizer")
+    return Training(*made)

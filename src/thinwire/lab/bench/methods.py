@@ -1,0 +1,39 @@
+"""What `thinwire bench sync` can measure, and the texts that name it."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from thinwire.lab.bench.design_space import label, points
+from thinwire.sync.named import AUTO, NAMED, resolve
+from thinwire.sync.scheme import Scheme
+from thinwire.sync.two_level import TWO_LEVEL_PREFIX, TwoLevel
+
+AGSPARSE_TORCH = "agsparse_torch"
+"""Not a scheme of thinwire: torch's own all_reduce of a sparse tensor over Gloo, as the baseline."""
+METHODS = (*NAMED, AUTO, AGSPARSE_TORCH)
+
+
+@lru_cache(maxsize=1)
+def design_space() -> dict[str, Scheme]:
+    """Every point of the design space by its label, and the named ones that are none of its points."""
+    named = {name: scheme for name, scheme in NAMED.items() if label(scheme) == name}
+    return {label(scheme): scheme for scheme in points()} | named
+
+
+def scheme_of(method: str) -> Scheme | TwoLevel | None:
+    """The scheme that a text names; None for "auto".
+
+    Raises:
+        ValueError: an unknown text; the message says what is legal.
+    """
+    if method in design_space():
+        return design_space()[method]
+    try:
+        return resolve(method)
+    except ValueError:
+        legal = ", ".join(METHODS)
+        raise ValueError(
+            f"unknown scheme {method!r}; legal are {legal}, {TWO_LEVEL_PREFIX}NAME, and the labels that"
+            " --design-space prints"
+        ) from None

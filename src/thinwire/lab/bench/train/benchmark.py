@@ -1,0 +1,155 @@
+"""`thinwire bench train`: one job under each method in turn, on emulated hosts; rows of measured figures."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+
+import thinwire
+from thinwire.lab.bench.jobs.job import Data, Job
+from thinwire.lab.bench.jobs.named import get_job
+from thinwire.lab.bench.train.methods import DDP, method_of
+from thinwire.lab.bench.train.rank import JobTraining, RankRecord, train
+from thinwire.lab.bench.train.rows import against_dense, curve_of, row_of
+from thinwire.lab.testbed.launch import preload, run_ranks
+from thinwire.lab.testbed.network import EmulatedNetwork, Link
+
+OnStep = Callable[[str, int, int, float], None]
+"""Called with (method, seed, steps done, loss of rank 0's batch)."""
+
+
+@dataclass(frozen=True)
+class TrainBenchmark:
+    """What to train and compare.
+
+    Args:
+        job: its name.
+        methods: as `methods.method_of` reads them; "ddp" is run first wherever it stands.
+        steps: None takes the job's own number.
+        seeds: so many, from 0: of the initial parameters and of the order of the data.
+        extra: share of the steps that a method may train on, at the last learning rate, to reach the loss of ddp.
+
+    Raises:
+        ValueError: an unknown job or method, or numbers below one; the message says what is legal.
+    """
+
+    job: str
+    methods: tuple[str, ...] = (DDP, "bf16")
+    hosts: int = 8
+    link: Link = Link(None)  # noqa: RUF009  # frozen
+    seeds: int = 3
+    steps: int | None = None
+    extra: float = 0.25
+    timeout_seconds: float = 7200.0
+
+    def __post_init__(self) -> None:
+        if min(self.hosts, self.seeds, self.num_steps) < 1 or not self.methods:
+            raise ValueError("hosts, seeds, steps and methods must be at least one")
+        if self.extra < 0.0:
+            raise ValueError(f"extra steps are a share of the steps, at least 0, not {self.extra}")
+        if len(set(self.methods)) < len(self.methods):
+            raise ValueError("a method is named twice")
+        for method in self.methods:
+            method_of(method, self.the_job, self.num_steps, self.hosts)
+
+    @property
+    def the_job(self) -> Job:
+        return get_job(self.job)
+
+    @property
+    def num_steps(self) -> int:
+        return self.the_job.steps if self.steps is None else self.steps
+
+    @property
+    def max_steps(self) -> int:
+        """Of one run, with the extra ones."""
+        return self.num_steps + round(self.extra * self.num_steps)
+
+    @property
+    def ordered_methods(self) -> list[str]:
+        """Stock DDP first: the others are measured by its final loss."""
+        return sorted(self.methods, key=lambda method: method != DDP)
+
+
+def run(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
+    """Train, and return ``{"environment": {...}, "rows": [...]}``; the fields are in docs/bench-train.md.
+
+    Every run has fresh processes; for each seed the methods follow one another.
+
+    Raises:
+        ImportError: the job's data need a package that is not installed.
+        NetAdminError: a link is asked for, but the process may not make network namespaces.
+        RanksFailed: a rank failed, with its traceback.
+    """
+    preload("torch._dynamo")
+    preload("thinwire.lab.bench.train.stock")
+    data = benchmark.the_job.load()
+    limited = benchmark.link.mbit is not None
+    rows = []
+    with EmulatedNetwork(benchmark.hosts, benchmark.link) if limited else nullcontext() as network:
+        link_mbit = network.measure() if network else None
+        for seed in range(benchmark.seeds):
+            dense_loss = None
+            for method in benchmark.ordered_methods:
+                training = _training(benchmark, method, seed, dense_loss, network)
+                records = _train(training, data, benchmark, network, on_step)
+                row, curve = row_of(training, records, link_mbit), curve_of(training, records)
+                if method == DDP:
+                    dense_loss = row["final_loss"]
+                rows.append(against_dense(row, curve, dense_loss))
+    return {"environment": _environment(benchmark), "rows": rows}
+
+
+def _training(
+    benchmark: TrainBenchmark, method: str, seed: int, dense_loss: float | None, network: EmulatedNetwork | None
+) -> JobTraining:
+    return JobTraining(
+        job=benchmark.the_job,
+        method=method,
+        seed=seed,
+        steps=benchmark.num_steps,
+        extra_steps=benchmark.max_steps - benchmark.num_steps,
+        target_loss=dense_loss,
+        interface=network.interface if network else None,
+    )
+
+
+def _train(
+    training: JobTraining, data: Data, benchmark: TrainBenchmark, network: EmulatedNetwork | None, on_step: OnStep
+) -> list[RankRecord]:
+    outcomes = run_ranks(
+        train,
+        training,
+        data,
+        world_size=benchmark.hosts,
+        network=network,
+        timeout_seconds=benchmark.timeout_seconds,
+        on_message=lambda rank, message: on_step(training.method, training.seed, *message),
+    )
+    return [outcome.value for outcome in outcomes]
+
+
+def _environment(benchmark: TrainBenchmark) -> dict[str, Any]:
+    job = benchmark.the_job
+    return {
+        "thinwire": thinwire.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "hosts": benchmark.hosts,
+        "link_nominal_mbit": benchmark.link.mbit,
+        "steps": benchmark.num_steps,
+        "seeds": benchmark.seeds,
+        "batch_size": job.batch_size,
+        "learning_rate": job.learning_rate,
+        "momentum": job.momentum,
+        "clip_norm": job.clip_norm,
+        "threads_per_rank": 1,
+    }

@@ -1,0 +1,205 @@
+"""The methods of `thinwire bench train` by name, and the settings that each runs with.
+
+``NAME`` takes the settings of the table below; ``NAME:density=0.001`` changes some of them. Every method of thinwire
+also takes ``warm_up``, the share of the steps over which `thinwire.compress.warm_up` leads to it, and ``exchange``,
+``fuse`` and ``ahead``, which are passed on to `thinwire.attach`. With ``fuse``, ``ahead=False`` and ``plan`` the model
+is a plain module, whose gradients can travel in any groups; see `thinwire.lab.bench.train.planned`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+from thinwire.compress.named import construct, split
+from thinwire.lab.bench.jobs.job import Job
+from thinwire.lab.bench.train.account import Account, Attached
+from thinwire.lab.bench.train.planned import Planning, grouping
+from thinwire.plan.plan import Plan
+
+DDP, BF16, POWER_SGD_TORCH, THINWIRE, PLAN = "ddp", "bf16", "powersgd_torch", "thinwire", "plan"
+TORCH_METHODS = (DDP, BF16, POWER_SGD_TORCH)
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method ready for one job.
+
+    Args:
+        attach: puts it on a model; called on all ranks, once.
+        compresses: whether it compresses a parameter of this name. The next three are about those only.
+        optimizer_momentum: whether the optimizer keeps the job's momentum; not where the method has it.
+        clips_after_sum: whether the job's clipping of the synchronized gradient stays; not where the method clips.
+        learning_rate_scale: for methods whose steps have another length than the gradient.
+        one_bucket: whether DDP must put all gradients into one bucket.
+        is_plain: whether the model is a plain module, and not under DDP.
+        planning: makes the plan before the first step, which then decides how the model is synchronized.
+    """
+
+    attach: Callable[[Any], Attached]
+    compresses: Callable[[str, Tensor], bool] = lambda name, parameter: False
+    optimizer_momentum: bool = True
+    clips_after_sum: bool = True
+    learning_rate_scale: float = 1.0
+    one_bucket: bool = False
+    is_plain: bool = False
+    planning: Planning | None = None
+
+
+@dataclass(frozen=True)
+class MethodSetting:
+    """How a constructor of `thinwire.compress` is called: with ``arguments``, and what ``of_run`` makes of the run."""
+
+    arguments: dict[str, Any] = field(default_factory=dict)
+    of_run: Callable[[Job, int, int], dict[str, Any]] | None = None
+    optimizer_momentum: bool = True
+    clips_after_sum: bool = True
+    learning_rate_scale: float = 1.0
+
+
+def _dgc_of_run(job: Job, steps: int, world_size: int) -> dict[str, Any]:
+    """The job's momentum, its clipping as section 3.2 of the paper has it, and a warm-up over a tenth of the run."""
+    clip_norm = None if job.clip_norm is None else job.clip_norm / math.sqrt(world_size)
+    steps_per_epoch = max(1, steps // 40)
+    return {"momentum": job.momentum, "nesterov": True, "clip_norm": clip_norm, "steps_per_epoch": steps_per_epoch}
+
+
+SETTINGS: dict[str, MethodSetting] = {
+    "top_k": MethodSetting({"density": 0.03}),
+    "dgc": MethodSetting({"density": 0.03, "masking": False}, _dgc_of_run, optimizer_momentum=False,
+    clips_after_sum=False),
+    "gaussian_k": MethodSetting({"density": 0.01}),
+    "redsync": MethodSetting({"density": 0.01}),
+    "sidco": MethodSetting({"density": 0.01}),
+    "ms_top_k": MethodSetting({"density": 0.01}),
+    "random_k": MethodSetting({"density": 0.1}),
+    "sign_sgd": MethodSetting(
+        {"momentum": 0.9}, optimizer_momentum=False, clips_after_sum=False, learning_rate_scale=0.002
+    ),
+    "ef_sign_sgd": MethodSetting({"warm_up": 0.1}),
+    "qsgd": MethodSetting({"bits": 8}),
+    "terngrad": MethodSetting(),
+    "natural": MethodSetting(),
+    "int8": MethodSetting(),
+    "fp8": MethodSetting(),
+    "fp16": MethodSetting(),
+    "power_sgd": MethodSetting({"rank": 8}),
+    "acp_sgd": MethodSetting({"rank": 4}),
+    "atomo": MethodSetting({"rank": 4}),
+    "ok_topk": MethodSetting({"density": 0.01}),
+    "hi_top_k": MethodSetting({"density": 0.01}),
+}  # fmt: skip
+"""Of thinwire's own methods. What is not given here is the constructor's default."""
+
+
+def method_of(text: str, job: Job, steps: int, world_size: int) -> Method:
+    """The method that a text names, for a job of so many steps on so many ranks.
+
+    Raises:
+        ValueError: an unknown name, or settings that it does not take; the message says what is legal.
+    """
+    name, settings = parse(text)
+    if name in TORCH_METHODS:
+        return _torch_method(name, settings)
+    if name == PLAN:
+        return Method(_unplanned, planning=Planning.of(settings))
+    attach_settings, is_plain = grouping(settings)
+    if name == THINWIRE:
+        _refuse(name, settings)
+        return Method(lambda model: ThinwireMethod(model, **attach_settings), is_plain=is_plain)
+    setting = SETTINGS[name]
+    arguments = dict(setting.arguments)
+    if setting.of_run is not None:
+        arguments |= setting.of_run(job, steps, world_size)
+    arguments |= settings
+    warm_up = arguments.pop("warm_up", 0.0)
+    attach_settings |= {"exchange": arguments.pop("exchange")} if "exchange" in arguments else {}
+    compressor = _warmed_up(construct(name, arguments), round(warm_up * steps))
+    return Method(
+        lambda model: ThinwireMethod(model, compress=compressor, **attach_settings),
+        _compressed_by(compressor),
+        setting.optimizer_momentum,
+        setting.clips_after_sum,
+        setting.learning_rate_scale,
+        is_plain=is_plain,
+    )
+
+
+def method_of_plan(plan: Plan, planning: Planning) -> Method:
+    """What a plan says: stock DDP, if that is to do nothing."""
+    if plan.does_nothing:
+        return _torch_method(DDP, {})
+    return Method(lambda model: ThinwireMethod(model, plan=plan, **planning.attach_settings), is_plain=True)
+
+
+def _unplanned(model: object) -> NoReturn:
+    raise AssertionError("a plan decides how to synchronize before that is done")
+
+
+def parse(text: str) -> tuple[str, dict[str, Any]]:
+    """``"top_k:density=0.001"`` as a name and settings; values are Python literals, or else texts.
+
+    Raises:
+        ValueError: an unknown name or a setting without a value.
+    """
+    name, settings = split(text)
+    legal = (*TORCH_METHODS, THINWIRE, PLAN, *SETTINGS)
+    if name not in legal:
+        raise ValueError(f"unknown method {name!r}; legal are {', '.join(legal)}")
+    return name, settings
+
+
+def _refuse(name: str, settings: dict[str, Any]) -> None:
+    if settings:
+        raise ValueError(f"{name} has no setting {next(iter(settings))!r}")
+
+
+def _torch_method(name: str, settings: dict[str, Any]) -> Method:
+    from thinwire.lab.bench.train.stock import POWER_SGD_RANK, Bf16AllReduce, StockDdp, TorchPowerSgd
+
+    if name == POWER_SGD_TORCH:
+        rank = settings.pop("rank", POWER_SGD_RANK)
+        _refuse(name, settings)
+        # Its callbacks wait for all-reduces on the threads that Gloo runs these on: two buckets at once dead-lock.
+        return Method(lambda model: TorchPowerSgd(model, rank), one_bucket=True)
+    _refuse(name, settings)
+    return Method({DDP: StockDdp, BF16: Bf16AllReduce}[name])
+
+
+def _warmed_up(compressor: Any, steps: int) -> Any:
+    from thinwire.compress import warm_up
+    from thinwire.compress.assign import with_memory
+
+    return warm_up(with_memory(compressor), steps) if steps else compressor
+
+
+def _compressed_by(compressor: Any) -> Callable[[str, Tensor], bool]:
+    """As `thinwire.attach` decides, for models without tables of embeddings."""
+    from thinwire.compress import leave_small
+    from thinwire.compress.base import Parameter
+
+    policy = leave_small(compressor)
+    return lambda name, tensor: policy(Parameter(name, tuple(tensor.shape), tensor.dtype)) is not None
+
+
+class ThinwireMethod:
+    """`thinwire.attach` on a model, with its settings; without ``compress`` the exact synchronization."""
+
+    def __init__(self, model: nn.Module, **settings: Any) -> None:
+        import thinwire
+
+        self._synchronizer = thinwire.attach(model, **settings)
+
+    def account(self) -> Account:
+        stats = self._synchronizer.stats()
+        encode, decode = stats.get("compress/encode_seconds", 0.0), stats.get("compress/decode_seconds", 0.0)
+        wire = stats.get("compress/wire_seconds", stats["comm/seconds"] - encode - decode)
+        groups, missing = stats.get("plan/groups"), stats.get("compress/tensor_missing_rate")
+        return Account(encode, wire, decode, stats["comm/bytes_sent"], groups, missing)
+
+    def close(self) -> None:
+        self._synchronizer.detach()

@@ -1,0 +1,96 @@
+"""Methods whose gradients travel in groups of a policy or a plan, as their texts say it.
+
+``fuse=cupcake``, ``fuse=byte_cap(mb=4)``, ``fuse=safusion(align=False;adapt=False)``: a policy of `thinwire.fuse`.
+``ahead=False`` compresses a group as one flat tensor. ``plan`` measures the job before its first step and takes the
+best plan, which may be to do nothing; ``plan:file=plan.json`` takes one that is there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from thinwire.lab.bench.jobs.job import Job
+from thinwire.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Planning:
+    """What is planned.
+
+    Args:
+        file: a plan to take; empty to measure, on all ranks.
+        compressors: texts of `thinwire.compress.named.parse` that may be in the plan; None for those that are usual.
+        attach_settings: passed on to `thinwire.attach`.
+    """
+
+    file: str = ""
+    compressors: tuple[str, ...] | None = None
+    attach_settings: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, settings: dict[str, Any]) -> Planning:
+        """From the settings of a method: ``file``, ``compressors`` (with "+" between them, or "none"), ``fallback``.
+
+        Raises:
+            ValueError: settings that there are not; a file that is no plan; a compressor that cannot be planned with.
+        """
+        unknown = set(settings) - {"file", "compressors", "fallback"}
+        if unknown:
+            raise ValueError(f"plan has no setting {min(unknown)!r}; legal are file, compressors and fallback")
+        file, text = str(settings.get("file", "")), settings.get("compressors")
+        if file:
+            Plan.load(file)
+        compressors = None if text is None else () if text == "none" else tuple(map(colons, str(text).split("+")))
+        _check(compressors or ())
+        return cls(file, compressors, {"fallback": bool(settings.get("fallback", False))})
+
+    def plan(self, job: Job, model: nn.Module, batch: Callable[[], Any]) -> Plan:
+        """The plan for a model; a collective call. The model stays as it is.
+
+        Raises:
+            ValueError: the job cannot be measured: one rank.
+        """
+        if self.file:
+            return Plan.load(self.file)
+        from thinwire.measure.training import How, Training, measure_training
+        from thinwire.plan.planner import DEFAULTS, best_plan
+
+        compressors = DEFAULTS if self.compressors is None else self.compressors
+        model = copy.deepcopy(model)
+        training = Training(model, batch, job.loss, job.optimizer(model.parameters()), job.clip)
+        return best_plan(measure_training(training, How(compressors, fresh=True)), compressors)
+
+
+def grouping(settings: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Takes ``fuse`` and ``ahead`` out of the settings of a method.
+
+    Returns:
+        What `thinwire.attach` is passed for them, and whether it needs a plain module.
+
+    Raises:
+        ValueError: an unknown policy, or settings that it does not take.
+    """
+    found: dict[str, Any] = {}
+    if "fuse" in settings:
+        from thinwire import fuse
+
+        found["fuse"] = fuse.parse(colons(str(settings.pop("fuse"))))
+    if "ahead" in settings:
+        found["ahead"] = bool(settings.pop("ahead"))
+    return found, bool(found)
+
+
+def colons(text: str) -> str:
+    """``byte_cap(mb=4;first_mb=1)`` as ``byte_cap:mb=4:first_mb=1``: within a method, colons are between settings."""
+    return text.replace("(", ":").replace(";", ":").rstrip(")")
+
+
+def _check(compressors: tuple[str, ...]) -> None:
+    from thinwire.measure.training import check
+
+    check(compressors)

@@ -1,0 +1,220 @@
+"""What one rank does: train a job by one method, with a clock, and look at the held-out loss now and then."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.lab.bench.jobs.job import Data, Job
+from thinwire.lab.bench.train.account import Account, interface_bytes_sent
+from thinwire.lab.bench.train.curve import evaluation_steps, smoothed, window_of
+from thinwire.lab.bench.train.methods import Method, method_of, method_of_plan
+from thinwire.lab.bench.train.planned import Planning
+from thinwire.lab.demo.train import digest
+from thinwire.lab.testbed.rank import RankContext
+
+_ONE_BUCKET_MB = 1024.0
+
+
+@dataclass(frozen=True)
+class JobTraining:
+    """One run of a job.
+
+    Args:
+        steps: planned; the final loss is that at their end.
+        extra_steps: at most so many more, while the smoothed held-out loss is above ``target_loss``.
+        target_loss: of stock DDP; None for no extra steps.
+        interface: whose sent bytes are counted; None where the host has none of its own.
+    """
+
+    job: Job
+    method: str
+    seed: int
+    steps: int
+    extra_steps: int = 0
+    target_loss: float | None = None
+    interface: str | None = None
+
+
+@dataclass
+class StepRecord:
+    """Seconds of one step on one rank; the last four are what the method tells, None if it does not."""
+
+    compute_seconds: float
+    exposed_seconds: float
+    optimizer_seconds: float
+    encode_seconds: float | None
+    wire_seconds: float | None
+    decode_seconds: float | None
+    sent_bytes: float | None
+
+    @property
+    def step_seconds(self) -> float:
+        return self.compute_seconds + self.exposed_seconds + self.optimizer_seconds
+
+
+@dataclass
+class RankRecord:
+    """What one rank saw of a training. Losses are of all held-out samples, the same on all ranks."""
+
+    parameters: int = 0
+    steps: list[StepRecord] = field(default_factory=list)
+    held_out_losses: list[tuple[int, float]] = field(default_factory=list)
+    link_bytes: int | None = None
+    digest: str = ""
+    groups: float | None = None
+    tensor_missing_rate: float | None = None
+    plan: str = ""
+
+
+def train(context: RankContext, training: JobTraining, data: Data) -> RankRecord:
+    """Train in the default process group. ``context.send`` is told each step done and its loss.
+
+    Raises:
+        ValueError: the method does not exist, or cannot be attached to this job.
+    """
+    trainer = _Trainer(context, training, data)
+    record = RankRecord(
+        parameters=sum(parameter.numel() for parameter in trainer.model.parameters()), plan=trainer.planned
+    )
+    dist.barrier()
+    sent_before = _link_bytes(training)
+    for step, evaluates in _steps(training):
+        record.steps.append(trainer.step(step + 1))
+        if evaluates:
+            record.held_out_losses.append((step + 1, trainer.held_out_loss()))
+            if _is_done(training, record.held_out_losses):
+                break
+    dist.barrier()
+    if sent_before is not None:
+        record.link_bytes = (_link_bytes(training) or 0) - sent_before
+    record.digest = digest(trainer.network)
+    account = trainer.method.account()
+    record.groups, record.tensor_missing_rate = account.groups, account.tensor_missing_rate
+    trainer.method.close()
+    return record
+
+
+def _steps(training: JobTraining) -> Iterator[tuple[int, bool]]:
+    """Every step that may be made, from 0, and whether the held-out loss is measured after it."""
+    planned = evaluation_steps(training.steps)
+    every = max(1, planned[-1] // len(planned))
+    for step in range(training.steps + training.extra_steps):
+        extra = step + 1 - training.steps
+        yield step, step + 1 in planned or (extra > 0 and extra % every == 0)
+
+
+def _is_done(training: JobTraining, losses: list[tuple[int, float]]) -> bool:
+    """After the planned steps, whether there is no target, or it is reached."""
+    if losses[-1][0] < training.steps:
+        return False
+    if training.target_loss is None:
+        return True
+    return min(smoothed([loss for _, loss in losses], window_of(training.steps))) <= training.target_loss
+
+
+def _link_bytes(training: JobTraining) -> int | None:
+    return None if training.interface is None else interface_bytes_sent(training.interface)
+
+
+class _Trainer:
+    """The model with its optimizer, its method and its part of the data."""
+
+    def __init__(self, context: RankContext, training: JobTraining, data: Data) -> None:
+        self.context, self.training = context, training
+        self.job = training.job
+        method = method_of(training.method, self.job, training.steps, context.world_size)
+        self.network = self.job.model(training.seed)
+        self.planned = ""
+        if method.planning is not None:
+            method = self._planned(method.planning, data)
+        self.model = self._wrapped(method)
+        self.last_gradient_at = 0.0
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        self.optimizer = self.job.optimizer(_groups(self.job, method, self.network))
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: self.job.learning_rate_share(step, training.steps)
+        )
+        self.clips = method.clips_after_sum
+        self.method = method.attach(self.model)
+        self.before = self.method.account()
+        self.batches = self.job.batches(data, context.rank, context.world_size, training.seed)
+        share = torch.arange(context.rank, len(data.held_out), context.world_size)
+        self.held_out = data.held_out.take(share)
+
+    def _planned(self, planning: Planning, data: Data) -> Method:
+        """The method that the plan is; before the run, and on batches of its own."""
+        batches = self.job.batches(data, self.context.rank, self.context.world_size, self.training.seed)
+        plan = planning.plan(self.job, self.network, lambda: next(batches))
+        self.planned = plan.choice
+        return method_of_plan(plan, planning)
+
+    def _wrapped(self, method: Method) -> nn.Module:
+        """All ranks draw the same parameters, so DDP need not broadcast them."""
+        if method.is_plain:
+            return self.network
+        bucket_cap_mb = _ONE_BUCKET_MB if method.one_bucket else None
+        return DistributedDataParallel(self.network, init_sync=False, bucket_cap_mb=bucket_cap_mb)
+
+    def _on_gradient(self, parameter: Tensor) -> None:
+        del parameter
+        self.last_gradient_at = time.perf_counter()
+
+    def step(self, number: int) -> StepRecord:
+        """One training step. Compute ends when the last gradient is there; what backward takes longer is exposed."""
+        batch = next(self.batches)
+        started = time.perf_counter()
+        self.optimizer.zero_grad()
+        loss = self.job.loss(self.model, batch)
+        loss.backward()
+        synchronized = time.perf_counter()
+        if self.clips:
+            self.job.clip(self.model)
+        self.optimizer.step()
+        ended = time.perf_counter()
+        self.schedule.step()
+        if self.context.rank == 0:
+            self.context.send((number, loss.item()))
+        before, self.before = self.before, self.method.account()
+        return StepRecord(
+            compute_seconds=self.last_gradient_at - started,
+            exposed_seconds=synchronized - self.last_gradient_at,
+            optimizer_seconds=ended - synchronized,
+            **_difference(self.before, before),
+        )
+
+    def held_out_loss(self) -> float:
+        """Mean over all held-out samples: each rank takes its share, and they meet in a small all-reduce."""
+        with torch.no_grad():
+            loss = self.job.loss(self.network, self.held_out)
+        total = torch.stack([loss.double() * len(self.held_out), torch.tensor(float(len(self.held_out))).double()])
+        dist.all_reduce(total)
+        return float(total[0] / total[1])
+
+
+def _groups(job: Job, method: Method, model: nn.Module) -> list[dict[str, Any]]:
+    """What the method compresses, with the settings that it asks for; and the rest, as under stock DDP."""
+    compressed, rest = [], []
+    for name, parameter in model.named_parameters():
+        (compressed if method.compresses(name, parameter) else rest).append(parameter)
+    settings: dict[str, Any] = {"lr": job.learning_rate * method.learning_rate_scale}
+    if not method.optimizer_momentum:
+        settings |= {"momentum": 0.0, "nesterov": False}
+    groups = [{"params": compressed, **settings}, {"params": rest}]
+    return [group for group in groups if group["params"]]
+
+
+def _difference(after: Account, before: Account) -> dict[str, float | None]:
+    def of(name: str) -> float | None:
+        now, then = getattr(after, name), getattr(before, name)
+        return None if now is None or then is None else now - then
+
+    return {name: of(name) for name in ("encode_seconds", "wire_seconds", "decode_seconds", "sent_bytes")}

@@ -1,0 +1,137 @@
+"""Rows of `thinwire bench train`, made from what the ranks saw. Pure functions."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from thinwire.lab.bench.train.curve import LossCurve
+from thinwire.lab.bench.train.methods import TORCH_METHODS, parse
+from thinwire.lab.bench.train.rank import JobTraining, RankRecord, StepRecord
+from thinwire.plan.plan import STOCK
+
+
+def curve_of(training: JobTraining, records: Sequence[RankRecord]) -> LossCurve:
+    """The held-out loss of a run; seconds are means over ranks of the steps' times, without the evaluations.
+
+    The first step counts as much as a median one: it opens connections, loads or compiles kernels and measures the
+    link, once, which is nothing in hours of training and would be much in these two minutes.
+    """
+    step_seconds = _step_seconds(records)
+    elapsed = list(accumulate([statistics.median(step_seconds), *step_seconds[1:]]))
+    losses = records[0].held_out_losses
+    return LossCurve(
+        steps=tuple(step for step, _ in losses),
+        seconds=tuple(elapsed[step - 1] for step, _ in losses),
+        losses=tuple(loss for _, loss in losses),
+        planned_steps=training.steps,
+    )
+
+
+def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: float | None) -> dict[str, Any]:
+    """One row, as documented in docs/bench-train.md, but for what needs the run of stock DDP (see `against_dense`)."""
+    curve = curve_of(training, records)
+    by_step = _by_step(records)
+    step_seconds = _step_seconds(records)
+    return {
+        "job": training.job.name,
+        "method": training.method,
+        "hosts": len(records),
+        "link_mbit": link_mbit,
+        "seed": training.seed,
+        "parameters": records[0].parameters,
+        "steps": training.steps,
+        "steps_run": len(by_step),
+        "step_seconds_median": statistics.median(step_seconds),
+        "step_seconds_p10": _quantile(step_seconds, 0.1),
+        "step_seconds_p90": _quantile(step_seconds, 0.9),
+        "first_step_seconds": step_seconds[0],
+        "backward_seconds": _median(by_step, "compute_seconds"),
+        "exposed_seconds": _median(by_step, "exposed_seconds"),
+        "optimizer_seconds": _median(by_step, "optimizer_seconds"),
+        "encode_seconds": _median(by_step, "encode_seconds"),
+        "wire_seconds": _median(by_step, "wire_seconds"),
+        "decode_seconds": _median(by_step, "decode_seconds"),
+        "groups": records[0].groups,
+        "tensor_missing_rate": _mean_or_none([record.tensor_missing_rate for record in records]),
+        "plan": records[0].plan or None,
+        **_bytes(training, records),
+        "final_loss": _finite(curve.final_loss),
+        "curve_steps": list(curve.steps),
+        "seconds_curve": list(curve.seconds),
+        "loss_curve": [_finite(loss) for loss in curve.losses],
+        "bitwise_equal_across_ranks": len({record.digest for record in records}) == 1,
+    }
+
+
+def against_dense(row: dict[str, Any], curve: LossCurve, dense_loss: float | None) -> dict[str, Any]:
+    """The row with the time to the final loss of stock DDP of the same seed; null if not run or not reached."""
+    if dense_loss is None or row["final_loss"] is None:
+        return row | {"seconds_to_dense_loss": None, "loss_vs_dense": None}
+    return row | {
+        "seconds_to_dense_loss": curve.seconds_to(dense_loss),
+        "loss_vs_dense": row["final_loss"] / dense_loss - 1.0,
+    }
+
+
+def _bytes(training: JobTraining, records: Sequence[RankRecord]) -> dict[str, Any]:
+    """Bytes a step of the rank that sent most: what thinwire counts, else of the host's interface, else by formula."""
+    link = None
+    if all(record.link_bytes is not None for record in records):
+        link = max((record.link_bytes or 0) / len(record.steps) for record in records)
+    own = max(_mean([step.sent_bytes or 0.0 for step in record.steps]) for record in records)
+    by_torch = parse(training.method)[0] in TORCH_METHODS or records[0].plan == STOCK
+    if not by_torch:
+        sent, source = own, "counted"
+    elif link is not None:
+        sent, source = link, "interface"
+    else:
+        sent, source = own, "formula"
+    dense_bytes = 4 * records[0].parameters * 2 * (len(records) - 1) / len(records)
+    return {
+        "bytes_sent_max": round(sent),
+        "bytes_source": source,
+        "bytes_own_max": round(own),
+        "bytes_link_max": None if link is None else round(link),
+        "density": sent / dense_bytes if dense_bytes else None,
+    }
+
+
+def _step_seconds(records: Sequence[RankRecord]) -> list[float]:
+    return [_mean([step.step_seconds for step in steps]) for steps in _by_step(records)]
+
+
+def _by_step(records: Sequence[RankRecord]) -> list[list[StepRecord]]:
+    return [list(steps) for steps in zip(*(record.steps for record in records), strict=True)]
+
+
+def _median(by_step: list[list[StepRecord]], name: str) -> float | None:
+    """Median over steps of the mean over ranks; None if the method does not tell."""
+    values = [[getattr(step, name) for step in steps] for steps in by_step]
+    if any(value is None for steps in values for value in steps):
+        return None
+    return statistics.median(_mean(steps) for steps in values)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _mean_or_none(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _mean(known) if known else None
+
+
+def _quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    position = share * (len(ordered) - 1)
+    low = math.floor(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (position - low) * (ordered[high] - ordered[low])
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,146 @@
+"""The comparison in words and table rows, for the terminal and for the report. Pure functions over the rows."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from thinwire.lab.bench.train.methods import BF16, DDP, TORCH_METHODS, parse
+
+COLUMNS = ("method", "MB", "step s", "faster", "loss", "vs ddp", "to loss", "faster")
+_PAYS_FROM = 1.05  # less is within the noise of a machine that plays all hosts
+
+
+@dataclass(frozen=True)
+class MethodSummary:
+    """One method, medians over seeds. None where a figure does not exist, or not for most of the seeds.
+
+    Args:
+        seconds_to_dense_loss: a run that never got there counts as infinitely long.
+        speedup: seconds that stock DDP needed for its own final loss, over these.
+    """
+
+    method: str
+    bytes_sent_max: float
+    step_seconds: float
+    final_loss: float | None
+    loss_vs_dense: float | None
+    seconds_to_dense_loss: float | None
+    speedup: float | None
+    step_speedup: float | None
+
+
+def summarize(rows: Sequence[dict[str, Any]]) -> list[MethodSummary]:
+    """One summary a method, in the order of the rows."""
+    by_method: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        by_method.setdefault(row["method"], []).append(row)
+    dense = by_method.get(DDP)
+    return [_summary(method, own, dense) for method, own in by_method.items()]
+
+
+def _summary(method: str, rows: list[dict[str, Any]], dense: list[dict[str, Any]] | None) -> MethodSummary:
+    def median(name: str) -> float:
+        return statistics.median(row[name] for row in rows)
+
+    seconds = _median_or_none(rows, "seconds_to_dense_loss")
+    dense_seconds = None if dense is None else _median_or_none(dense, "seconds_to_dense_loss")
+    return MethodSummary(
+        method=method,
+        bytes_sent_max=median("bytes_sent_max"),
+        step_seconds=median("step_seconds_median"),
+        final_loss=_median_or_none(rows, "final_loss"),
+        loss_vs_dense=_median_or_none(rows, "loss_vs_dense"),
+        seconds_to_dense_loss=seconds,
+        speedup=dense_seconds / seconds if seconds and dense_seconds else None,
+        step_speedup=None
+        if dense is None
+        else statistics.median(row["step_seconds_median"] for row in dense) / median("step_seconds_median"),
+    )
+
+
+def _median_or_none(rows: list[dict[str, Any]], name: str) -> float | None:
+    """Nulls count as infinite; null if the median is one of them."""
+    median = statistics.median(float("inf") if row[name] is None else row[name] for row in rows)
+    return None if median == float("inf") else median
+
+
+def conditions(result: dict[str, Any]) -> str:
+    """Job, hosts, link, steps: one line."""
+    first, environment = result["rows"][0], result["environment"]
+    return (
+        f"{first['job']}: {first['parameters']:,} parameters, {first['parameters'] * 4 / 1e6:.1f} MB of gradients;"
+        f" {first['hosts']} hosts, {link_text(first)}; {environment['steps']} steps, {environment['seeds']} seeds"
+    )
+
+
+def link_text(row: dict[str, Any]) -> str:
+    return f"links of {row['link_mbit']:.1f} Mbit/s measured" if row["link_mbit"] else "no link (loopback)"
+
+
+def verdict(rows: Sequence[dict[str, Any]]) -> str:
+    """Whether compression pays on this link, by the time to the final loss of stock DDP. Honest in one sentence or two.
+
+    Lossy methods of thinwire count as compression; a bfloat16 all-reduce and torch's own hook are what they must beat.
+    """
+    summaries = {summary.method: summary for summary in summarize(rows)}
+    if DDP not in summaries:
+        return "Stock DDP was not run, so nothing can be said about what pays: add ddp to --methods."
+    others = [summary for summary in summaries.values() if summary.method != DDP]
+    ranked = sorted((summary for summary in others if summary.speedup), key=lambda summary: -(summary.speedup or 0))
+    if not others:
+        return "Only stock DDP was run."
+    if not ranked:
+        sentence = "Compression does not pay on this link: no other method reached the loss of stock DDP."
+        return sentence + _too_slow(others)
+    best = ranked[0]
+    own = [summary for summary in ranked if parse(summary.method)[0] not in TORCH_METHODS]
+    text = f"reached the loss of stock DDP {best.speedup:.2f}x as fast as stock DDP did"
+    if (best.speedup or 0) < _PAYS_FROM:
+        sentence = f"Compression does not pay on this link: the best, {best.method}, {text}."
+    elif own and best is own[0]:
+        sentence = f"Compression pays on this link: {best.method} {text}{_against_bf16(best, summaries)}."
+    else:
+        ahead = f", the best of thinwire, {own[0].method}, {own[0].speedup:.2f}x" if own else ""
+        sentence = f"Of what was run, nothing beats {best.method} on this link: it {text}{ahead}."
+    return sentence + _too_slow(others)
+
+
+def _against_bf16(best: MethodSummary, summaries: dict[str, MethodSummary]) -> str:
+    bf16 = summaries.get(BF16)
+    if bf16 is None:
+        return " (a bfloat16 all-reduce, the honest rival, was not run: add bf16 to --methods)"
+    if bf16.seconds_to_dense_loss is None or best.seconds_to_dense_loss is None:
+        return ", a bfloat16 all-reduce did not reach it"
+    return f" and {bf16.seconds_to_dense_loss / best.seconds_to_dense_loss:.2f}x as fast as a bfloat16 all-reduce"
+
+
+def _too_slow(others: Sequence[MethodSummary]) -> str:
+    missed = [summary.method for summary in others if summary.seconds_to_dense_loss is None]
+    return f" Not at that loss within its steps: {', '.join(missed)}." if missed else ""
+
+
+def table_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Cells for `COLUMNS`, fastest to the dense loss first."""
+    summaries = sorted(summarize(rows), key=lambda summary: summary.seconds_to_dense_loss or float("inf"))
+    return [_cells(summary) for summary in summaries]
+
+
+def _cells(summary: MethodSummary) -> list[str]:
+    seconds = summary.seconds_to_dense_loss
+    return [
+        summary.method,
+        f"{summary.bytes_sent_max / 1e6:.3f}",
+        f"{summary.step_seconds:.3f}",
+        _times(summary.step_speedup),
+        "diverged" if summary.final_loss is None else f"{summary.final_loss:.4f}",
+        "-" if summary.loss_vs_dense is None else f"{summary.loss_vs_dense:+.2%}",
+        "never" if seconds is None else f"{seconds:.1f} s",
+        _times(summary.speedup),
+    ]
+
+
+def _times(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}x"

@@ -1,0 +1,1 @@
+"""Espresso's decisions for published models, at scale."""

@@ -1,0 +1,1 @@
+"""What papers say in formulas, next to what the library does."""

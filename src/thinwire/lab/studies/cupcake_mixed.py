@@ -1,0 +1,97 @@
+"""Cupcake where a group may also be sent as it is: which tensors travel together, and which groups are compressed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from thinwire.fuse.cupcake import cupcake
+from thinwire.fuse.policy import groups_ending_at
+from thinwire.fuse.profile import Groups, Linear, Profile
+from thinwire.fuse.search import Mode, search
+from thinwire.fuse.timeline import iteration_seconds
+
+STATES = 8192
+"""That a search keeps in all: 8 tensors need 100 at most, and 314 take a second with so many."""
+
+_FREE = Linear(0.0, 0.0)
+_MIN_WIDTH = 16
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A plan, and how good it is.
+
+    Args:
+        groups: which tensors travel together.
+        compressed: of each group, whether it is compressed.
+        seconds: of the iteration.
+        least_seconds: no plan takes less.
+    """
+
+    groups: Groups
+    compressed: tuple[bool, ...]
+    seconds: float
+    least_seconds: float
+
+    @property
+    def is_optimal(self) -> bool:
+        """Whether this is proven; otherwise it is within seconds / least_seconds of the best."""
+        return self.seconds <= self.least_seconds * (1 + 1e-9)
+
+
+def mixed(profile: Profile, dense: Linear, states: int = STATES) -> tuple[Groups, tuple[bool, ...]]:
+    """Groups, and which of them to compress, with the least `thinwire.plan.iteration_seconds`.
+
+    For arguments and errors see `best_mixed`, which also tells how far from the optimum the plan can be.
+
+    Example:
+        >>> costly, link = Linear(alpha=1, beta=0.25), Linear(alpha=1, beta=0.125)
+        >>> mixed(Profile([1, 1], [2, 40], costly, costly, link), dense=Linear(alpha=1, beta=1))
+        (((0,), (1,)), (False, True))
+    """
+    best = best_mixed(profile, dense, states=states)
+    return best.groups, best.compressed
+
+
+def best_mixed(profile: Profile, dense: Linear, coded: Mode | None = None, states: int = STATES) -> Mixed:
+    """The best plan in which each group is compressed or is not, of all 2^(N - 1) groupings x 2^groups choices.
+
+    Compressing one group delays all that follow, so the compute clock is no longer fixed by the number of groups, and
+    states form a Pareto frontier. How many matter at once depends on the profile: trading compute for communication is
+    a knapsack problem. While they are few enough, the plan is exact; what is dropped beyond ``states`` still bounds it.
+
+    Args:
+        profile: costs of compressed groups.
+        dense: what communicating a group costs that is not compressed.
+        coded: costs of compressed groups that are not linear, instead of the profile's.
+        states: how many to keep in all, the most promising for each number of tensors. The choice is the same on all
+            ranks, and never worse than `thinwire.fuse.cupcake` with all groups compressed, or with none.
+
+    Raises:
+        ValueError: fewer than one state.
+    """
+    if states < 1:
+        raise ValueError(f"a search that keeps {states} states finds nothing: use 1 or more")
+    best, best_seconds, compressed = _best_pure(profile, dense, with_compressed=coded is None)
+    modes = [Mode(_FREE, dense, _FREE), coded or Mode(profile.compress, profile.communicate, profile.decompress)]
+    least_seconds = 0.0
+    for width in (4, max(_MIN_WIDTH, states // profile.num_tensors)):
+        found = search(profile, modes, best_seconds, width)
+        least_seconds = max(least_seconds, found.least_seconds)
+        if found.ends:
+            best, best_seconds, compressed = groups_ending_at(found.ends), found.seconds, tuple(map(bool, found.modes))
+        if best_seconds <= least_seconds * (1 + 1e-9):
+            break
+    return Mixed(best, compressed, best_seconds, min(least_seconds, best_seconds))
+
+
+def _best_pure(profile: Profile, dense: Linear, with_compressed: bool) -> tuple[Groups, float, tuple[bool, ...]]:
+    """The better of no group compressed and all: groups, seconds, choices."""
+    plain = Profile(profile.backward_seconds, profile.size_bytes, _FREE, _FREE, dense)
+    groups = cupcake().groups(plain)
+    best = groups, iteration_seconds(plain, groups), (False,) * len(groups)
+    if with_compressed:
+        groups = cupcake().groups(profile)
+        coded = groups, iteration_seconds(profile, groups), (True,) * len(groups)
+        best = min(best, coded, key=lambda plan: plan[1])
+    return best

@@ -1,0 +1,168 @@
+"""Run a function on N ranks, each a process of its own, and get back what every rank returned.
+
+    def work(context: RankContext, scale: float) -> float:
+        total = torch.tensor([scale * context.rank])
+        dist.all_reduce(total)
+        return total.item()
+
+    outcomes = run_ranks(work, 2.0, world_size=4)
+
+The processes are forked from a server that has torch imported and kernels loaded: 8 ranks with their process group
+start and end in 0.4 s. What crosses the pipes between a rank and its parent is pickled by value; it never leaves the
+machine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Callable
+from typing import Any
+
+from thinwire.lab.testbed.network import EmulatedNetwork, in_namespace
+from thinwire.lab.testbed.rank import RankContext, RankSetup, rank_main
+from thinwire.lab.testbed.supervise import Outcome, RankProcess, describe, supervise
+
+_preloaded = ["torch", "torch.distributed", "thinwire", "thinwire.kernels.warmed"]
+__all__ = ["Outcome", "RankContext", "RanksFailed", "run_ranks"]
+
+
+class RanksFailed(RuntimeError):
+    """Some ranks failed. The text has the root cause first; `outcomes` has all ranks in order."""
+
+    def __init__(self, message: str, outcomes: list[Outcome]) -> None:
+        super().__init__(message)
+        self.outcomes = outcomes
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int,
+    ranks_per_host: int | None = None,
+    network: EmulatedNetwork | None = None,
+    timeout_seconds: float = 120.0,
+    check: bool = True,
+    init_process_group: bool = True,
+    on_message: Callable[[int, Any], None] | None = None,
+) -> list[Outcome]:
+    """Call `function(context, *args)` on `world_size` ranks and return their outcomes in rank order.
+
+    Every rank has one torch thread, the environment that torchrun would give it (RANK, WORLD_SIZE, LOCAL_RANK,
+    MASTER_ADDR ...) and, with `init_process_group`, a Gloo process group. With a `network`, consecutive blocks
+    of `ranks_per_host` ranks (default: as few as reach) live on its hosts. `on_message(rank, message)` gets
+    what the ranks pass to `context.send`. `function` and `args` must be picklable: define the function at the
+    top of a module.
+
+    With `check`, the first failure gives the other ranks 5 s to report theirs, and RanksFailed is raised.
+    Without, the ranks run to their end or to the timeout, and failures are read from the outcomes. At the
+    timeout all ranks are killed, and the errors of those that were still running hold their Python stacks.
+    However this function is left, no process of a rank stays behind.
+    """
+    payload = _pickle_call(function, args)
+    with (
+        tempfile.TemporaryDirectory(prefix="thinwire-ranks-") as directory,
+        contextlib.ExitStack() as cleanup,
+    ):
+        ranks = []
+        for setup in _plan_ranks(world_size, ranks_per_host, network, timeout_seconds, init_process_group, directory):
+            ranks.append(_start(setup, payload))
+            cleanup.callback(ranks[-1].close)
+        supervise(ranks, directory, timeout_seconds, check, on_message or (lambda rank, message: None))
+        outcomes = [rank.outcome() for rank in ranks]
+        if check and any(rank.failed for rank in ranks):
+            raise RanksFailed(describe(ranks), outcomes)
+        return outcomes
+
+
+def preload(module: str) -> None:
+    """Have the server that ranks are forked from import a module too; before the first `run_ranks`.
+
+    The constructor of DDP imports ``torch._dynamo``, for example: 1.2 s in every rank otherwise.
+    """
+    if module not in _preloaded:
+        _preloaded.append(module)
+
+
+def _plan_ranks(
+    world_size: int,
+    ranks_per_host: int | None,
+    network: EmulatedNetwork | None,
+    timeout_seconds: float,
+    init_process_group: bool,
+    directory: str,
+) -> list[RankSetup]:
+    """One setup per rank; raises ValueError when the ranks do not fit on the hosts."""
+    per_host = _ranks_per_host(world_size, ranks_per_host, 1 if network is None else network.hosts)
+    shared = {
+        **os.environ,
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1" if network is None else network.address(0),
+        "MASTER_PORT": str(_free_port(network)),
+        "GLOO_SOCKET_IFNAME": "lo" if network is None else network.interface,
+    }
+    return [
+        RankSetup(
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank % per_host,
+            host=rank // per_host,
+            environment={
+                **shared,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % per_host),
+                "LOCAL_WORLD_SIZE": str(min(per_host, world_size - rank // per_host * per_host)),
+            },
+            namespace=None if network is None else network.namespace(rank // per_host),
+            directory=directory,
+            timeout_seconds=timeout_seconds,
+            init_process_group=init_process_group,
+        )
+        for rank in range(world_size)
+    ]
+
+
+def _ranks_per_host(world_size: int, ranks_per_host: int | None, hosts: int) -> int:
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    per_host = -(-world_size // hosts) if ranks_per_host is None else ranks_per_host
+    if per_host < 1:
+        raise ValueError(f"ranks_per_host must be at least 1, got {per_host}")
+    if hosts > 1 and per_host * hosts < world_size:
+        raise ValueError(f"{world_size} ranks do not fit on {hosts} hosts with {per_host} ranks each")
+    return per_host
+
+
+def _free_port(network: EmulatedNetwork | None) -> int:
+    """A port for user code that reads MASTER_PORT, free now where rank 0 runs; our own group needs none."""
+
+    def bind() -> int:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return probe.getsockname()[1]
+
+    return bind() if network is None else in_namespace(network.namespace(0), bind)
+
+
+def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((function, args))
+    except (pickle.PicklingError, AttributeError, TypeError) as error:
+        raise ValueError(
+            f"the ranks cannot be given {function!r} with its arguments: {error}. Define the function at the top "
+            "of a module, and pass picklable arguments"
+        ) from error
+
+
+def _start(setup: RankSetup, payload: bytes) -> RankProcess:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_preloaded)
+    ours, theirs = context.Pipe()
+    with theirs:
+        process = context.Process(target=rank_main, args=(setup, theirs, payload), name=f"rank {setup.rank}")
+        process.start()
+    return RankProcess(setup.rank, process, ours)

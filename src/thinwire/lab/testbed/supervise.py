@@ -1,0 +1,203 @@
+"""The launcher's side of running ranks: take their messages, see their ends, stop those that must not go on."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from typing import Any
+
+from thinwire.lab.testbed.rank import stacks_path
+
+_GRACE_SECONDS = 5.0  # for the other ranks, after one has failed
+_LEAVE_SECONDS = 2.0  # for a rank that has returned, when others are stopped
+_STACK_DUMP_SECONDS = 0.5
+
+# What Gloo says when the process at the other end has gone, or has stopped answering.
+_PEER_LOST = (
+    "by peer",
+    "Connection refused",
+    "Broken pipe",
+    "Socket closed",
+    "Timed out waiting",
+    "pair closure",
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended: its return value, or the traceback of its error.
+
+    A rank killed by a signal has `exit_code == -signal` and no error text of its own.
+    """
+
+    rank: int
+    value: Any
+    error: str | None
+    exit_code: int | None
+
+
+@dataclass
+class RankProcess:
+    """The parent's view of one rank."""
+
+    number: int
+    process: BaseProcess
+    connection: Connection
+    value: Any = None
+    error: str | None = None
+    returned: bool = False
+    running: bool = True
+    reporting: bool = True  # its end of the pipe is open
+    released: bool = False
+    failed_at: float = math.inf  # by the parent's clock
+
+    def handles(self) -> list[Any]:
+        return [self.process.sentinel, self.connection] if self.reporting else [self.process.sentinel]
+
+    def attend(self, on_message: Callable[[int, Any], None]) -> None:
+        """Take the messages that are there, then see whether the process has ended."""
+        ended = bool(wait([self.process.sentinel], timeout=0))
+        while self.reporting and self.connection.poll():
+            try:
+                kind, content = pickle.loads(self.connection.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                self.reporting = False
+                break
+            if kind == "message":
+                on_message(self.number, content)
+            elif kind == "value":
+                self.value, self.returned = content, True
+            else:
+                self._fail(content)
+        if ended:
+            self.process.join()
+            self.running = self.reporting = False
+            if self.process.exitcode != 0 or not self.returned:
+                self._fail(None)
+
+    def release(self) -> None:
+        """Let a rank that has returned leave the process group and end."""
+        if not self.released:
+            self.released = True
+            with contextlib.suppress(OSError):  # it has ended already
+                self.connection.send_bytes(b"")
+
+    def stop(self, reason: str) -> None:
+        """Kill the rank if it still runs; one that has returned and only waits for the others may end."""
+        if self.running and self.returned:
+            self.release()
+            self.process.join(_LEAVE_SECONDS)
+        if self.running and (not self.returned or self.process.exitcode != 0):
+            self.process.kill()
+            self.process.join()
+            self._fail(reason)
+        self.running = False
+
+    def close(self) -> None:
+        self.stop("stopped by the launcher")
+        self.connection.close()
+        self.process.close()
+
+    @property
+    def failed(self) -> bool:
+        return self.failed_at < math.inf
+
+    def outcome(self) -> Outcome:
+        return Outcome(self.number, self.value, self.error, self.process.exitcode)
+
+    def _fail(self, error: str | None) -> None:
+        self.error = self.error or error
+        self.failed_at = min(self.failed_at, time.monotonic())
+
+
+def supervise(
+    ranks: list[RankProcess],
+    directory: str,
+    timeout_seconds: float,
+    check: bool,
+    on_message: Callable[[int, Any], None],
+) -> None:
+    """Attend to the ranks until all have ended; kill those that outlive the timeout or a failure's grace."""
+    deadline = time.monotonic() + timeout_seconds
+    while running := [rank for rank in ranks if rank.running]:
+        first = min(ranks, key=lambda rank: rank.failed_at)
+        grace_end = first.failed_at + _GRACE_SECONDS if check else math.inf
+        remaining = min(deadline, grace_end) - time.monotonic()
+        if remaining > 0:
+            ready = set(wait([handle for rank in running for handle in rank.handles()], remaining))
+            for rank in running:
+                if ready.intersection(rank.handles()):
+                    rank.attend(on_message)
+            if all(rank.returned or rank.failed for rank in ranks):
+                for rank in ranks:
+                    rank.release()
+        elif grace_end < deadline:
+            _kill(running)
+            for rank in running:
+                rank.stop(f"killed {_GRACE_SECONDS:.0f} s after rank {first.number} had failed")
+        else:
+            _stop_at_timeout(running, directory, timeout_seconds)
+
+
+def _stop_at_timeout(running: list[RankProcess], directory: str, timeout_seconds: float) -> None:
+    """Kill the ranks that still run; their errors are the Python stacks in which they hang."""
+    for rank in running:
+        _signal(rank, signal.SIGUSR1)
+    time.sleep(_STACK_DUMP_SECONDS)
+    _kill(running)
+    for rank in running:
+        stacks = stacks_path(directory, rank.number)
+        text = stacks.read_text() if stacks.exists() else ""
+        rank.stop(f"still running after {timeout_seconds:g} s\n{text or '(no Python stack)'}")
+
+
+def _kill(ranks: list[RankProcess]) -> None:
+    """Kill all that work before any is waited for, so that none can still see another's end."""
+    for rank in ranks:
+        if not rank.returned:
+            _signal(rank, signal.SIGKILL)
+
+
+def _signal(rank: RankProcess, number: signal.Signals) -> None:
+    pid = rank.process.pid
+    assert pid is not None, "the process has been started"
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def describe(ranks: list[RankProcess]) -> str:
+    """All failures, in full where they are a cause, in a line where they repeat or follow from another rank's."""
+    failed = sorted((rank for rank in ranks if rank.failed), key=lambda rank: (_is_consequence(rank), rank.failed_at))
+    lines = [f"{len(failed)} of {len(ranks)} ranks failed; first rank {failed[0].number}"]
+    told: set[str] = set()
+    for rank in failed:
+        text = _reason(rank).strip()
+        last = text.splitlines()[-1]
+        if rank is not failed[0] and (last in told or _is_consequence(rank)):
+            text = last
+        told.add(last)
+        lines.append(f"rank {rank.number}: {text}")
+    return "\n".join(lines)
+
+
+def _is_consequence(rank: RankProcess) -> bool:
+    """Whether the rank failed because another one did: it lost its peer, or did not end in the grace."""
+    text = rank.error or ""
+    return text.startswith("killed ") or any(sign in text for sign in _PEER_LOST)
+
+
+def _reason(rank: RankProcess) -> str:
+    if rank.error is not None:
+        return rank.error
+    code = rank.process.exitcode
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exited with code {code} before the function returned"

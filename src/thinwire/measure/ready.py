@@ -1,0 +1,150 @@
+"""Measure a training step without its synchronization: when each gradient is ready, and what is beside backward.
+
+All ranks begin each step together, so that what they share is shared as in training; a time is that of the slowest
+rank, because a gradient can be summed only when all ranks have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.comm.agree import gather_numbers
+from thinwire.comm.process_group import Exchange
+from thinwire.compress.base import Parameter
+from thinwire.observe.step import Clock, differences, median_of_slowest
+
+WARM_STEPS = 3
+"""At the beginning, not counted: caches, allocators, the first touch of memory."""
+
+
+@dataclass(frozen=True)
+class Ready:
+    """One step, the median of those measured.
+
+    Args:
+        parameters: that got gradients, in the order in which these are ready.
+        backward_seconds: of each: from the gradient before it to its own. The first counts from the end of the model's
+            forward, so the loss is in it.
+        forward_seconds: of the model.
+        rest_seconds: from the last gradient to the next forward: the optimizer, the data, whatever the script does.
+    """
+
+    parameters: tuple[Parameter, ...]
+    backward_seconds: tuple[float, ...]
+    forward_seconds: float
+    rest_seconds: float
+
+
+class StepWatch:
+    """Times the training steps of a model by hooks on it, until `close`. A step begins with its forward.
+
+    Args:
+        module: what trains; with DDP the module inside, or the DDP model itself with the names of its module.
+        trained: its parameters by name.
+        begin: called before each step; returns when all ranks are there.
+
+    Example:
+        >>> module = nn.Linear(2, 1)
+        >>> watch = StepWatch(module, dict(module.named_parameters()), lambda: None)
+        >>> for _ in range(WARM_STEPS + 2):
+        ...     module(torch.ones(1, 2)).sum().backward()
+        >>> watch.close().shape  # steps, then forward, two gradients and the rest
+        torch.Size([2, 4])
+    """
+
+    def __init__(self, module: nn.Module, trained: dict[str, Tensor], begin: Callable[[], None]) -> None:
+        self.names = tuple(trained)
+        self._begin = begin
+        self._clock = Clock(next((tensor.device for tensor in trained.values()), torch.device("cpu")))
+        self._is_step = False
+        self._steps: list[list[float]] = []
+        self._handles = [
+            module.register_forward_pre_hook(self._before_forward),
+            module.register_forward_hook(self._after_forward),
+            *(
+                tensor.register_post_accumulate_grad_hook(self._after_accumulation(name))
+                for name, tensor in trained.items()
+            ),
+        ]
+
+    @property
+    def num_steps(self) -> int:
+        """That are complete."""
+        return len(self._steps)
+
+    def close(self) -> Tensor:
+        """End the last step here, and take the hooks away.
+
+        Returns:
+            float64 [steps, 2 + parameters], without the first `WARM_STEPS`: seconds from the start of a step to the end
+            of forward, to each gradient, and to the start of the next step.
+        """
+        self._end_step()
+        for handle in self._handles:
+            handle.remove()
+        return torch.tensor(self._steps[WARM_STEPS:], dtype=torch.float64).view(-1, 2 + len(self.names))
+
+    def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        del args
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        self._end_step()
+        self._begin()
+        self._is_step = True
+        self._clock.begin()
+
+    def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        del args, output
+        if module.training and torch.is_grad_enabled():
+            self._clock.start()
+
+    def _after_accumulation(self, name: str) -> Callable[[Tensor], None]:
+        def hook(parameter: Tensor) -> None:
+            del parameter
+            if self._is_step:
+                self._clock.ready(name)
+
+        return hook
+
+    def _end_step(self) -> None:
+        """A forward without backward is no step."""
+        was_step, self._is_step = self._is_step, False
+        step = self._clock.finish()
+        if was_step and step.ready:
+            moments = (step.started, *(step.moment(name) for name in self.names), step.ended)
+            self._steps.append([moment - step.began for moment in moments])
+
+
+def agree(exchange: Exchange, times: Tensor, parameters: tuple[Parameter, ...]) -> Ready:
+    """One step for all ranks, from what each of them has measured; a collective call.
+
+    Args:
+        times: as `StepWatch.close` gives them; as many steps on all ranks.
+        parameters: in the order of its columns, the same on all ranks.
+
+    Raises:
+        ValueError: no step was measured.
+    """
+    if not len(times):
+        raise ValueError(
+            f"no training step was measured: at least {WARM_STEPS + 1} with forward and backward in training mode are"
+            " needed"
+        )
+    gathered = gather_numbers(exchange, "step times", times.flatten().tolist())
+    return typical(median_of_slowest(gathered, times.shape[1]), parameters)
+
+
+def typical(moments: Sequence[float], parameters: tuple[Parameter, ...]) -> Ready:
+    """The step with these 2 + parameters moments, its gradients in the order in which they are ready.
+
+    Of gradients that are ready at the same moment the one registered last comes first, as backward has it.
+    """
+    forward, *ready, end = moments
+    places = sorted(range(len(parameters)), key=lambda place: (ready[place], -place))
+    backward = differences([ready[place] for place in places], forward)
+    last = max(forward, *ready)
+    return Ready(tuple(parameters[place] for place in places), backward, forward, max(0.0, end - last))

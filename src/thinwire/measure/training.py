@@ -1,0 +1,229 @@
+"""Measure a model, its machines and their link: one `Measurement`, the same on all ranks."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from thinwire import kernels
+from thinwire.comm.agree import broadcast_json, wait_for_all
+from thinwire.comm.lane import Group, Lane
+from thinwire.compress.base import Parameter
+from thinwire.gradients.tables import tables_of
+from thinwire.measure import cache
+from thinwire.measure.cache import Setting, Speeds
+from thinwire.measure.codecs import exchanges_of, measure_codec, settle
+from thinwire.measure.link import Probe, measure_link
+from thinwire.measure.ready import WARM_STEPS, Ready, StepWatch, agree
+from thinwire.plan.measurement import Measurement
+from thinwire.plan.planner import DEFAULTS
+from thinwire.plan.speeds import COPIES
+
+STEPS = 9
+"""Training steps that are measured, after those that warm up."""
+
+OnStage = Callable[[str], None]
+"""Told what is measured next."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """A model with what a step of it takes.
+
+    Args:
+        model: a plain module, on its device; no DDP.
+        batch: makes the next batch of this rank.
+        loss: of the model and a batch: a scalar to call ``backward`` on.
+        optimizer: None takes SGD with momentum and a learning rate of 0.
+        after_backward: what is done between ``backward`` and the optimizer's step, such as clipping; None for nothing.
+    """
+
+    model: nn.Module
+    batch: Callable[[], Any]
+    loss: Callable[[nn.Module, Any], Tensor]
+    optimizer: torch.optim.Optimizer | None = None
+    after_backward: Callable[[nn.Module], object] | None = None
+
+    def stepper(self, model: nn.Module | None = None) -> Callable[[], None]:
+        """A function that trains one step; of ``model``, if that is wrapped around this one."""
+        model = (model or self.model).train()
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        optimizer = self.optimizer or torch.optim.SGD(trained, lr=0.0, momentum=0.9)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            self.loss(model, self.batch()).backward()
+            if self.after_backward is not None:
+                self.after_backward(self.model)
+            optimizer.step()
+
+        return step
+
+    def settle(self) -> None:
+        """Wait until the device has done what it was told."""
+        settle(next((parameter.device for parameter in self.model.parameters()), torch.device("cpu")))
+
+
+@dataclass(frozen=True)
+class How:
+    """What to measure, and how.
+
+    Args:
+        compressors: texts of `thinwire.compress.named.parse`.
+        steps: training steps that count.
+        link: what the cache is to know the link by; empty for its address.
+        fresh: measure what is in the cache, too.
+        calibrate: train with the best ways as well, for what the timeline leaves out; in the default process group.
+    """
+
+    compressors: Sequence[str] = DEFAULTS
+    steps: int = STEPS
+    link: str = ""
+    fresh: bool = False
+    calibrate: bool = True
+
+
+def measure_training(
+    training: Training, how: How | None = None, process_group: Group = None, on_stage: OnStage = lambda stage: None
+) -> Measurement:
+    """Train a few steps without synchronization, then measure link and compressors; a collective call.
+
+    The parameters move as far as so many steps of the optimizer move them.
+
+    Raises:
+        ValueError: one rank; a compressor that is unknown or has no fixed size; a model without gradients.
+        LostPeerError: a rank died.
+
+    Example:
+        >>> training = Training(model, lambda: next(batches), loss)                     # doctest: +SKIP
+        >>> plan = best_plan(measure_training(training))                                # doctest: +SKIP
+    """
+    how = how or How()
+    check(how.compressors)
+    lane = Lane(process_group)
+    try:
+        on_stage("training steps")
+        trained, tables = trained_parameters(training.model)
+        times = _train(training, trained, lane, how.steps)
+        measured = finish(lane, times, trained, tables, how, on_stage)
+    finally:
+        lane.close()
+    if not how.calibrate or process_group is not None:
+        return measured
+    from thinwire.measure.calibrate import calibrate
+
+    return calibrate(training, measured, how.compressors, on_stage)
+
+
+def finish(
+    lane: Lane, times: Tensor, trained: dict[str, Tensor], tables: Sequence[str], how: How, on_stage: OnStage
+) -> Measurement:
+    """The measurement of a model whose steps were timed; a collective call.
+
+    Args:
+        times: as `StepWatch.close` gives them.
+        trained: parameters of its columns.
+    """
+    parameters = tuple(Parameter(name, tuple(tensor.shape), tensor.dtype) for name, tensor in trained.items())
+    device = next((tensor.device for tensor in trained.values()), torch.device("cpu"))
+    ready: Ready = lane.submit(lambda lane: agree(lane.exchange, times, parameters)).wait()
+    speeds = _speeds(lane, how, device, on_stage)
+    assert speeds.link is not None
+    return Measurement(
+        world_size=lane.world_size,
+        hosts=len(set(lane.exchange.hosts)),
+        parameters=ready.parameters,
+        backward_seconds=ready.backward_seconds,
+        forward_seconds=ready.forward_seconds,
+        rest_seconds=ready.rest_seconds,
+        link=speeds.link,
+        codecs=speeds.codecs,
+        tables=tuple(tables),
+        device=device.type,
+        environment={"torch": torch.__version__, "python": platform.python_version(), "link": how.link},
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def trained_parameters(module: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
+    """Parameters that a plan is about, by name; and the names of tables of embeddings, which travel as rows."""
+    tables = {id(table) for table in tables_of(module)}
+    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+    return (
+        {name: parameter for name, parameter in trained.items() if id(parameter) not in tables},
+        [name for name, parameter in trained.items() if id(parameter) in tables],
+    )
+
+
+def check(compressors: Iterable[str]) -> None:
+    """Raises ValueError for one that is unknown, or that sends what nobody can tell beforehand."""
+    for text in compressors:
+        exchanges_of(text)
+
+
+def begin_together(lane: Lane) -> None:
+    """Returns when all ranks have called it."""
+    lane.submit(lambda lane: wait_for_all(lane.exchange)).wait()
+
+
+def _train(training: Training, trained: dict[str, Tensor], lane: Lane, steps: int) -> Tensor:
+    if not trained:
+        raise ValueError("the model has no parameters to plan for: are all of them frozen, or tables of embeddings?")
+    step = training.stepper()
+    watch = StepWatch(training.model, trained, lambda: begin_together(lane))
+    for _ in range(WARM_STEPS + steps):
+        step()
+    return watch.close()
+
+
+def _speeds(lane: Lane, how: How, device: torch.device, on_stage: OnStage) -> Speeds:
+    """Of the link and the compressors: from the cache of rank 0 what is there, and measured what is not."""
+    setting = Setting.here(device, lane.world_size, how.link)
+    known = Speeds() if how.fresh else _told_by_first(lane, cache.load(setting) if lane.rank == 0 else Speeds())
+    if known.link is None:
+        on_stage("the link")
+    link = known.link or lane.submit(lambda lane: measure_link(lane, _native(device))).wait()
+    codecs, warm = [], False
+    coded = [(text, way) for text in how.compressors for way in exchanges_of(text)]
+    for text, exchange in [(COPIES, "all_reduce"), *coded]:
+        codec = known.codec(text, exchange)
+        if codec is None:
+            if not warm:
+                lane.submit(lambda lane: kernels.warm_up()).wait()
+                warm = True
+            on_stage(f"{text} by {exchange}" if text else "copies")
+            codec = lane.submit(lambda lane, text=text, way=exchange: measure_codec(lane, text, way, device)).wait()
+        codecs.append(codec)
+    if lane.rank == 0:
+        cache.save(setting, known.having(codecs, link))
+    return Speeds(link, tuple(codecs))
+
+
+def _told_by_first(lane: Lane, mine: Speeds) -> Speeds:
+    """What rank 0 has, on all ranks."""
+    known = mine.to_json()
+    return Speeds.from_json(lane.submit(lambda lane: broadcast_json(lane.exchange, "speeds", known)).wait())
+
+
+def _native(device: torch.device) -> Probe | None:
+    """The all-reduce of DDP, where that is another one than the lane's: of tensors on a GPU."""
+    if device.type != "cuda":
+        return None
+
+    def probe(size: int) -> Callable[[], object]:
+        tensor = torch.zeros(size // 4, dtype=torch.float32, device=device)
+
+        def all_reduce() -> None:
+            dist.all_reduce(tensor)
+            torch.cuda.synchronize(device)
+
+        return all_reduce
+
+    return probe

@@ -1,0 +1,127 @@
+"""Patterns in which every rank sends to every other one, as ZEN's push and pull.
+
+Pieces of a tensor on their way: rows of a part, made into a draft, read from a message, summed.
+
+Every rank talks to every rank directly: one stage, so each piece travels once.
+
+Balanced parallelism is `reduce_scatter` to the owners, then `all_gather` from them (ZEN, section 2.3);
+AGsparse is `all_reduce`. Pieces are added in rank order, so all ranks get the same bits in every run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels, wire
+from thinwire.comm.channel import Channel, Draft
+from thinwire.partition import Partition, Whole
+from thinwire.sparse import SparseRows
+from thinwire.wire import Format, FormatChoice, Kind, Message, Part
+
+Piece = tuple[Tensor, Tensor]  # (positions in a part, increasing; values [k, width])
+
+
+def draft(
+    choice: FormatChoice,
+    part: Part,
+    held: SparseRows,
+    positions: Tensor,
+    values: Tensor,
+    order: Tensor | None = None,
+) -> Draft:
+    """Rows of a part in the format of fewest bytes; ``held`` are all rows of this rank, whose number is told."""
+    format = choice.smallest(positions.numel(), values.shape[1] * values.element_size(), part)
+    payload = wire.encode(format, part, positions, values, order)
+    return Draft(format, positions.numel(), payload, held.ids.numel())
+
+
+def as_sent(choice: FormatChoice, part: Part, piece: Piece) -> Piece:
+    """A piece as it arrives elsewhere: with rows of zeros where it would travel dense."""
+    positions, values = piece
+    count, width = values.shape
+    if count == part.size or choice.smallest(count, width * values.element_size(), part) is not Format.DENSE:
+        return piece
+    return torch.arange(part.size), values.new_zeros(part.size, width).index_copy_(0, positions, values)
+
+
+def decode(message: Message, part: Part, width: int, like: SparseRows, channel: Channel) -> Piece:
+    """The rows of a message, ``width`` wide, in the dtype of ``like``.
+
+    Raises:
+        CorruptMessageError: see `Channel.reading`.
+    """
+    header = message.header
+    with channel.reading(message):
+        return wire.decode(header.format, part, header.count, message.payload, width, like.values.dtype)
+
+
+def total(
+    messages: Sequence[Message], part: Part, width: int, like: SparseRows, channel: Channel, scale: float
+) -> Piece:
+    """The sum of what all ranks sent for a part, in rank order, times ``scale``, rounded once."""
+    return kernels.sum_rows([decode(message, part, width, like, channel) for message in messages], scale)
+
+
+def limit(part: Part, width: int, like: SparseRows) -> int:
+    """The most bytes that a payload for this part can have: all its rows, in the most wasteful format."""
+    return wire.most_payload_bytes(width * like.values.itemsize, part.size, part.num_rows)
+
+
+def reduce_scatter(
+    rows: SparseRows, partition: Partition, choice: FormatChoice, channel: Channel, scale: float
+) -> Callable[[], Piece]:
+    """Send each owner its share; returns what sums the pieces that arrived here, the total of this rank's own part.
+
+    The sum is left for `all_gather` to take, so that a piece that arrived corrupt is reported to all ranks there.
+    ``scale`` multiplies the sum before it is rounded to the dtype of the rows.
+    """
+    mine = partition.parts[channel.rank]
+
+    def drafts() -> list[Draft]:
+        return [
+            draft(choice, part, rows, positions, rows.values, places)
+            for part, (positions, places) in zip(partition.parts, partition.split(rows.ids), strict=True)
+        ]
+
+    messages = channel.swap(Kind.PUSH, drafts, limit(mine, rows.width, rows))
+    return lambda: total(messages, mine, rows.width, rows, channel, scale)
+
+
+def all_gather(
+    rows: SparseRows, total: Callable[[], Piece], partition: Partition, choice: FormatChoice, channel: Channel
+) -> SparseRows:
+    """Send the total of this rank's part to all, and put together what arrives: the whole sum, ids sorted."""
+
+    def drafts() -> list[Draft]:
+        return [draft(choice, partition.parts[channel.rank], rows, *total())] * channel.world_size
+
+    messages = channel.swap(Kind.PULL, drafts, max(limit(part, rows.width, rows) for part in partition.parts))
+    return joined(messages, rows, partition, channel)
+
+
+def joined(messages: Sequence[Message], rows: SparseRows, partition: Partition, channel: Channel) -> SparseRows:
+    """The sum of all parts, from a message of each rank that owns one, in rank order: ids sorted."""
+    parts = [
+        decode(message, part, rows.width, rows, channel)
+        for message, part in zip(messages, partition.parts[: len(messages)], strict=True)
+    ]
+    owned = partition.join([positions for positions, _ in parts]).split([len(positions) for positions, _ in parts])
+    ids, places = kernels.union_places(owned, rows.num_rows)
+    values = rows.values.new_empty(ids.numel(), rows.width)
+    for (_, piece), place in zip(parts, places, strict=True):
+        kernels.scatter_rows(values, place, piece)
+    return SparseRows.trusted(ids, values, rows.num_rows)
+
+
+def all_reduce(rows: SparseRows, choice: FormatChoice, channel: Channel, scale: float) -> SparseRows:
+    """Send the whole tensor to all ranks; each sums all of them."""
+    whole = Whole(rows.num_rows)
+
+    def drafts() -> list[Draft]:
+        return [draft(choice, whole, rows, rows.ids, rows.values)] * channel.world_size
+
+    messages = channel.swap(Kind.GATHER, drafts, limit(whole, rows.width, rows))
+    return SparseRows.trusted(*total(messages, whole, rows.width, rows, channel, scale), rows.num_rows)

@@ -1,0 +1,199 @@
+"""Parallelism in which every rank knows the ids of all: shares of the union without ids in the pull.
+
+Every rank sends its ids to all, so all know the union. Then the union is a matrix [u, width] that can be dealt out as
+if it were dense: to each owner some columns of every row (imbalance exactly 1 in both phases, whatever the ids are), or
+as many rows as to the others, of those that it holds (see `thinwire.sync.union_shares.deal`), which saves their way to
+the owner. It pays when few wide rows are spread over many owners.
+
+Once ranks have told each other how many rows they hold, the sizes of all ids and columns are known, and the sizes of
+everything else once the ids are there. So no header travels, and everything runs as one stream, in which the share of
+an owner is cut into chunks: while one is on the wire, the next is gathered, and an earlier one is summed and sent back.
+By columns, only the first ones are pushed with the ids, so that the wire is busy until all ranks know them, and of
+the others the rows are dealt. Of many ranks, or where rows are few or narrow, all are pushed so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache, cached_property
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels, wire
+from thinwire.comm.channel import Channel
+from thinwire.comm.parcels import Parcels
+from thinwire.comm.process_group import Receive, check_fits
+from thinwire.errors import CorruptHeaderError, CorruptMessageError
+from thinwire.partition import Whole
+from thinwire.sparse import SparseRows
+from thinwire.sync.union_shares import Share, Union, UnionPlan
+from thinwire.wire import Format, Kind
+
+
+def all_reduce(
+    rows: SparseRows, formats: tuple[Format, ...], by_columns: bool, channel: Channel, scale: float
+) -> SparseRows:
+    """Sum rows over all ranks, each of which adds up its share of the union; ``formats`` are for the ids.
+
+    After `Channel.open`, at which ranks told the numbers of these rows.
+    """
+    plan = UnionPlan(tuple(channel.held), rows.num_rows, rows.width, rows.values.element_size(), formats, by_columns)
+    if plan.sent_rows(channel.rank) > rows.ids.numel():
+        rows = SparseRows.trusted(torch.arange(rows.num_rows), rows.to_dense(), rows.num_rows)
+    channel.formats_sent = {Kind.PUSH: {plan.format(channel.rank)}, Kind.PULL: {Format.DENSE}}
+    check_fits(plan.least_bytes(), f"rank {channel.rank}, {channel.subject.name}")
+    with channel.stream() as stream:
+        return _Run(rows, plan, channel, Parcels(channel, stream)).sum(scale)
+
+
+class _Run:
+    """One run. Places of parcels: 0 the ids, unless they lead, then push and pull."""
+
+    def __init__(self, rows: SparseRows, plan: UnionPlan, channel: Channel, parcels: Parcels) -> None:
+        self.rows, self.plan, self.channel, self.parcels = rows, plan, channel, parcels
+        self.rank, self.world_size = channel.rank, channel.world_size
+        self.ranks = range(self.world_size)
+        self.shares = [plan.shares(owner) for owner in self.ranks]
+        self.mine = self.shares[self.rank]
+        self.others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
+
+    def sum(self, scale: float) -> SparseRows:
+        early = [number for number, share in enumerate(self.mine) if share.early]
+        late = [number for number, share in enumerate(self.mine) if not share.early]
+        ids = {} if self.plan.ids_lead else self._swap_ids()
+        pushes = [self._receive_push(number, None) for number in early]
+        self._push(early, None)
+        posted = None if self.plan.posts_early else self._union(ids or pushes[0])
+        pushes += [self._receive_push(number, posted) for number in late]
+        pulls = [self._receive_pull(number, posted) for number in early + late]
+        union = posted or self._union(ids or pushes[0])
+        self._push(late, union)
+        values = self.rows.values.new_empty(union.ids.numel(), self.rows.width)
+        for number, share in enumerate(self.mine):
+            total = self._sum(number, pushes[number], union, scale)
+            self._send_back(number, share, total)
+            _write(values, union.places(share), share.columns, total)
+        for number, received in enumerate(pulls):
+            for owner, receive in received.items():
+                share = self.shares[owner][number]
+                num_rows = union.num_rows(share)
+                total = self._matrix(receive(self.plan.values_bytes(num_rows, share)), num_rows, share.width)
+                _write(values, union.places(share), share.columns, total)
+        return SparseRows.trusted(union.ids, values, self.rows.num_rows)
+
+    def _swap_ids(self) -> dict[int, Receive]:
+        receives = {source: self.parcels.receive(source, 0, self.plan.ids_bytes(source)) for source in self.others}
+        self.parcels.send_to_all(0, self.plan.ids_bytes(self.rank), lambda target: target.copy_(self._encoded_ids))
+        return receives
+
+    @cached_property
+    def _encoded_ids(self) -> Tensor:
+        format, no_values = self.plan.format(self.rank), self.rows.values[:, :0]
+        if format is Format.DENSE:
+            return torch.empty(0, dtype=torch.uint8)
+        return wire.encode(format, Whole(self.rows.num_rows), self.rows.ids, no_values)
+
+    def _union(self, awaited: dict[int, Receive]) -> Union:
+        """Messages are verified and decoded while later ones are on the wire: the rank before this one is first."""
+        ids = {rank: self._decode_ids(rank, awaited[rank]) for rank in reversed(self.others)}
+        ids[self.rank] = self.rows.ids
+        in_order = [ids[rank] for rank in self.ranks]
+        return Union(*kernels.union_places(in_order, self.rows.num_rows))
+
+    def _decode_ids(self, rank: int, receive: Receive) -> Tensor:
+        format, count, whole = self.plan.format(rank), self.plan.held[rank], Whole(self.rows.num_rows)
+        if format is Format.DENSE:
+            return torch.arange(self.rows.num_rows)
+        try:
+            return wire.decode(format, whole, count, receive()[: self.plan.ids_bytes(rank)], 0, torch.uint8)[0]
+        except CorruptHeaderError:
+            raise
+        except CorruptMessageError as error:
+            where = f"rank {self.rank}, {self.channel.subject.name}: from rank {rank}"
+            raise CorruptHeaderError(f"{where}: {error}") from error
+
+    def _receive_push(self, number: int, union: Union | None) -> dict[int, Receive]:
+        """What awaits the pieces of one of this rank's shares; of all rows that could come, without the union.
+
+        Receives are posted early, because a sender cannot begin before it has heard of the posted receive, and would
+        hear of a late one behind what was sent meanwhile.
+        """
+        share = self.mine[number]
+
+        def receive(source: int) -> Receive:
+            count = union.pushed(share, source)[0].numel() if union else self.plan.most_pushed(share, source)
+            num_bytes = self.plan.lead_bytes(source, number) + self.plan.values_bytes(count, share)
+            return cache(self.parcels.receive(source, 1 + number, num_bytes))
+
+        return {source: receive(source) for source in reversed(self.others)}
+
+    def _receive_pull(self, number: int, union: Union | None) -> dict[int, Receive]:
+        def receive(owner: int) -> Receive:
+            share = self.shares[owner][number]
+            count = union.num_rows(share) if union else self.plan.most_sums(share)
+            return self.parcels.receive(owner, self._pull_place(number), self.plan.values_bytes(count, share))
+
+        return {owner: receive(owner) for owner in reversed(self.others)}
+
+    def _push(self, numbers: Sequence[int], union: Union | None) -> None:
+        """Send each owner its shares of this rank's rows, of all of them where ``union`` is not known."""
+        for number in numbers:
+            for owner in self.others:
+                share = self.shares[owner][number]
+                self._push_share(number, owner, union.pushed(share, self.rank)[1] if union else None)
+
+    def _push_share(self, number: int, owner: int, pushed: Tensor | None) -> None:
+        share = self.shares[owner][number]
+        values, lead = self.rows.values[:, share.columns], self.plan.lead_bytes(self.rank, number)
+        count = values.shape[0] if pushed is None else pushed.numel()
+
+        def write(target: Tensor) -> None:
+            if lead:
+                target[:lead] = self._encoded_ids
+            matrix = self._matrix(target[lead:], count, share.width)
+            matrix.copy_(values) if pushed is None else torch.index_select(values, 0, pushed, out=matrix)
+
+        self.parcels.send(owner, 1 + number, lead + self.plan.values_bytes(count, share), write)
+
+    def _sum(self, number: int, received: dict[int, Receive], union: Union, scale: float) -> Tensor:
+        """The sum of a share: added in rank order as the pieces are there, times ``scale``, rounded once."""
+        share = self.mine[number]
+
+        def piece(rank: int) -> tuple[Tensor, Tensor]:
+            places, pushed = union.pushed(share, rank)
+            if rank != self.rank:
+                data = self._pushed(number, received[rank], rank, places.numel())
+                return places, self._matrix(data, places.numel(), share.width)
+            own = self.rows.values[:, share.columns]
+            return places, own if pushed is None else own[pushed]
+
+        pieces = (piece(rank) for rank in self.ranks)
+        return kernels.sum_rows_at(pieces, union.num_rows(share), share.width, self.rows.values.dtype, scale)
+
+    def _pushed(self, number: int, receive: Receive, rank: int, num_rows: int) -> Tensor:
+        """The values that a rank pushed of a share, as bytes."""
+        share = self.mine[number]
+        if share.early:
+            return receive()[self.plan.lead_bytes(rank, number) :]
+        return receive(self.plan.values_bytes(num_rows, share))
+
+    def _send_back(self, number: int, share: Share, total: Tensor) -> None:
+        def write(target: Tensor) -> None:
+            self._matrix(target, *total.shape).copy_(total)
+
+        self.parcels.send_to_all(self._pull_place(number), self.plan.values_bytes(total.shape[0], share), write)
+
+    def _pull_place(self, number: int) -> int:
+        return 1 + len(self.mine) + number
+
+    def _matrix(self, data: Tensor, num_rows: int, width: int) -> Tensor:
+        num_bytes = num_rows * width * self.rows.values.element_size()
+        return data[:num_bytes].view(self.rows.values.dtype).view(num_rows, width)
+
+
+def _write(values: Tensor, places: Tensor | slice, columns: slice, rows: Tensor) -> None:
+    if isinstance(places, slice):
+        values[places, columns] = rows
+    else:
+        values[:, columns].index_copy_(0, places, rows)

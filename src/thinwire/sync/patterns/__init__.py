@@ -1,1 +1,0 @@
-"""Communication patterns: how the pieces of a tensor travel between ranks."""

@@ -165,7 +165,7 @@ def _rank(rank: int, scheme: str, directory: str) -> None:
     generator = torch.Generator().manual_seed(rank)
     sys.setprofile(on_call)
     for step in range(WARM_STEPS + TRACED_STEPS):
-        ids = torch.randint(0, 200_000, (500,), generator=generator)
+        ids = torch.randint(0, 200_000, (20_000,), generator=generator)
         is_tracing = step >= WARM_STEPS
         model.zero_grad()
         model(ids).square().mean().backward()

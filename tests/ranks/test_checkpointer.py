@@ -107,7 +107,8 @@ def trainer(job: Job, rank: int) -> None:
             job.path(rank, f"digest.{step + 1}").write_text(digest(model, optimizer))
             checkpointer.step()
             job.path(rank, "step").write_text(f"{step + 1}")
-            job.path(rank, "stats").write_text(repr(checkpointer.stats()))
+            job.path(rank, "stats.new").write_text(repr(checkpointer.stats()))
+            job.path(rank, "stats.new").rename(job.path(rank, "stats"))  # whole, wherever it is killed
             time.sleep(job.step_seconds)
         torch.save([*model.state_dict().values()], job.path(rank, "parameters"))
         job.path(rank, "warned").write_text("\n".join(str(warning.message) for warning in caught))

@@ -222,6 +222,30 @@ def elements(tensor: Tensor, *others: object, **settings: object) -> int:
     return tensor.numel()
 
 
+def elements_of(place: int) -> Callable[..., int]:
+    """The elements of the argument at a place."""
+
+    def elements(*args: Any, **kwargs: Any) -> int:
+        return args[place].numel()
+
+    return elements
+
+
+def elements_of_pieces(pieces: Sequence[Tensor], *_: object) -> int:
+    """The elements of all pieces."""
+    return sum([piece.numel() for piece in pieces])
+
+
+def elements_of_sum(pieces: object, num_rows: int, width: int, *_: object, **__: object) -> int:
+    """The elements of a sum of ``num_rows`` rows."""
+    return num_rows * width
+
+
+def can_undeal(owner: int, positions: Tensor, *_: object) -> bool:
+    """Whether the positions are ids of a dtype that numba knows."""
+    return are_ids(positions)
+
+
 def ids_of_pieces(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> int:
     return sum([ids.numel() for ids, _ in pieces])
 

@@ -157,6 +157,7 @@ def _rank(rank: int, scheme: str, directory: str) -> None:
 
     threading.setprofile(on_call)  # before any thread of the library begins
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["THINWIRE_KERNELS"] = "reference"  # each compiled twin is a file more, beside the same algorithm
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
     torch.manual_seed(0)

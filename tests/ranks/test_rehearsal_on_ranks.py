@@ -94,3 +94,30 @@ def test_every_trial_is_learned_the_last_one_too() -> None:
         tried, known = outcome.value
         assert len(tried) > 1
         assert known >= tried
+
+
+def _compiles_for_a_while(context: RankContext) -> tuple[torch.Tensor, float]:
+    """Rank 0 says at first that it compiles kernels: its seconds tell nothing, and no rank believes others."""
+    compiling = [context.rank == 0] * 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "machine", lambda lane: MACHINE)
+        patch.setattr(exact, "LEFT_BYTES", -1)
+        patch.setattr(choose, "MIN_BYTES", 1.0)
+        patch.setattr(choose, "HOPELESS", float("inf"))
+        patch.setattr(choose, "FIRST_REGRET", float("inf"))
+        patch.setattr(exact.dispatch, "is_compiling", lambda: bool(compiling and compiling.pop()))
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Embedding(NUM_WORDS, WIDTH, sparse=True))
+        sync = thinwire.attach(model)
+        for step in range(12):
+            model.zero_grad()
+            model(torch.arange(200) + 50 * context.rank + step).square().sum().backward()
+        rehearsals = sync.stats()["comm/rehearsals"]
+        sync.detach()
+    assert not compiling
+    return model.module.weight.grad.to_dense(), rehearsals
+
+
+def test_ranks_that_compile_put_trials_off_together() -> None:
+    seen = [outcome.value for outcome in run_ranks(_compiles_for_a_while, world_size=3, timeout_seconds=60)]
+    assert all(torch.equal(gradient, seen[0][0]) and rehearsals == seen[0][1] > 0 for gradient, rehearsals in seen)

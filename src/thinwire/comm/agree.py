@@ -48,6 +48,12 @@ def longest(exchange: Exchange, seconds: float) -> float:
     return max(gather_numbers(exchange, "seconds", [seconds]))[0]
 
 
+def longest_of_all(exchange: Exchange, seconds: float | None) -> float | None:
+    """As `longest`; None if that is what a rank passes."""
+    gathered = gather_numbers(exchange, "seconds", [seconds or 0.0, seconds is None])
+    return None if any(is_missing for _, is_missing in gathered) else max(gathered)[0]
+
+
 def wait_for_all(exchange: Exchange) -> None:
     """Return when all ranks have called it."""
     gather_records(exchange, "arrival", b"")

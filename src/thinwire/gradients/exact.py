@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from thinwire.comm.agree import longest
+from thinwire.comm.agree import longest_of_all
 from thinwire.comm.channel import Channel, Subject
 from thinwire.comm.hosts import ranks_of_hosts
 from thinwire.comm.lane import Lane
@@ -220,7 +220,7 @@ class GradientSync:
         if learned is not None:
             demand = Demand.of(channel.held, rows.num_rows, rows.width, rows.values.element_size(), sum(unions))
             is_typical = unready_calls == dispatch.unready_calls()
-            self._learn(lane, learned, channel, scheme, demand, seconds if is_typical else math.inf)
+            self._learn(lane, learned, channel, scheme, demand, seconds if is_typical else None)
             self._decide_next(group, learned, channel, demand)
         return means
 
@@ -265,16 +265,16 @@ class GradientSync:
         channel: Channel,
         scheme: Scheme | TwoLevel,
         demand: Demand,
-        seconds: float,
+        seconds: float | None,
     ) -> None:
-        """From a timed step, whose seconds on the slowest rank all ranks are told; infinite if they tell nothing."""
+        """From a timed step, whose seconds on the slowest rank all ranks are told; None if they tell nothing."""
         machine = channel.machine()
         learned.know(machine, ranks_of_hosts(channel.exchange.hosts))
         if not learned.is_told or machine is None:
             return
         with lane.setting_up():
-            slowest = longest(channel.exchange, math.inf if dispatch.is_compiling() else seconds)
-        if math.isinf(slowest):
+            slowest = longest_of_all(channel.exchange, None if dispatch.is_compiling() else seconds)
+        if slowest is None:
             learned.put_off()
             return
         expected = learned.estimate(scheme, demand) if isinstance(scheme, Scheme) else None

@@ -10,6 +10,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
+
+from thinwire.sync.union_shares import deal
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "thinwire"
@@ -162,6 +165,16 @@ def test_the_picture_numbers_what_the_table_describes() -> None:
     assert [int(number) for number, _ in described] == list(range(1, len(described) + 1))
     assert set(drawn) == set(described)
     assert len(re.findall(r"\.py", drawing)) == len(drawn)
+
+
+def test_rows_of_a_union_are_dealt_as_drawn() -> None:
+    section = DESIGN.read_text().split("## Shares of a union")[1].split("\n## ")[0]
+    held = re.findall(r"(\d)((?: +[x.]){4})", section)
+    owners = re.findall(r"(\d) +\|.*\| +to rank (\d)", section)
+    assert [int(row) for row, _ in held] == list(range(len(held)))
+    positions = [torch.tensor([int(row) for row, marks in held if marks.split()[rank] == "x"]) for rank in range(4)]
+    dealt = {(row, rank) for rank, rows in enumerate(deal(positions, len(held))) for row in rows.tolist()}
+    assert {(int(row), int(owner)) for row, owner in owners} == dealt
 
 
 def test_the_house_does_not_get_worse(house: ModuleType) -> None:

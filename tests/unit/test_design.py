@@ -48,7 +48,7 @@ def _missing_files(text: str) -> Iterator[str]:
 
 
 def _spelled_out(braces: re.Match[str]) -> str:
-    """``a/{b,c}.py`` as ``a/b.py a/c.py``."""
+    """The paths that braces stand for, one after the other."""
     return " ".join(f"{braces[1]}{name}.py" for name in braces[2].split(","))
 
 
@@ -101,7 +101,7 @@ def test_what_a_text_names_is_there(path: Path) -> None:
 
 
 def test_what_docstrings_name_is_there() -> None:
-    paths = [path for folder in ("src", "tools") for path in _files(folder)]
+    paths = [path for folder in ("src", "tools", "tests") for path in _files(folder)]
     assert {path.name: found for path in paths if (found := missing(_docstrings(path)))} == {}
 
 

@@ -120,6 +120,13 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert heading in _anchors(target.read_text()), f"{file}#{heading}"
 
 
+def test_every_page_is_in_the_index() -> None:
+    index = ROOT / "docs" / "README.md"
+    listed = re.findall(r"^\| \[([\w-]+\.md)\]\(\1\)", index.read_text(), flags=re.MULTILINE)
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {index.name, DESIGN.name}
+    assert sorted(listed) == sorted(pages)
+
+
 def _anchors(text: str) -> set[str]:
     """Of headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)

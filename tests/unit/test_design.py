@@ -173,12 +173,14 @@ def house(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("house")
 
 
+@pytest.mark.timeout(300)
 def test_the_way_of_a_gradient_is_as_drawn(house: ModuleType) -> None:
     entered = house.files_of_a_gradient("zen")
     assert set(entered) == way()["The way of a gradient"]
     assert len(entered) <= kept()["files_of_a_gradient_zen"]
 
 
+@pytest.mark.timeout(300)
 def test_the_way_under_auto_is_as_described(house: ModuleType) -> None:
     """Which scheme "auto" takes is a matter of the machine, and so are the files of that scheme."""
     entered = set(house.files_of_a_gradient("auto"))

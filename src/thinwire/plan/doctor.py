@@ -116,8 +116,8 @@ def diagnose(
     fusing = policies[-2:-1] or policies
 
     def at(mbit: float) -> list[Way]:
-        # By the quicker search, which finds plans within 2 % of the other: there are dozens of links, and of a model of 300
-        # gradients "espresso" searches for some seconds at each.
+        # By the quicker search, whose plans are within 2 % of the other's: there are dozens of links, and "espresso"
+        # takes some seconds at each for a model of 300 gradients.
         return ways(measurement.at(mbit), compressors, fusing, search="groups")
 
     def taken(mbit: float) -> Way:

@@ -28,7 +28,8 @@ from thinwire.gradients.tables import (
     unstack,
 )
 from thinwire.sparse import SparseRows
-from thinwire.sync.cost import opening_bytes, sent_bytes
+from thinwire.sync.cost import opening_bytes
+from thinwire.sync.ledger import sent_bytes
 from thinwire.sync.named import AUTO, NAMED
 from thinwire.sync.scheme import begins_with_opening
 

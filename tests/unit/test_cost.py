@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from thinwire import schemes
+from thinwire.comm.channel import opening_bytes
 from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.schemes import Scheme, Unit
 from thinwire.sync import cost, ledger
@@ -157,7 +160,7 @@ def test_agsparse_sends_as_many_bytes_by_ring_and_hierarchy() -> None:
     direct = ledger.sent_bytes(schemes.AGSPARSE, ids, 100, 3, torch.float32)
     for scheme in (schemes.AGSPARSE_RING, schemes.AGSPARSE_HIERARCHY):
         staged = ledger.sent_bytes(scheme, ids, 100, 3, torch.float32)
-        assert staged == [sent + cost.opening_bytes(8) for sent in direct]
+        assert staged == [sent + opening_bytes(8) for sent in direct]
 
 
 def test_units_by_hand() -> None:
@@ -197,3 +200,10 @@ def test_the_bound_is_reached_by_zen_but_for_ids_and_headers() -> None:
     ids = [torch.arange(0, 40_000, 4)] * 4
     sent = ledger.sent_bytes(schemes.ZEN, ids, 40_000, 256, torch.float32)
     assert max(sent) < 1.03 * ledger.value_lower_bound_bytes(ids, 1024)
+
+
+def test_no_training_loads_the_ledger() -> None:
+    """Only the laboratory does; what a table shows comes from the closed forms, when somebody looks."""
+    loads = "import sys, thinwire; thinwire.attach, thinwire.sparse_all_reduce, thinwire.schemes, thinwire.Plan; "
+    script = f"{loads}sys.exit('thinwire.sync.ledger' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from thinwire import wire
+from thinwire.comm.channel import opening_bytes
 from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.partition import Whole
 from thinwire.sync import staged, union_shares
@@ -36,11 +37,6 @@ class Pricing:
     def is_dense(self, count: int, part: Part) -> bool:
         """Return whether all rows of the part arrive where ``count`` of them are sent."""
         return self.choice.smallest(count, self.row_bytes, part) is Format.DENSE
-
-
-def opening_bytes(world_size: int) -> int:
-    """Return the bytes that a rank sends to agree with the others before anything else: with "auto" and for dense."""
-    return (world_size - 1) * Header.NUM_BYTES
 
 
 def is_doubling(scheme: Scheme) -> bool:

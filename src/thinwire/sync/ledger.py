@@ -36,7 +36,7 @@ def pair_bytes(
     """Return the exact bytes that each rank (row) sends to each (column) in one synchronization, headers included.
 
     Args:
-        scheme: a scheme; what "auto" chooses costs `opening_bytes` more, unless it chose before.
+        scheme: a scheme; what "auto" chooses costs `thinwire.comm.channel.opening_bytes` more, unless it chose before.
         ids_per_rank: for each rank its sorted unique row ids, int64. For units other than rows every element
             of these rows is taken to be not zero.
 

@@ -11,23 +11,23 @@ class ThinwireError(RuntimeError):
 
 
 class MismatchError(ThinwireError):
-    """Ranks disagree about what is being synchronized: shape, dtype, scheme, seed, or the order of calls."""
+    """Disagreement of ranks about what is synchronized: shape, dtype, scheme, seed, or the order of calls."""
 
 
 class CorruptMessageError(ThinwireError):
-    """A message arrived truncated, altered, or from another conversation; nothing of it was used."""
+    """Arrival of a message that is truncated, altered, or from another conversation; nothing of it was used."""
 
 
 class PeerError(ThinwireError):
-    """Another rank reported a failure, died, or did not answer within the timeout."""
+    """Failure of another rank, which reported it, died, or did not answer within the timeout."""
 
 
 class CorruptHeaderError(CorruptMessageError):
-    """A header arrived altered, so the lengths that follow are unknown and the conversation cannot go on."""
+    """Arrival of an altered header, after which lengths are unknown and the conversation cannot go on."""
 
 
 class LostPeerError(PeerError):
-    """A peer died, gave up after a failure of its own, or did not answer within the timeout."""
+    """Loss of a peer, which died, gave up after a failure of its own, or did not answer within the timeout."""
 
 
 def told(error: Exception, num_ranks: int) -> Exception:

@@ -1,4 +1,4 @@
-"""Gathers and broadcasts of what all ranks must know so that they decide alike.
+"""Gathers and broadcasts of values that all ranks must know so that they decide alike.
 
 Each message is sealed with its purpose, its sender, its length and a checksum. A length is known before anything is
 allocated, and a wait ends with the timeout of the group. Calls are collective and use a bare `Exchange`, because hosts

@@ -263,7 +263,7 @@ class Channel:
             raise CorruptHeaderError(f"{self._where()}: {error}") from error
 
     def _check_identity(self, headers: Sequence[Header]) -> None:
-        """Every rank sees every header, so when ranks differ every rank notices, and all explain themselves."""
+        """Raise on all ranks if their subjects differ, which all of them see; gather the descriptions to say how."""
         if all(header.digest == self._digest and header.sequence == self.sequence for header in headers):
             return
         texts = self._swap_text(f"call {self.sequence} on this lane: {self.subject.name}\n{self.subject.description}")

@@ -334,7 +334,7 @@ class Lane:
             future.set_exception(error)  # type: ignore[arg-type]
 
     def check(self, what: str) -> None:
-        """Raise ThinwireError, naming ``what`` cannot be synchronized, if the lane was broken off."""
+        """Raise ThinwireError if the lane was broken off, so that ``what`` cannot be synchronized."""
         if self._broken is not None:
             raise ThinwireError(
                 f"rank {self.rank}, {what}: not synchronized, because the lane stopped after an earlier failure:"

@@ -247,7 +247,7 @@ def _own_kernel_seconds() -> tuple[float, ...]:
 
 
 def _kernel_seconds(world_size: int) -> tuple[float, ...]:
-    """Solve three equations for each of the three jobs: one row, many narrow rows, wide rows."""
+    """Solve three equations for each of the three jobs: few rows, many narrow rows, wide rows."""
     few = _three_jobs(world_size, 1)
     narrow = _three_jobs(_NARROW_ROWS, world_size=world_size, width=1)
     wide = _three_jobs(_WIDE_ROWS, world_size=world_size, width=_WIDTH)

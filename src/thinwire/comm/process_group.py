@@ -6,9 +6,9 @@ the wire, the next is encoded and an earlier one from a peer is summed, so the l
 the processor for the link.
 
 When a connection breaks, Gloo fails what is queued for it, but neither the message that it is receiving nor those that
-it is sending (``Pair::signalException`` of its TCP transport; torch 2.13): whoever waits for one of these waits until
-the timeout, and Python cannot abort a work. So `Waits` records each wait, and another thread checks whether its peer
-is still connected.
+it is sending (``Pair::signalException`` of its TCP transport; torch 2.13): a thread that waits for one of these waits
+until the timeout, and Python cannot abort a work. So `Waits` records each wait, and another thread checks whether its
+peer is still connected.
 
 `Staging` is the lane's view of the device of the gradients; `thinwire.cuda` implements it for GPUs.
 """

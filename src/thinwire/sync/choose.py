@@ -1,6 +1,6 @@
 """Choice of a scheme from the statistics of a sparse tensor: expected costs, ranking, and rehearsals.
 
-All functions are pure: equal input gives an equal choice, so ranks that know the same statistics need not communicate.
+A choice is pure: equal input gives an equal choice, so ranks that know the same statistics need not communicate.
 
 Seconds follow the alpha-beta model (a message costs alpha + beta times its bytes) with measured alpha and beta, and
 with the cost of encoding, adding and decoding rows, because on a fast link that is most of the time. Overlap is not

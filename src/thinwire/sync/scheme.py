@@ -158,7 +158,7 @@ _OPTIONAL = ("balance", "ownership", "pull_communication")
 class Scheme:
     """A way to sum a sparse tensor over ranks: four dimensions, ownership, and the formats of two phases.
 
-    Each field takes a member of its enumeration or the member's text, a format also "auto" for all of them.
+    Each field accepts a member of its enumeration or the member's text, a format also "auto" for all of them.
 
     Args:
         communication, aggregation, partition, balance: the dimensions of ZEN (OSDI'25, section 2.2); balance
@@ -180,6 +180,7 @@ class Scheme:
 
     Example:
         >>> import dataclasses
+        >>> from thinwire.schemes import ZEN
         >>> published = dataclasses.replace(ZEN, ownership=Ownership.HIERARCHICAL_HASH)
     """
 

@@ -54,7 +54,7 @@ def select_at_least(values: Tensor, threshold: float, expected: int | None = Non
 
 
 def top_magnitudes(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Return indices (int64 [k], increasing) and values [k] of the ``k`` largest magnitudes; ties: the first."""
+    """Return indices (int64 [k], increasing) and values [k] of the ``k`` largest magnitudes, ties by index."""
     if not 0 <= k <= values.numel():
         raise ValueError(f"there are no {k} largest of {values.numel()} elements")
     if k == 0:

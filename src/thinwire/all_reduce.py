@@ -54,20 +54,20 @@ def sparse_all_reduce(
     Args:
         tensor: a CPU tensor of float32, float64, bfloat16 or float16. Sparse COO of any number of sparse and
             dense dimensions, coalesced or not: one row for each index. Or dense and contiguous: rows of the
-            first dimension, or single elements when one-dimensional; zeros are found by one scan. Not changed.
+            first dimension, or single elements when one-dimensional; one scan skips the zeros. It is not changed.
             With ``async_op`` it must not be written to until the future is done.
         scheme: "auto", another name of `thinwire.schemes.NAMED`, such as "zen" or "dense", or a `Scheme`; or
             "two_level:zen" (any name but "dense"), or a `TwoLevel`: ranks of one host add up first.
         op: "sum" or "mean" (over ranks).
         process_group: a ProcessGroup, a one-dimensional DeviceMesh, or None for the default group.
-        async_op: return at once, with a future of the result.
+        async_op: whether to return at once, with a future of the result.
 
     Returns:
         A new tensor of the same layout and shape (COO: coalesced), or a future of it.
 
     Raises:
-        ValueError: bad arguments. What is wrong with the tensor of one rank raises ValueError there and
-            `PeerError` on the others.
+        ValueError: an argument is illegal. A bad tensor on one rank raises ValueError there and `PeerError` on the
+            others.
         MismatchError: ranks disagree about shape, dtype, layout, scheme, op, or the order of calls.
         PeerError: a peer failed, died, or did not call within the group's timeout.
         CorruptMessageError: a message arrived changed.
@@ -104,7 +104,7 @@ def _rows(tensor: Tensor, op: str) -> SparseRows:
 
 
 def _alone(tensor: Tensor, scheme: str | Scheme | TwoLevel, op: str, async_op: bool) -> Tensor | Future[Tensor]:
-    """The sum over one rank, for which nothing is started: a copy, by the same rules."""
+    """Return the sum over one rank, a copy by the same rules, without starting a lane."""
     resolve(scheme)
     total = Layout.of(tensor).tensor(_rows(tensor, op))
     if not async_op:
@@ -120,7 +120,7 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _lane_of(group: dist.ProcessGroup) -> Lane:
-    """The lane of a group, made by the first call: all its ranks make that call, so all make the lane."""
+    """Return the lane of a group; the first call, which all its ranks make, creates it."""
     if group not in _lanes:
         lane = _lanes[group] = Lane(group)
         weakref.finalize(group, lane.abandon)

@@ -1,4 +1,4 @@
-"""What can go wrong, as types. Every message names the rank, what was being synchronized, and the reason."""
+"""The exceptions of thinwire; every message names the rank, what was being synchronized, and the reason."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ class ThinwireError(RuntimeError):
 
 
 class MismatchError(ThinwireError):
-    """Ranks disagree about what is being synchronized: shape, dtype, scheme, seed, or the order of calls."""
+    """Disagreement of ranks about what is synchronized: shape, dtype, scheme, seed, or the order of calls."""
 
 
 class CorruptMessageError(ThinwireError):
-    """A message arrived truncated, altered, or from another conversation; nothing of it was used."""
+    """Arrival of a message that is truncated, altered, or from another conversation; nothing of it was used."""
 
 
 class PeerError(ThinwireError):
-    """Another rank reported a failure, died, or did not answer within the timeout."""
+    """Failure of another rank, which reported it, died, or did not answer within the timeout."""
 
 
 class CorruptHeaderError(CorruptMessageError):
-    """A header arrived altered, so the lengths that follow are unknown and the conversation cannot go on."""
+    """Arrival of an altered header, after which lengths are unknown and the conversation cannot go on."""
 
 
 class LostPeerError(PeerError):
-    """A peer died, gave up after a failure of its own, or did not answer within the timeout."""
+    """Loss of a peer, which died, gave up after a failure of its own, or did not answer within the timeout."""
 
 
 def told(error: Exception, num_ranks: int) -> Exception:
-    """The error, marked as one that so many ranks raise at the same point: they are still in step."""
+    """Mark an error as raised by ``num_ranks`` ranks at the same point, so that they are still in step; return it."""
     error.__dict__["_ranks_told"] = num_ranks
     return error
 
 
 def ranks_told(error: BaseException) -> int:
-    """How many ranks know of the error; 0 for one that only its own rank has seen."""
+    """Return the number of ranks that raise the error at the same point; 0 if only this rank knows of it."""
     return error.__dict__.get("_ranks_told", 0)
 
 
 def in_exchange(error: BaseException) -> BaseException:
-    """The error, marked as one that broke off an exchange in the middle: peers cannot be told of it any more."""
+    """Mark an error as one that broke an exchange in the middle, so that peers cannot learn of it; return it."""
     error.__dict__["_in_exchange"] = True
     return error
 
 
 def can_be_told(error: BaseException) -> bool:
-    """Whether the conversation can go on, so that peers learn of the error in place of the next message."""
+    """Return whether the conversation can go on, so that peers learn of the error in place of the next message."""
     return not isinstance(error, (LostPeerError, CorruptHeaderError)) and not error.__dict__.get("_in_exchange")
 
 
 def forget_locals(error: BaseException) -> None:
-    """Clear the local variables of our frames and torch's in its traceback and those of its causes.
+    """Clear the local variables of thinwire's and torch's frames in the tracebacks of an error and its causes.
 
-    Whoever holds an error holds these frames, and they hold groups, works, and gradients.
+    A reference to an error keeps these frames alive, and they hold groups, works, and gradients.
     """
     seen: set[int] = set()
     waiting: list[BaseException | None] = [error]

@@ -1,4 +1,4 @@
-"""Who owns which rows. Every partition is a bijection between an id and (owner, position), increasing in both.
+"""Partitions of rows among owners: bijections between an id and (owner, position), increasing in both.
 
 Because positions increase with ids, sorted ids stay sorted inside a part: nothing has to be sorted before a
 bitmap is written or after one is read.
@@ -18,37 +18,37 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.wire import Part
 
-Placed = tuple[Tensor, Tensor]  # (positions in the part, increasing; places in the ids that were split)
+Placed = tuple[Tensor, Tensor]  # (positions in the part, increasing; indices into the ids that were split)
 
 
 class Partition(Protocol):
-    """Rows 0 .. num_rows - 1 dealt to ``world_size`` owners, without communication, the same on every rank."""
+    """An assignment of rows 0 .. num_rows - 1 to ``world_size`` owners, equal on all ranks without communication."""
 
     @property
     def num_rows(self) -> int: ...
     @property
     def world_size(self) -> int: ...
     def owners(self, ids: Tensor) -> Tensor:
-        """The owner in [0, world_size) of each id, int64."""
+        """Return the owner in [0, world_size) of each id, int64."""
         ...
 
     @property
     def parts(self) -> Sequence[Part]:
-        """The rows of each owner."""
+        """The part of each owner."""
         ...
 
     def split(self, ids: Tensor) -> list[Placed]:
-        """For each owner, where its share of the sorted unique ``ids`` [k] goes and where it lies."""
+        """Return each owner's positions of its share of the sorted unique ``ids`` [k], and the indices of these."""
         ...
 
     def join(self, positions: Sequence[Tensor]) -> Tensor:
-        """The ids at the given positions of each part, one part after the other."""
+        """Return the ids at the given positions of each part, one part after the other."""
         ...
 
 
 @dataclass(frozen=True)
 class Whole:
-    """The part that is everything, for centralization: position = id."""
+    """The part that holds all rows, for centralization: position = id."""
 
     num_rows: int
 
@@ -65,7 +65,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Contiguous:
-    """Equal consecutive ranges, as in Sparse PS: free to compute, unbalanced when the ids are skewed."""
+    """A partition into equal consecutive ranges, as in Sparse PS: free to compute, unbalanced for skewed ids."""
 
     num_rows: int
     world_size: int
@@ -91,7 +91,7 @@ class Contiguous:
 
 @dataclass(frozen=True)
 class Range:
-    """Rows start .. start + size - 1."""
+    """A part of the rows start .. start + size - 1."""
 
     num_rows: int
     start: int
@@ -106,7 +106,7 @@ class Range:
 
 @dataclass(frozen=True)
 class BlockCyclic:
-    """Row i belongs to owner i mod ``world_size``: OmniReduce deals its blocks to aggregators so.
+    """A partition in which row i belongs to owner i mod ``world_size``, as OmniReduce deals its blocks to aggregators.
 
     A hot range spreads over all owners, but ids with a stride of ``world_size`` all go to one.
 
@@ -134,7 +134,7 @@ class BlockCyclic:
 
 @dataclass(frozen=True)
 class Strided:
-    """Every ``stride``-th row from ``start`` on."""
+    """A part of every ``stride``-th row from ``start`` on."""
 
     num_rows: int
     start: int
@@ -153,7 +153,7 @@ class Strided:
 
 @dataclass(frozen=True)
 class Permutation:
-    """Each group of ``world_size`` consecutive ids is dealt one to each owner, in an order hashed from the group.
+    """A partition that deals each group of ``world_size`` consecutive ids, one to each owner, in a hashed order.
 
     id = q * world_size + r has owner (r + hash(q)) mod world_size and position q. That is a bijection, so
     no table of ids is needed (ZEN's hash bitmap keeps 4 bytes a row for it, section 3.3) and all parts are of
@@ -175,11 +175,11 @@ class Permutation:
         return (ids + self.rotation(torch.div(ids, self.world_size, rounding_mode="floor"))) % self.world_size
 
     def rotation(self, groups: Tensor) -> Tensor:
-        """By how much each group of ids is rotated: int64 in [0, world_size)."""
+        """Return the rotation of each group of ids, int64 in [0, world_size)."""
         return kernels.owner_by_hash(groups, self.world_size, self.seed)
 
     def ids(self, owners: Tensor | int, positions: Tensor) -> Tensor:
-        """The inverse of (owner, position)."""
+        """Return the id of each (owner, position)."""
         return positions * self.world_size + (owners - self.rotation(positions)) % self.world_size
 
     @cached_property
@@ -200,7 +200,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class Dealt:
-    """What one owner was dealt by a `Permutation`."""
+    """The part that a `Permutation` deals to one owner."""
 
     partition: Permutation
     owner: int
@@ -216,7 +216,7 @@ class Dealt:
 
 @dataclass(frozen=True)
 class HierarchicalHash:
-    """Ownership by the first level of ZEN's hierarchical hashing (section 3.2), with its tables.
+    """A partition by the first level of ZEN's hierarchical hashing (section 3.2), with its tables.
 
     The owner is a hash of the id alone. A position is the rank of an id among all ids of its owner, which
     needs the paper's sorted list of the owner's ids (section 3.3): 4 to 8 bytes a row, built once for a size
@@ -238,7 +238,7 @@ class HierarchicalHash:
         return tuple(Listed(self.num_rows, ids[owners == owner].to(narrow)) for owner in range(self.world_size))
 
     def split(self, ids: Tensor) -> list[Placed]:
-        """By the published algorithm, with its settings k = 3, r1 = 2 |ids|, r2 = r1 / 10 (section 5.2)."""
+        """Split by the published algorithm, with its settings k = 3, r1 = 2 |ids|, r2 = r1 / 10 (section 5.2)."""
         slots = 2 * ids.numel()
         lists = kernels.hierarchical_hash(
             ids, self.world_size, self.seed, hashes=3, parallel_slots=slots, serial_slots=slots // 10
@@ -272,13 +272,13 @@ class Listed:
 
 
 def core_size(world_size: int) -> int:
-    """The largest power of two of ranks: in a hierarchy the first so many pair up, and the others join one of them."""
+    """Return the largest power of two of ranks, which pair up in a hierarchy; each other rank joins one of them."""
     return 1 << (world_size.bit_length() - 1)
 
 
 @dataclass(frozen=True)
 class FirstRanks:
-    """A partition among the first ranks; the others of ``world_size`` own nothing.
+    """A partition among the first ranks; the other ranks of ``world_size`` own nothing.
 
     Example:
         >>> FirstRanks(Contiguous(num_rows=10, world_size=2), world_size=3).parts[2].size
@@ -304,7 +304,7 @@ class FirstRanks:
         return self.owned.split(ids) + [(nothing, nothing)] * self._num_idle
 
     def join(self, positions: Sequence[Tensor]) -> Tensor:
-        """Of all parts, or of those of the owners only."""
+        """Return the ids at positions given for all parts, or for those of the owners only."""
         return self.owned.join(positions[: self.owned.world_size])
 
     @property

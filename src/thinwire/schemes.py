@@ -1,4 +1,4 @@
-"""The named points of the design space of exact schemes, and what is needed to make others."""
+"""The named points of the design space of exact schemes, and the types to define others."""
 
 from thinwire.sync.named import (
     AGSPARSE,

@@ -28,8 +28,8 @@ class SparseRows:
         num_rows: rows of the whole matrix.
 
     Raises:
-        ValueError: ids that are not int64, not one-dimensional, out of range, repeated or unsorted; values
-            of another length, dtype or device. The message says which.
+        ValueError: ids are not int64, not one-dimensional, out of range, repeated or unsorted; or values have
+            another length, dtype or device. The message says which.
 
     Example:
         >>> SparseRows(torch.tensor([1, 4]), torch.ones(2, 3), num_rows=6).to_dense().sum()
@@ -65,18 +65,18 @@ class SparseRows:
         return self.ids.numel() / self.num_rows if self.num_rows else 0.0
 
     def to_dense(self) -> Tensor:
-        """The matrix [num_rows, width], newly allocated."""
+        """Return the matrix [num_rows, width], newly allocated."""
         dense = self.values.new_zeros(self.num_rows, self.width)
         return kernels.scatter_rows(dense, self.ids, self.values)
 
     @classmethod
     def from_tensor(cls, tensor: Tensor) -> SparseRows:
-        """The rows of a COO tensor (hybrid, uncoalesced: as it comes) or of a dense one; see `Layout`."""
+        """Return the rows of a COO tensor (also hybrid or uncoalesced) or of a dense one; see `Layout`."""
         return Layout.of(tensor).rows(tensor)
 
     @classmethod
     def from_pairs(cls, ids: Tensor, values: Tensor, num_rows: int) -> SparseRows:
-        """Rows from (id, row) pairs in any order; rows of equal id are added up in the order given."""
+        """Return rows from (id, row) pairs in any order; rows of equal id are added up in the given order."""
         check_values(values)
         check_range(ids, num_rows)
         if bool((ids[1:] > ids[:-1]).all()):
@@ -85,7 +85,7 @@ class SparseRows:
 
     @classmethod
     def trusted(cls, ids: Tensor, values: Tensor, num_rows: int) -> SparseRows:
-        """Without the checks, for ids that are sorted and unique by construction."""
+        """Return rows without checking them, for ids that are sorted and unique by construction."""
         rows = object.__new__(cls)
         for name, value in (("ids", ids), ("values", values), ("num_rows", num_rows)):
             object.__setattr__(rows, name, value)
@@ -94,7 +94,7 @@ class SparseRows:
 
 @dataclass(frozen=True)
 class Layout:
-    """How a tensor is seen as rows, and how rows become such a tensor again.
+    """The mapping between a tensor and its rows, in both directions.
 
     A COO tensor has one row for each index tuple (its sparse dimensions, flattened) as wide as its dense
     dimensions. A dense tensor of two or more dimensions has its first dimension as rows; a one-dimensional
@@ -106,7 +106,11 @@ class Layout:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
-        """Raises ValueError for a layout other than COO or strided, or a COO tensor without sparse dimension."""
+        """Return the layout of a tensor.
+
+        Raises:
+            ValueError: the tensor is neither COO nor strided, or COO without a sparse dimension.
+        """
         if tensor.layout == torch.sparse_coo:
             if tensor.sparse_dim() == 0:
                 raise ValueError("a sparse tensor needs at least one sparse dimension")
@@ -129,7 +133,7 @@ class Layout:
 
     @ranged("find")
     def rows(self, tensor: Tensor) -> SparseRows:
-        """The rows of a tensor of this layout. Values may share memory with it; it is not written to."""
+        """Return the rows of a tensor of this layout; values may share memory with it, and it is not written to."""
         tensor = tensor.detach()
         if self.sparse_dim is None:
             return self._rows_of_dense(tensor)
@@ -153,7 +157,7 @@ class Layout:
 
     @ranged("scatter")
     def tensor(self, rows: SparseRows) -> Tensor:
-        """A new tensor of this layout; a COO result is coalesced."""
+        """Return rows as a new tensor of this layout; a COO result is coalesced."""
         if self.sparse_dim is None:
             return rows.to_dense().view(self.shape)
         indices = rows.ids.new_empty(self.sparse_dim, rows.ids.numel())
@@ -167,7 +171,7 @@ class Layout:
 
 
 def check_values(values: Tensor) -> None:
-    """Raises ValueError unless ``values`` is of a supported dtype and on the CPU."""
+    """Raise ValueError unless ``values`` has a supported dtype and is on the CPU."""
     if values.dtype not in SUPPORTED_DTYPES:
         legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
         raise ValueError(f"dtype {values.dtype} is not supported: use one of {legal}")
@@ -178,7 +182,7 @@ def check_values(values: Tensor) -> None:
 
 
 def check_range(ids: Tensor, num_rows: int, what: str = "row id") -> None:
-    """Raises ValueError if any id is negative or not below ``num_rows``."""
+    """Raise ValueError if any id is negative or not below ``num_rows``."""
     if ids.numel() == 0:
         return
     low, high = (int(extreme) for extreme in ids.aminmax())

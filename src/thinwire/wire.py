@@ -1,4 +1,4 @@
-"""Rows <-> bytes: the formats, their exact sizes, and the header that precedes a payload (docs/wire-format.md)."""
+"""Encoding of rows as bytes: the formats, their exact sizes, and the header of a payload (docs/wire-format.md)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INDEX_DTYPES = (
 
 
 class Format(StrEnum):
-    """How the ids of a part travel. Values always travel as they are."""
+    """Encoding of the ids of a part in a message; values are always sent as they are."""
 
     COO = "coo"  # one index a row, of the smallest integer that holds every position of the part
     BITMAP = "bitmap"  # one bit for each row of the whole tensor
@@ -41,7 +41,7 @@ _CODE = {format: code for code, format in enumerate(FORMATS)}
 
 
 class Part(Protocol):
-    """The share of a tensor's rows that one owner has: a bijection of ids and positions, increasing in both."""
+    """The share of a tensor's rows that belongs to one owner: a bijection of ids and positions, increasing in both."""
 
     @property
     def num_rows(self) -> int: ...
@@ -52,12 +52,12 @@ class Part(Protocol):
 
 
 def index_dtype(size: int) -> torch.dtype:
-    """The integer type in which COO sends a position of a part of ``size`` rows."""
+    """Return the integer type in which COO sends a position of a part of ``size`` rows."""
     return next(dtype for limit, dtype in _INDEX_DTYPES if size <= limit)
 
 
 def payload_bytes(format: Format, count: int, row_bytes: int, size: int, num_rows: int) -> int:
-    """Exact bytes of a payload: ``count`` rows of ``row_bytes``, in a part of ``size`` of ``num_rows`` rows."""
+    """Return the exact bytes of a payload of ``count`` rows of ``row_bytes``, in a part of ``size`` of ``num_rows``."""
     if format is Format.DENSE:
         total = size * row_bytes
     elif count == 0:
@@ -73,7 +73,7 @@ def payload_bytes(format: Format, count: int, row_bytes: int, size: int, num_row
 
 @lru_cache(maxsize=4096)
 def most_payload_bytes(row_bytes: int, size: int, num_rows: int) -> int:
-    """Of all rows of a part, in the most wasteful format."""
+    """Return the bytes of a payload of all rows of a part, in the most wasteful format."""
     return max(payload_bytes(format, size, row_bytes, size, num_rows) for format in FORMATS)
 
 
@@ -81,12 +81,11 @@ def most_payload_bytes(row_bytes: int, size: int, num_rows: int) -> int:
 def smallest(
     formats: tuple[Format, ...], count: int, row_bytes: int, size: int, num_rows: int, dense_switch: bool = False
 ) -> Format:
-    """The format of fewest bytes, the earlier one of equals; Elias-Fano only where it saves more than 1/256.
+    """Return the format of fewest bytes, the earlier one of equals; Elias-Fano only where it saves more than 1/256.
 
-    DENSE does not say which rows were present, so it is taken only where all are, or where it is the only one; or,
-    with ``dense_switch``, where it has fewer bytes than any of the others, listed or not: rows of zeros then
-    appear as present.
-    Elias-Fano is the most work: for rows of 2 kB, whose ids are a thousandth of a message, it took 8 ranks on two
+    DENSE does not say which rows were present, so it is chosen only if all are, or if it is the only one; or, with
+    ``dense_switch``, listed or not, if it has fewer bytes than all others: rows of zeros then appear as present.
+    Elias-Fano is the most work: for rows of 2 kB, whose ids are a thousandth of a message, it cost 8 ranks on two
     cores 15 ms of a 340 ms synchronization.
     """
 
@@ -107,24 +106,24 @@ def smallest(
 
 @dataclass(frozen=True)
 class FormatChoice:
-    """What a message may travel in; see `smallest` for how one of them is taken."""
+    """The formats that a message may have; `smallest` chooses one of them."""
 
     formats: tuple[Format, ...]
     dense_switch: bool = False
 
     def smallest(self, count: int, row_bytes: int, part: Part) -> Format:
-        """The format for ``count`` rows of a part, each of ``row_bytes``."""
+        """Return the format for ``count`` rows of a part, each of ``row_bytes``."""
         return smallest(self.formats, count, row_bytes, part.size, part.num_rows, self.dense_switch)
 
 
 @ranged("pack")
 def encode(format: Format, part: Part, positions: Tensor, values: Tensor, order: Tensor | None = None) -> Tensor:
-    """One payload, newly allocated: values first (so that they are aligned), then ids, then padding with zeros.
+    """Encode rows as a new payload: values first (so that they are aligned), then ids, then padding with zeros.
 
     Args:
         part: the part that the rows belong to.
         positions: int64 [k], strictly increasing positions in the part.
-        values: [k, width]; or, with ``order``, a larger matrix whose rows ``order`` [k] are meant, which
+        values: [k, width]; or, with ``order``, a larger matrix of which the rows ``order`` [k] are encoded, which
             saves one copy.
 
     Returns:
@@ -146,7 +145,7 @@ def encode(format: Format, part: Part, positions: Tensor, values: Tensor, order:
 def decode(
     format: Format, part: Part, count: int, payload: Tensor, width: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Positions int64 [k] and values [k, width] of a payload; the values share its memory.
+    """Decode a payload into positions, int64 [k], and values [k, width], which share its memory.
 
     Raises:
         CorruptMessageError: the length is not that of ``count`` rows, or the ids are not ``count`` strictly
@@ -220,17 +219,17 @@ def _is_increasing(positions: Tensor, size: int) -> bool:
 
 
 def aligned(num_bytes: int) -> int:
-    """Round up to whole words of `ALIGNMENT_BYTES`."""
+    """Return ``num_bytes`` rounded up to whole words of `ALIGNMENT_BYTES`."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def digest64(data: bytes) -> int:
-    """64 bits that tell any two texts apart, the same in every process and on every machine."""
+    """Return a hash of 64 bits, the same in every process and on every machine."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 class Kind(IntEnum):
-    """What a message is for. A receiver accepts only the kind it waits for, or ERROR."""
+    """Purpose of a message; a receiver accepts only the kind that it waits for, or ERROR."""
 
     ERROR = 0  # the payload is a sentence in UTF-8
     OPEN = 1  # no payload: the ranks agree that they mean the same, and how many rows each holds
@@ -244,7 +243,7 @@ _KINDS = tuple(Kind)  # by their numbers
 
 @dataclass(frozen=True)
 class Header:
-    """What a rank announces before a payload. Fixed size, so that it can be received without knowing anything."""
+    """The announcement of a payload, of a fixed size, so that it can be received without knowing anything."""
 
     kind: Kind
     source: int  # rank in the lane's group
@@ -276,7 +275,7 @@ class Header:
 
     @classmethod
     def unpack(cls, data: bytes) -> Header:
-        """Raises CorruptMessageError for anything that no thinwire of this version has sent."""
+        """Return the header in ``data``; raise CorruptMessageError for anything that this version would not send."""
         if len(data) != cls.NUM_BYTES:
             raise CorruptMessageError(f"a header of {len(data)} bytes instead of {cls.NUM_BYTES}")
         fields = cls._STRUCT.unpack(data)
@@ -299,7 +298,7 @@ class Header:
         return header
 
     def bound(self, content: int) -> int:
-        """The checksum of a payload, made one of the header's other fields too: CRC-32 misses one change in 2^32."""
+        """Return the checksum of a payload and the header's other fields, since CRC-32 misses one change in 2^32."""
         fields = self._FIELDS.pack(
             self.kind, _CODE[self.format], self.source, self.sequence,
             self.digest, self.held, self.count, self.payload_bytes, content,
@@ -309,14 +308,14 @@ class Header:
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """A header and the payload that it announces (uint8, or None where nothing travels)."""
+    """A header and the payload that it announces (uint8, empty if there is none)."""
 
     header: Header
     payload: Tensor
 
     @classmethod
     def sealed(cls, header: Header, payload: Tensor) -> Message:
-        """With the length and checksum of the payload filled in."""
+        """Return a message with the length and checksum of the payload filled into its header."""
         kind, source, sequence, digest = header.kind, header.source, header.sequence, header.digest
         format, held, count, length = header.format, header.held, header.count, payload.numel()
         unsealed = Header(kind, source, sequence, digest, format, held, count, length)
@@ -324,7 +323,7 @@ class Message:
         return cls(Header(kind, source, sequence, digest, format, held, count, length, checksum), payload)
 
     def verify(self) -> None:
-        """Raises CorruptMessageError unless the payload is the one that the header announced."""
+        """Raise CorruptMessageError unless the payload is the one that the header announced."""
         if self.payload.numel() != self.header.payload_bytes:
             raise CorruptMessageError(
                 f"a truncated message: {self.payload.numel()} of {self.header.payload_bytes} bytes"

@@ -1,2 +1,1 @@
-"""Bytes between the ranks of a process group: messages with checksums, one lane of jobs, and what all ranks must agree
-on."""
+"""Communication between the ranks of a process group: checked messages, one lane of jobs, and agreement."""

@@ -1,9 +1,9 @@
-"""What all ranks must know, so that they decide alike: gathered from all of them, or broadcast by rank 0.
+"""Gathers and broadcasts of values that all ranks must know so that they decide alike.
 
-Each message is sealed: what it is, whose, how long, a checksum. A length is known before anything is allocated, and a
-wait ends with the timeout of the group. Calls are collective and on a bare `Exchange`, because hosts are found and
-machines measured before there is a conversation. Inside one, see `thinwire.comm.channel.Channel.gather_numbers`, which
-settles first that all ranks mean the same call.
+Each message is sealed with its purpose, its sender, its length and a checksum. A length is known before anything is
+allocated, and a wait ends with the timeout of the group. Calls are collective and use a bare `Exchange`, because hosts
+are discovered and machines measured before any channel is open. Inside a conversation use
+`thinwire.comm.channel.Channel.gather_numbers`, which first checks that all ranks mean the same call.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MAX_BYTES = 256 << 20
 
 
 def gather_numbers(exchange: Exchange, what: str, numbers: Sequence[float]) -> list[list[float]]:
-    """Gather the numbers of each rank, in rank order; one round, with equally many numbers on each rank.
+    """Gather the numbers of each rank, in rank order, in one round; all ranks pass equally many numbers.
 
     Args:
-        what: the numbers are, for error messages.
+        what: name of the numbers, for error messages.
 
     Raises:
-        CorruptMessageError: a number that is not finite.
+        CorruptMessageError: a gathered number is not finite.
         CorruptHeaderError, LostPeerError: as for `gather_records`.
     """
     layout = struct.Struct(f"<{len(numbers)}d")
@@ -48,23 +48,23 @@ def gather_numbers(exchange: Exchange, what: str, numbers: Sequence[float]) -> l
 
 
 def longest(exchange: Exchange, seconds: float) -> float:
-    """The seconds of the rank that took longest, on all ranks."""
+    """Return the seconds of the slowest rank, on all ranks."""
     return max(gather_numbers(exchange, "seconds", [seconds]))[0]
 
 
 def longest_of_all(exchange: Exchange, seconds: float | None) -> float | None:
-    """As `longest`; None if that is what a rank passes."""
+    """Return what `longest` returns, or None if any rank passes None."""
     gathered = gather_numbers(exchange, "seconds", [seconds or 0.0, seconds is None])
     return None if any(is_missing for _, is_missing in gathered) else max(gathered)[0]
 
 
 def wait_for_all(exchange: Exchange) -> None:
-    """Return when all ranks have called it."""
+    """Wait until all ranks have called this function."""
     gather_records(exchange, "arrival", b"")
 
 
 def gather_json(exchange: Exchange, what: str, value: Any) -> list[Any]:
-    """Gather what each rank passes, in rank order.
+    """Gather the JSON value that each rank passes, in rank order.
 
     Raises:
         CorruptHeaderError, LostPeerError: as for `gather_bytes`.
@@ -73,7 +73,7 @@ def gather_json(exchange: Exchange, what: str, value: Any) -> list[Any]:
 
 
 def broadcast_json(exchange: Exchange, what: str, value: Any) -> Any:
-    """Return on all ranks what rank 0 passes; what the others pass is not looked at.
+    """Return the JSON value of rank 0 on all ranks; the values that the others pass are ignored.
 
     Raises:
         CorruptHeaderError, LostPeerError: as for `gather_bytes`.
@@ -83,13 +83,15 @@ def broadcast_json(exchange: Exchange, what: str, value: Any) -> Any:
 
 
 def gather_bytes(exchange: Exchange, what: str, data: bytes, max_bytes: int = MAX_BYTES) -> list[bytes]:
-    """Gather as many bytes as each rank has, in rank order; two rounds, the lengths first.
+    """Gather bytes of any length from each rank, in rank order, in two rounds: lengths, then contents.
 
     Args:
-        max_bytes: no rank has reason to pass more; a longer announcement is not received.
+        what: name of the contents, for error messages and the seal.
+        data: the bytes of this rank.
+        max_bytes: largest length that a rank may announce; nothing longer is received.
 
     Raises:
-        CorruptHeaderError: as for `gather_records`; or more bytes are announced than may be, or than fit into memory.
+        CorruptHeaderError: as for `gather_records`; or a length exceeds ``max_bytes`` or the memory that is left.
         LostPeerError: see `Exchange.swap`.
     """
     records = gather_records(exchange, f"length of the {what}", len(data).to_bytes(8, "little"))
@@ -104,13 +106,13 @@ def gather_bytes(exchange: Exchange, what: str, data: bytes, max_bytes: int = MA
 
 
 def gather_records(exchange: Exchange, what: str, data: bytes) -> list[bytes]:
-    """Gather the record of each rank, in rank order; one round, with equally many bytes on each rank.
+    """Gather the record of each rank, in rank order, in one round; all records have the same length.
 
     Args:
-        what: the record is; part of the seal, so that no record is taken for another one.
+        what: name of the record, part of the seal, so that no record is taken for another one.
 
     Raises:
-        CorruptHeaderError: what came is not what that rank sealed.
+        CorruptHeaderError: a record that arrived does not match the seal of its rank.
         LostPeerError: see `Exchange.swap_records`.
     """
     record = _sealed(exchange, what, data.ljust(RECORD_BYTES - SEAL_BYTES, b"\0"))

@@ -36,10 +36,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is synchronized. All ranks must mean the same.
+    """Identity of what is synchronized, which must be equal on all ranks.
 
     Args:
-        name: for error messages: a parameter, or the number of a call.
+        name: name for error messages: a parameter, or the number of a call.
         description: everything that has to agree: shape, dtype, operation, scheme, seed.
     """
 
@@ -53,7 +53,7 @@ class Subject:
 
 @dataclass(frozen=True, eq=False)
 class Draft:
-    """A message to be: rows already encoded, not yet addressed; and how many rows the sender holds in all."""
+    """An unaddressed message: encoded rows, and the number of rows that the sender holds in all."""
 
     format: Format
     count: int
@@ -62,7 +62,7 @@ class Draft:
 
 
 class Channel:
-    """Swaps messages about one subject over an `Exchange`.
+    """A conversation about one subject over an `Exchange`, made of swaps of messages.
 
     Each swap is two collectives: headers of a fixed size, then payloads of the announced sizes. Whatever fails
     while a rank prepares a swap is sent in place of its messages, so that every rank raises, and none waits.
@@ -76,7 +76,7 @@ class Channel:
         self.subject = subject
         self.sequence = sequence & 0xFFFFFFFF
         self.held: list[int] = []  # rows that each rank holds, known after the first swap
-        self.max_held: int | None = None  # more than so many no rank can hold, where that is known
+        self.max_held: int | None = None  # most rows that a rank can hold, where that is known
         self.formats_sent: dict[Kind, set[Format]] = {}
         self._digest = subject.digest()
 
@@ -89,12 +89,15 @@ class Channel:
         return self.exchange.world_size
 
     def machine(self) -> Machine | None:
-        """What the exchange takes, if it can be measured; a collective call where it was not yet. After `open`."""
+        """Return what the exchange costs, or None if it cannot be measured.
+
+        Call it after `open`. The first call measures, so it is collective.
+        """
         with self._naming(), named("exchange"):
             return self._measure() if self._measure is not None else None
 
     def attempt(self, prepare: Callable[[], T]) -> T:
-        """What ``prepare`` returns. If it raises, tell all ranks in place of the next swap, and raise here too."""
+        """Return what ``prepare`` returns; if it raises, tell all ranks in place of the next swap and raise."""
         try:
             return prepare()
         except Exception as error:
@@ -107,12 +110,12 @@ class Channel:
         raise AssertionError("a swap raises what prepare raises")
 
     def open(self, held: int = 0) -> list[int]:
-        """Agree that all ranks mean the same subject; returns how many rows each rank holds.
+        """Agree that all ranks mean the same subject, and return the number of rows that each rank holds.
 
-        Not needed before another swap, which settles the same.
+        It is not needed before another swap, which checks the same.
 
         Raises:
-            MismatchError: a rank means something else; on every rank.
+            MismatchError: a rank means another subject; raised on every rank.
             PeerError: another rank failed in `attempt`.
         """
         draft = Draft(Format.COO, 0, torch.empty(0, dtype=torch.uint8), held)
@@ -120,18 +123,18 @@ class Channel:
         return self.held
 
     def gather_numbers(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Gather the numbers of each rank, in rank order; the subject says how many there are.
+        """Gather the numbers of each rank, in rank order; the subject has to settle how many there are.
 
         Raises:
             MismatchError, PeerError: as for `open`.
-            CorruptMessageError: a number that is not finite.
+            CorruptMessageError: a gathered number is not finite.
         """
         self.open()
         with self._naming(), named("exchange"):
             return gather_numbers(self.exchange, self.subject.name, numbers)
 
     def broadcast(self, value: Any) -> Any:
-        """Return on all ranks what rank 0 passes: numbers, texts, lists and dicts.
+        """Return the value of rank 0 on all ranks: numbers, texts, lists and dicts.
 
         Raises:
             MismatchError, PeerError: as for `open`.
@@ -144,12 +147,12 @@ class Channel:
         """Send the draft for each rank and return the message of each rank, in rank order; see `reading`.
 
         Args:
-            prepare: makes the drafts, one for each rank; the same object may stand for several.
-            max_payload_bytes: no peer has reason to send more; a longer announcement is not even received.
+            prepare: makes the drafts, one for each rank; the same object may serve several ranks.
+            max_payload_bytes: largest payload that a peer may announce; nothing longer is received.
 
         Raises:
             MismatchError, PeerError: as for `open`.
-            CorruptHeaderError: an announcement that cannot be followed.
+            CorruptHeaderError: a header announces a payload that cannot be received.
         """
         failure: Exception | None = None
         try:
@@ -190,12 +193,12 @@ class Channel:
         """Send messages to one rank and return those that another one sends here; after `open`.
 
         Args:
-            origins: who made each of the messages that come; the source may pass on those of others.
+            origins: the rank that made each incoming message; the source may pass on those of others.
 
-        Errors of peers are returned as messages: see `thinwire.sync.schedules`, which makes a pattern of this.
+        Errors of peers are returned as messages; `thinwire.sync.schedules` builds patterns from this.
 
         Raises:
-            CorruptHeaderError: an announcement that cannot be followed.
+            CorruptHeaderError: a header announces a payload that cannot be received.
         """
         headers = self._headers_from(target, [message.header for message in outgoing], source, len(origins))
         for header, origin in zip(headers, origins, strict=True):
@@ -210,11 +213,11 @@ class Channel:
         return [Message(header, data[start:end]) for header, (start, end) in zip(headers, pairwise(ends), strict=True)]
 
     def reading(self, message: Message) -> Telling:
-        """Verifies a message; what is found wrong with it here or inside of this context names its sender.
+        """Verify a message and return a context in which errors about it name its sender.
 
         Raises:
-            CorruptMessageError: read where a next swap is prepared, if there is one, so that all ranks learn
-                of it there.
+            CorruptMessageError: the message is corrupt. Read it where the next swap is prepared, if there is one,
+                so that all ranks learn of the error there.
         """
 
         def tell(error: BaseException) -> None:
@@ -227,11 +230,11 @@ class Channel:
         return reading
 
     def seal_error(self, error: Exception) -> Message:
-        """The message that tells of a failure of this rank."""
+        """Return the message that reports a failure of this rank."""
         return self.seal(Kind.ERROR, [_error_draft(error)])[0]
 
     def seal(self, kind: Kind, drafts: Sequence[Draft]) -> list[Message]:
-        """Drafts made into messages of this rank; the same draft is sealed once."""
+        """Return the drafts as sealed messages of this rank; a draft that occurs twice is sealed once."""
         sealed: dict[int, Message] = {}
         for draft in drafts:
             if id(draft) not in sealed:
@@ -260,7 +263,7 @@ class Channel:
             raise CorruptHeaderError(f"{self._where()}: {error}") from error
 
     def _check_identity(self, headers: Sequence[Header]) -> None:
-        """Every rank sees every header, so when ranks differ every rank notices, and all explain themselves."""
+        """Raise on all ranks if their subjects differ, which all of them see; gather the descriptions to say how."""
         if all(header.digest == self._digest and header.sequence == self.sequence for header in headers):
             return
         texts = self._swap_text(f"call {self.sequence} on this lane: {self.subject.name}\n{self.subject.description}")
@@ -277,7 +280,7 @@ class Channel:
         raise told(error, self.world_size)
 
     def _check_sender(self, header: Header, origin: int) -> None:
-        """A reason is passed on by others than the rank that failed."""
+        """Raise if the header names a wrong sender; only an error may be passed on by ranks other than its maker."""
         known = header.source < self.world_size if header.kind is Kind.ERROR else header.source == origin
         if not known:
             raise CorruptHeaderError(
@@ -304,7 +307,7 @@ class Channel:
             )
 
     def raise_reported(self, incoming: Sequence[Message]) -> None:
-        """Raises PeerError if there is an ERROR among the messages; CorruptMessageError if it is not a reason."""
+        """Raise PeerError if one of the messages is an ERROR; CorruptMessageError if its reason is malformed."""
         for message in incoming:
             if message.header.kind is Kind.ERROR:
                 with self.reading(message):
@@ -318,13 +321,13 @@ class Channel:
         return [data.decode(errors="replace") for data in incoming]
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a dense tensor over the ranks, in place. After `open`, so that all ranks mean the same."""
+        """Sum a dense tensor over the ranks, in place; after `open`, so that all ranks mean the same."""
         with self._naming(), named("exchange"):
             self.exchange.all_reduce(tensor)
 
     @contextmanager
     def stream(self) -> Iterator[Stream]:
-        """A stream (see `thinwire.comm.process_group`), in which nobody can be told of a failure."""
+        """Open a stream (see `thinwire.comm.process_group`), in which a failure cannot be reported to the peers."""
         try:
             with self.exchange.stream() as stream:
                 yield stream
@@ -366,7 +369,7 @@ def _error_draft(error: Exception) -> Draft:
 
 
 def _reason(message: Message) -> str:
-    """Another message under the kind of an error would end one rank's conversation, and the others would wait."""
+    """Return the reason in an ERROR message; check it, since an error ends the conversation of this rank alone."""
     data = message.payload.numpy().tobytes()
     text = data[: message.header.count]
     if not text or data[len(text) :].strip(b"\0") or len(data) - len(text) >= ALIGNMENT_BYTES:

@@ -1,4 +1,4 @@
-"""The sockets of a Gloo group, so that a rank can hang up at once, whatever in its process still holds the group.
+"""Access to the sockets of a Gloo group, so that a rank can hang up at once, whatever still holds the group.
 
 Gloo closes its sockets when the last reference to a group goes: that of the group, of each of its works, and of the
 futures and frames that hold works. Some of these are not ours (DDP keeps the futures of its last backward), a thread
@@ -21,23 +21,23 @@ from thinwire.comm.process_group import ProcessGroupExchange, peers_at
 from thinwire.errors import forget_locals
 
 Address = tuple[bytes, int]
-"""An IP address as 16 bytes, IPv4 mapped into IPv6; and a port."""
+"""An IP address as 16 bytes, with IPv4 mapped into IPv6, and a port."""
 _NOWHERE: Address = (bytes(16), 0)
 _PACKED_BYTES = 18
-_ESTABLISHED = 1  # of the first byte of struct tcp_info, in <linux/tcp.h>
+_ESTABLISHED = 1  # value of the first byte of struct tcp_info, in <linux/tcp.h>
 Connection = tuple[Address, Address]
-"""The address of this end, and of the other one."""
+"""The addresses of the local and the remote end of a connection."""
 
 
 class PrivateGroup:
-    """A Gloo group that nothing else uses, and the addresses by which its sockets are known.
+    """A Gloo group that nothing else uses, with the addresses that identify its sockets.
 
-    Each rank of a Gloo group listens at a port of its own, which one end of each of its connections has. Ranks tell
-    each other these addresses, and those from which they connected. Where a rank does not find its own (another thread
-    began to listen at the same moment), the sockets between two such ranks close only with the last reference.
+    Each rank of a Gloo group listens at a port of its own, which is one end of each of its connections. Ranks exchange
+    these addresses and those from which they connected. Where a rank cannot identify its own (another thread began to
+    listen at the same moment), the sockets between two such ranks close only with the last reference.
 
     Args:
-        make: makes the group. A collective call of its ranks, as this constructor is.
+        make: makes the group, in a collective call of its ranks; so this constructor is collective too.
     """
 
     def __init__(self, make: Callable[[], dist.ProcessGroup]) -> None:
@@ -57,7 +57,7 @@ class PrivateGroup:
                 raise
 
     def _agree(self, mine: Address) -> None:
-        """Learn the addresses, and which connection leads to which rank: who connected knows it, and tells."""
+        """Gather the addresses, and learn which connection leads to which rank from the ranks that connected."""
         self._addresses = {mine} - {_NOWHERE}
         exchange = ProcessGroupExchange(self.process_group)
         listening = list(map(_unpacked, gather_records(exchange, "address", _packed(mine))))
@@ -74,25 +74,25 @@ class PrivateGroup:
                 peers_at[_as_gloo_writes(found[1])] = rank
 
     def lost(self) -> set[int]:
-        """The ranks to which there was a connection, and is none, or one that an end has shut."""
+        """Return the ranks to which the connection is gone or was shut down by one end."""
         connected = set(_connected())
         return {rank for rank, connection in self._connections.items() if connection not in connected}
 
     def shut_down(self) -> None:
-        """Have whatever is under way in the group fail at once, on this rank and on its peers; from any thread."""
+        """Make all pending operations of the group fail at once, on this rank and its peers; from any thread."""
         for found in _tcp_sockets():
             with contextlib.suppress(OSError):
                 if not self._addresses.isdisjoint(_ends(found)):
                     found.shutdown(socket.SHUT_RDWR)
 
     def destroy(self) -> None:
-        """Let go of the group."""
+        """Destroy the process group."""
         with contextlib.suppress(Exception):
             dist.destroy_process_group(self.process_group)
 
 
 def _tcp_sockets() -> Iterator[socket.socket]:
-    """Those of this process, as duplicates, which name the same connection even if the original is closed meanwhile."""
+    """Yield duplicates of the sockets of this process, which stay valid if an original is closed meanwhile."""
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError), _duplicate(int(name)) as found:
             if found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM:
@@ -124,7 +124,7 @@ def _connected() -> Iterator[Connection]:
 
 
 def _ends(found: socket.socket) -> Connection:
-    """Raises OSError where it is not connected."""
+    """Return the two ends of a socket; raise OSError if it is not connected."""
     return _address(found.getsockname()), _address(found.getpeername())
 
 
@@ -135,7 +135,7 @@ def _address(name: tuple[str, int] | tuple[str, int, int, int]) -> Address:
 
 
 def _as_gloo_writes(address: Address) -> str:
-    """It prints the port without turning it from network order."""
+    """Return an address as Gloo prints it, with the port still in network byte order."""
     ip = ipaddress.IPv6Address(address[0])
     return f"[{ip.ipv4_mapped or ip}]:{socket.htons(address[1])}"
 

@@ -1,4 +1,4 @@
-"""Which ranks are on one host: what links them is fast, and what crosses hosts is what costs."""
+"""The hosts of the ranks: bytes between ranks of one host are cheap, bytes between hosts cost."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from thinwire.comm.agree import gather_records
 from thinwire.comm.process_group import Exchange
 
 HOST_VARIABLE = "THINWIRE_HOST"
-"""An environment variable: ranks that have the same text in it are on one host, whatever the system says."""
+"""Environment variable that puts ranks with the same text on one host, whatever the system says."""
 
 RECORD_BYTES = 16
 
 Hosts = tuple[tuple[int, ...], ...]
-"""The ranks of each host: every rank of the group is on exactly one."""
+"""The ranks of each host; every rank of the group is on exactly one host."""
 
 
 def boot_id() -> str | None:
-    """The boot of this machine, which tells machines apart; None where there is none to read."""
+    """Return the boot id of this machine, which tells machines apart, or None if it cannot be read."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return None
 
 
 def host_identity() -> str:
-    """A text that processes on one host share and others do not.
+    """Return a text that processes on one host share and others do not.
 
-    The boot (or, where there is none to read, the host name) and the network namespace: containers with namespaces
-    of their own, and emulated hosts, are hosts of their own, since bytes between them pass a network. Where that is
-    not what is meant, `HOST_VARIABLE` says what is.
+    It is the boot id (or the host name if that cannot be read) and the network namespace: containers with their own
+    namespaces, and emulated hosts, count as separate hosts, since bytes between them pass a network.
+    `HOST_VARIABLE` overrides it.
     """
     told = os.environ.get(HOST_VARIABLE)
     if told:
@@ -45,9 +45,9 @@ def host_identity() -> str:
 
 
 def discover(exchange: Exchange) -> Sequence[int]:
-    """For each rank the number of its host, for `Exchange.hosts`; collective, one round of 24 bytes for each peer.
+    """Return the host number of each rank, for `Exchange.hosts`; collective, one round of 24 bytes for each peer.
 
-    Hosts are numbered by their first rank. All ranks know the same records, so they find the same hosts.
+    Hosts are numbered in the order of their first ranks. All ranks hold the same records, so they agree.
 
     Raises:
         LostPeerError, CorruptHeaderError: see `thinwire.comm.agree.gather_records`.
@@ -57,7 +57,7 @@ def discover(exchange: Exchange) -> Sequence[int]:
 
 
 def ranks_of_hosts(host_of_rank: Sequence[int]) -> Hosts:
-    """The ranks of each host, from the number of the host of each rank; hosts in the order of their first ranks.
+    """Return the ranks of each host, from the host number of each rank; hosts are ordered by their first ranks.
 
     Example:
         >>> ranks_of_hosts([0, 0, 2, 0, 2])
@@ -70,7 +70,7 @@ def ranks_of_hosts(host_of_rank: Sequence[int]) -> Hosts:
 
 
 def host_of_ranks(hosts: Hosts) -> list[int]:
-    """For each rank the number of its host: the inverse of `ranks_of_hosts`.
+    """Return the host number of each rank, the inverse of `ranks_of_hosts`.
 
     Example:
         >>> host_of_ranks(((0, 1, 3), (2, 4)))

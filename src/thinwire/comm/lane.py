@@ -1,6 +1,6 @@
-"""The communication lane: the jobs of a process, in one order that all ranks share, off the training thread.
+"""The communication lane: runs the jobs of a process off the training thread, in one order that all ranks share.
 
-What one rank refuses, all ranks have to hear of: they would wait for it in vain.
+It also propagates a validation error of one rank to all ranks, which would otherwise wait until the timeout.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ logger = logging.getLogger("thinwire")
 
 
 def resolve_group(process_group: Group) -> dist.ProcessGroup:
-    """The process group meant by a ProcessGroup, a one-dimensional DeviceMesh, or None for the default one.
+    """Return the process group of a ProcessGroup, a one-dimensional DeviceMesh, or None for the default one.
 
     Raises:
         ValueError: no process group was initialized, a mesh has several dimensions, or this rank is not in it.
@@ -80,9 +80,9 @@ _idle_groups = WeakKeyDictionary()
 
 
 def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> PrivateGroup:
-    """A Gloo group of the same ranks for a lane alone: one that a closed lane left, else a new one.
+    """Return a Gloo group of the same ranks for one lane: one that a closed lane left, else a new one.
 
-    Groups are kept because they cost a few connections and threads, and time until all ranks have met.
+    Groups are kept because each costs a few connections and threads, and the wait until all ranks have connected.
     """
     idle = _idle_groups.setdefault(parent, [])
     for place, (idle_timeout, group) in enumerate(idle):
@@ -106,11 +106,11 @@ _last_number_of_groups = 0
 
 @contextlib.contextmanager
 def _same_number_of_groups(parent: dist.ProcessGroup) -> Iterator[None]:
-    """Have all ranks of a group be in as many groups as each other, and in more than when they last were here.
+    """Have all ranks of a group be in the same number of groups, and in more than at the last call.
 
     Torch names a group of some of the ranks after those ranks and the number of groups that a rank is in: under
-    different names its members wait for each other until the timeout, and under a name that was there before they find
-    the addresses of a group that may be gone. So ranks make groups of themselves alone, for as long as it takes.
+    different names its members wait for each other until the timeout, and under a name used before they read the
+    addresses of a group that may be gone. So each rank makes groups of itself alone until the numbers are equal.
     """
     global _last_number_of_groups
     mine = len(distributed_c10d._world.pg_names)
@@ -133,7 +133,7 @@ def _group_of_this_rank() -> dist.ProcessGroup:
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """The timeout that the group was made with; None, for torch's default, where this torch does not tell."""
+    """Return the timeout that the group was made with, or None, for torch's default, if this torch hides it."""
     for device in ("cpu", "cuda"):  # a group of NCCL has no part for the CPU
         with contextlib.suppress(AttributeError, RuntimeError):
             return group._get_backend(torch.device(device)).options._timeout
@@ -142,7 +142,7 @@ def _timeout_of(group: dist.ProcessGroup) -> timedelta | None:
 
 _running: WeakSet[Lane] = WeakSet()
 EXIT_SECONDS = 5.0
-"""How long a process that exits waits for a lane: at first for its job, and once more after it was broken off."""
+"""Seconds that an exiting process waits for a lane: once for its job, and once more after breaking it off."""
 
 
 @atexit.register
@@ -160,7 +160,7 @@ _watch: threading.Thread | None = None
 
 
 def _keep_watching() -> None:
-    """Look after the lanes of this process, on a thread of its own; a forked process begins with none."""
+    """Start the thread that watches the lanes of this process, unless it runs; a forked process begins without one."""
     global _watch
     if _watch is None or not _watch.is_alive():
         _watch = threading.Thread(target=_watch_lanes, name="thinwire-watch", daemon=True)
@@ -174,7 +174,7 @@ def _watch_lanes() -> None:
 
 
 def _look_at_lanes() -> None:
-    """A function of its own, so that no lane is held meanwhile."""
+    """Look at each lane once; a separate function, so that no lane is referenced between two looks."""
     for lane in list(_running):
         try:
             lane.look()
@@ -183,16 +183,16 @@ def _look_at_lanes() -> None:
 
 
 class Lane:
-    """Runs jobs one after the other on a thread and a process group of their own.
+    """A queue of jobs that run one after the other on a thread and a process group of their own.
 
     All ranks submit the same jobs in the same order; nothing else uses the group, so ranks can never
     interleave differently, and the training thread goes on meanwhile.
 
     Args:
         process_group: the ranks that take part. Making a lane is a collective call of all of them.
-        timeout: how long an exchange may wait for a peer; None takes that of ``process_group``.
-        staging: how tensors that jobs all-reduce get to the host; None where they are there. The group of the lane is
-            Gloo's whatever ``process_group`` is.
+        timeout: longest wait of an exchange for a peer; None uses that of ``process_group``.
+        staging: copies tensors that jobs all-reduce to the host and back; None if they are on the host. The group of
+            the lane is Gloo's whatever ``process_group`` is.
     """
 
     def __init__(
@@ -207,9 +207,9 @@ class Lane:
         self._group: dist.ProcessGroup | None = group
         self._waits = Waits()
         self.exchange: Exchange = self._hanging_up(StagedExchange(group, staging or HostStaging()))
-        self.setup = Traffic()  # what was sent of no gradient: to find hosts, to measure, and to agree
+        self.setup = Traffic()  # bytes that belong to no gradient: of discovering hosts, measuring, and agreeing
         self.busy_seconds = 0.0
-        self.watcher: Callable[[float, float], None] | None = None  # told when each job started and ended
+        self.watcher: Callable[[float, float], None] | None = None  # called with the start and end of each job
         self._sequence = 0
         self._broken: Exception | None = None
         self._machine: Machine | None = None
@@ -233,10 +233,10 @@ class Lane:
         return self.exchange.world_size
 
     def native_group(self) -> dist.ProcessGroup:
-        """A second Gloo group of the same ranks, for all-reduces that need not wait for jobs; the same one every time.
+        """Return a second Gloo group of the same ranks, for all-reduces that need not wait for jobs.
 
-        The first call is a collective one of all ranks, outside of jobs. The group goes the way of the lane: it is hung
-        up with it, and left for the next lane when this one is closed.
+        The first call makes it, in a collective call of all ranks outside of jobs; later calls return the same one. It
+        is hung up with the lane, and left for the next lane when this one is closed.
         """
         if self._native is None:
             parent = self._parent()
@@ -269,7 +269,7 @@ class Lane:
         return future
 
     def note_busy(self, started: float, ended: float) -> None:
-        """The network was busy; by a job, or on the native group while no job runs."""
+        """Record that the network was busy, by a job, or by the native group while no job runs."""
         self.busy_seconds += ended - started
         if self.watcher is None:
             return
@@ -291,24 +291,24 @@ class Lane:
         self._release()
 
     def abandon(self) -> None:
-        """Have the thread end after the queued jobs, and the group with it, without waiting for them.
+        """Let the thread and the group end after the queued jobs, without waiting for them.
 
-        The group is not left to a next lane: ranks that abandon at different times would disagree on whether it is.
+        The group is not kept for a next lane: ranks that abandon at different times would disagree on that.
         """
         self._jobs.put(self._release)
         self._jobs.put(None)
 
     def join(self, seconds: float) -> None:
-        """Wait for the thread to end, after `abandon`; if its job takes longer, break it off and wait as long again."""
+        """Wait for the thread to end, after `abandon`; if its job needs longer, break it off and wait once more."""
         self._thread.join(seconds)
         if self._thread.is_alive():
             self.break_off(f"the process of rank {self.rank} exits")
             self._thread.join(seconds)
 
     def break_off(self, reason: str) -> None:
-        """Stop for good, on all ranks: this one cannot do its part in what peers wait for. From any thread.
+        """Stop for good, because this rank cannot do its part in what peers wait for; callable from any thread.
 
-        Whatever is under way fails at once, here and there, and what comes later is refused with the reason.
+        Pending operations fail at once on all ranks, and later jobs are refused with the reason.
         """
         if self._broken is None:
             self._broken = ThinwireError(reason)  # a new one, without a traceback: its frames would hold the group
@@ -317,7 +317,7 @@ class Lane:
         self._jobs.put(self._release)
 
     def look(self) -> None:
-        """See whether a thread waits for what cannot come; if so, fail its job, and go on without that thread."""
+        """Check whether a thread waits for a lost peer; if so, fail its job, and go on without that thread."""
         ranks = self._waits.look()
         own = self._own
         if not ranks or own is None:
@@ -334,7 +334,7 @@ class Lane:
             future.set_exception(error)  # type: ignore[arg-type]
 
     def check(self, what: str) -> None:
-        """Raises ThinwireError if the lane was broken off; ``what`` cannot be synchronized then."""
+        """Raise ThinwireError if the lane was broken off, so that ``what`` cannot be synchronized."""
         if self._broken is not None:
             raise ThinwireError(
                 f"rank {self.rank}, {what}: not synchronized, because the lane stopped after an earlier failure:"
@@ -342,7 +342,7 @@ class Lane:
             )
 
     def channel(self, subject: Subject) -> Channel:
-        """The next conversation. Only for a running job.
+        """Return the channel of the next conversation; only a running job may call it.
 
         Raises:
             ThinwireError: an earlier failure left this rank out of step with its peers.
@@ -354,7 +354,7 @@ class Lane:
 
     @contextlib.contextmanager
     def setting_up(self) -> Iterator[None]:
-        """What is sent meanwhile is counted as `setup`: nothing of it reaches a gradient."""
+        """Count what is sent inside this context as `setup`, not as traffic of gradients."""
         traffic, self.exchange.traffic = self.exchange.traffic, self.setup
         try:
             yield
@@ -362,9 +362,9 @@ class Lane:
             self.exchange.traffic = traffic
 
     def machine(self) -> Machine | None:
-        """What messages, bytes and rows take on these ranks: measured by the first call, which all ranks make together.
+        """Return what messages, bytes and rows cost on these ranks, or None if that cannot be measured.
 
-        Only for a running job. It takes a few tenths of a second. None where it cannot be measured.
+        Only a running job may call it. The first call measures, on all ranks together, for a few tenths of a second.
         """
         if not self._is_measured:
             self._machine = self._probed = measure(self._setup_exchange())
@@ -372,16 +372,16 @@ class Lane:
         return self._machine
 
     def saw(self, byte_seconds: float) -> None:
-        """A step showed that a byte takes at least so long here; all ranks are told the same.
+        """Record the least seconds that a byte cost in a step; all ranks pass the same number.
 
-        The least of the last few is believed, and more than what was probed, of two at least.
+        From the second step on, the least of the last three corrects the probed machine, and only to slower.
         """
         self._seen.append(byte_seconds)
         if self._probed is not None and len(self._seen) > 1:
             self._machine = self._probed.slowed(min(self._seen))
 
     def _find_hosts(self) -> None:
-        """Before the first job, and on an exchange of its own: what a lane counts are bytes of its jobs."""
+        """Discover the hosts before the first job, on a separate exchange: a lane counts only bytes of its jobs."""
         self.exchange.hosts = discover(self._setup_exchange())
 
     def _setup_exchange(self) -> ProcessGroupExchange:
@@ -393,7 +393,7 @@ class Lane:
         return exchange
 
     def _attempt(self, job: Callable[[Lane], T]) -> T:
-        """What the job returns. Any failure that not all ranks raise at the same point breaks the lane off."""
+        """Return what the job returns; a failure that not all ranks raise at the same point breaks the lane off."""
         try:
             return job(self)
         except Exception as error:
@@ -413,21 +413,21 @@ class Lane:
         return [group for group in (self._own, self._native) if group is not None]
 
     def _release(self) -> None:
-        """Let go of the groups, so that nothing is left of them but what others hold."""
+        """Drop all references of the lane to its groups."""
         self.exchange.close()
         for group in self._groups():
             group.destroy()
         self._group = self._own = self._native = None
 
     def _claims(self, future: Future[Any]) -> bool:
-        """Whether it is the caller who settles the future of the running job: only one thread does."""
+        """Claim the future of the running job; return whether the caller, and no other thread, is to complete it."""
         with self._claim:
             is_ours = self._current is future
             self._current = None
         return is_ours
 
     def _start_thread(self) -> None:
-        """The thread of the jobs; another one before it, if there was one, does no more."""
+        """Start the thread that runs jobs; an earlier one, if there is one, runs no more jobs."""
         self._thread = threading.Thread(target=self._run, name="thinwire-lane", daemon=True)
         self._thread.start()
 
@@ -436,7 +436,7 @@ class Lane:
             pass
 
     def _run_next(self) -> bool:
-        """A function of its own, so that no job, and no gradient in it, is held while the next is waited for."""
+        """Run the next job; a separate function, so that no job and its gradients are referenced while waiting."""
         job = self._jobs.get()
         if job is not None:
             job()
@@ -445,10 +445,10 @@ class Lane:
 
 @contextmanager
 def telling_peers(process_group: Group, timeout: timedelta | None) -> Iterator[None]:
-    """Around checks of something that ranks read for themselves, before they agree on a configuration.
+    """Propagate one rank's ValueError to all ranks.
 
-    A rank that raises ValueError here says why where the others open their conversation, who then raise MismatchError
-    with the reason.
+    It wraps checks of what ranks read for themselves, before they agree on a configuration: where this rank raises
+    ValueError, the others raise MismatchError with the reason when they open their conversation.
     """
     try:
         yield

@@ -1,7 +1,7 @@
-"""What a group of ranks runs on, in numbers: how long a message, a byte and a row take. Measured once, by all together.
+"""The measured cost of a message, a byte and a row on a group of ranks.
 
-All ranks measure at the same time, so that processors and links that they share are shared while they measure too, and
-all take the median over the ranks: so they know the same, and decide the same.
+All ranks measure once and at the same time, so that processors and links that they share are shared while they measure
+too. All use the median over the ranks, so they know the same numbers and decide the same.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from thinwire.wire import Format, Header
 
 REPEATS = 3
 ATTEMPTS = 2
-"""A measurement that fails is made so often."""
+"""Number of attempts at a measurement before it counts as failed."""
 PROBE_BYTES = 128 * 1024
-"""With probes up to this size an attempt sends less than 0.9 MB a rank. What they miss, steps mend: see `Lane.saw`."""
+"""Largest probe, with which an attempt sends less than 0.9 MB a rank; steps correct its result, see `Lane.saw`."""
 LONG_PROBE_BYTES = 4 * 1024 * 1024
-"""For measurements that nothing mends: more than a burst that a link of 1 Gbit/s may let through at once."""
+"""Largest probe where no step corrects the result: more than a burst that a link of 1 Gbit/s may let through."""
 _FIRST_PROBE_BYTES = 32 * 1024
 _PROBE_SECONDS = 0.03
 _FASTEST_BYTE_SECONDS = 1e-10
-"""80 Gbit/s: what a rank cannot exceed over TCP, and about what its memory gives it. Nothing faster is believed."""
+"""Lower bound of a byte's cost, 80 Gbit/s: more than a rank reaches over TCP, and about the rate of its memory."""
 _NARROW_ROWS, _WIDE_ROWS, _WIDTH = 8192, 2048, 64
 _DENSITY = 0.05
-_ASSUMED_OWNERS = 8  # the kernels of an assumed machine are measured with so many parts, whatever its world size
+_ASSUMED_OWNERS = 8  # number of parts with which kernels of an assumed machine are measured, whatever its world size
 
 _log = logging.getLogger("thinwire")
 
 
 @dataclass(frozen=True)
 class Network:
-    """What links the ranks of a group, measured or assumed.
+    """The cost of the links between the ranks of a group, measured or assumed.
 
     Args:
-        round_seconds: all ranks send all others a header.
-        message_seconds: a rank sends its neighbour a header while it gets one: the latency (alpha).
-        byte_seconds: of a byte sent, when all ranks send to all at once (beta).
+        round_seconds: cost of a round in which all ranks send all others a header.
+        message_seconds: cost of sending a neighbour a header while receiving one: the latency (alpha).
+        byte_seconds: cost of a byte sent, when all ranks send to all at once (beta).
     """
 
     round_seconds: float
@@ -58,7 +58,7 @@ class Network:
 
     @property
     def mbit(self) -> float:
-        """The link, as payload in Mbit/s of one rank."""
+        """Rate of one rank's link, as payload in Mbit/s."""
         return 8e-6 / self.byte_seconds
 
     def describe(self) -> str:
@@ -70,14 +70,15 @@ class Network:
 
 @dataclass(frozen=True)
 class Machine(Network):
-    """Seconds of the steps of which every scheme is made, on the median rank: of its network, and of its kernels.
+    """Costs in seconds of the steps of which every scheme is made, on the median rank's network and kernels.
 
     Args:
-        reduced_byte_seconds: of a byte sent by the process group's own dense all-reduce.
-        part_seconds: split off, encode, verify and decode one more message.
-        send_id_seconds, send_byte_seconds: deal a row to its owner and encode it: by row, and by byte of values.
-        add_id_seconds, add_byte_seconds: decode a row that arrived and add it.
-        join_id_seconds, join_byte_seconds: decode a row of the sum and put it into its place.
+        reduced_byte_seconds: cost of a byte sent by the process group's own dense all-reduce.
+        part_seconds: cost of splitting off, encoding, verifying and decoding one more message.
+        send_id_seconds, send_byte_seconds: cost of dealing a row to its owner and encoding it, by row and by byte of
+            values.
+        add_id_seconds, add_byte_seconds: cost of decoding a row that arrived and adding it.
+        join_id_seconds, join_byte_seconds: cost of decoding a row of the sum and writing it to its index.
     """
 
     reduced_byte_seconds: float
@@ -91,19 +92,20 @@ class Machine(Network):
 
     @classmethod
     def assumed(cls, mbit: float, latency_seconds: float, world_size: int) -> Machine:
-        """What nobody measured: ranks as fast as this process, on links of ``mbit``, of a network without contention.
+        """Return an assumed machine: ranks as fast as this process, on links of ``mbit`` without contention.
 
-        A message takes the latency; a round takes it ceil(log2 of ``world_size``) times, at least once: all messages
-        leave at once, but more ranks wait longer for their last. Bytes take what the link needs, those of the dense
+        A message costs the latency; a round costs it ceil(log2 of ``world_size``) times, at least once: all messages
+        leave at once, but more ranks wait longer for their last. A byte costs what the link needs, in the dense
         all-reduce too. Kernels are measured here, once in a process, so machines of several sizes differ in rounds
         only.
 
         Args:
-            mbit: the link of a rank, as payload in Mbit/s.
-            latency_seconds: from one rank to another.
+            mbit: rate of a rank's link, as payload in Mbit/s.
+            latency_seconds: latency between two ranks.
+            world_size: number of ranks.
 
         Raises:
-            ValueError: numbers that are not positive and finite, or no rank at all.
+            ValueError: a rate or latency is not positive and finite, or ``world_size`` is below 1.
 
         Example:
             >>> round(Machine.assumed(1000, 50e-6, world_size=8).round_seconds, 9)
@@ -118,16 +120,16 @@ class Machine(Network):
         return cls(waits * latency_seconds, latency_seconds, byte_seconds, byte_seconds, *_own_kernel_seconds())
 
     def slowed(self, byte_seconds: float) -> Machine:
-        """This machine after it was seen that a byte takes at least so long, whatever a short probe said.
+        """Return this machine with a byte costing at least ``byte_seconds``, whatever a short probe measured.
 
-        A link may let a burst through at once that is longer than all that a probe sends.
+        A link may let a burst through at once that is longer than everything that a probe sends.
         """
         reduced = max(self.reduced_byte_seconds, byte_seconds)
         return replace(self, byte_seconds=max(self.byte_seconds, byte_seconds), reduced_byte_seconds=reduced)
 
     @property
     def is_possible(self) -> bool:
-        """Whether it can be: no number is missing, and no message took no time, as where a clock stands still."""
+        """Whether the numbers are possible: finite, not negative, and no message free, as if a clock stood still."""
         numbers = astuple(self)
         links = (self.round_seconds, self.message_seconds, self.byte_seconds, self.reduced_byte_seconds)
         return all(map(math.isfinite, numbers)) and min(numbers) >= 0.0 and min(links) > 0.0
@@ -136,12 +138,14 @@ class Machine(Network):
 def measure(
     exchange: Exchange, probe_bytes: int = PROBE_BYTES, clock: Callable[[], float] = time.perf_counter
 ) -> Machine | None:
-    """Measure; a collective call, whose result is the same on all ranks. Its bytes are counted on ``exchange``.
+    """Measure the machine of a group, in a collective call with the same result on all ranks.
 
-    None, after a second attempt and a sentence in the log, where what was measured cannot be.
+    It returns None, and logs why, if the numbers of a second attempt are impossible too. Its bytes are counted on
+    ``exchange``.
 
     Args:
-        probe_bytes: that a rank sends to all its peers together, in the longest message.
+        probe_bytes: most bytes that one probe of a rank sends to all its peers together.
+        clock: source of seconds.
 
     Raises:
         LostPeerError: see `Exchange.swap_records`.
@@ -170,7 +174,7 @@ def _measured(exchange: Exchange, probe_bytes: int, clock: Callable[[], float]) 
 
 
 def _fastest(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
-    """The first run, which may open connections, does not count."""
+    """Return the seconds of the fastest run after a first one, which may open connections and does not count."""
     work()
     return min(_seconds(work, clock) for _ in range(REPEATS))
 
@@ -193,11 +197,11 @@ def _ask_next(exchange: Exchange) -> None:
 
 
 def _byte_seconds(exchange: Exchange, round_seconds: float, probe_bytes: int, clock: Callable[[], float]) -> float:
-    """From messages that double until they take `_PROBE_SECONDS` more than empty ones, on any rank.
+    """Return the cost of a byte, from messages that double until they cost `_PROBE_SECONDS` more than empty ones.
 
-    The median of a few, each as slow as its slowest rank: one lost packet stops a connection for 0.2 s, and the first
-    may be a burst that the link lets through at once. Of the time at least a quarter is the bytes': that of an empty
-    round comes and goes by more than a short message takes.
+    It is the median of a few, each as slow as its slowest rank: one lost packet stops a connection for 0.2 s, and the
+    first may be a burst that the link lets through at once. At least a quarter of the time is attributed to the bytes,
+    because the time of an empty round varies by more than a short message costs.
     """
     if exchange.world_size == 1:
         return _FASTEST_BYTE_SECONDS
@@ -213,7 +217,7 @@ def _byte_seconds(exchange: Exchange, round_seconds: float, probe_bytes: int, cl
 
 
 def _believed(byte_seconds: float) -> float:
-    """No rate above what a rank can send; 0, where the clock stood still, is left for `Machine.is_possible`."""
+    """Clamp to what a rank can send; 0, where the clock stood still, is left for `Machine.is_possible`."""
     return max(byte_seconds, _FASTEST_BYTE_SECONDS) if byte_seconds > 0.0 else byte_seconds
 
 
@@ -225,7 +229,7 @@ def _swap_seconds(exchange: Exchange, size: int, clock: Callable[[], float]) -> 
 def _reduced_byte_seconds(
     exchange: Exchange, probe_bytes: int, byte_seconds: float, message_seconds: float, clock: Callable[[], float]
 ) -> float:
-    """Of the dense all-reduce."""
+    """Return the cost of a byte sent by the dense all-reduce."""
     if exchange.world_size == 1:
         return byte_seconds
     lasting = int(_PROBE_SECONDS / byte_seconds) if byte_seconds > 0 else probe_bytes  # the same on all ranks
@@ -243,7 +247,7 @@ def _own_kernel_seconds() -> tuple[float, ...]:
 
 
 def _kernel_seconds(world_size: int) -> tuple[float, ...]:
-    """Three equations for each of the three jobs: few rows, many narrow rows, wide rows."""
+    """Solve three equations for each of the three jobs: few rows, many narrow rows, wide rows."""
     few = _three_jobs(world_size, 1)
     narrow = _three_jobs(_NARROW_ROWS, world_size=world_size, width=1)
     wide = _three_jobs(_WIDE_ROWS, world_size=world_size, width=_WIDTH)
@@ -256,10 +260,10 @@ def _kernel_seconds(world_size: int) -> tuple[float, ...]:
 
 
 def _three_jobs(num_ids: int, world_size: int, width: int = 1) -> tuple[float, float, float]:
-    """Seconds to deal and encode rows for their owners, to add them up, and to put them together again.
+    """Return the seconds of dealing and encoding rows for their owners, of adding them up, and of joining the sums.
 
-    Of this thread's processor time: with 16 ranks on two cores that all measure at once the clock on the wall says five
-    times what the same work takes in a synchronization, where some ranks work while others wait for the wire.
+    They are processor time of this thread: with 16 ranks on two cores that all measure at once, wall time is five
+    times what the same work costs in a synchronization, where some ranks work while others wait for the wire.
     """
     ids = torch.arange(num_ids) * round(1 / _DENSITY)
     values = torch.ones(num_ids, width, dtype=torch.float32)

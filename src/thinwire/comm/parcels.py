@@ -1,7 +1,7 @@
-"""Messages of a stream with a seal behind each: its checksum and who sent what of which conversation.
+"""Parcels: messages of a stream, each followed by a seal of its checksum, sender, number and conversation.
 
-Ranks of a stream have agreed on every size before, so no header travels. A rank that fails in the middle cannot tell
-the others why: it raises `CorruptHeaderError`, on which the lane hangs up, and the others fail at once.
+Ranks of a stream have agreed on every size before, so no header travels. A rank that fails in the middle cannot report
+the reason: it raises `CorruptHeaderError`, on which the lane hangs up, and the others fail at once.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Write = Callable[[Tensor], object]
 
 
 def parcel_bytes(num_bytes: int) -> int:
-    """Bytes on the wire of a parcel of ``num_bytes``: padded, and with its seal; nothing at all where it is empty."""
+    """Return the bytes on the wire of a parcel of ``num_bytes``, with padding and seal; 0 if it is empty."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES + SEAL_BYTES if num_bytes else 0
 
 
 class Parcels:
-    """Sends and receives sealed parcels on the stream of a channel that was opened.
+    """Sender and receiver of sealed parcels on the stream of a channel that was opened.
 
-    ``place`` numbers the parcels of a conversation: what a rank sends at a place, its peers receive there.
+    ``place`` numbers the parcels of a conversation; sender and receiver pass the same number.
     """
 
     def __init__(self, channel: Channel, stream: Stream) -> None:
@@ -44,7 +44,7 @@ class Parcels:
             self._stream.send(target, parcel_bytes(num_bytes), lambda: self._sealed(place, num_bytes, write))
 
     def send_to_all(self, place: int, num_bytes: int, write: Write) -> None:
-        """Queue one parcel for all other ranks, the next rank first; it is written once."""
+        """Queue one parcel for all other ranks, the next rank first; ``write`` is called once."""
         made: list[Tensor] = []
 
         def make() -> Tensor:
@@ -57,12 +57,12 @@ class Parcels:
             self._stream.send((rank + step) % world_size, parcel_bytes(num_bytes), make)
 
     def receive(self, source: int, place: int, num_bytes: int) -> Receive:
-        """Post a receive of at most ``num_bytes``; the function that is returned waits, and gives uint8 [num_bytes].
+        """Post a receive of at most ``num_bytes``; return a function that waits and returns uint8 [num_bytes].
 
-        It is told the number of bytes if that is less than what was posted; it may not be 0 then.
+        Pass that function the number of bytes if fewer arrive than were posted; it must not be 0.
 
         Raises:
-            CorruptHeaderError: in that function: not what ``source`` has sealed for this place.
+            CorruptHeaderError: raised by that function: the parcel does not match the seal of ``source``.
             LostPeerError: see `Stream.receive`.
         """
         if not num_bytes:

@@ -1,25 +1,16 @@
-"""Bytes between the ranks of a process group: streams, exchanges, and gradients of a device on their way to them.
+"""Transport of bytes between the ranks of a process group: exchanges, streams, and staging of gradients on a device.
 
-Contexts in which an error is told to whoever has to hear of it.
-
-Whether what a peer announces fits into memory, asked before it is allocated.
-
-What the threads of a lane wait for, so that a wait that Gloo does not end is seen.
+An `Exchange` is all that a communication pattern needs of a network. A swap begins when everything is encoded and ends
+when everything has arrived. A stream has no such points: its receives are posted early, and while one message is on
+the wire, the next is encoded and an earlier one from a peer is summed, so the link does not wait for the processor nor
+the processor for the link.
 
 When a connection breaks, Gloo fails what is queued for it, but neither the message that it is receiving nor those that
-it is sending (``Pair::signalException`` of its TCP transport; torch 2.13): whoever waits for one of these waits until
-the timeout, and Python cannot abort a work. So each wait is noted here, and another thread looks whether its peer is
-still connected.
+it is sending (``Pair::signalException`` of its TCP transport; torch 2.13): a thread that waits for one of these waits
+until the timeout, and Python cannot abort a work. So `Waits` records each wait, and another thread checks whether its
+peer is still connected.
 
-Messages of known sizes, all receives posted early, sent one after the other by a thread of their own.
-
-A swap begins when everything is encoded and ends when everything is there. A stream has no such points: while one
-message is on the wire, the next is encoded and an earlier one from a peer is summed, so the link does not wait for
-the processor nor the processor for the link.
-
-Moving bytes between the ranks of a group: all that a communication pattern needs of a network.
-
-What the lane knows of the device of the gradients: how they get to the host and back. `thinwire.cuda` does it.
+`Staging` is the lane's view of the device of the gradients; `thinwire.cuda` implements it for GPUs.
 """
 
 from __future__ import annotations
@@ -48,9 +39,9 @@ from thinwire.observe.step import named
 
 
 class Telling:
-    """A context in which exceptions are told to a function, which may raise another one.
+    """A context that passes exceptions to a function, which may raise another one.
 
-    Without a generator: a small step enters a dozen, and `contextlib.contextmanager` takes three times the calls.
+    It is not a generator: a small step enters a dozen, and `contextlib.contextmanager` costs three times the calls.
     """
 
     __slots__ = ("_tell",)
@@ -69,13 +60,13 @@ class Telling:
 
 
 UNASKED_BYTES = 256 * 1024 * 1024
-"""So little is allocated without asking, which takes 0.1 ms."""
+"""Most bytes that are allocated without asking the system for its free memory, which costs 0.1 ms."""
 
 
 def check_fits(num_bytes: int, where: str) -> None:
-    """Raises CorruptHeaderError if so many bytes that peers announce are more than this host has left.
+    """Raise CorruptHeaderError if peers announce more bytes than this host has memory left.
 
-    Where it cannot be asked nothing is refused: then the allocation fails, which reaches all ranks too.
+    Nothing is refused if the free memory is unknown: then the allocation fails, which reaches all ranks too.
     """
     if num_bytes <= UNASKED_BYTES:
         return
@@ -96,28 +87,27 @@ def _available_bytes() -> int | None:
 
 
 EVERYONE = -1
-"""In place of a rank: of a collective, which needs all of them."""
+"""Stand-in for a rank in the wait for a collective, which needs all ranks."""
 LOOKS = 3
-"""A wait that was there in so many looks in a row is one of a thread that stands still: what a peer sent before it hung
-up is read within that time."""
+"""Number of looks in a row after which a wait counts as stuck: what a peer sent before it hung up is read by then."""
 COLLECTIVE_LOOKS = 8
-"""A rank may have its result, and be gone, while the last messages of others are still on their way."""
+"""Number of looks for a collective: a rank may be done and gone while messages of others are still on their way."""
 
 
 _Wait = tuple[int, int]
-"""The rank, and the number of the wait: not its work, since who holds one holds the group, beyond its end."""
+"""The rank and the number of a wait; not its work, a reference to which would keep the group alive."""
 
 
 class Waits:
-    """The works that threads wait for now."""
+    """The waits of all threads for works of a group."""
 
     def __init__(self) -> None:
-        self._now: dict[int, _Wait] = {}  # of each thread
+        self._now: dict[int, _Wait] = {}  # the wait of each thread
         self._looks: dict[_Wait, int] = {}
         self._numbers = count()
 
     def wait(self, work: dist.Work | None, rank: int = EVERYONE) -> None:
-        """Wait for a work with this rank of the group."""
+        """Wait for a work whose peer is this rank of the group."""
         assert work is not None, "an exchange is only for ranks of the group"
         thread = threading.get_ident()
         self._now[thread] = rank, next(self._numbers)
@@ -127,7 +117,7 @@ class Waits:
             del self._now[thread]
 
     def look(self) -> set[int]:
-        """The ranks that some thread has waited for since the last looks, for one and the same work."""
+        """Return the ranks for which some thread is stuck: it has waited for the same work during the last looks."""
         self._looks = {wait: self._looks.get(wait, 0) + 1 for wait in list(self._now.values())}
         return {
             rank
@@ -147,22 +137,23 @@ class Receive(Protocol):
     """A posted receive."""
 
     def __call__(self, num_bytes: int | None = None) -> Tensor:
-        """Wait for the message, uint8, the caller's; ``num_bytes`` if it is shorter than what was posted."""
+        """Wait for the message and return it as uint8, owned by the caller; pass ``num_bytes`` if it is shorter."""
         ...
 
 
 class Stream(Protocol):
-    """One rank's end of a stream; a context manager. Leaving it waits for all sends, and raises what failed in one;
-    an exception that leaves it does not wait, because nobody can be told of it: the rank has to hang up.
+    """One rank's end of a stream of messages of known sizes, as a context manager.
 
-    Messages from one rank to another arrive in the order in which they were sent; both sides know their sizes.
+    Leaving it waits for all sends, and raises what failed in one; leaving it by an exception does not wait, because no
+    peer can learn of it: the rank has to hang up. Messages from one rank to another arrive in the order of sending.
     """
 
     def receive(self, source: int, num_bytes: int) -> Receive:
-        """Post a receive of at most ``num_bytes``; the function that is returned waits for it.
+        """Post a receive of at most ``num_bytes``; return a function that waits for it.
 
         Raises:
-            LostPeerError: here or in that function: a peer died or did not take part, or sending failed on this rank.
+            LostPeerError: raised here or by that function: a peer died or did not take part, or this rank failed to
+                send.
         """
         ...
 
@@ -184,12 +175,12 @@ class ProcessGroupStream:
     """A `Stream` over Gloo.
 
     Args:
-        process_group: whose point-to-point messages are used, in the order of the calls.
-        rank: this rank, in the stream.
+        process_group: the group that carries the messages point to point, in the order of the calls.
+        rank: this rank's number in the stream.
         ranks: the rank in the group of each rank of the stream.
         on_sent, on_received: called with the peer and the bytes of each message.
-        hang_up: called with the reason when sending fails, so that nobody waits for what will not come.
-        waits: knows what the threads of the stream wait for.
+        hang_up: called with the reason when sending fails, so that no rank waits for what will not come.
+        waits: records what the threads of the stream wait for.
     """
 
     def __init__(
@@ -247,7 +238,7 @@ class ProcessGroupStream:
                 raise self._failure
 
     def _send_in_turn(self) -> None:
-        """Two at a time, as in `ProcessGroupExchange.swap`; small ones, which fill nobody's link, all together."""
+        """Send two messages at a time, as `ProcessGroupExchange.swap` does; small ones, which fill no link, at once."""
         try:
             in_flight: deque[tuple[dist.Work | None, int, int]] = deque()
             while (job := self._jobs.get()) is not None and not self._abandoned:
@@ -278,7 +269,7 @@ class ProcessGroupStream:
 
 
 def lost_peer(error: BaseException, rank: int, world_size: int) -> LostPeerError:
-    """What to raise where torch failed to move bytes."""
+    """Return the error to raise after torch failed to move bytes."""
     cause = str(error).split("This is typically")[0].split("] ", 1)[-1].strip().rstrip(".")
     for address in _ADDRESS.findall(cause):
         if address in peers_at:
@@ -291,34 +282,34 @@ def lost_peer(error: BaseException, rank: int, world_size: int) -> LostPeerError
 
 @dataclass
 class Traffic:
-    """Bytes that a rank handed over for other ranks, and got from them. What stays on the rank is not counted."""
+    """Bytes that a rank sent to other ranks and received from them; what stays on the rank is not counted."""
 
     sent_bytes: int = 0
     received_bytes: int = 0
     sent_between_hosts_bytes: int = 0
-    """Those of ``sent_bytes`` that went to ranks on another host, as far as `Exchange.hosts` knows."""
+    """Share of ``sent_bytes`` that went to ranks on other hosts, according to `Exchange.hosts`."""
 
 
 class Exchange(Protocol):
-    """A group of ranks that can swap bytes. Calls are collective: all ranks make the same ones in the same order."""
+    """A group of ranks that swap bytes in collective calls: all ranks make the same calls in the same order."""
 
     rank: int
     world_size: int
     hosts: Sequence[int]
-    """For each rank the number of its host; a host of its own for each where nobody has asked."""
+    """Host number of each rank; each rank has a host of its own until hosts are discovered."""
     traffic: Traffic
 
     def subset(self, ranks: Sequence[int]) -> Exchange:
-        """The exchange of some of the ranks, this one among them, over the same connections and traffic count.
+        """Return the exchange of some of the ranks, including this one, over the same connections and traffic count.
 
-        Ranks of the subset are numbered in the order given. No communication. It has no `all_reduce`.
+        Ranks of the subset are numbered in the given order. It does not communicate. The subset has no `all_reduce`.
         """
         ...
 
     def swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
-        """Send record ``outgoing[r]`` to each rank r; all records, on all ranks, have the same few bytes (uint8).
+        """Send record ``outgoing[r]`` to each rank r and return what each rank sent here, in rank order.
 
-        Returns what each rank sent here, in rank order.
+        All records (uint8), on all ranks, have the same small length.
 
         Raises:
             LostPeerError: a peer died, or did not take part within the timeout.
@@ -328,8 +319,8 @@ class Exchange(Protocol):
     def swap(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
         """Send ``outgoing[r]`` (uint8, any length) to each rank r and return what each rank sent here.
 
-        ``receive_bytes[r]`` must be the length that rank r sends. The entry of the own rank is returned as it
-        is, without a copy. ``outgoing`` may be written to again when this returns; the result is the caller's.
+        ``receive_bytes[r]`` must be the length that rank r sends. This rank's own entry is returned without a
+        copy. ``outgoing`` may be overwritten after the return; the caller owns the result.
 
         Raises:
             LostPeerError: as for `swap_records`.
@@ -339,7 +330,7 @@ class Exchange(Protocol):
     def swap_with(self, target: int | None, outgoing: Tensor, source: int | None, receive_bytes: int) -> Tensor:
         """Send ``outgoing`` (uint8) to one other rank and return the ``receive_bytes`` that another sends here.
 
-        None stands for nobody; then ``outgoing`` or the result is empty. A rank with neither calls it all the same.
+        None means no peer; then ``outgoing`` or the result is empty. A rank with neither peer must call it too.
 
         Raises:
             LostPeerError: as for `swap_records`.
@@ -347,7 +338,7 @@ class Exchange(Protocol):
         ...
 
     def stream(self) -> Stream:
-        """Begin messages whose sizes are known; all ranks enter and leave their streams in the same order."""
+        """Open a stream of messages of known sizes; all ranks enter and leave their streams in the same order."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -359,7 +350,7 @@ class Exchange(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of the group. Nothing can be exchanged afterwards."""
+        """Drop the group; nothing can be exchanged afterwards."""
         ...
 
 
@@ -373,10 +364,10 @@ class ProcessGroupExchange:
     Args:
         process_group: a Gloo group that nothing else uses.
         ranks: the ranks of the group that take part, in this order; None for all of them.
-        traffic: where bytes are counted; None makes a new count.
+        traffic: the count of bytes; None makes a new one.
 
-    ``hang_up`` is called with the reason when a thread of a stream fails, and ``waits`` knows what is waited for; a
-    lane puts in its own.
+    ``hang_up`` is called with the reason when a thread of a stream fails, and ``waits`` records the waits; a lane
+    replaces both by its own.
     """
 
     hang_up: Callable[[str], None]
@@ -418,7 +409,7 @@ class ProcessGroupExchange:
         return list(received)
 
     def swap(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
-        """Every receive is posted before any send, and sends go round the ranks, two at a time.
+        """Post every receive before any send, then send to the ranks in turn, two at a time.
 
         Gloo announces a posted receive on the connection that carries the data the other way, so a receive that
         is posted late waits behind that data and the pair runs half-duplex. And when all sends start together,
@@ -449,7 +440,7 @@ class ProcessGroupExchange:
         return incoming
 
     def swap_with(self, target: int | None, outgoing: Tensor, source: int | None, receive_bytes: int) -> Tensor:
-        """The receive is posted before the send, as in `swap`."""
+        """Post the receive before the send, as `swap` does."""
         incoming = torch.empty(receive_bytes, dtype=torch.uint8)
         works = []
         try:
@@ -489,7 +480,7 @@ class ProcessGroupExchange:
         self.process_group, self.hang_up = None, _nothing
 
     def _others(self) -> list[int]:
-        """All other ranks, the next one first, so that not all ranks begin with the same one."""
+        """Return all other ranks, the next one first, so that not all ranks begin with the same one."""
         return [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
 
     def _send(self, rank: int, data: Tensor) -> _PointToPoint:
@@ -516,11 +507,11 @@ def _nothing(reason: str) -> None:
     del reason
 
 
-_SPARSE_METADATA_BYTES = 9 * 8  # what ProcessGroupGloo gathers before a sparse tensor: sizes and nnz, int64
+_SPARSE_METADATA_BYTES = 9 * 8  # gathered by ProcessGroupGloo before a sparse tensor: sizes and nnz, int64
 
 
 def sparse_all_reduce_bytes(held: Sequence[int], rank: int, row_bytes: int, num_tensors: int = 1) -> int:
-    """Bytes that a rank sends in torch's own all-reduce of sparse tensors, of which each rank holds so many rows.
+    """Return the bytes that a rank sends in torch's own all-reduce of sparse tensors; rank r holds ``held[r]`` rows.
 
     Gloo gathers ids and values in a ring: a rank passes on what all but the next one hold.
     """
@@ -531,58 +522,58 @@ def sparse_all_reduce_bytes(held: Sequence[int], rank: int, row_bytes: int, num_
 
 
 def ring_all_reduce_bytes(tensor_bytes: int, world_size: int) -> int:
-    """Bytes that a rank sends in a ring all-reduce: 2 (n - 1) / n of the tensor, rounded up to whole bytes."""
+    """Return the bytes that a rank sends in a ring all-reduce: 2 (n - 1) / n of the tensor, rounded up."""
     return -(-2 * (world_size - 1) * tensor_bytes // world_size)
 
 
 class DeviceEvent(Protocol):
-    """A point in the work of a stream."""
+    """A recorded point in the work of a device stream."""
 
 
 @dataclass(frozen=True, eq=False)
 class Handover:
-    """Tensors that are written once ``event`` is reached."""
+    """Tensors whose values are complete once ``event`` is reached."""
 
     tensors: tuple[Tensor, ...]
     event: DeviceEvent | None = None
 
 
 class Staging(Protocol):
-    """Between the device of the gradients and the lane."""
+    """Transfer of tensors between the device of the gradients and the lane."""
 
     is_host: bool
 
     def future(self) -> Future[Tensor]:
-        """One that can be completed with a tensor of the device."""
+        """Return a future that can be completed with a tensor of the device."""
         ...
 
     def hand_over(self, tensors: Sequence[Tensor]) -> Handover:
-        """Called where the tensors were written, on the thread and the stream that did so."""
+        """Record that the tensors were written; call it on the thread and the stream that wrote them."""
         ...
 
     def taking(self, handover: Handover) -> AbstractContextManager[object]:
-        """Around a job of the lane: inside, the tensors may be used, and results are written and handed back."""
+        """Return the context of a job of the lane, in which the tensors may be used and results are written."""
         ...
 
     def to_host(self, *tensors: Tensor) -> list[Tensor]:
-        """Copies on the host, until the job ends. The lane's thread waits for them."""
+        """Return copies on the host, valid until the job ends; the lane's thread waits for them."""
         ...
 
     def to_device(self, *tensors: Tensor) -> list[Tensor]:
-        """Copies on the device, for work that follows on the lane's stream. Nobody waits."""
+        """Return copies on the device, for later work on the lane's stream; no thread waits for them."""
         ...
 
     def all_reduce(self, tensor: Tensor, all_reduce: Callable[[Tensor], None], world_size: int) -> None:
-        """Have ``all_reduce`` sum a contiguous tensor of the device over the ranks, in place, on the host."""
+        """Sum a contiguous tensor of the device over the ranks, in place, by ``all_reduce`` on the host."""
         ...
 
     def stats(self) -> dict[str, float]:
-        """For `Synchronizer.stats`."""
+        """Return the statistics of the transfers, for `Synchronizer.stats`."""
         ...
 
 
 class HostStaging:
-    """For gradients on the CPU: there is nothing to do."""
+    """The staging of gradients on the CPU, which need no transfer."""
 
     is_host = True
 
@@ -609,7 +600,7 @@ class HostStaging:
 
 
 class StagedExchange(ProcessGroupExchange):
-    """A `ProcessGroupExchange` over Gloo whose all-reduce takes dense gradients where they are."""
+    """A `ProcessGroupExchange` over Gloo whose all-reduce accepts dense gradients on their device."""
 
     def __init__(self, process_group: dist.ProcessGroup, staging: Staging) -> None:
         super().__init__(process_group)

@@ -1,4 +1,4 @@
-"""The hot loops. `reference` is the definition of correct; `registry` has a row for each, which `dispatch` follows."""
+"""Kernels: `reference` is the definition of correct, `registry` has a row for each, and `dispatch` picks a twin."""
 
 # ruff: noqa: F403  a row in the registry is a name of this package
 

@@ -1,4 +1,4 @@
-"""Blocks of consecutive elements, as OmniReduce finds and sends them (section 3): rows of the flattened tensor."""
+"""Blocks of consecutive elements, as OmniReduce sends them (section 3): rows of the flattened tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BLOCK_ELEMENTS = 256
 
 
 def nonzero_blocks(flat: Tensor, block_elements: int = BLOCK_ELEMENTS) -> Tensor:
-    """Ids of the blocks of ``flat`` [n] that hold any non-zero bit, as sorted int64 [k]; the last may be shorter.
+    """Return the ids of the blocks of ``flat`` [n] with any non-zero bit, sorted int64 [k]; the last may be shorter.
 
     Example:
         >>> nonzero_blocks(torch.tensor([0.0, 0.0, 0.0, 1.0, 2.0]), block_elements=2)
@@ -25,7 +25,7 @@ def nonzero_blocks(flat: Tensor, block_elements: int = BLOCK_ELEMENTS) -> Tensor
 
 
 def gather_blocks(flat: Tensor, blocks: Tensor, block_elements: int = BLOCK_ELEMENTS) -> Tensor:
-    """The increasing ``blocks`` int64 [k] of ``flat`` [n]: [k, block_elements], the last one filled up with zeros."""
+    """Gather the increasing ``blocks`` int64 [k] of ``flat`` [n] into [k, block_elements], padded with zeros."""
     whole, rest = _cut(flat, block_elements)
     gathered = flat.new_empty(blocks.numel(), block_elements)
     with_rest = bool(rest.numel() and blocks.numel() and blocks[-1] == whole.shape[0])

@@ -1,26 +1,18 @@
-"""Which twin of a kernel runs, and their compilation, once a machine.
+"""Dispatch of kernels to one of their twins, and compilation of the twins, once a machine.
 
-Kernels are compiled once a machine, by one process in the background; until one is there, its reference runs.
+On the CPU the twins are the plain torch reference and the one that numba compiles. The compiled one runs if numba is
+installed, it supports the input (tensors on the CPU, contiguous, aligned, of a dtype that numba has), and the work is
+large enough that it is faster: below, the call alone, 1 us an argument, costs more than the reference.
+``THINWIRE_KERNELS=reference`` or ``=numba`` forces one for every size; what the compiled one does not support goes to
+the reference even then. Twins give equal bits, so ranks may differ in this, and a rank may change from one to the
+other. CUDA tensors go to the Triton twin, unless ``reference`` is forced, Triton is missing or the GPU is too old for
+it; then to the reference on the GPU, codes through the host.
 
-numba takes 11 s of a processor for all kernels and holds the GIL meanwhile. When each rank did that in its first
-backward pass, the ranks of a host all compiled the same, on the cores that train: for minutes.
-
-Beside numba's cache lies the list of the kernels that are in it, and a lock, which whoever compiles holds. It ends with
-the process that holds it, so another one takes over from one that was killed.
-
-What dispatch asks of the arguments of a kernel: how large the work is, and whether the compiled twin knows them.
-
-Which twin of a kernel runs: the plain torch reference, or the one that numba compiles. `registry` has the rows.
-
-The compiled one is taken where numba is installed, the input is one that it knows (tensors on the CPU, contiguous,
-aligned, of a dtype that numba has), and the work is large enough that it is faster: below, the call alone, 1 us an
-argument, costs more than the reference needs. ``THINWIRE_KERNELS=reference`` or ``=numba`` forces one for every size;
-what the compiled one does not know goes to the reference even then. Twins give equal bits, so ranks may differ in this,
-and a rank may change from one to the other: on a machine that is new to them, kernels are compiled in the background
-(`thinwire.kernels.dispatch`), and until one is there its reference runs. Forced, it is compiled at the first call.
-
-CUDA tensors go to the Triton twin, unless ``reference`` is forced, Triton is missing or the GPU is too old for it; then
-to the reference on the GPU, codes through the host.
+Kernels are compiled once a machine, by one process in the background; until one is ready, its reference runs. Forced,
+it is compiled at the first call. numba needs 11 s of a processor for all kernels and holds the GIL meanwhile. When each
+rank did that in its first backward pass, the ranks of a host all compiled the same, on the cores that train: for
+minutes. Beside numba's cache lies a list of the kernels in it, and a lock, held by the process that compiles. The lock
+ends with that process, so another one takes over from one that was killed.
 """
 
 from __future__ import annotations
@@ -56,7 +48,7 @@ except ImportError:  # on Windows, where processes that start together may compi
     fcntl = None
 
 NICENESS = 2
-"""Of the process in the background. Its work has an end, and all ranks are faster then: at 5 it took 86 s, not 57."""
+"""Niceness of the process in the background; low, since ranks are faster once it is done: at 5 it took 86 s, not 57."""
 LOOK_SECONDS = 0.2
 _COMMAND = "from thinwire.kernels.warm import compile_beside_training; compile_beside_training()"
 
@@ -64,7 +56,7 @@ _logger = logging.getLogger("thinwire")
 
 
 class Once:
-    """The compilation of the kernels ``names``, for all processes that share the ``directory`` of a cache."""
+    """The compilation of the kernels ``names``, shared by all processes that use the ``directory`` of a cache."""
 
     def __init__(self, directory: Path, names: Set[str]) -> None:
         stem = f"thinwire-{_fingerprint()}"
@@ -77,13 +69,13 @@ class Once:
         self._look_again = 0.0
 
     def has(self, name: str) -> bool:
-        """Whether a kernel is compiled. If not, looks now and then, and starts to compile where nobody does."""
+        """Return whether a kernel is compiled; if not, look now and then, and start to compile if no process does."""
         if name not in self._compiled and time.monotonic() >= self._look_again:
             self.start()
         return name in self._compiled
 
     def start(self) -> None:
-        """Compile in the background, unless that was done or somebody does it."""
+        """Compile in the background, unless all kernels are compiled or another process compiles."""
         if self._looking.acquire(blocking=False):
             try:
                 self._look()
@@ -97,7 +89,7 @@ class Once:
         return self._compiled >= self._names
 
     def is_busy(self) -> bool:
-        """Whether a process compiles right now."""
+        """Return whether a process compiles right now."""
         if self.is_complete():
             return False
         try:
@@ -109,10 +101,10 @@ class Once:
         return lock is None
 
     def compile_here(self, compile_all: Callable[[Callable[[str], None]], None]) -> None:
-        """Compile in this process, after waiting for one that is already at it. A terminal shows how far it is.
+        """Compile in this process, after waiting for one that compiles already; a terminal shows the progress.
 
         Args:
-            compile_all: calls every kernel, and its argument with the name of each that is compiled.
+            compile_all: calls every kernel, and calls its argument with the name of each compiled kernel.
         """
         with _terminal_line() as show:
             lock = self._take_lock()
@@ -124,7 +116,7 @@ class Once:
                 self._compile(compile_all, show)
 
     def compile_with_lock(self, compile_all: Callable[[Callable[[str], None]], None]) -> None:
-        """In the process in the background, which was given the lock."""
+        """Compile in the process in the background, which inherited the lock."""
         self._compile(compile_all, lambda text: None)
 
     def _compile(self, compile_all: Callable[[Callable[[str], None]], None], show: Callable[[str], None]) -> None:
@@ -151,7 +143,7 @@ class Once:
         self._look_again = time.monotonic() + LOOK_SECONDS
 
     def _start_child(self) -> None:
-        """Unless somebody compiles. What the child has to say goes to the lock file: so it holds the lock."""
+        """Start a process that compiles, unless another one does; its stderr is the lock file, so it holds the lock."""
         lock = self._take_lock()
         if lock is None:
             return
@@ -172,7 +164,7 @@ class Once:
         self._compiled = self._names
 
     def _take_lock(self) -> IO[bytes] | None:
-        """Closing it, here and in a child that it was given to, gives it back; None while another process has it."""
+        """Return the lock, or None while another process holds it; closing it, here and in a child, releases it."""
         lock = open(self._lock, "ab")  # noqa: SIM115
         try:
             if fcntl is not None:
@@ -180,12 +172,12 @@ class Once:
         except BlockingIOError:
             lock.close()
             return None
-        except OSError:  # a file system without locks: whoever comes compiles
+        except OSError:  # a file system without locks: every process compiles
             pass
         return lock
 
     def _read(self) -> frozenset[str]:
-        """The kernels in the list; its last line counts when it is written to its end."""
+        """Return the kernels in the list; an unfinished last line does not count."""
         try:
             text = self._list.read_text()
         except OSError:
@@ -194,13 +186,13 @@ class Once:
 
 
 def shared(kernel: object, names: Set[str]) -> Once | None:
-    """The compilation of ``names``, one of which is ``kernel``; None where nothing is compiled, or nothing is kept."""
+    """Return the compilation of ``names``, including ``kernel``; None if nothing is compiled or cached."""
     directory = cache_directory(kernel)
     return None if directory is None else Once(directory, names)
 
 
 def _fingerprint() -> str:
-    """Of all that machine code depends on: the processor, the versions, the sources."""
+    """Return a hash of what machine code depends on: the processor, the versions, the sources."""
     folder = Path(__file__).parent
     sources = [(path.name, path.stat().st_mtime_ns, path.stat().st_size) for path in sorted(folder.rglob("*.py"))]
     return hashlib.sha256(repr((describe_target(), sys.version, sources)).encode()).hexdigest()[:16]
@@ -208,7 +200,7 @@ def _fingerprint() -> str:
 
 @contextlib.contextmanager
 def _terminal_line() -> Iterator[Callable[[str], None]]:
-    """What shows a text on the terminal, over the one before; nowhere if there is none."""
+    """Yield a function that shows a text on the terminal, over the one before; it does nothing without a terminal."""
     if not sys.stderr.isatty():
         yield lambda text: None
         return
@@ -223,7 +215,7 @@ def elements(tensor: Tensor, *others: object, **settings: object) -> int:
 
 
 def elements_of(place: int) -> Callable[..., int]:
-    """The elements of the argument at a place."""
+    """Return a function that counts the elements of the argument at an index."""
 
     def elements(*args: Any, **kwargs: Any) -> int:
         return args[place].numel()
@@ -232,17 +224,17 @@ def elements_of(place: int) -> Callable[..., int]:
 
 
 def elements_of_pieces(pieces: Sequence[Tensor], *_: object) -> int:
-    """The elements of all pieces."""
+    """Return the number of elements of all pieces."""
     return sum([piece.numel() for piece in pieces])
 
 
 def elements_of_sum(pieces: object, num_rows: int, width: int, *_: object, **__: object) -> int:
-    """The elements of a sum of ``num_rows`` rows."""
+    """Return the number of elements of a sum of ``num_rows`` rows."""
     return num_rows * width
 
 
 def can_undeal(owner: int, positions: Tensor, *_: object) -> bool:
-    """Whether the positions are ids of a dtype that numba knows."""
+    """Return whether the positions are ids of a dtype that numba supports."""
     return are_ids(positions)
 
 
@@ -251,7 +243,7 @@ def ids_of_pieces(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -
 
 
 def indexable(*tensors: Tensor) -> bool:
-    """Whether numba can index them as they are."""
+    """Return whether numba can index the tensors as they are."""
     return all(tensor.device.type == "cpu" and tensor.is_contiguous() and _is_aligned(tensor) for tensor in tensors)
 
 
@@ -260,7 +252,7 @@ def _is_aligned(tensor: Tensor) -> bool:
 
 
 def nothing(*args: object, **settings: object) -> bool:
-    """Where there is no compiled twin."""
+    """Return False, for kernels without a compiled twin."""
     return False
 
 
@@ -277,7 +269,7 @@ def are_words(buffer: Tensor) -> bool:
 
 
 def is_matrix(dense: Tensor) -> bool:
-    """Of any strides."""
+    """Return whether numba can index the matrix, of any strides."""
     return dense.device.type == "cpu" and _is_aligned(dense)
 
 
@@ -311,7 +303,7 @@ def can_deal(ids: Tensor, world_size: int, seed: int) -> bool:
 
 
 def are_floats(values: Tensor, *others: Tensor) -> bool:
-    """Kernels that draw random numbers count in 32 bits."""
+    """Return whether numba can index the floats; at most 2^32, because random numbers are counted in 32 bits."""
     alike = values.dtype in (torch.float32, torch.float64) and values.dim() == 1 and values.numel() < 1 << 32
     return alike and indexable(values, *others)
 
@@ -329,13 +321,13 @@ _BUILT_FOR_GPU = torch.backends.cuda.is_built()
 _GPU_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.uint8}
 
 _forced: str | None = None
-_uses: dict[object, str] = {}  # of `using`, in the order in which they began
+_uses: dict[object, str] = {}  # modes of the active `using` contexts, in the order in which they began
 _uses_lock = threading.Lock()
 _unready_calls = 0
 
 
 def mode() -> str:
-    """One of `MODES`, from ``THINWIRE_KERNELS``. Raises ValueError for another value."""
+    """Return the mode in force, one of `MODES`; raise ValueError if ``THINWIRE_KERNELS`` has another value."""
     return _forced or _environment_mode()
 
 
@@ -352,7 +344,7 @@ def _known_mode(chosen: str) -> str:
 
 @contextmanager
 def using(chosen: str) -> Iterator[None]:
-    """Force a mode for all threads, for tests and benchmarks; of those that overlap the last one holds."""
+    """Force a mode for all threads, for tests and benchmarks; of overlapping contexts the last one counts."""
     global _forced
     use = object()
     with _uses_lock:
@@ -367,17 +359,17 @@ def using(chosen: str) -> Iterator[None]:
 
 @dataclass(frozen=True, eq=False)
 class Kernel:
-    """A row of `thinwire.kernels.registry`: the twins of a kernel, which of them runs, and calls to try them with.
+    """A row of `thinwire.kernels.registry`: the twins of a kernel, the rule that picks one, and sample calls.
 
     Args:
         reference: the twin in plain torch; its name is that of the kernel.
-        cpu: the module of the twin that numba compiles, which has the same name; imported when it is first called.
-        gpu: the same of the Triton twin.
-        size: how much work a call is, from its arguments.
-        from_size: from which size on the twin on the CPU is faster.
-        knows: whether the twin on the CPU takes these arguments.
+        cpu: the module of the twin that numba compiles, which has the same name; imported at its first call.
+        gpu: the module of the Triton twin, likewise.
+        size: returns the amount of work of a call, from its arguments.
+        from_size: smallest size at which the twin on the CPU is faster.
+        knows: returns whether the twin on the CPU supports the arguments.
         equal_bits: whether twins give equal bits; else they are sums that agree to 1e-12.
-        samples: calls of all types that the compiled twins take.
+        samples: calls of all types that the compiled twins support.
     """
 
     reference: Callable[..., Any]
@@ -394,21 +386,21 @@ class Kernel:
         return self.reference.__name__
 
     def on_cpu(self) -> Callable[..., Any]:
-        """The twin that numba compiles."""
+        """Return the twin that numba compiles."""
         return getattr(_module(self.cpu), self.reference.__name__)
 
     def on_gpu(self) -> Callable[..., Any]:
-        """The Triton twin."""
+        """Return the Triton twin."""
         return getattr(_module(self.gpu), self.reference.__name__)
 
 
-_module = cache(import_module)  # import_module looks for its argument each time, which takes 0.3 us
+_module = cache(import_module)  # import_module looks up its argument each time, which costs 0.3 us
 KERNELS: dict[str, Kernel] = {}
 """All rows of the registry, by name, in its order."""
 
 
 def compiled_kernels() -> list[Kernel]:
-    """Those that have a twin that numba compiles."""
+    """Return the kernels with a twin that numba compiles."""
     return [kernel for kernel in KERNELS.values() if kernel.cpu]
 
 
@@ -424,7 +416,10 @@ def register(
     profiled_as: Name | None = None,
     samples: Samples,
 ) -> Callable[P, R]:
-    """Add a row, see `Kernel`, and return what calls the right twin, as a range of that name in `torch.profiler`."""
+    """Add a row, see `Kernel`, and return a function that calls the right twin.
+
+    ``profiled_as`` is the name of its range in `torch.profiler`, if any.
+    """
     kernel = Kernel(reference, cpu, gpu, size, from_size, knows, equal_bits, samples)
     KERNELS[kernel.name] = kernel
     call = _dispatched(reference, kernel)
@@ -432,13 +427,13 @@ def register(
 
 
 def is_compiling() -> bool:
-    """Whether a process of this machine compiles kernels for this one, on processors that all share."""
+    """Return whether a process of this machine compiles kernels for this one, on processors that all share."""
     once = compilation() if mode() == "auto" else None
     return once is not None and once.is_busy()
 
 
 def unready_calls() -> int:
-    """How many calls so far took longer than the next will: the kernel was not compiled yet, or was loaded first."""
+    """Return the number of calls that were slower than later ones: their kernel was not compiled or not loaded yet."""
     return _unready_calls
 
 
@@ -448,9 +443,9 @@ def _count_unready() -> None:
 
 
 def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
-    """The compiled twin for inputs that are large enough and that it knows, else the reference.
+    """Return a function that calls the compiled twin for large enough, supported inputs, else the reference.
 
-    A step with small tables makes dozens of calls, so what is small is not looked at any further.
+    A step with small embedding tables makes dozens of calls, so small inputs are not checked any further.
     """
     size, from_size, knows, name = kernel.size, kernel.from_size, kernel.knows, kernel.name
     is_loaded = False
@@ -481,7 +476,7 @@ def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
 
 @cache
 def has_numba() -> bool:
-    """Whether numba can be imported, which this does."""
+    """Import numba and return whether that worked."""
     try:
         import numba  # noqa: F401
     except ImportError as error:
@@ -492,7 +487,7 @@ def has_numba() -> bool:
 
 @cache
 def compilation() -> Once | None:
-    """That of all kernels; None where there is no numba, or it does not compile, or cannot keep what it compiles."""
+    """Return the compilation of all kernels; None if numba is missing, does not compile, or has no cache."""
     if not has_numba():
         return None
     from thinwire.kernels.cpu.bits import count_ones
@@ -506,7 +501,7 @@ def _is_compiled(name: str) -> bool:
 
 
 def runs_on_gpu(*inputs: object) -> bool:
-    """Whether Triton kernels can run, may, and know the dtypes of all inputs."""
+    """Return whether Triton kernels can run, are allowed to, and support the dtypes of all inputs."""
     return mode() != "reference" and all(tensor.dtype in _GPU_DTYPES for tensor in _tensors(inputs)) and _has_triton()
 
 
@@ -525,7 +520,7 @@ def _has_triton() -> bool:
 
 
 def _on_gpu(kernel: Kernel, runs: bool) -> Callable[..., Any]:
-    """What runs for CUDA tensors: the Triton twin, if there is one and it ``runs``, else the reference."""
+    """Return the function for CUDA tensors: the Triton twin, if there is one and it ``runs``, else the reference."""
     if kernel.gpu and runs:
         return kernel.on_gpu()
     if kernel.reference.__module__ == reference_codes.__name__:
@@ -534,13 +529,13 @@ def _on_gpu(kernel: Kernel, runs: bool) -> Callable[..., Any]:
 
 
 def _through_host(reference: Callable[..., Any], buffer: Tensor, *sizes: int) -> Any:
-    """For the codes, of which the reference is in numpy."""
+    """Call a reference of codes, which is in numpy, on the host."""
     result = reference(buffer.cpu(), *sizes)
     return result.to(buffer.device) if isinstance(result, Tensor) else result
 
 
 def _look_into(args: Iterable[object]) -> tuple[list[object], list[object]]:
-    """What can be seen of arguments, and the arguments: of an iterator of pieces the first says where they are."""
+    """Return the visible arguments, with the first piece for an iterator of pieces, and the arguments to pass on."""
     seen, kept = [], []
     for value in args:
         if isinstance(value, Iterator):
@@ -558,7 +553,7 @@ def _any_on_gpu(values: Iterable[object]) -> bool:
 
 
 def _tensors(values: Iterable[object]) -> Iterator[Tensor]:
-    """Those among arguments, also in lists of pieces."""
+    """Yield the tensors among arguments, also those in lists of pieces."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

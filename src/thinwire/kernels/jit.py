@@ -1,4 +1,4 @@
-"""How a kernel is compiled: by numba, serial, without the GIL, once per machine.
+"""Compilation of kernels by numba: serial, without the GIL, once per machine.
 
 Kernels run on the thread that calls them: numba's own thread pool kills forked DataLoader workers (OpenMP layer) or
 aborts when two threads enter it (workqueue layer). Modules that define kernels import numba through this one, and
@@ -19,7 +19,7 @@ import numpy as np
 P = ParamSpec("P")
 R = TypeVar("R")
 Int64 = int | np.int64
-"""In a compiled kernel every integer is an int64; where kernels run as Python, some are numpy's."""
+"""Type of an integer in a kernel: int64 if compiled; where kernels run as Python, some are numpy's."""
 
 _logger = logging.getLogger("thinwire")
 
@@ -28,8 +28,8 @@ def njit(function: Callable[P, R]) -> Callable[P, R]:
     """Compile at the first call for the types of its arguments, and keep the machine code on disk.
 
     The cache is ``__pycache__`` beside the source, or the user's cache directory where that is read-only, or
-    ``NUMBA_CACHE_DIR``; without any of them every process compiles anew, which a log line says. Integers wrap
-    around and ``/`` does not raise, as in numpy. With ``NUMBA_DISABLE_JIT=1`` the function runs as it is.
+    ``NUMBA_CACHE_DIR``; without any of them every process compiles again, which a log line says. Integers wrap
+    around and ``/`` does not raise, as in numpy. With ``NUMBA_DISABLE_JIT=1`` the function runs as Python.
     """
     import numba
     from numba.core import config
@@ -44,13 +44,13 @@ def njit(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def cache_directory(kernel: object) -> Path | None:
-    """Where the machine code of what `njit` made is kept; None where it is not, or where nothing is compiled."""
+    """Return the cache directory of a kernel made by `njit`; None if it is not cached, or not compiled."""
     path = getattr(getattr(kernel, "_cache", None), "cache_path", None)
     return None if path is None else Path(path)
 
 
 def describe_target() -> tuple[str, ...]:
-    """Compiler and processor, on which machine code depends."""
+    """Return the compiler and the processor, on which machine code depends."""
     import llvmlite
     import numba
     from numba.core.registry import cpu_target
@@ -60,7 +60,7 @@ def describe_target() -> tuple[str, ...]:
 
 
 def make_popcount() -> Callable[[Int64], int]:
-    """The number of ones among the 64 bits of an int64: one instruction, for which numba has no function."""
+    """Return a function that counts the ones of an int64: one instruction, for which numba has no function."""
     from numba.core import config
 
     if config.DISABLE_JIT:  # pyrefly: ignore [missing-attribute]
@@ -76,9 +76,9 @@ def make_popcount() -> Callable[[Int64], int]:
 
 
 def make_array_at() -> Callable[[Int64, Int64, np.ndarray], np.ndarray]:
-    """What makes an array [size], of the dtype of another one, of the memory at an address.
+    """Return a function that makes an array [size], of the dtype of another one, from the memory at an address.
 
-    So a kernel takes any number of tensors: as an array of their addresses.
+    So a kernel accepts any number of tensors, as an array of their addresses.
     """
     import numba
     from numba.core import cgutils, config, types
@@ -108,5 +108,5 @@ def _view_memory(address: Int64, size: Int64, like: np.ndarray) -> np.ndarray:
 
 @cache
 def _log_uncached() -> None:
-    """One line, although it holds for every kernel."""
+    """Log one line, although it holds for every kernel."""
     _logger.info("compiled kernels cannot be kept, so each process compiles them anew; set NUMBA_CACHE_DIR")

@@ -1,4 +1,4 @@
-"""All kernels, one row each: twins, from which size on the compiled one runs, and calls that compile it.
+"""The registry of kernels, one row each: twins, the size from which the compiled one runs, and sample calls.
 
 To add a kernel, define its twins, by one name, and add a row here: dispatch, compilation in the background, warm-up,
 the names in `thinwire.kernels` and the tests that twins give equal bits follow from it.

@@ -1,4 +1,4 @@
-"""Calls to try a kernel with: of every type that it takes, so that calling them all compiles all of it."""
+"""Sample calls of kernels, of every type that they support, so that calling them all compiles everything."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-WORKING_DTYPES = (torch.float32, torch.float64)  # in which gradients are corrected and compressed
+WORKING_DTYPES = (torch.float32, torch.float64)  # dtypes in which gradients are corrected and compressed
 
 
 class Sample:
-    """The arguments of one call.
+    """The arguments of one call of a kernel.
 
     Example:
         >>> Sample(torch.tensor([3.0, 4.0]), dim=0).call(torch.norm)
@@ -23,38 +23,38 @@ class Sample:
         self.args, self.settings = args, settings
 
     def call(self, kernel: Callable[..., object]) -> object:
-        """What ``kernel`` returns for these arguments."""
+        """Return what ``kernel`` returns for these arguments."""
         return kernel(*self.args, **self.settings)
 
 
 Samples = Callable[[], Iterator[Sample]]
-"""Makes the samples of a kernel, new ones at each call: some kernels write to their arguments."""
+"""A function that makes the samples of a kernel, new ones at each call: some kernels write to their arguments."""
 
 
 def each(*make: Callable[[], Sample]) -> Samples:
-    """These samples."""
+    """Return a function that makes one sample with each of ``make``."""
     return lambda: (made() for made in make)
 
 
 def of_rows(make: Callable[[Tensor, Tensor], Sample]) -> Samples:
-    """One for rows of each dtype and word size, and two ids of them."""
+    """Return a function that makes a sample for rows of each dtype and word size, and two of their ids."""
     return lambda: (
         make(torch.ones(3, width, dtype=dtype), torch.tensor([0, 2])) for dtype in DTYPES for width in (1, 2, 3, 4, 8)
     )
 
 
 def of_values(*make: Callable[[Tensor, Tensor], Sample]) -> Samples:
-    """These for 1000 values and the steps of blocks of 8, of each dtype that compressors work in."""
+    """Return a function that makes samples for 1000 values and steps of blocks of 8, of each working dtype."""
     return lambda: (
         made(torch.arange(1000, dtype=dtype), torch.ones(125, dtype=dtype)) for dtype in WORKING_DTYPES for made in make
     )
 
 
 def ids() -> Tensor:
-    """Three ids below 5."""
+    """Return three ids below 5."""
     return torch.tensor([0, 3, 4])
 
 
 def codes(bits: int = 8) -> Tensor:
-    """Of 1000 values, so many bits each."""
+    """Return the codes of 1000 values, of ``bits`` bits each."""
     return torch.zeros(125 * bits, dtype=torch.uint8)

@@ -16,15 +16,15 @@ _logger = logging.getLogger("thinwire")
 
 
 def warm_up(wait: bool = True) -> float:
-    """Compile all kernels for all dtypes, or load them from the cache; returns the seconds that took.
+    """Compile all kernels for all dtypes, or load them from the cache; return the seconds spent.
 
-    Compiling takes 11 seconds of a processor, once a machine and version; loading takes half a second, most of it the
-    import of numba. Of processes that ask for it at the same time one compiles and the others wait. Does nothing where
+    Compiling costs 11 seconds of a processor, once a machine and version; loading costs half a second, most of it the
+    import of numba. Of processes that call it at the same time one compiles and the others wait. It does nothing if
     numba is missing or ``THINWIRE_KERNELS=reference``.
 
     Args:
-        wait: until all are there; else this imports numba only, a process in the background compiles what is not in
-            the cache, and each kernel is loaded at its first call.
+        wait: whether to wait until all are ready; else this imports numba only, a process in the background compiles
+            what is not in the cache, and each kernel is loaded at its first call.
 
     Example:
         >>> from thinwire import kernels
@@ -40,7 +40,7 @@ def warm_up(wait: bool = True) -> float:
 
 
 def _prepare() -> None:
-    """Import what there is to call, and start to compile what is not in the cache."""
+    """Import the compiled twins, and start to compile what is not in the cache."""
     once = dispatch.compilation()
     if once is not None and dispatch.mode() == "auto":
         once.start()

@@ -1,6 +1,6 @@
-"""Importing this loads every kernel: the server that ranks are forked from does, so that no rank has to.
+"""A module whose import loads every kernel, for the server that ranks are forked from, so that no rank has to.
 
-`thinwire.kernels.warm_up` returns what loading takes; each rank would spend as much, all at once on the same cores.
+`thinwire.kernels.warm_up` returns the seconds of loading; each rank would spend the same, all on the same cores.
 """
 
 from __future__ import annotations

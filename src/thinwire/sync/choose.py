@@ -1,28 +1,20 @@
-"""Which scheme: what has to be synchronized, what each scheme would take, and which one is chosen.
+"""Choice of a scheme from the statistics of a sparse tensor: expected costs, ranking, and rehearsals.
 
-What has to be synchronized, as numbers that all ranks share: the statistics from which costs follow.
+A choice is pure: equal input gives an equal choice, so ranks that know the same statistics need not communicate.
 
-Seconds of every scheme on a given machine, before anything is sent: rounds, bytes on the wire, and work on rows.
+Seconds follow the alpha-beta model (a message costs alpha + beta times its bytes) with measured alpha and beta, and
+with the cost of encoding, adding and decoding rows, because on a fast link that is most of the time. Overlap is not
+counted twice: columns and rows of the union are streamed, so that work on one chunk hides behind the wire of another.
 
-The alpha-beta model (a message takes alpha + beta times its bytes) with measured alpha and beta, and with what it takes
-to encode, add and decode rows, because on a fast link that is most of the time. What overlaps is not counted twice:
-columns and rows of the union are streamed, so that work on one chunk hides behind the wire of another.
+The choice is the scheme of fewest bytes, unless another one is clearly faster. Bytes are known exactly; seconds are an
+estimate from a measurement of a tenth of a second, on machines that do other work too. So seconds decide only where
+they leave no doubt: on a fast link, where work on rows costs more than sending zeros would.
 
-Which scheme, when the user did not say: the one of fewest bytes, unless another one is clearly done first.
-
-Bytes are known exactly; seconds are an estimate from a measurement of a tenth of a second, on machines that do other
-things besides. So seconds decide only where they leave no doubt: on a fast link, where work on rows takes longer than
-sending zeros would.
-
-Pure: equal input gives an equal choice, so ranks that know the same numbers need not talk about it.
-
-Trying candidates in real steps, where processors and not the wire decide.
-
-The estimate of `thinwire.sync.choose` knows what a rank's work takes alone. On a fast link the ranks of a machine all
-work at once, and then it is far off: of 4 ranks on two cores it expected 10 ms of `column_split` for the demo's larger
-table, which took 60, and `zen` 35. So there each hopeful candidate gets a step of the training. They add in the same
-order, so gradients have the same bits whichever of them runs; and what a rehearsal costs is what the slower ones take
-longer, no byte more than the headers by which ranks begin together.
+A rehearsal tries candidates in real steps, where processors and not the wire decide. The estimate assumes that a rank
+works alone. On a fast link the ranks of a machine all work at once, and then it is far off: of 4 ranks on two cores it
+expected 10 ms of `column_split` for the demo's larger embedding table, which cost 60, and `zen` 35. So there each
+hopeful candidate gets a step of the training. All add in the same order, so gradients have the same bits whichever of
+them runs; a rehearsal costs the extra seconds of the slower ones, and only the headers by which ranks begin together.
 """
 
 from __future__ import annotations
@@ -47,11 +39,12 @@ DENSIFICATION_EXPONENT = 0.6
 
 @dataclass(frozen=True)
 class Demand:
-    """A matrix [num_rows, width] of which each of ``world_size`` ranks holds ``held`` rows, all together ``union``.
+    """Statistics of a matrix [num_rows, width] that is to be summed over ``world_size`` ranks.
 
     Args:
         itemsize: bytes of an element.
-        held: mean over ranks.
+        held: rows that a rank holds, as the mean over ranks.
+        union: rows that all ranks hold together.
     """
 
     world_size: int
@@ -65,7 +58,7 @@ class Demand:
     def of(
         cls, counts: Sequence[float], num_rows: int, width: int, itemsize: int, union: float | None = None
     ) -> Demand:
-        """From the rows that each rank holds; a ``union`` that is None is estimated."""
+        """Return the demand of ranks that hold ``counts`` rows; a ``union`` that is None is estimated."""
         world_size = len(counts)
         mean = sum(counts) / max(1, world_size)
         if union is None:
@@ -78,7 +71,7 @@ class Demand:
 
     @property
     def fault(self) -> str | None:
-        """Why these numbers cannot be: nothing can be concluded from them. None if they can."""
+        """Reason why these numbers are impossible, or None if they are possible."""
         if not all(math.isfinite(value) for value in (self.held, self.union)):
             return f"{self.held} rows a rank and {self.union} in all are not finite numbers"
         if not 0 <= self.held <= self.num_rows:
@@ -92,7 +85,7 @@ CONTENTION = 2.0
 
 
 def expected_seconds(scheme: Scheme, demand: Demand, machine: Machine, sent_bytes: float) -> float:
-    """Seconds of one synchronization of ``demand``, in which the busiest rank sends ``sent_bytes``."""
+    """Return the expected seconds of one synchronization in which the busiest rank sends ``sent_bytes``."""
     world_size = demand.world_size
     if world_size == 1:
         return 0.0
@@ -103,9 +96,9 @@ def expected_seconds(scheme: Scheme, demand: Demand, machine: Machine, sent_byte
 
 
 def seen_byte_seconds(scheme: Scheme, demand: Demand, machine: Machine, sent_bytes: float, seconds: float) -> float:
-    """What a byte took at least, in a synchronization of so many seconds.
+    """Return the least cost of a byte in a synchronization that took ``seconds``.
 
-    All that is not work or waiting; these may take twice what was measured, where ranks share processors.
+    It is the time that is not work or waiting; these may cost twice what was measured, where ranks share processors.
     """
     rest = expected_seconds(scheme, demand, machine, sent_bytes)
     rest -= sent_bytes * (machine.reduced_byte_seconds if scheme.is_dense else machine.byte_seconds)
@@ -113,7 +106,7 @@ def seen_byte_seconds(scheme: Scheme, demand: Demand, machine: Machine, sent_byt
 
 
 def _waiting_seconds(scheme: Scheme, world_size: int, machine: Machine) -> float:
-    """For headers, and for what each message takes however small it is."""
+    """Return the seconds of waiting for headers and of the fixed cost of each message."""
     opening = machine.round_seconds if begins_with_opening(scheme) else 0.0
     if scheme.is_dense:
         return opening + 2 * (world_size - 1) * machine.message_seconds
@@ -126,7 +119,7 @@ def _waiting_seconds(scheme: Scheme, world_size: int, machine: Machine) -> float
 
 
 def _num_stages(scheme: Scheme, world_size: int) -> tuple[int | None, int | None]:
-    """Stages on the way to the owners and back; None where all ranks talk to all at once."""
+    """Return the stages on the way to the owners and back; None where all ranks send to all at once."""
     direct = Communication.POINT_TO_POINT
     if not scheme.is_parallel:
         gathers = None if scheme.communication is direct else GATHER_SCHEDULES[scheme.communication](0, world_size)
@@ -137,7 +130,7 @@ def _num_stages(scheme: Scheme, world_size: int) -> tuple[int | None, int | None
 
 
 def work_seconds(scheme: Scheme, demand: Demand, machine: Machine) -> float:
-    """On rows, by the rank that has most to do."""
+    """Return the seconds of work on rows of the busiest rank."""
     num_units, width = unit_shape(demand.num_rows, demand.width, scheme.unit)
     ratio = demand.width / width
     held, union = min(demand.held * ratio, num_units), min(demand.union * ratio, num_units)
@@ -165,31 +158,31 @@ def work_seconds(scheme: Scheme, demand: Demand, machine: Machine) -> float:
 
 CANDIDATES = (ZEN, COLUMN_SPLIT, UNION_SPLIT, AGSPARSE_CODED, SPARCML_CODED, DENSE)
 MIN_COLUMNS = 2
-"""An owner of fewer columns handles every id of every rank for a few bytes of values each."""
+"""Fewest columns of an owner: with fewer it would handle every id of every rank for a few bytes of values each."""
 MIN_ROW_ELEMENTS = 8
-"""Narrower rows of the union are hardly more than the ids that all ranks must get."""
+"""Fewest elements of a row of the union: narrower rows are hardly more than the ids that all ranks must get."""
 STREAMING_GAIN = 0.04
-"""By how much columns are faster than schemes of as many bytes, because they are streamed without headers: 4 to 7 % on
+"""Share by which columns are faster than schemes of equal bytes, because they are streamed without headers: 4 to 7 % on
 the benchmark's recipes at 8 and 16 ranks."""
 STRATIFICATION = 0.5
-"""Dealing groups of ids evenly halves the imbalance of independent hashing on the benchmark's recipes: 1.07 where
-sqrt(2 ln n n / u) gives 1.16 (lstm, 8 ranks), 1.10 for 1.17 (bert)."""
+"""Factor on the imbalance of independent hashing, which dealing groups of ids evenly halves on the benchmark's recipes:
+1.07 where sqrt(2 ln n n / u) gives 1.16 (lstm, 8 ranks), 1.10 for 1.17 (bert)."""
 HYSTERESIS = 0.03
-"""A choice stands until another scheme promises to send less by this share: sparsity changes a little in every step."""
+"""Share of bytes that another scheme must save to replace a choice: sparsity changes a little in every step."""
 CLEAR_SHARE, CLEAR_SECONDS = 0.25, 0.005
-"""By how much more bytes must be faster to be taken: both as a share, and in seconds."""
+"""Least gain, both as a share and in seconds, with which a scheme of more bytes is chosen for its speed."""
 MEASURED = 0.02, 0.0
-"""The same where the seconds of both were not estimated but taken, see `thinwire.sync.experience`."""
+"""Least gain, as a share and in seconds, if the seconds of both were measured; see `thinwire.sync.experience`."""
 DENSE_SHARE = 0.9
-"""Where a rank holds so many of all rows, leaving out the others is not worth looking for them."""
+"""Share of rows that a rank holds from which leaving out the others is not worth the search for them."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """What a scheme is expected to cost: bytes of the busiest rank, and seconds where the machine is known.
+    """The expected cost of a scheme: bytes of the busiest rank, and seconds, or None without a machine.
 
     Args:
-        is_measured: whether the seconds are those of real steps.
+        is_measured: whether the seconds were measured in real steps.
     """
 
     scheme: Scheme | TwoLevel
@@ -199,7 +192,7 @@ class Price:
 
     @property
     def weighted_bytes(self) -> float:
-        """What is compared: bytes, less the gain of streaming."""
+        """Bytes less the gain of streaming, by which schemes are compared."""
         point = self.scheme.between if isinstance(self.scheme, TwoLevel) else self.scheme
         return self.sent_bytes * (1.0 - STREAMING_GAIN * (point.ownership is Ownership.COLUMNS))
 
@@ -214,16 +207,16 @@ def choose(
     current: Scheme | TwoLevel | None = None,
     hosts: Hosts = (),
 ) -> Scheme | TwoLevel:
-    """The cheapest scheme for ranks that hold ``counts`` rows of a matrix [num_rows, width].
+    """Return the cheapest scheme for ranks that hold ``counts`` rows of a matrix [num_rows, width].
+
+    Impossible numbers (no counts at all, nan, more rows than there are) give a warning and DENSE, which is right
+    whatever the rows are.
 
     Args:
-        union: how many rows they hold together; None estimates it.
-        machine: to compare seconds; None compares bytes.
-        hosts: the ranks of each host, where several share one: then schemes of two levels compete as well.
+        union: number of rows that they hold together; None estimates it.
+        machine: costs to compare seconds; None compares bytes.
         current: the choice that stands unless another one is better by `HYSTERESIS`.
-
-    Numbers that cannot be (no ranks' counts at all, nan, more rows than there are) are warned of, and give DENSE, which
-    is right whatever the rows are.
+        hosts: the ranks of each host, if several share one: then schemes of two levels compete too.
     """
     if not counts:
         warnings.warn("no step was observed, so nothing is known about sparsity: using dense", stacklevel=2)
@@ -236,17 +229,17 @@ def choose(
 
 
 def is_dense(demand: Demand) -> bool:
-    """Whether there are hardly any zeros to leave out, or no values at all."""
+    """Return whether there are hardly any zeros to leave out, or no values at all."""
     return demand.held >= DENSE_SHARE * demand.num_rows or demand.width == 0
 
 
 def prices(demand: Demand, machine: Machine | None = None, hosts: Hosts = ()) -> list[Price]:
-    """Of every candidate for such a demand, the one of fewest bytes first."""
+    """Return the prices of all candidates for a demand, the one of fewest bytes first."""
     return sorted(offers_of(demand, machine, hosts), key=lambda offer: offer.weighted_bytes)
 
 
 def offers_of(demand: Demand, machine: Machine | None, hosts: Hosts) -> list[Price]:
-    """As `prices`, of the same schemes in the same order for every number of rows."""
+    """Return the prices of all candidates, in an order that does not depend on the number of rows."""
     offers = [price(scheme, demand, machine) for scheme in CANDIDATES if _is_sensible(scheme, demand)]
     if 1 < len(hosts) < demand.world_size:
         offers += _two_level_prices(demand, machine, hosts)
@@ -254,9 +247,9 @@ def offers_of(demand: Demand, machine: Machine | None, hosts: Hosts) -> list[Pri
 
 
 def ranked(offers: Sequence[Price], current: Scheme | TwoLevel | None = None) -> list[Price]:
-    """First the one to take, then by bytes: that of fewest bytes, unless another one is clearly faster.
+    """Sort offers by bytes, but put the choice first: that of fewest bytes, unless another one is clearly faster.
 
-    ``current`` stands unless that one is better than it by `HYSTERESIS`, or clearly faster.
+    ``current`` stays the choice unless that one is better by `HYSTERESIS`, or clearly faster.
     """
     by_bytes = sorted(offers, key=lambda offer: offer.weighted_bytes)
     by_seconds = sorted(offers, key=lambda offer: offer.seconds or 0.0)
@@ -281,16 +274,16 @@ def _is_clearly_faster(one: Price, other: Price) -> bool:
 
 
 def price(scheme: Scheme, demand: Demand, machine: Machine | None = None) -> Price:
-    """What one scheme is expected to cost."""
+    """Return the expected cost of one scheme."""
     sent_bytes = busiest_rank_bytes(scheme, demand)
     seconds = None if machine is None else expected_seconds(scheme, demand, machine, sent_bytes)
     return Price(scheme, sent_bytes, seconds)
 
 
 def _two_level_prices(demand: Demand, machine: Machine | None, hosts: Hosts) -> list[Price]:
-    """What crosses hosts, for each rank that sends it, and the work inside a host.
+    """Return the prices of schemes of two levels: bytes that cross hosts, for each rank, and work inside a host.
 
-    A host's link is shared, so bytes that stay on it are taken to cost nothing but the work on them.
+    A host's link is shared, so bytes that stay on the host are assumed to cost nothing but the work on them.
     """
     inside, between, linked = _levels(demand, hosts)
     among_hosts = machine
@@ -311,8 +304,10 @@ def _two_level_prices(demand: Demand, machine: Machine | None, hosts: Hosts) -> 
 
 
 def _levels(demand: Demand, hosts: Hosts) -> tuple[Demand, Demand, int]:
-    """What a host has to add up, what hosts have to synchronize for each rank that has a peer elsewhere, and how many
-    such ranks a host has."""
+    """Return the demand inside a host, that between hosts for each linked rank, and the linked ranks of a host.
+
+    A rank is linked if it has a partner on every other host.
+    """
     most, linked = max(map(len, hosts)), min(map(len, hosts))
     growth = math.log(most) / math.log(demand.world_size)
     of_host = demand.held * (demand.union / demand.held) ** growth if demand.held else 0.0
@@ -329,12 +324,12 @@ def _levels(demand: Demand, hosts: Hosts) -> tuple[Demand, Demand, int]:
 
 
 def explain(demand: Demand, machine: Machine | None = None, hosts: Hosts = ()) -> str:
-    """One line: the choice, the next best, and the numbers behind them."""
+    """Return a line with the choice, the next best, and the numbers behind them."""
     return explained(ranked(prices(demand, machine, hosts)), demand)
 
 
 def explained(offers: Sequence[Price], demand: Demand) -> str:
-    """As `explain`, of offers of which the first is taken."""
+    """Return the line of `explain` for offers of which the first is the choice."""
     best, *others = offers
     density, ratio = demand.held / max(1, demand.num_rows), demand.union / max(1.0, demand.held)
     rather = f" rather than {_told(others[0])}" if others else ""
@@ -351,7 +346,7 @@ def _told(offer: Price) -> str:
 
 
 def busiest_rank_bytes(scheme: Scheme, demand: Demand) -> float:
-    """Expected bytes of the rank that has most."""
+    """Return the expected bytes of the busiest rank."""
     even = expected_bytes(
         scheme,
         demand.world_size,
@@ -365,7 +360,7 @@ def busiest_rank_bytes(scheme: Scheme, demand: Demand) -> float:
 
 
 def imbalance(scheme: Scheme, demand: Demand) -> float:
-    """The busiest rank over the mean, for rows dealt at random: 1 + sqrt(2 ln n / rows of an owner), both phases.
+    """Return the busiest rank over the mean for rows dealt at random: 1 + sqrt(2 ln n / rows of an owner), both phases.
 
     The maximum of n sums of independent 0/1 variables with mean m exceeds it by about sqrt(2 m ln n). An
     owner receives ``held`` rows in the push, over all ranks, and sends ``union`` / n in the pull.
@@ -379,7 +374,7 @@ def imbalance(scheme: Scheme, demand: Demand) -> float:
 
 
 def _is_sensible(scheme: Scheme, demand: Demand) -> bool:
-    """Columns must not be too narrow to be worth their ids; and sixteen-bit values must be rounded only once."""
+    """Return whether columns are wide enough to be worth their ids, and sixteen-bit values are rounded only once."""
     if scheme.ownership is Ownership.COLUMNS:
         return demand.width >= MIN_COLUMNS * demand.world_size
     if scheme.ownership is Ownership.UNION:
@@ -388,31 +383,31 @@ def _is_sensible(scheme: Scheme, demand: Demand) -> bool:
 
 
 MAX_REHEARSALS = 3
-"""Of a table in a run, unless the machine changes: the first, one that repeats what was close and tries what came into
-question, and one for batches of another size."""
+"""Most rehearsals of an embedding table in a run, unless the machine changes: the first, one that repeats what was
+close and tries new candidates, and one for batches of another size."""
 MIN_BYTES = 64 * 1024
-"""What sends less than this has little to gain."""
+"""Fewest sent bytes for a rehearsal: less has little to gain."""
 MAX_SECONDS = 0.1
-"""Where a step is expected to take longer, the wire decides, and so bytes do."""
+"""Longest expected step for a rehearsal: in longer ones the wire decides, and so bytes do."""
 HOPELESS = 1.3
-"""Not rehearsed is what is expected to take so many times the seconds of the fastest."""
+"""Factor on the expected seconds of the fastest, above which a candidate is not rehearsed."""
 REGRET_STEPS, REGRET_SHARE, FIRST_REGRET = 50, 0.05, 0.6
-"""Of the last so many steps, trials may take that share longer than the best would have; at the beginning, of so many
-steps at least. A trial of which more is expected waits; one that takes more than expected puts off the next."""
+"""Bound of the extra time of trials: a share of the last 50 steps, and at least 0.6 of a step. A trial that is expected
+to exceed it waits; one that costs more than expected delays the next."""
 MAX_STEPS = 16
-"""A rehearsal whose batches do not come again in so many steps is over."""
+"""Steps after which a rehearsal ends even if candidates are left, because no batches of its size come."""
 ALIKE = 2.0
-"""Batches are alike if the ranks hold at most so many times more or fewer rows."""
+"""Factor within which the rows that ranks hold make batches alike."""
 
 Point = Scheme | TwoLevel
 
 
 class Rehearsal:
-    """Which candidate a step tries; the same on all ranks.
+    """A series of steps that each try one candidate, the same on all ranks.
 
     Args:
-        points: what to try, each in one step.
-        held: mean over the ranks of the rows that they hold in the steps that count.
+        points: candidates, each of which is tried in one step.
+        held: rows that a rank holds in the steps that count, as the mean over ranks.
     """
 
     def __init__(self, points: Sequence[Point], held: float) -> None:
@@ -421,7 +416,7 @@ class Rehearsal:
         self._steps = 0
 
     def next(self, held: float, is_worth_it: Callable[[Point], bool]) -> Point | None:
-        """What to try in a step with ``held`` rows; None if this one is no trial."""
+        """Return the candidate to try in a step with ``held`` rows, or None if this step is no trial."""
         self._steps += 1
         if not self._held / ALIKE <= held <= self._held * ALIKE:
             return None
@@ -436,13 +431,13 @@ class Rehearsal:
 
 
 def to_rehearse(offers: Sequence[Price]) -> list[Point]:
-    """The candidates that may be the fastest, the most promising first; none where bytes decide, or one is sure to be.
+    """Return the candidates that may be the fastest, the most promising first; none if bytes decide or only one may be.
 
-    Only schemes that add in the same order as each other: what is taken must not depend on a clock in its last bits.
-    Pure: equal on all ranks.
+    All of them add in rank order, so that the last bits of a sum do not depend on a clock. The function is pure, so
+    the result is equal on all ranks.
 
     Args:
-        offers: of all candidates, with seconds, the one of fewest bytes first.
+        offers: prices of all candidates, with seconds, the one of fewest bytes first.
     """
     best = offers[0]
     if best.sent_bytes < MIN_BYTES or _seconds(best) > MAX_SECONDS or not adds_in_rank_order(best.scheme):
@@ -453,7 +448,7 @@ def to_rehearse(offers: Sequence[Price]) -> list[Point]:
 
 
 def rehearse(points: Sequence[Point], held: float) -> Rehearsal:
-    """Begin: the next steps with about ``held`` rows try one point each."""
+    """Return a rehearsal in which the next steps with about ``held`` rows try one point each."""
     return Rehearsal(points, held)
 
 

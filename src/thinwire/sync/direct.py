@@ -1,9 +1,6 @@
-"""Patterns in which every rank sends to every other one, as ZEN's push and pull.
+"""Patterns in which every rank sends to every other one directly, as ZEN's push and pull.
 
-Pieces of a tensor on their way: rows of a part, made into a draft, read from a message, summed.
-
-Every rank talks to every rank directly: one stage, so each piece travels once.
-
+There is one stage, so each piece of a tensor travels once: rows of a part, encoded as a draft, decoded and summed.
 Balanced parallelism is `reduce_scatter` to the owners, then `all_gather` from them (ZEN, section 2.3);
 AGsparse is `all_reduce`. Pieces are added in rank order, so all ranks get the same bits in every run.
 """
@@ -32,14 +29,14 @@ def draft(
     values: Tensor,
     order: Tensor | None = None,
 ) -> Draft:
-    """Rows of a part in the format of fewest bytes; ``held`` are all rows of this rank, whose number is told."""
+    """Encode rows of a part in the format of fewest bytes; the header carries the number of rows in ``held``."""
     format = choice.smallest(positions.numel(), values.shape[1] * values.element_size(), part)
     payload = wire.encode(format, part, positions, values, order)
     return Draft(format, positions.numel(), payload, held.ids.numel())
 
 
 def as_sent(choice: FormatChoice, part: Part, piece: Piece) -> Piece:
-    """A piece as it arrives elsewhere: with rows of zeros where it would travel dense."""
+    """Return a piece as its receiver decodes it: with rows of zeros if it would be sent dense."""
     positions, values = piece
     count, width = values.shape
     if count == part.size or choice.smallest(count, width * values.element_size(), part) is not Format.DENSE:
@@ -48,7 +45,7 @@ def as_sent(choice: FormatChoice, part: Part, piece: Piece) -> Piece:
 
 
 def decode(message: Message, part: Part, width: int, like: SparseRows, channel: Channel) -> Piece:
-    """The rows of a message, ``width`` wide, in the dtype of ``like``.
+    """Decode the rows of a message, ``width`` wide, in the dtype of ``like``.
 
     Raises:
         CorruptMessageError: see `Channel.reading`.
@@ -61,21 +58,21 @@ def decode(message: Message, part: Part, width: int, like: SparseRows, channel: 
 def total(
     messages: Sequence[Message], part: Part, width: int, like: SparseRows, channel: Channel, scale: float
 ) -> Piece:
-    """The sum of what all ranks sent for a part, in rank order, times ``scale``, rounded once."""
+    """Sum what all ranks sent for a part, in rank order, times ``scale``, rounded once."""
     return kernels.sum_rows([decode(message, part, width, like, channel) for message in messages], scale)
 
 
 def limit(part: Part, width: int, like: SparseRows) -> int:
-    """The most bytes that a payload for this part can have: all its rows, in the most wasteful format."""
+    """Return the most bytes of a payload for this part: all its rows, in the most wasteful format."""
     return wire.most_payload_bytes(width * like.values.itemsize, part.size, part.num_rows)
 
 
 def reduce_scatter(
     rows: SparseRows, partition: Partition, choice: FormatChoice, channel: Channel, scale: float
 ) -> Callable[[], Piece]:
-    """Send each owner its share; returns what sums the pieces that arrived here, the total of this rank's own part.
+    """Send each owner its share; return a function that sums the pieces of this rank's own part.
 
-    The sum is left for `all_gather` to take, so that a piece that arrived corrupt is reported to all ranks there.
+    `all_gather` calls that function, so that a piece that arrived corrupt is reported to all ranks there.
     ``scale`` multiplies the sum before it is rounded to the dtype of the rows.
     """
     mine = partition.parts[channel.rank]
@@ -93,7 +90,7 @@ def reduce_scatter(
 def all_gather(
     rows: SparseRows, total: Callable[[], Piece], partition: Partition, choice: FormatChoice, channel: Channel
 ) -> SparseRows:
-    """Send the total of this rank's part to all, and put together what arrives: the whole sum, ids sorted."""
+    """Send the total of this rank's part to all ranks, and return the whole sum, ids sorted."""
 
     def drafts() -> list[Draft]:
         return [draft(choice, partition.parts[channel.rank], rows, *total())] * channel.world_size
@@ -103,7 +100,7 @@ def all_gather(
 
 
 def joined(messages: Sequence[Message], rows: SparseRows, partition: Partition, channel: Channel) -> SparseRows:
-    """The sum of all parts, from a message of each rank that owns one, in rank order: ids sorted."""
+    """Join the whole sum, ids sorted, from the messages of the ranks that own a part, in rank order."""
     parts = [
         decode(message, part, rows.width, rows, channel)
         for message, part in zip(messages, partition.parts[: len(messages)], strict=True)
@@ -117,7 +114,7 @@ def joined(messages: Sequence[Message], rows: SparseRows, partition: Partition, 
 
 
 def all_reduce(rows: SparseRows, choice: FormatChoice, channel: Channel, scale: float) -> SparseRows:
-    """Send the whole tensor to all ranks; each sums all of them."""
+    """Send the whole tensor to all ranks, each of which sums all tensors."""
     whole = Whole(rows.num_rows)
 
     def drafts() -> list[Draft]:

@@ -1,17 +1,17 @@
-"""What "auto" has learned about a group of tables: the batches of its last steps, and seconds of real ones.
+"""Statistics from which "auto" chooses the scheme of a group of embedding tables: recent batches and measured steps.
 
-The scheme of a step is settled before anybody knows the batch. So what is taken is not the best one for the last batch,
+The scheme of a step is settled before its batch is known. So the choice is not the best scheme for the last batch,
 which alternating lengths would change in every step, but the one that would have cost least over the last
-`WINDOW_STEPS`: the best fixed scheme, where lengths come as they came. A mean over a window changes slowly, and over
-equal batches not at all.
+`WINDOW_STEPS`: the best fixed scheme, if lengths stay distributed as they were. A mean over a window changes slowly,
+and over equal batches not at all.
 
-What "auto" takes over the best fixed scheme, where each estimate is wrong by a factor of its own between 1/1.5 and 1.5
+Cost of "auto" over the best fixed scheme, where each estimate is wrong by a factor of its own between 1/1.5 and 1.5
 (tests/unit/test_experience.py; constant, alternating, uniform and long-tailed batches, 25 sets of factors each): in the
 first 50 steps at the median 1.04 to 1.05 times as long, in 9 of 10 cases at most 1.10, at worst 1.16; in any later
 50 steps 1.00, 1.05 and 1.12 (constant batches 1.00, 1.02 and 1.04). The bound of 1.05 cannot hold at first: to learn
-that one of four schemes takes half of what the others do, these have to run once each.
+that one of four schemes costs half of what the others do, these have to run once each.
 
-Pure but for seconds, which all ranks were told: so all ranks learn the same, and decide the same.
+Everything is pure except seconds, which are gathered: so all ranks learn the same, and decide the same.
 """
 
 from __future__ import annotations
@@ -44,25 +44,26 @@ from thinwire.sync.named import DENSE, name_of
 
 WINDOW_STEPS = 32
 CHECK_STEPS = 50
-"""How often the choice that stands is timed again, which costs the ranks two rounds of headers."""
+"""Steps between two timings of the current choice, each of which costs the ranks two rounds of headers."""
 CLASSES_PER_DOUBLING = 4
-"""Batches whose numbers of rows differ by less than a fifth are priced as one."""
+"""Classes of batch sizes in each doubling of rows: batches that differ by less than a fifth are priced as one."""
 SAMPLES, KEPT_SAMPLES = 3, 12
-"""The least of so many last times of a scheme is believed: what disturbs a step makes it longer. Those of batches of
-other sizes are kept beside them."""
+"""Number of the last samples of a scheme, of which the least counts, because a disturbance makes a step longer; and of
+all samples that are kept, those of batches of other sizes included."""
 CLOSE = 1.15
-"""What took at most so many times the seconds of the fastest is tried once more."""
+"""Factor on the seconds of the fastest, up to which a scheme is tried once more."""
 FAR = 4.0
-"""Batches that are so many times larger or smaller tell little about others."""
+"""Factor of size beyond which batches say little about each other."""
 CHANGED, SURPRISES = 2.0, 3
-"""The machine is another one when what stands takes so many times more or less than ever, so often in a row."""
+"""Factor by which the current choice must cost more or less than before, and how often in a row, before the machine
+counts as changed."""
 
 Size = tuple[int, int]
 
 
 @dataclass(frozen=True)
 class _Sample:
-    """A real step of a scheme, on its slowest rank."""
+    """A measured step of a scheme, on its slowest rank."""
 
     size: Size
     seconds: float
@@ -70,13 +71,13 @@ class _Sample:
 
 @dataclass(eq=False)
 class Experience:
-    """Of one group of tables, on one machine and its hosts.
+    """Statistics of one group of embedding tables, on one machine and its hosts.
 
     Args:
-        choice: what stands; None before the first step.
-        rehearsal: what is being tried.
-        rehearsals: how many there were.
-        is_told: whether this step is timed, and something is to be learned from its seconds; until `observe`.
+        choice: the current scheme; None before the first step.
+        rehearsal: the rehearsal under way, or None.
+        rehearsals: number of rehearsals so far.
+        is_told: whether this step is timed and its seconds are to be learned; until `observe`.
         window: the sizes of the last batches, oldest first.
     """
 
@@ -101,7 +102,7 @@ class Experience:
 
     @property
     def is_timed(self) -> bool:
-        """Whether the next step is timed: then ranks tell how many rows they hold first, and begin together."""
+        """Whether the next step is timed: then ranks gather how many rows they hold first, and begin together."""
         is_due = self._unchecked_steps == 0 or (
             self.rehearsal is not None
             and self._wait == 0
@@ -110,7 +111,7 @@ class Experience:
         return self.choice is None or (is_due and self._machine is not None)
 
     def take(self, held: float) -> Point | None:
-        """What runs in a timed step in which a rank holds so many rows; None where nothing was chosen yet."""
+        """Return the scheme of a timed step in which a rank holds ``held`` rows; None if nothing was chosen yet."""
         self._tried = None
         if self.rehearsal is not None and self._wait == 0:
             size = min(reversed(self.window), key=lambda size: abs(size[0] - _class_of(held)))
@@ -119,18 +120,18 @@ class Experience:
         return self._tried or self.choice
 
     def know(self, machine: Machine | None, hosts: Hosts) -> None:
-        """What the next steps run on."""
+        """Set the machine and the hosts of the next steps."""
         if (machine, hosts) != (self._machine, self._hosts):
             self._machine, self._hosts = machine, hosts
             self._estimates.clear()
             self._prices.clear()
 
     def estimate(self, point: Point, demand: Demand) -> Price | None:
-        """What a step was expected to take, before any was timed; None of what is no candidate."""
+        """Return the price of a step before any was timed; None if ``point`` is no candidate."""
         return next((offer for offer in self._estimated(self._size(demand)) if offer.scheme == point), None)
 
     def learn(self, point: Point, demand: Demand, seconds: float) -> None:
-        """A timed step took so long; of what is no candidate there is nothing to learn."""
+        """Learn the seconds of a timed step; those of a scheme that is no candidate are ignored."""
         size, name = self._size(demand), name_of(point)
         if self._machine is None or self.estimate(point, demand) is None:
             return
@@ -145,15 +146,15 @@ class Experience:
             self._check(name, seconds / self._seconds(before))
 
     def put_off(self) -> None:
-        """The timed step tells nothing, kernels were compiled or loaded in it: what it tried is tried again, later."""
+        """Discard the timed step, in which kernels were compiled or loaded, and try its candidate again later."""
         if self.rehearsal is not None and self._tried is not None:
             self.rehearsal.points.insert(0, self._tried)
             self._wait, self._next_wait = self._next_wait, min(CHECK_STEPS, 2 * self._next_wait)
 
     def observe(self, demand: Demand) -> Point:
-        """A step was of such a size: what stands from now on."""
+        """Record the demand of a step and return the choice from now on."""
         if self.window and self._demands[self.window[-1]].world_size != demand.world_size:
-            self.window.clear()  # of a run on other ranks
+            self.window.clear()  # they are of a run on other ranks
             self._demands.clear()
         size = self._size(demand)
         is_like_all = len(self.window) == WINDOW_STEPS == self.window.count(size)
@@ -171,7 +172,7 @@ class Experience:
         return self.choice
 
     def hopeful(self, demand: Demand) -> list[Point]:
-        """What a rehearsal should try in steps like this one; nothing where there is nothing to find out."""
+        """Return the candidates that a rehearsal should try in such steps; none if there is nothing to learn."""
         if self._machine is None or self.rehearsal is not None or self.rehearsals >= MAX_REHEARSALS:
             return []
         if is_dense(demand):
@@ -187,7 +188,7 @@ class Experience:
         return again + self._untried(best, size)
 
     def _untried(self, best: float, size: Size) -> list[Point]:
-        """What was expected to be no slower than the best was seen to be, which was not expected to be so slow."""
+        """Return the untried candidates that are expected to be no slower than the best was measured to be."""
         return [
             offer.scheme
             for offer in self._estimated(size)
@@ -197,13 +198,13 @@ class Experience:
         ]
 
     def recall(self, choice: Point | None, demands: Sequence[Demand]) -> None:
-        """Go on where another run ended, on as many ranks or others."""
+        """Continue where another run ended, on the same number of ranks or another one."""
         self.choice = choice
         self.window.extend(map(self._size, demands))
 
     @property
     def demands(self) -> list[Demand]:
-        """Of the last steps, about, for `recall`."""
+        """Demands of the last steps, by class of size, for `recall`."""
         return [self._demands[size] for size in self.window]
 
     @property
@@ -217,13 +218,13 @@ class Experience:
         self.rehearsals += 1
 
     def offers(self) -> list[Price]:
-        """What each candidate costs, as the mean over the window; first the one to take."""
+        """Return the mean cost of each candidate over the window; the choice is first."""
         counts = Counter(self.window)
         columns = zip(*(self._priced(size) for size in counts), strict=True)
         return ranked([_mean(column, list(counts.values())) for column in columns], self.choice)
 
     def explain(self) -> str:
-        """One line: the choice, the next best, and the numbers behind them."""
+        """Return a line with the choice, the next best, and the numbers behind them."""
         demands = self.demands
         held, union = (statistics.fmean(getattr(one, name) for one in demands) for name in ("held", "union"))
         demand = replace(demands[-1], held=held, union=union)
@@ -238,7 +239,7 @@ class Experience:
             self.choice, self._unchecked_steps, self._surprises = choice, 0, 0
 
     def _check(self, name: str, ratio: float) -> None:
-        """Whether what stands takes what it took before; if not, look again soon, and at last forget what was."""
+        """Check whether the choice costs what it did before; if not, time it again soon, and at last forget samples."""
         self._surprises = 0 if 1 / CHANGED <= ratio <= CHANGED else self._surprises + 1
         if self._surprises:
             self._unchecked_steps = -1
@@ -248,17 +249,17 @@ class Experience:
             self.rehearsals = self._surprises = 0
 
     def _affords(self, point: Point, size: Size) -> bool:
-        """Whether trying it in a step of this size keeps what trials cost within bounds, as far as is known."""
+        """Return whether a trial in a step of this size is expected to keep the cost of trials within bounds."""
         seconds, best = self._seconds(self._price(point, size)), self._cost(size)
         expected = sum(self._regrets) + (seconds - best) / self._mean_cost()
         return expected <= max(FIRST_REGRET, REGRET_SHARE * len(self._regrets))
 
     def _mean_cost(self) -> float:
-        """Seconds of a step of the window, of what is best for each."""
+        """Return the mean seconds of a step of the window, each with its best scheme."""
         return statistics.fmean(map(self._cost, self.window))
 
     def _is_costly(self, size: Size) -> bool:
-        """Whether batches of about this size are most of what the window costs."""
+        """Return whether batches of about this size are most of the cost of the window."""
         alike = sum(self._cost(other) for other in self.window if _distance(other, size) <= math.log2(FAR))
         return 2 * alike > sum(map(self._cost, self.window))
 
@@ -279,7 +280,7 @@ class Experience:
         return self._estimates[size]
 
     def _corrected(self, offer: Price, size: Size) -> Price:
-        """As long as it took, or else as much longer than expected as the others."""
+        """Return the price corrected by samples of its scheme, or by those of the others if it has none."""
         if offer.seconds is None:
             return offer
         samples = self._samples.get(name_of(offer.scheme))
@@ -291,7 +292,7 @@ class Experience:
         return replace(offer, seconds=offer.seconds * self._ratio(name, size), is_measured=is_measured)
 
     def _ratio(self, name: str, size: Size) -> float:
-        """What a scheme took over what was expected, in the steps most like this size."""
+        """Return measured over expected seconds of a scheme, in the steps most like this size."""
         samples = self._samples[name]
         least = min(_distance(sample.size, size) for sample in samples)
         nearest = [sample for sample in samples if _distance(sample.size, size) <= max(1.0, least)]
@@ -318,12 +319,12 @@ def _class_of(rows: float) -> int:
 
 
 def _distance(one: Size, other: Size) -> float:
-    """In doublings of the rows that a rank holds."""
+    """Return the distance of two sizes in doublings of the rows that a rank holds."""
     return abs(one[0] - other[0]) / CLASSES_PER_DOUBLING
 
 
 def _mean(offers: Sequence[Price], weights: Sequence[int]) -> Price:
-    """Of one scheme, for batches of several sizes; measured if those are that take most of the time."""
+    """Return the mean price of one scheme over several sizes; measured if most of the seconds are."""
     total = sum(weights)
     sent = sum(offer.sent_bytes * weight for offer, weight in zip(offers, weights, strict=True)) / total
     if offers[0].seconds is None:

@@ -2,14 +2,14 @@
 
 Every rank sends its ids to all, so all know the union. Then the union is a matrix [u, width] that can be dealt out as
 if it were dense: to each owner some columns of every row (imbalance exactly 1 in both phases, whatever the ids are), or
-as many rows as to the others, of those that it holds (see `thinwire.sync.union_shares.deal`), which saves their way to
-the owner. It pays when few wide rows are spread over many owners.
+an equal number of rows, of those that it holds (see `thinwire.sync.union_shares.deal`), which it need not send. It pays
+when few wide rows are spread over many owners.
 
-Once ranks have told each other how many rows they hold, the sizes of all ids and columns are known, and the sizes of
-everything else once the ids are there. So no header travels, and everything runs as one stream, in which the share of
-an owner is cut into chunks: while one is on the wire, the next is gathered, and an earlier one is summed and sent back.
-By columns, only the first ones are pushed with the ids, so that the wire is busy until all ranks know them, and of
-the others the rows are dealt. Of many ranks, or where rows are few or narrow, all are pushed so.
+Once the ranks know how many rows each of them holds, the sizes of all ids and columns are known, and all other sizes
+once the ids have arrived. So no header travels, and everything runs as one stream, in which the share of an owner is
+cut into chunks: while one is on the wire, the next is gathered, and an earlier one is summed and sent back. By columns,
+only the first ones are pushed with the ids, so that the wire is busy until all ranks know the ids; of the other columns
+the rows are dealt. With many ranks, or with few or narrow rows, all columns are pushed with the ids.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def all_reduce(
 ) -> SparseRows:
     """Sum rows over all ranks, each of which adds up its share of the union; ``formats`` are for the ids.
 
-    After `Channel.open`, at which ranks told the numbers of these rows.
+    Call it after `Channel.open`, which gathers how many of these rows each rank holds.
     """
     plan = UnionPlan(tuple(channel.held), rows.num_rows, rows.width, rows.values.element_size(), formats, by_columns)
     if plan.sent_rows(channel.rank) > rows.ids.numel():
@@ -48,7 +48,7 @@ def all_reduce(
 
 
 class _Run:
-    """One run. Places of parcels: 0 the ids, unless they lead, then push and pull."""
+    """One run, whose parcels are numbered: 0 for the ids, unless they lead, then push and pull."""
 
     def __init__(self, rows: SparseRows, plan: UnionPlan, channel: Channel, parcels: Parcels) -> None:
         self.rows, self.plan, self.channel, self.parcels = rows, plan, channel, parcels
@@ -95,7 +95,7 @@ class _Run:
         return wire.encode(format, Whole(self.rows.num_rows), self.rows.ids, no_values)
 
     def _union(self, awaited: dict[int, Receive]) -> Union:
-        """Messages are verified and decoded while later ones are on the wire: the rank before this one is first."""
+        """Verify and decode messages while later ones are on the wire, that of the rank before this one first."""
         ids = {rank: self._decode_ids(rank, awaited[rank]) for rank in reversed(self.others)}
         ids[self.rank] = self.rows.ids
         in_order = [ids[rank] for rank in self.ranks]
@@ -114,10 +114,10 @@ class _Run:
             raise CorruptHeaderError(f"{where}: {error}") from error
 
     def _receive_push(self, number: int, union: Union | None) -> dict[int, Receive]:
-        """What awaits the pieces of one of this rank's shares; of all rows that could come, without the union.
+        """Post receives of the pieces of one of this rank's shares; without the union, of all rows that could come.
 
-        Receives are posted early, because a sender cannot begin before it has heard of the posted receive, and would
-        hear of a late one behind what was sent meanwhile.
+        Receives are posted early, because a sender cannot begin before the posted receive is announced to it, and a
+        late announcement would arrive behind what was sent meanwhile.
         """
         share = self.mine[number]
 
@@ -157,7 +157,7 @@ class _Run:
         self.parcels.send(owner, 1 + number, lead + self.plan.values_bytes(count, share), write)
 
     def _sum(self, number: int, received: dict[int, Receive], union: Union, scale: float) -> Tensor:
-        """The sum of a share: added in rank order as the pieces are there, times ``scale``, rounded once."""
+        """Sum a share in rank order as its pieces arrive, times ``scale``, rounded once."""
         share = self.mine[number]
 
         def piece(rank: int) -> tuple[Tensor, Tensor]:
@@ -172,7 +172,7 @@ class _Run:
         return kernels.sum_rows_at(pieces, union.num_rows(share), share.width, self.rows.values.dtype, scale)
 
     def _pushed(self, number: int, receive: Receive, rank: int, num_rows: int) -> Tensor:
-        """The values that a rank pushed of a share, as bytes."""
+        """Return the values that a rank pushed of a share, as bytes."""
         share = self.mine[number]
         if share.early:
             return receive()[self.plan.lead_bytes(rank, number) :]

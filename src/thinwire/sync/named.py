@@ -1,4 +1,4 @@
-"""The points of the design space that papers and thinwire have given names to."""
+"""The named points of the design space, from papers and from thinwire."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AGSPARSE = Scheme(
 """All ranks send their whole sparse tensor to all, and each adds them up (Horovod, PyTorch's Gloo)."""
 
 AGSPARSE_CODED = replace(AGSPARSE, push_format=tuple(Format))
-"""AGsparse with the cheapest format for each message, as `ZEN` has it: one stage of messages."""
+"""AGsparse with the cheapest format for each message, as in `ZEN`: one stage of messages."""
 
 SPARSE_PS = Scheme(
     Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
@@ -43,7 +43,7 @@ COLUMN_SPLIT = Scheme(
     Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,
     ownership=Ownership.COLUMNS, pull_format=(Format.DENSE,),
 )  # fmt: skip
-"""Parallelism over columns: imbalance exactly 1, no ids in the pull; for rows much wider than there are ranks."""
+"""Parallelism over columns: imbalance exactly 1, no ids in the pull; for rows much wider than the number of ranks."""
 
 UNION_SPLIT = Scheme(
     Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,
@@ -62,9 +62,9 @@ OMNIREDUCE = Scheme(
     Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
     ownership=Ownership.BLOCK_CYCLIC, push_format=(Format.COO,), pull_format=(Format.COO,), unit=Unit.BLOCKS,
 )  # fmt: skip
-"""OmniReduce (SIGCOMM'21) as its code deals blocks: blocks that are not zero, round-robin over aggregators.
+"""OmniReduce (SIGCOMM'21) as in its code: blocks that are not zero, dealt round-robin to aggregators.
 
-Its workers name the next block that is not zero in 4 bytes; here an index has the fewest bytes that hold it.
+Its workers send the index of the next non-zero block in 4 bytes; here an index has the fewest bytes that hold it.
 """
 
 OMNIREDUCE_CONTIGUOUS = Scheme(
@@ -89,7 +89,7 @@ DENSE_HALVING_DOUBLING = Scheme(
     Communication.HIERARCHY, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.IMBALANCED,
     push_format=(Format.DENSE,), pull_format=(Format.DENSE,),
 )  # fmt: skip
-"""The classical halving-doubling all-reduce (Rabenseifner): as many bytes as a ring, in 2 log2 of n stages."""
+"""The classical halving-doubling all-reduce (Rabenseifner): the bytes of a ring, in 2 log2 of n stages."""
 
 AGSPARSE_RING = Scheme(
     Communication.RING, Aggregation.ONE_SHOT, Partitioning.CENTRALIZATION, None,
@@ -101,19 +101,19 @@ AGSPARSE_HIERARCHY = Scheme(
     Communication.HIERARCHY, Aggregation.ONE_SHOT, Partitioning.CENTRALIZATION, None,
     push_format=(Format.COO,), pull_format=(Format.COO,),
 )  # fmt: skip
-"""AGsparse by recursive doubling: as many bytes, in log2 of n stages."""
+"""AGsparse by recursive doubling: the same bytes, in log2 of n stages."""
 
 SPARCML = Scheme(
     Communication.HIERARCHY, Aggregation.INCREMENTAL, Partitioning.CENTRALIZATION, None,
     push_format=(Format.COO,), pull_format=(Format.COO,),
 )  # fmt: skip
-"""SparCML's SSAR_Recursive_double (SC'19): partners exchange and merge all that they have."""
+"""SparCML's SSAR_Recursive_double (SC'19): partners exchange and merge all rows that they hold."""
 
 SPARCML_DENSE = Scheme(
     Communication.HIERARCHY, Aggregation.INCREMENTAL, Partitioning.CENTRALIZATION, None,
     push_format=(Format.COO,), pull_format=(Format.COO,), dense_switch=True,
 )  # fmt: skip
-"""SPARCML, but dense as soon as that is fewer bytes: rows of zeros then appear as present."""
+"""SPARCML with messages that are dense as soon as that is fewer bytes: rows of zeros then appear as present."""
 
 SPARCML_SPLIT = Scheme(
     Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
@@ -126,9 +126,9 @@ SPARCML_SPLIT_DENSE = Scheme(
     push_format=(Format.COO,), pull_format=(Format.COO,), pull_communication=Communication.HIERARCHY,
     dense_switch=True,
 )  # fmt: skip
-"""SparCML's DSAR_Split_allgather: SPARCML_SPLIT, with sums that come back dense where that is fewer bytes.
+"""SparCML's DSAR_Split_allgather: SPARCML_SPLIT, with sums that return dense if that is fewer bytes.
 
-Theirs always come back dense. A share on its way to its owner may travel dense here too, where that is fewer bytes.
+In the paper sums always return dense. Here a share may be sent dense to its owner too, if that is fewer bytes.
 """
 
 SPARCML_CODED = replace(SPARCML, push_format=tuple(Format))
@@ -165,10 +165,10 @@ AUTO = "auto"
 
 
 def resolve(scheme: str | Scheme | TwoLevel) -> Scheme | TwoLevel | None:
-    """A scheme from its name, with "two_level:" before it for `TwoLevel`; None for "auto".
+    """Return the scheme of a name, with "two_level:" before it for `TwoLevel`; None for "auto".
 
     Raises:
-        ValueError: an unknown name, of which the message lists the legal ones; a scheme that two levels cannot have.
+        ValueError: the name is unknown, and the message lists the legal ones; or the scheme cannot have two levels.
     """
     if not isinstance(scheme, str):
         return scheme
@@ -183,7 +183,7 @@ def resolve(scheme: str | Scheme | TwoLevel) -> Scheme | TwoLevel | None:
 
 @lru_cache(maxsize=256)
 def name_of(scheme: Scheme | TwoLevel) -> str:
-    """The (first) name of a scheme, or its description where it has none."""
+    """Return the (first) name of a scheme, or its description if it has none."""
     if isinstance(scheme, TwoLevel):
         return TWO_LEVEL_PREFIX + name_of(scheme.between)
     return next((name for name, point in NAMED.items() if point == scheme), scheme.describe())

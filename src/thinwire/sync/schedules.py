@@ -1,23 +1,18 @@
-"""Schedules of patterns in stages: who sends what to whom, in which stage.
+"""Schedules of patterns in stages: each stage pairs a rank with a target and a source.
 
-Patterns of several stages, in each of which a rank talks to one partner; and failures that travel along.
-
-In a stage only two ranks hear of each other. So a rank that fails takes part to the end, sends its reason in place
-of its messages, and raises after the last stage; whoever gets a reason passes it on. A rank that no reason reaches
+In a stage only two ranks communicate. So a rank that fails takes part to the end, sends its reason in place of its
+messages, and raises after the last stage; a rank that receives a reason passes it on. A rank that no reason reaches
 has a right sum; the lane of the rank that raises hangs up, so that rank fails at its next job at the latest.
 
-Around a ring: every rank sends to the next one and receives from the one before it.
+In a ring every rank sends to the next one and receives from the one before it. Parts are added up on their way to
+their owner (reduce-scatter), and the sums go round once more (all-gather): with dense parts this is the classical ring
+all-reduce. One-shot aggregation under centralization only gathers, which is AGsparse as Gloo and NCCL do it.
 
-Parts are added up on their way to their owner (reduce-scatter), and the sums go round once more (all-gather): with
-dense parts this is the classical ring all-reduce. One-shot aggregation under centralization only gathers, which is
-AGsparse as Gloo and NCCL do it.
-
-Recursive halving: in every stage a rank keeps half of the parts that it has, and gives the other half away.
-
-Partners add up what they keep, so that in the end each has the sum of one part: a reduce-scatter in log2 n stages.
-With the all-gather of `hierarchy.schedule`, dense formats and contiguous parts, that is the classical
-halving-doubling all-reduce (Rabenseifner, ICCS 2004). World sizes that are not powers of two: the ranks
-beyond the largest power first hand theirs to a partner, own nothing, and get the result at the end.
+In recursive halving a rank keeps half of its parts in every stage, and gives the other half away. Partners add up what
+they keep, so that in the end each has the sum of one part: a reduce-scatter in log2 n stages. With the all-gather of
+`thinwire.sync.staged.doubling_schedule`, dense formats and contiguous parts, that is the classical halving-doubling
+all-reduce (Rabenseifner, ICCS 2004). If the world size is not a power of two, the ranks beyond the largest power first
+hand their parts to a partner, own nothing, and get the result at the end.
 """
 
 from __future__ import annotations
@@ -35,12 +30,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Stage:
-    """What one rank does in one stage. Schedules are data, so that what they cost is known without running them.
+    """The sends and receives of one rank in one stage; as data, so that its cost is known without running it.
 
     Args:
-        target, source: the ranks that are sent to and received from; None for nobody.
-        sends, receives: what travels, in this order: where rows are gathered, what these ranks began with; where
-            parts are summed, the parts of these owners.
+        target, source: the ranks that are sent to and received from; None for no rank.
+        sends, receives: identities of the messages, in order: the ranks whose rows they hold if rows are gathered,
+            the owners of the parts if parts are summed.
     """
 
     target: int | None = None
@@ -50,7 +45,7 @@ class Stage:
 
 
 class Stages:
-    """One run of a staged pattern over a channel that was opened."""
+    """A run of a staged pattern over a channel that was opened."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -58,7 +53,7 @@ class Stages:
         self._reason: Message | None = None
 
     def attempt(self, work: Callable[[], T]) -> T | None:
-        """What ``work`` returns; None if it raises, or if something failed before."""
+        """Return what ``work`` returns; None if it raises, or if something failed before."""
         if self._failure is None:
             try:
                 return work()
@@ -77,11 +72,11 @@ class Stages:
     ) -> list[Message]:
         """Send the prepared messages to the target of a stage; return those of its source, verified.
 
-        After a failure here or there the result is of no use, and `attempt` does not look at it.
+        After a failure on either side the result is useless, and `attempt` skips the work on it.
 
         Args:
-            num_sent: how many are sent.
-            origins: who made each of those that are received.
+            num_sent: number of messages that are sent.
+            origins: the rank that made each message that is received.
         """
         outgoing = self.attempt(prepare) if num_sent else []
         if self._failure is not None:
@@ -94,7 +89,7 @@ class Stages:
         return incoming
 
     def finish(self) -> None:
-        """Raises what failed in any stage."""
+        """Raise the failure of any stage."""
         if self._failure is not None:
             raise self._failure
 
@@ -107,9 +102,9 @@ class Stages:
 
 
 def gathering(schedule: Sequence[Stage], rank: int, num_origins: int) -> list[Stage]:
-    """A schedule of one rank without what need not travel, where only the first ranks begin with something.
+    """Return a schedule of one rank without needless messages, if only the first ranks begin with one.
 
-    Nothing goes back to the rank that it came from.
+    No message goes back to the rank that made it.
     """
 
     def relevant(stage: Stage) -> Stage:
@@ -128,13 +123,13 @@ def all_gather(
     max_payload_bytes: int,
     num_origins: int | None = None,
 ) -> list[Message]:
-    """Every rank's message, in rank order, passed on as they are, so that each keeps its sender and checksum.
+    """Gather every rank's message, in rank order, passed on unchanged, with its sender and checksum.
 
     Args:
-        num_origins: only the first so many ranks prepare a message; None for all.
+        num_origins: number of ranks, the first ones, that prepare a message; None for all.
 
     Raises:
-        PeerError, CorruptMessageError: what failed in any stage of ``stages``.
+        PeerError, CorruptMessageError: a stage of ``stages`` failed.
     """
     rank = stages.channel.rank
     origins = range(stages.channel.world_size if num_origins is None else num_origins)
@@ -160,10 +155,10 @@ def all_gather(
 
 
 def ring_gather_schedule(rank: int, world_size: int) -> list[Stage]:
-    """In step s a rank passes on what the rank s places before it began with.
+    """Return the stages in which a rank passes on, in step s, the message of the rank s before it.
 
     Example:
-        >>> gather_schedule(0, 3)[1]
+        >>> ring_gather_schedule(0, 3)[1]
         Stage(target=1, sends=(2,), source=2, receives=(1,))
     """
     return [
@@ -178,12 +173,12 @@ def ring_gather_schedule(rank: int, world_size: int) -> list[Stage]:
 
 
 def ring_reduce_schedule(rank: int, world_size: int) -> list[Stage]:
-    """In step s a rank passes on the part of the rank s + 1 places before it: what travels are parts.
+    """Return the stages in which a rank passes on, in step s, the part of the rank s + 1 before it.
 
-    A part starts at the rank after its owner and comes to the owner last.
+    A part starts at the rank after its owner and reaches the owner last.
 
     Example:
-        >>> reduce_schedule(0, 3)[1]
+        >>> ring_reduce_schedule(0, 3)[1]
         Stage(target=1, sends=(1,), source=2, receives=(0,))
     """
     return [
@@ -198,10 +193,10 @@ def ring_reduce_schedule(rank: int, world_size: int) -> list[Stage]:
 
 
 def halving_schedule(rank: int, world_size: int) -> list[Stage]:
-    """The stages of one rank; what travels are parts, and their owners are the first `core_size` ranks.
+    """Return the stages of one rank in recursive halving of parts, owned by the first `core_size` ranks.
 
     Example:
-        >>> schedule(1, 4)
+        >>> halving_schedule(1, 4)
         [Stage(target=3, sends=(2, 3), source=3, receives=(0, 1)), Stage(target=0, sends=(0,), source=0, receives=(1,))]
     """
     core = core_size(world_size)
@@ -225,6 +220,6 @@ def _halve(rank: int, bit: int, core: int) -> Stage:
 
 
 def _half(rank: int, bit: int) -> tuple[int, ...]:
-    """The owners whose numbers are that of ``rank`` but for the bits below ``bit``."""
+    """Return the owners whose numbers differ from ``rank`` only in the bits below ``bit``."""
     first = rank >> bit << bit
     return tuple(range(first, first + (1 << bit)))

@@ -1,18 +1,15 @@
-"""A scheme of exact synchronization: a point of the design space, and the units that it sends.
+"""Schemes of exact synchronization, as points of the design space, and the units that they send.
 
-The dimensions of the design space of synchronization schemes (ZEN, OSDI'25, section 2.2), and ownership.
+A scheme is a point in the four-dimensional design space of ZEN (OSDI'25, section 2.2), not a class per paper.
 
-What one index stands for: a row of the matrix, a single element, or a block of consecutive elements.
-
+A unit is what one index stands for: a row of the matrix, a single element, or a block of consecutive elements.
 Embedding gradients have rows. Published schemes index the flattened tensor instead: ZEN and SparCML single
 elements (ZEN, section 3.3), OmniReduce blocks of 256. Here their tensors are matrices too, of another width, so
 that everything that sums rows sums units.
 
-Units do not know which rows were present, so what comes back has fewer rows, never more. Elements bring back each
-row that has an element that is not zero on some rank: rows of zeros vanish. Blocks hold elements of other rows too
-and bring back each row whose sum is not zero: rows that cancel each other vanish as well, as after a dense sum.
-
-A synchronization scheme is a point in the four-dimensional design space of ZEN, not a class per paper.
+Units do not know which rows were present, so the sum has fewer rows, never more. The sum of elements has each row
+with an element that is not zero on some rank: rows of zeros vanish. Blocks hold elements of other rows too, and their
+sum has each row whose sum is not zero: rows that cancel each other vanish as well, as after a dense sum.
 """
 
 from __future__ import annotations
@@ -31,7 +28,7 @@ from thinwire.wire import Format, FormatChoice, digest64
 
 
 class Communication(StrEnum):
-    """Who talks to whom (ZEN, section 2.2)."""
+    """Pattern of which ranks exchange messages (ZEN, section 2.2)."""
 
     POINT_TO_POINT = "point_to_point"
     NATIVE = "native"  # the process group's own dense all-reduce
@@ -40,42 +37,42 @@ class Communication(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """When pieces are added: at each stage, or once after the last. Point-to-point has one stage: no difference."""
+    """Time at which pieces are added: at each stage, or once after the last; point-to-point has only one stage."""
 
     INCREMENTAL = "incremental"
     ONE_SHOT = "one_shot"
 
 
 class Partitioning(StrEnum):
-    """Whether the tensor travels as a whole, or each part of it to an owner of its own."""
+    """Division of the tensor: sent as a whole, or each part of it to an owner of its own."""
 
     CENTRALIZATION = "centralization"
     PARALLELISM = "parallelism"
 
 
 class Balance(StrEnum):
-    """How parts are cut under parallelism: equal ranges of rows, or equal shares of the non-zero ones."""
+    """Cut of the parts under parallelism: equal ranges of rows, or equal shares of the non-zero ones."""
 
     IMBALANCED = "imbalanced"
     BALANCED = "balanced"
 
 
 class Ownership(StrEnum):
-    """Which partition gives the balance; see `thinwire.partition`."""
+    """Partition that gives the balance; see `thinwire.partition`."""
 
     CONTIGUOUS = "contiguous"
     BLOCK_CYCLIC = "block_cyclic"
     PERMUTATION = "permutation"
     HIERARCHICAL_HASH = "hierarchical_hash"
     COLUMNS = "columns"  # each owner has some columns of every row: not a partition of the rows
-    UNION = "union"  # as many rows of the union, which all ranks know
+    UNION = "union"  # each owner has an equal number of rows of the union, which all ranks know
 
 
 BLOCK_ELEMENTS = 256
 
 
 class Unit(StrEnum):
-    """What an index names."""
+    """Meaning of one index."""
 
     ROWS = "rows"
     ELEMENTS = "elements"
@@ -83,7 +80,7 @@ class Unit(StrEnum):
 
 
 def unit_shape(num_rows: int, width: int, unit: Unit) -> tuple[int, int]:
-    """The matrix [units, elements of a unit] that a matrix [num_rows, width] is, seen in units.
+    """Return the shape [units, elements of a unit] of a matrix [num_rows, width] seen in units.
 
     Example:
         >>> unit_shape(100, 8, Unit.BLOCKS)
@@ -96,7 +93,7 @@ def unit_shape(num_rows: int, width: int, unit: Unit) -> tuple[int, int]:
 
 
 def unit_ids(ids: Tensor, width: int, unit: Unit) -> Tensor:
-    """Units of the rows ``ids`` (sorted, int64), by arithmetic: no value of these rows is taken to be zero."""
+    """Return the units of the rows ``ids`` (sorted, int64), as if no value of these rows were zero."""
     if unit is Unit.ROWS:
         return ids
     elements = (ids[:, None] * width + torch.arange(width)).flatten()
@@ -104,7 +101,7 @@ def unit_ids(ids: Tensor, width: int, unit: Unit) -> Tensor:
 
 
 def to_units(rows: SparseRows, unit: Unit) -> SparseRows:
-    """The units that are not zero. A negative zero counts as a value: that costs bytes and never a value."""
+    """Return the units that are not zero; a negative zero counts as a value, which costs bytes and never a value."""
     if unit is Unit.ROWS:
         return rows
     num_units, unit_width = unit_shape(rows.num_rows, rows.width, unit)
@@ -121,7 +118,7 @@ def to_units(rows: SparseRows, unit: Unit) -> SparseRows:
 
 
 def from_units(units: SparseRows, like: SparseRows, unit: Unit) -> SparseRows:
-    """The rows of a matrix shaped as ``like`` that ``units`` tell of: the inverse of `to_units`, but for zero rows."""
+    """Return the rows, shaped as those of ``like``, that ``units`` cover: inverts `to_units`, except for zero rows."""
     if unit is Unit.ROWS:
         return units
     flat = units.values.reshape(-1, 1)
@@ -159,30 +156,31 @@ _OPTIONAL = ("balance", "ownership", "pull_communication")
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a sparse tensor is summed over ranks: four dimensions, ownership, and the formats of two phases.
+    """A way to sum a sparse tensor over ranks: four dimensions, ownership, and the formats of two phases.
 
-    Each field takes a member of its enumeration or the member's text, a format also "auto" for all of them.
+    Each field accepts a member of its enumeration or the member's text, a format also "auto" for all of them.
 
     Args:
         communication, aggregation, partition, balance: the dimensions of ZEN (OSDI'25, section 2.2); balance
             is None where there is no partition.
-        ownership: which partition; None takes the first that fits ``balance``.
-        push_format: formats to choose from on the way to the owner (or to all, under centralization); for
-            each message the one of fewest bytes is taken.
-        pull_format: likewise on the way back.
-        seed: of the hash that deals rows to owners; the same on all ranks.
-        unit: what an index names; see `thinwire.sync.scheme`. Elements and blocks lose rows of zeros.
-        pull_communication: how the sums come back from their owners; None as ``communication``.
-        dense_switch: whether a message may travel dense as soon as that is fewer bytes than every other format,
+        ownership: the partition; None uses the first that fits ``balance``.
+        push_format: formats to choose from on the way to the owner (or to all, under centralization); each
+            message has the one of fewest bytes.
+        pull_format: formats to choose from on the way back.
+        seed: seed of the hash that deals rows to owners; the same on all ranks.
+        unit: meaning of an index; see `thinwire.sync.scheme`. Elements and blocks lose rows of zeros.
+        pull_communication: pattern in which the sums return from their owners; None uses ``communication``.
+        dense_switch: whether a message is sent dense as soon as that is fewer bytes than every other format,
             also where not all rows of its part are present (SparCML's DSAR). The values are the same, but the row
             set grows: rows of zeros then appear as present.
-        servers: only the first so many ranks own parts, as parameter servers do; None for all ranks.
+        servers: number of ranks, the first ones, that own parts, as parameter servers do; None for all ranks.
 
     Raises:
-        ValueError: a combination that has no meaning, with the reason.
+        ValueError: the combination has no meaning; the message gives the reason.
 
     Example:
         >>> import dataclasses
+        >>> from thinwire.schemes import ZEN
         >>> published = dataclasses.replace(ZEN, ownership=Ownership.HIERARCHICAL_HASH)
     """
 
@@ -310,7 +308,7 @@ class Scheme:
 
     @cached_property
     def is_dense(self) -> bool:
-        """Whether every value travels, zeros included, by the process group's own all-reduce."""
+        """Whether every value is sent, zeros included, by the process group's own all-reduce."""
         return self.communication is Communication.NATIVE
 
     @cached_property
@@ -320,31 +318,31 @@ class Scheme:
 
     @cached_property
     def knows_ids(self) -> bool:
-        """Whether all ranks learn the ids of all, so that what is owned is a share of their union."""
+        """Whether all ranks learn the ids of all others, so that owners own shares of the union."""
         return self.ownership in (Ownership.COLUMNS, Ownership.UNION)
 
     @cached_property
     def pull_by(self) -> Communication:
-        """How the sums come back."""
+        """Pattern in which the sums return from their owners."""
         return self.pull_communication or self.communication
 
     @cached_property
     def push_choice(self) -> FormatChoice:
-        """What a message may travel in on the way to the owner, or to all."""
+        """Formats of a message on the way to the owner, or to all ranks."""
         return FormatChoice(self.push_format, self.dense_switch)
 
     @cached_property
     def pull_choice(self) -> FormatChoice:
-        """What a message may travel in on the way back."""
+        """Formats of a message on the way back from the owner."""
         return FormatChoice(self.pull_format, self.dense_switch)
 
     def num_owners(self, world_size: int) -> int:
-        """How many of the ranks own a part: the first so many.
+        """Return the number of ranks, the first ones, that own a part.
 
-        All of them, but for servers; and for a hierarchy, which halves what a rank has while ranks pair up.
+        These are all ranks, except with servers, and in a hierarchy, where only a power of two of ranks can pair up.
 
         Raises:
-            ValueError: fewer ranks than servers.
+            ValueError: there are fewer ranks than servers.
         """
         if self.servers is None:
             return core_size(world_size) if self.communication is Communication.HIERARCHY else world_size
@@ -356,7 +354,7 @@ class Scheme:
         return self.servers
 
     def rows_partition(self, num_rows: int, world_size: int) -> Partition:
-        """Who owns which of ``num_rows`` rows (or units). Only under parallelism, and not for shares of a union.
+        """Return the partition of ``num_rows`` rows (or units); only under parallelism, and not for shares of a union.
 
         Raises:
             ValueError: see `num_owners`.
@@ -368,7 +366,7 @@ class Scheme:
         return owned if num_owners == world_size else FirstRanks(owned, world_size)
 
     def describe(self) -> str:
-        """One line that tells two schemes apart, the same in every process."""
+        """Return a line that identifies the scheme, the same in every process."""
         return self._description
 
     @cached_property
@@ -376,13 +374,13 @@ class Scheme:
         return ", ".join(f"{field.name}={_text(getattr(self, field.name))}" for field in fields(self))
 
     def digest(self) -> int:
-        """64 bits of `describe`, to compare between ranks."""
+        """Return a hash of `describe` in 64 bits, to compare between ranks."""
         return digest64(self.describe().encode())
 
 
 @lru_cache(maxsize=16)
 def _partition(ownership: Ownership, num_rows: int, world_size: int, seed: int) -> Partition:
-    """Kept, because a partition keeps what it has computed about its parts."""
+    """Return a partition, cached because it caches what it computes about its parts."""
     if ownership is Ownership.CONTIGUOUS:
         return Contiguous(num_rows, world_size)
     if ownership is Ownership.BLOCK_CYCLIC:
@@ -413,9 +411,9 @@ def _formats(name: str, value: str | tuple[str, ...]) -> tuple[StrEnum | None, .
 
 
 def begins_with_opening(scheme: Scheme) -> bool:
-    """Whether a scheme needs to know how many rows the ranks hold before it can send; see `Channel.open`.
+    """Return whether a scheme needs the numbers of rows of all ranks before it can send; see `Channel.open`.
 
-    The others are told with the first message. "auto" opens for all of them.
+    The other schemes learn them with the first message. "auto" opens for all schemes.
     """
     direct = scheme.communication is Communication.POINT_TO_POINT
     return not direct or scheme.knows_ids

@@ -1,15 +1,13 @@
 """Patterns in stages: rings, halving and doubling, gathering.
 
-Centralization without merging on the way: the rows of all ranks reach every rank, which adds them up itself.
+Under centralization without merging, the rows of all ranks reach every rank, which adds them up itself. Under
+parallelism parts are added up on their way to their owners, and the sums return, along schedules.
 
-Recursive doubling: in stage i every rank talks to the rank whose number differs in bit i.
-
-With incremental aggregation the partners add up what both have, which is SparCML's SSAR_Recursive_double and ZEN's
-hierarchical centralization; with one-shot aggregation they only collect (AGsparse over a hierarchy). World sizes
-that are not powers of two: the ranks beyond the largest power first hand theirs to a partner, and get the result
-from it at the end.
-
-Parallelism in stages: parts are added up on their way to their owners, and the sums come back, along schedules.
+In recursive doubling every rank exchanges messages in stage i with the rank whose number differs in bit i. With
+incremental aggregation the partners add up what both hold, which is SparCML's SSAR_Recursive_double and ZEN's
+hierarchical centralization; with one-shot aggregation they only collect (AGsparse over a hierarchy). If the world size
+is not a power of two, the ranks beyond the largest power first hand their rows to a partner, and get the result from
+it at the end.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ from thinwire.wire import FormatChoice, Kind, Message
 def gather_and_add(
     rows: SparseRows, choice: FormatChoice, channel: Channel, scale: float, schedule: Sequence[Stage]
 ) -> SparseRows:
-    """Collect the rows of all ranks along a schedule, and add them up in rank order; after `Channel.open`."""
+    """Gather the rows of all ranks along a schedule, and add them up in rank order; after `Channel.open`."""
     whole = Whole(rows.num_rows)
     limit = direct.limit(whole, rows.width, rows)
     messages = all_gather(
@@ -44,10 +42,12 @@ def gather_and_add(
 
 
 def doubling_schedule(rank: int, world_size: int) -> list[Stage]:
-    """The stages of one rank; all ranks have equally many. Stages that hand out the result send all ranks.
+    """Return the stages of one rank in recursive doubling, equally many on all ranks.
+
+    A stage that hands out the result names all ranks.
 
     Example:
-        >>> schedule(2, 3)
+        >>> doubling_schedule(2, 3)
         [Stage(target=0, sends=(2,), source=None, receives=()), Stage(target=None, sends=(), source=None, \
 receives=()), Stage(target=None, sends=(), source=0, receives=(0, 1, 2))]
     """
@@ -73,8 +73,8 @@ def recursive_doubling(rows: SparseRows, choice: FormatChoice, channel: Channel,
 
     Partial sums travel in the dtype of the rows, so that sixteen-bit values are rounded at every stage, and can
     overflow where their mean does not. The sum of two is the same from either side, so all ranks get the same bits.
-    What would travel dense becomes dense before it is added, at every stage and on every rank, sent or not: so
-    partners add the same rows, and ranks that hold the same rows go on holding the same.
+    What would be sent dense becomes dense before it is added, at every stage and on every rank, sent or not: so
+    partners add the same rows, and ranks that hold the same rows keep holding the same.
     """
     whole, stages = Whole(rows.num_rows), Stages(channel)
     held: Piece = rows.ids, rows.values
@@ -97,7 +97,7 @@ def recursive_doubling(rows: SparseRows, choice: FormatChoice, channel: Channel,
 
 
 def _group(rank: int, bit: int, core: int, world_size: int) -> tuple[int, ...]:
-    """The ranks whose contributions a rank of the core has before the stage of a bit."""
+    """Return the ranks whose contributions a rank of the core holds before the stage of a bit."""
     first = rank >> bit << bit
     members = range(first, first + (1 << bit))
     return (*members, *(member + core for member in members if member + core < world_size))
@@ -116,10 +116,10 @@ REDUCE_SCHEDULES = {
     Communication.RING: schedules.ring_reduce_schedule,
     Communication.HIERARCHY: schedules.halving_schedule,
 }
-"""(rank, world size) -> stages in which parts travel to their owners."""
+"""Functions from rank and world size to the stages in which parts travel to their owners."""
 
 GATHER_SCHEDULES = {Communication.RING: schedules.ring_gather_schedule, Communication.HIERARCHY: doubling_schedule}
-"""(rank, world size) -> stages in which what each rank began with travels to all."""
+"""Functions from rank and world size to the stages in which the message of each rank travels to all."""
 
 
 def reduce_scatter(
@@ -130,7 +130,9 @@ def reduce_scatter(
     scale: float,
     schedule: Sequence[Stage],
 ) -> Callable[[], Piece]:
-    """Add up parts along a schedule; returns what gives the total of this rank's own part, or raises what failed.
+    """Add up parts along a schedule; return a function that returns the total of this rank's own part.
+
+    That function raises the failure of any stage.
 
     Partial sums travel in the dtype of the rows, so that sixteen-bit values are rounded at every stage, and can
     overflow where their mean does not. One rank computes the sum of a part, so all ranks get the same bits.
@@ -179,7 +181,7 @@ def gather(
     schedule: Sequence[Stage],
     num_owners: int,
 ) -> SparseRows:
-    """Bring the totals of the owners, who are the first ranks, to all along a schedule; the whole sum, ids sorted."""
+    """Gather the totals of the owners, the first ranks, along a schedule; return the whole sum, ids sorted."""
     channel = stages.channel
     messages = all_gather(
         stages,

@@ -1,4 +1,4 @@
-"""Run a scheme: the one entrance to exact synchronization."""
+"""The entry point of exact synchronization: agree on a scheme, and run it."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ def agree(
     channel: Channel,
     choose: Callable[[SparseRows, Channel], Scheme | TwoLevel] | None = None,
 ) -> tuple[SparseRows, Scheme | TwoLevel]:
-    """This rank's rows, and the scheme that all ranks will run on them.
+    """Return this rank's rows, and the scheme that all ranks will run on them.
 
     Args:
-        prepare: makes this rank's rows. If it raises, every rank raises, none waits.
-        scheme: a Scheme, its name, or "auto" for what ``choose`` makes of the numbers of rows that the ranks hold.
-        choose: the same on all ranks; None for `chosen`.
+        prepare: makes this rank's rows. If it raises, every rank raises, and none waits.
+        scheme: a Scheme, its name, or "auto" for the choice of ``choose`` from the numbers of rows of all ranks.
+        choose: chooses the scheme, the same one on all ranks; None for `chosen`.
 
     Raises:
-        MismatchError, PeerError: see `Channel.open`; whatever ``prepare`` raises, on this rank.
+        MismatchError, PeerError: see `Channel.open`; this rank raises what ``prepare`` raises.
     """
     rows, point = channel.attempt(lambda: (prepare(), _resolved(scheme, channel)))
     channel.max_held = rows.num_rows
@@ -53,12 +53,13 @@ def agree(
 
 
 def chosen(rows: SparseRows, channel: Channel, union: int | None = None) -> Scheme | TwoLevel:
-    """What "auto" takes for rows like these, after a conversation in which ranks told how many they hold.
+    """Return the choice of "auto" for rows like these, after `Channel.open` gathered how many the ranks hold.
 
-    All ranks get the same answer: it follows from numbers that all of them know. The first call measures the machine.
+    All ranks get the same answer, since it follows from numbers that all of them know. The first call measures the
+    machine.
 
     Args:
-        union: rows in the sum, where that is known already.
+        union: number of rows in the sum, or None if it is not known yet.
     """
     hosts, itemsize = ranks_of_hosts(channel.exchange.hosts), rows.values.element_size()
     point = choose(channel.held, rows.num_rows, rows.width, itemsize, union, channel.machine(), hosts=hosts)
@@ -66,7 +67,7 @@ def chosen(rows: SparseRows, channel: Channel, union: int | None = None) -> Sche
 
 
 def placed(point: Scheme | TwoLevel, channel: Channel) -> Scheme | TwoLevel:
-    """A scheme on the hosts of these ranks, where it does not name others."""
+    """Return the scheme with the hosts of these ranks, unless it names hosts itself."""
     return point.placed(channel.exchange.hosts) if isinstance(point, TwoLevel) else point
 
 
@@ -76,7 +77,7 @@ def _resolved(scheme: str | Scheme | TwoLevel, channel: Channel) -> Scheme | Two
 
 
 def synchronize(rows: SparseRows, scheme: Scheme | TwoLevel, channel: Channel, scale: float = 1.0) -> SparseRows:
-    """Sum rows over all ranks of a channel, times ``scale``; after `agree`. The same bits on every rank.
+    """Sum rows over all ranks of a channel, times ``scale``, to the same bits on every rank; after `agree`.
 
     Raises:
         PeerError, CorruptMessageError: see `Channel.swap`.
@@ -92,7 +93,7 @@ def synchronize(rows: SparseRows, scheme: Scheme | TwoLevel, channel: Channel, s
     units = channel.attempt(lambda: to_units(rows, scheme.unit))
     channel.max_held = units.num_rows
     if begins_with_opening(scheme) and (scheme.unit is not Unit.ROWS or not channel.held):
-        channel.open(units.ids.numel())  # sizes for columns; and in a stage only two ranks hear of each other
+        channel.open(units.ids.numel())  # columns need the sizes; and in a stage only two ranks communicate
     return from_units(_summed(units, scheme, channel, scale), rows, scheme.unit)
 
 
@@ -121,7 +122,7 @@ def _by_owners(rows: SparseRows, scheme: Scheme, channel: Channel, scale: float)
 def _by_owners_in_stages(
     rows: SparseRows, partition: Partition, scheme: Scheme, channel: Channel, scale: float
 ) -> SparseRows:
-    """With a push or a pull in stages, or both."""
+    """Sum rows with a push or a pull in stages, or both."""
     rank, world_size = channel.rank, channel.world_size
     push, pull, stages = scheme.push_choice, scheme.pull_choice, Stages(channel)
     if scheme.communication is Communication.POINT_TO_POINT:

@@ -1,4 +1,4 @@
-"""Two levels: ranks on one host reduce first, then hosts synchronize, so that no row leaves a host twice."""
+"""Schemes of two levels: ranks of one host reduce first, then hosts synchronize, so no row leaves a host twice."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ T = TypeVar("T")
 
 TWO_LEVEL_PREFIX = "two_level:"
 CHOICE: Final = FormatChoice(FORMATS)
-"""Inside a host every message takes the format of fewest bytes."""
+"""Formats of messages inside a host: each has the one of fewest bytes."""
 _SEED_OFFSET = 0x2C1B3C6D
-"""Rows are dealt inside a host by another hash than between hosts: with the same, a rank's rows of one residue would
-all have one owner."""
+"""Offset of the seed inside a host: dealt by the same hash as between hosts, a rank's rows of one residue would all
+have one owner."""
 
 Synchronize = Callable[[SparseRows, Scheme, Channel, float], SparseRows]
 
@@ -36,9 +36,9 @@ class TwoLevel:
     """A scheme between hosts, around a reduction inside each of them.
 
     The rows of a host are dealt evenly to its ranks, which add them up; each rank synchronizes its share with the
-    ranks of the same place on the other hosts, and shares the result with its host. So all ranks of a host use its
-    link, and a row crosses it as often as if the host were one rank. Hosts may have unequally many ranks; then those
-    beyond the smallest number only hand in and get back. With one rank on each host this is ``between`` alone.
+    ranks of the same index on the other hosts, and shares the result with its host. So all ranks of a host use its
+    link, and a row crosses it as often as if the host were one rank. Hosts may differ in their numbers of ranks; then
+    those beyond the smallest number only send rows and receive sums. With one rank a host this is ``between`` alone.
 
     Addition is in the order of the ranks inside a host, then in that of ``between`` over the hosts. Sums of a host
     travel in the dtype of the rows: sixteen-bit values are rounded there, and once more by ``between``; they can
@@ -46,10 +46,10 @@ class TwoLevel:
 
     Args:
         between: the scheme among hosts.
-        hosts: the ranks of each host, in the process group; None for what the system tells (`thinwire.comm.hosts`).
+        hosts: the ranks of each host, in the process group; None to discover them (`thinwire.comm.hosts`).
 
     Raises:
-        ValueError: a scheme that cannot run among some of the ranks; ranks that are on two hosts, or on none.
+        ValueError: the scheme cannot run among some of the ranks; or a rank is on two hosts, or on none.
 
     Example:
         >>> TwoLevel(ZEN, hosts=((0, 1), (2, 3)))                     # doctest: +SKIP
@@ -71,12 +71,12 @@ class TwoLevel:
 
     @classmethod
     def of_mesh(cls, between: Scheme, mesh: DeviceMesh) -> TwoLevel:
-        """Hosts as the rows of a mesh of two dimensions: the outer one is hosts, the inner the ranks of a host.
+        """Return the scheme on a mesh of two dimensions, whose rows are hosts and whose columns the ranks of a host.
 
         The process group must have exactly the ranks of the mesh.
 
         Raises:
-            ValueError: a mesh of another number of dimensions.
+            ValueError: the mesh has another number of dimensions.
         """
         if mesh.ndim != 2:
             raise ValueError(
@@ -86,7 +86,7 @@ class TwoLevel:
         return cls(between, tuple(tuple(place[rank] for rank in ranks) for ranks in mesh.mesh.tolist()))
 
     def placed(self, host_of_rank: Sequence[int]) -> TwoLevel:
-        """With hosts given: its own, or those by the number of the host of each rank (`Exchange.hosts`).
+        """Return the scheme with its own hosts, or else with those of ``host_of_rank`` (`Exchange.hosts`).
 
         Raises:
             ValueError: its own hosts do not have exactly the ranks of the group.
@@ -102,7 +102,7 @@ class TwoLevel:
         return self
 
     def within(self) -> Scheme:
-        """The scheme that is left where all ranks are on one host."""
+        """Return the scheme of one level that remains if all ranks are on one host."""
         return Scheme(
             Communication.POINT_TO_POINT,
             Aggregation.INCREMENTAL,
@@ -116,21 +116,21 @@ class TwoLevel:
 
     @property
     def unit(self) -> Unit:
-        """What an index names, on both levels."""
+        """Meaning of one index, on both levels."""
         return self.between.unit
 
     @property
     def is_dense(self) -> bool:
-        """Never: see `Scheme.is_dense`."""
+        """Whether the scheme is dense, as `Scheme.is_dense`: never."""
         return False
 
     def describe(self) -> str:
-        """One line that tells two schemes apart, the same in every process."""
+        """Return a line that identifies the scheme, the same in every process."""
         hosts = "discovered" if self.hosts is None else " | ".join(" ".join(map(str, ranks)) for ranks in self.hosts)
         return f"two_level, hosts={hosts}, between=({self.between.describe()})"
 
     def digest(self) -> int:
-        """64 bits of `describe`, to compare between ranks."""
+        """Return a hash of `describe` in 64 bits, to compare between ranks."""
         return digest64(self.describe().encode())
 
     @staticmethod
@@ -144,7 +144,7 @@ class TwoLevel:
 
 
 def flat(scheme: TwoLevel) -> Scheme | None:
-    """The scheme of one level that a placed one comes down to: one rank on each host, or one host; else None."""
+    """Return the scheme of one level that is equal to a placed one (one rank a host, or one host), or None."""
     assert scheme.hosts is not None, "a scheme is placed before it runs"
     if len(scheme.hosts) == 1:
         return scheme.within()
@@ -153,7 +153,7 @@ def flat(scheme: TwoLevel) -> Scheme | None:
 
 @lru_cache(maxsize=16)
 def shares(scheme: TwoLevel, num_rows: int, world_size: int) -> Partition:
-    """Who on a host of ``world_size`` ranks adds up which of the ``num_rows`` rows (or units)."""
+    """Return the partition of ``num_rows`` rows (or units) among the ``world_size`` ranks of a host."""
     assert scheme.hosts is not None, "a scheme is placed before it runs"
     owned = Permutation(num_rows, min(map(len, scheme.hosts)), scheme.between.seed + _SEED_OFFSET)
     return owned if owned.world_size == world_size else FirstRanks(owned, world_size)
@@ -164,10 +164,10 @@ def all_reduce(
 ) -> SparseRows:
     """Sum rows over all ranks, times ``scale``; ``synchronize`` runs a scheme of one level.
 
-    All ranks first agree on the subject, because after that a rank hears only from some of the others.
+    All ranks first agree on the subject, because after that a rank communicates only with some of the others.
 
     Raises:
-        ValueError: hosts that are not those of the group; a failure of this rank.
+        ValueError: the hosts are not those of the group.
         PeerError, CorruptMessageError: see `Channel.swap`.
     """
     placed = channel.attempt(lambda: scheme.placed(channel.exchange.hosts))
@@ -184,10 +184,10 @@ def all_reduce(
 class _Run:
     """One run of a placed scheme that has two levels.
 
-    A failure does not stop a rank: it takes part to the end, tells the reason in place of its messages, and raises
+    A failure does not stop a rank: it takes part to the end, sends the reason in place of its messages, and raises
     then. So the reason reaches the rank's host, its partners on the other hosts, and by them theirs. Only a rank
-    that cannot tell any more, because a peer or the thread of a conversation is lost, or an exchange failed in the
-    middle, raises at once. Hosts may end apart, so the lane of whoever raises hangs up.
+    that cannot send it any more, because a peer or the thread of a conversation is lost, or an exchange failed in the
+    middle, raises at once. Hosts may end apart, so the lane of a rank that raises hangs up.
     """
 
     def __init__(self, scheme: TwoLevel, channel: Channel, synchronize: Synchronize) -> None:
@@ -211,7 +211,7 @@ class _Run:
         return summed
 
     def _between_hosts(self, reduced: Callable[[], SparseRows], scale: float) -> Piece:
-        """The sum over all hosts of this rank's share, from that over its own host."""
+        """Sum this rank's share over all hosts, given its sum over this host."""
         if self._partners is None:
             rows = reduced()
         else:
@@ -220,7 +220,7 @@ class _Run:
         return rows.ids, rows.values
 
     def _among(self, ranks: Sequence[int]) -> Channel:
-        """A conversation of some of the ranks, this one among them."""
+        """Return a channel among some of the ranks, including this one."""
         subject = self._channel.subject
         name = f"{subject.name} (among ranks {', '.join(map(str, ranks))}, which count from 0 here)"
         exchange = self._channel.exchange.subset(ranks)
@@ -228,7 +228,7 @@ class _Run:
 
 
 def _deferred(work: Callable[[], T]) -> Callable[[], T]:
-    """Does the work now; what failed is raised where the result is asked for, if peers can be told there."""
+    """Do the work now; return a function that returns its result or, if peers can learn of it, raises its failure."""
     try:
         result = work()
     except Exception as error:

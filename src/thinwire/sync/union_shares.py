@@ -1,4 +1,4 @@
-"""Shares of a union that all ranks know, and the sizes of all messages about them: pure functions of shared numbers."""
+"""Shares of a union that all ranks know, and the sizes of their messages, as pure functions of shared numbers."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from thinwire.comm.parcels import parcel_bytes
 from thinwire.wire import ALIGNMENT_BYTES, Format
 
 CHUNK_BYTES = 96 * 1024
-"""A chunk for one owner has at least so many bytes: smaller ones cost more in messages than they save in waiting. Of
+"""Fewest bytes of a chunk for one owner: smaller ones cost more in messages than they save in waiting. Of
 8 ranks on two cores at 100 Mbit/s, in seconds: lstm (113 kB for an owner) 0.305 in one chunk, 0.318 in two; nmt
 (247 kB) 0.928 in one, 0.888 in two, 0.912 in four."""
 MAX_CHUNKS = 4
 
 MIN_DEALT_BYTES = 64 * 1024
-"""Rows are dealt to owners if a rank pushes so many bytes to each; else the messages that it takes cost more than it
+"""Fewest bytes that a rank pushes to each owner for rows to be dealt: with less, the messages cost more than dealing
 saves."""
 
 MAX_DEALT_RANKS = 8
-"""Rows are dealt to owners on up to so many ranks. What it saves falls as 1 / n, while the messages that it takes cost
-processor time, and the ids have to be known first."""
+"""Most ranks on which rows are dealt to owners: the gain falls as 1 / n, while the messages cost processor time, and
+the ids have to be known first."""
 
 EARLY_SHARE = 4
-"""One column in so many is pushed right behind the ids, so that the wire is busy while the ids are on their way. Of 8
-ranks on two cores the round of ids took 20 ms; a quarter of the push of lstm takes 16 ms at 100 Mbit/s."""
+"""Divisor of the columns that are pushed right behind the ids, so that the wire is busy while the ids travel. On 8
+ranks on two cores the round of ids cost 20 ms; a quarter of the push of lstm costs 16 ms at 100 Mbit/s."""
 
 POSTED_BYTES = 64 * 1024 * 1024
-"""Receives are posted before the union is known, for as many rows as could come, if these have no more bytes in all."""
+"""Most bytes in all for which receives are posted before the union is known, for all rows that could come."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What an owner adds up of the union, as a matrix: some columns of all rows, or of the rows dealt to that owner.
+    """The share of the union that an owner adds up: some columns of all rows, or of the rows dealt to that owner.
 
     Columns of all rows are pushed before the ids of other ranks are known.
     """
@@ -56,11 +56,11 @@ class Share:
 
 @dataclass(frozen=True, eq=False)
 class Union:
-    """The union of the ids of all ranks, as all ranks see it once they know them, and how its rows are dealt.
+    """The union of the ids of all ranks, equal on all of them, and the deal of its rows to owners.
 
     Args:
         ids: int64 [u], increasing.
-        positions: of each rank, where in the union its rows are, increasing.
+        positions: indices in the union of the rows of each rank, increasing.
     """
 
     ids: Tensor
@@ -68,12 +68,12 @@ class Union:
 
     @cached_property
     def owned(self) -> list[Tensor]:
-        """For each rank the positions of the rows that it owns, increasing."""
+        """Positions of the rows that each rank owns, increasing."""
         return deal(self.positions, self.ids.numel())
 
     @cached_property
     def _owners_and_places(self) -> tuple[Tensor, Tensor]:
-        """Of each row its owner, and where among the rows of its owner it is."""
+        """The owner of each row, and the index of the row among those of its owner."""
         owners, places = torch.empty_like(self.ids), torch.empty_like(self.ids)
         for rank, rows in enumerate(self.owned):
             owners[rows], places[rows] = rank, torch.arange(rows.numel())
@@ -83,11 +83,11 @@ class Union:
         return self.ids.numel() if share.dealt_to is None else self.owned[share.dealt_to].numel()
 
     def places(self, share: Share) -> Tensor | slice:
-        """Where in the union the rows of a share are."""
+        """Return the indices in the union of the rows of a share."""
         return slice(None) if share.dealt_to is None else self.owned[share.dealt_to]
 
     def pushed(self, share: Share, rank: int) -> tuple[Tensor, Tensor | None]:
-        """Where in a share the rows that a rank pushes are, and which of its rows those are (None for all)."""
+        """Return the indices in a share of the rows that a rank pushes, and those in its own rows (None for all)."""
         held = self.positions[rank]
         if share.dealt_to is None:
             return held, None
@@ -106,18 +106,18 @@ class Union:
 
 
 def deal(positions: Sequence[Tensor], num_rows: int) -> list[Tensor]:
-    """Deal rows to owners, each of them as many: to a rank that holds the row, where that is possible.
+    """Deal rows evenly to owners, each row to a rank that holds it if that is possible.
 
-    An owner that holds a row saves its way to the owner, so that of a row that m of n ranks hold n + m - 2 travel, the
-    least. The m ranks take turns, among all rows of as many holders, so that no owner gets much more than the others.
-    What would be more than u / n rows of a rank goes to those that have fewer. Of 8 ranks the busiest sends 1.014 of
-    the least of lstm and nmt, 1.017 of bert's, because not all hold as many rows; it gets 1.013, 1.013 and 1.020.
+    An owner that holds a row need not send it, so of a row that m of n ranks hold n + m - 2 copies travel, the least.
+    The m ranks take turns, among all rows with m holders, so that no owner gets much more than the others. Rows beyond
+    u / n of a rank go to those that have fewer. Of 8 ranks the busiest sends 1.014 of the least of lstm and nmt, 1.017
+    of bert's, because ranks hold different numbers of rows; it receives 1.013, 1.013 and 1.020.
 
     Args:
-        positions: of each rank, which of the ``num_rows`` rows it holds; each row is held by one at least.
+        positions: indices of the rows, of ``num_rows``, that each rank holds; each row is held by one at least.
 
     Returns:
-        For each rank the rows that it owns, increasing.
+        The rows that each rank owns, increasing.
     """
     holders = torch.bincount(torch.cat(list(positions)), minlength=num_rows)
     order = holders.to(torch.int16).argsort(stable=True)  # sorted by counting
@@ -135,7 +135,7 @@ def deal(positions: Sequence[Tensor], num_rows: int) -> list[Tensor]:
 
 
 def _filling(count: int, rooms: Sequence[int]) -> list[int]:
-    """How many of ``count`` go into each room, the first ones filled first."""
+    """Return how many of ``count`` go into each room, filled in order."""
     filled = []
     for room in rooms:
         filled.append(min(room, count))
@@ -145,13 +145,13 @@ def _filling(count: int, rooms: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class UnionPlan:
-    """What every rank knows after `Channel.open`.
+    """The sizes of all messages, which every rank can compute after `Channel.open`.
 
     Args:
-        held: rows that each rank holds.
-        num_rows, width, itemsize: of the tensor; ``itemsize`` in bytes.
-        formats: to choose from for the ids.
-        by_columns: whether some columns of every row are pushed before the ids are known, or rows are dealt alone.
+        held: number of rows that each rank holds.
+        num_rows, width, itemsize: size of the tensor; ``itemsize`` in bytes.
+        formats: formats to choose from for the ids.
+        by_columns: whether some columns of every row are pushed before the ids are known, or rows are only dealt.
     """
 
     held: tuple[int, ...]
@@ -166,11 +166,11 @@ class UnionPlan:
         return len(self.held)
 
     def format(self, rank: int) -> Format:
-        """In which the ids of a rank travel; DENSE where all rows do."""
+        """Return the format of the ids of a rank; DENSE if it sends all rows."""
         return self._ids[rank][0]
 
     def sent_rows(self, rank: int) -> int:
-        """Rows that travel: those held, or all of them, zeros included, if there is no other format than DENSE."""
+        """Return the number of rows that a rank sends: those held, or all, zeros included, if the format is DENSE."""
         return self.num_rows if self.format(rank) is Format.DENSE else self.held[rank]
 
     def ids_bytes(self, rank: int) -> int:
@@ -178,7 +178,7 @@ class UnionPlan:
 
     @cached_property
     def _ids(self) -> list[tuple[Format, int]]:
-        """Format and bytes of the ids of each rank."""
+        """Format and number of bytes of the ids of each rank."""
         return [self._format_and_bytes(held) for held in self.held]
 
     def _format_and_bytes(self, held: int) -> tuple[Format, int]:
@@ -190,7 +190,7 @@ class UnionPlan:
 
     @cached_property
     def num_early(self) -> int:
-        """Columns that are pushed before the ids are known; as many for each owner, where there are others."""
+        """Number of columns pushed before the ids are known; equal for all owners unless these are all columns."""
         if not self.by_columns:
             return 0
         some = self.width // EARLY_SHARE // self.world_size * self.world_size
@@ -200,11 +200,11 @@ class UnionPlan:
 
     @property
     def ids_lead(self) -> bool:
-        """Whether the ids are not a message of their own, but in front of the first piece that is pushed."""
+        """Whether the ids are sent in front of the first piece that is pushed, not as a message of their own."""
         return self.num_early == self.width
 
     def shares(self, owner: int) -> list[Share]:
-        """What an owner adds up, in the pieces in which it travels; as many for each owner, early ones first.
+        """Return the chunks that an owner adds up, equally many for each owner, early ones first.
 
         Columns are consecutive, and their numbers differ by at most one between owners.
         """
@@ -222,40 +222,40 @@ class UnionPlan:
 
     @cached_property
     def _fullest(self) -> int:
-        """Rows of the rank that sends most; cached, because of 1024 ranks each owner would ask all (17 s a plan)."""
+        """Number of rows of the rank that sends most; cached, since each of 1024 owners would ask all (17 s a plan)."""
         return max(self.sent_rows(rank) for rank in range(self.world_size))
 
     def lead_bytes(self, rank: int, number: int) -> int:
-        """Of the ids of a rank in front of what it pushes of the share of that number."""
+        """Return the bytes of a rank's ids in front of its push of the share of that number."""
         return self.ids_bytes(rank) if self.ids_lead and number == 0 else 0
 
     def least_bytes(self) -> int:
-        """A rank allocates no less than this: what others push to it, and the rows of the fullest in the sum."""
+        """Return the least bytes that a rank allocates: pushes of others, and the rows of the fullest in the sum."""
         row_bytes = self.width * self.itemsize
         pushed = sum(self.sent_rows(rank) for rank in range(self.world_size)) * row_bytes // self.world_size
         return pushed + self._fullest * row_bytes
 
     def values_bytes(self, num_rows: int, share: Share) -> int:
-        """Of a message about a share; of rows dealt never nothing, since it may be awaited before that is known."""
+        """Return the bytes of a message about a share; never 0 for dealt rows, whose number is unknown at first."""
         num_bytes = num_rows * share.width * self.itemsize
         return num_bytes if share.early else max(ALIGNMENT_BYTES, num_bytes)
 
     @cached_property
     def most_rows(self) -> int:
-        """That the union may have."""
+        """Most rows that the union can have."""
         return min(self.num_rows, sum(self.sent_rows(rank) for rank in range(self.world_size)))
 
     def most_sums(self, share: Share) -> int:
-        """Rows that a share may have."""
+        """Return the most rows that a share can have."""
         return self.most_rows if share.early else -(-self.most_rows // self.world_size)
 
     def most_pushed(self, share: Share, rank: int) -> int:
-        """Rows of a share that a rank may push."""
+        """Return the most rows of a share that a rank can push."""
         return self.sent_rows(rank) if share.early else min(self.sent_rows(rank), self.most_sums(share))
 
     @property
     def posts_early(self) -> bool:
-        """Whether receives are posted before the union is known: of up to the fullest's rows and the union's."""
+        """Whether receives are posted before the union is known, sized for the most rows that could come."""
         row_bytes = self.width * self.itemsize
         return (self.world_size * self._fullest + self.most_rows) * row_bytes <= POSTED_BYTES
 
@@ -278,7 +278,7 @@ class UnionPlan:
         return total
 
     def union(self, ids_per_rank: Sequence[Tensor]) -> Union:
-        """What all ranks make of these ids (sorted, unique)."""
+        """Return the union of the ids (sorted, unique) of all ranks."""
         sent = [
             torch.arange(self.num_rows) if self.format(rank) is Format.DENSE else ids
             for rank, ids in enumerate(ids_per_rank)

@@ -1,1 +1,1 @@
-"""Kernels that numba compiles. Importing a module of these imports numba; `dispatch` does, at the first call."""
+"""Kernels that numba compiles; importing one of these modules imports numba, as `dispatch` does at the first call."""

@@ -1,6 +1,6 @@
-"""Ones of a machine word, for kernels that look for them.
+"""Search for the ones of machine words, shared by several kernels.
 
-numba keeps compiled callers by the time stamp of their own file: after a change here, remove ``__pycache__``.
+numba caches compiled callers by the time stamp of their own file: after a change here, remove ``__pycache__``.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import numpy as np
 from thinwire.kernels.jit import Int64, make_popcount, njit
 
 ROOM = 4
-"""Spare entries that `append_ones` may write behind the last position."""
+"""Number of spare entries that `append_ones` may write behind the last position."""
 
 popcount = make_popcount()
 
 
 @njit
 def append_ones(word: Int64, base: int, positions: np.ndarray, count: int) -> int:
-    """Write base + bit for each one of the 64 bits of ``word`` to positions[count:]; returns the new count.
+    """Write base + bit for each one of the 64 bits of ``word`` to positions[count:]; return the new count.
 
-    Four at a time, wanted or not, so that the processor seldom guesses wrong where the loop ends: 4 ns a word with
-    three ones, 11 ns one by one.
+    It writes four at a time, needed or not, so that the processor seldom mispredicts the end of the loop: 4 ns a word
+    with three ones, 11 ns one by one.
     """
     end = count + popcount(word)
     while count < end:
@@ -34,7 +34,7 @@ def append_ones(word: Int64, base: int, positions: np.ndarray, count: int) -> in
 
 @njit
 def list_ones(words: np.ndarray, positions: np.ndarray) -> None:
-    """Positions of all ones, least significant first; ``positions`` has `ROOM` more entries than there are ones."""
+    """Write the positions of all ones, least significant first; ``positions`` has `ROOM` more entries than ones."""
     count = 0
     for word in range(words.size):
         count = append_ones(words[word], 64 * word, positions, count)

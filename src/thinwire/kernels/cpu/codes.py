@@ -1,4 +1,4 @@
-"""Bitmaps, Elias-Fano coding and the checksum on the CPU, compiled by numba. Twins of `reference_codes`."""
+"""Bitmaps, Elias-Fano coding and the checksum on the CPU, compiled by numba; twins of `reference.codes`."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def unpack_bits(bitmap: Tensor) -> Tensor:
 
 
 def _words(bitmap: Tensor) -> np.ndarray:
-    """A copy as int64, aligned and filled up with zeros: a bitmap in a payload lies at any address."""
+    """Return a copy as int64, aligned and padded with zeros: a bitmap in a payload may have any address."""
     words = np.zeros((bitmap.numel() + 7) // 8, dtype=np.int64)
     words.view(np.uint8)[: bitmap.numel()] = bitmap.numpy()
     return words
@@ -101,7 +101,7 @@ def _encode_high(positions: np.ndarray, low_bits: int, high_bits: int, high: np.
 
 @njit
 def _encode_low(positions: np.ndarray, low_bits: int, low: np.ndarray) -> None:
-    """The low bits % 8 of eight gaps fill bits % 8 bytes; the whole bytes above follow, gap after gap."""
+    """Write the low bits % 8 of eight gaps into bits % 8 bytes, then the whole bytes above, gap after gap."""
     whole, rest = low_bits >> 3, low_bits & 7
     stream = (positions.size * rest + 7) >> 3
     mask = (1 << rest) - 1
@@ -135,14 +135,14 @@ def elias_fano_decode(data: Tensor, count: int, size: int) -> Tensor:
 
 @njit
 def _spare_is_zero(low: np.ndarray, count: int, low_bits: int) -> bool:
-    """Whether the bits that round the stream up to a byte are zeros, so that ids have one encoding."""
+    """Return whether the bits that round the stream up to a byte are zeros, so that ids have one encoding."""
     used = count * (low_bits & 7)
     return used & 7 == 0 or low[used >> 3] >> (used & 7) == 0
 
 
 @njit
 def _decode(low: np.ndarray, low_bits: int, positions: np.ndarray) -> None:
-    """Places of ones in the upper part become positions."""
+    """Turn the indices of ones in the upper part into positions."""
     whole, rest = low_bits >> 3, low_bits & 7
     stream = (positions.size * rest + 7) >> 3
     mask = (1 << rest) - 1

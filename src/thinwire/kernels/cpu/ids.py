@@ -1,4 +1,4 @@
-"""Ids on the CPU, compiled by numba: hash them and deal them to owners. Twins of `reference`."""
+"""Hashing and dealing of ids on the CPU, compiled by numba; twins of `reference.rows`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from thinwire.kernels.cpu.memory import as_tensor
 from thinwire.kernels.jit import Int64, njit
 
 _UINT32_MASK = 0xFFFFFFFF
-_EXACT_FLOAT = 1 << 52  # quotients of ids below are right to within one when taken in float64
+_EXACT_FLOAT = 1 << 52  # quotients of smaller ids are right to within one when computed in float64
 
 
 def mix(ids: Tensor, seed: int) -> Tensor:
@@ -72,7 +72,7 @@ def _cut(positions: Tensor, places: Tensor, counts: list[int]) -> list[tuple[Ten
 
 @njit
 def _quotient(id: int, divisor: int, inverse: float) -> Int64:
-    """id // divisor; a 64-bit division takes ten times as long as this product and its correction."""
+    """Return id // divisor; a 64-bit division costs ten times this product and its correction."""
     if inverse == 0.0:
         return id // divisor
     quotient = np.int64(id * inverse)
@@ -156,7 +156,7 @@ def hierarchical_hash(
     ids: Tensor, world_size: int, seed: int, *, hashes: int = 3, parallel_slots: int, serial_slots: int
 ) -> list[Tensor]:
     slots = max(1, parallel_slots // world_size)
-    memory = np.full(world_size * slots, -1, dtype=np.int64)  # of places in ids
+    memory = np.full(world_size * slots, -1, dtype=np.int64)  # holds indices into ids
     won = np.zeros(memory.size, dtype=np.uint8)
     owners = owner_by_hash(ids, world_size, seed).numpy()
     homeless, chosen = np.arange(ids.numel()), np.empty(ids.numel(), dtype=np.int64)
@@ -181,7 +181,7 @@ def _hash_round(
     memory: np.ndarray,
     won: np.ndarray,
 ) -> int:
-    """All write to slots that no earlier round gave away, then all read; who lost comes first in ``homeless``."""
+    """Write all ids to slots that are still free, then read them back; losers come first in ``homeless``."""
     for turn in range(homeless.size):
         place = homeless[turn]
         slot = owners[place] * slots + _mix(ids[place], low, high) % slots
@@ -209,10 +209,10 @@ def _collect(
     filled: np.ndarray,
     counts: np.ndarray,
 ) -> None:
-    """Of each owner the ids in its parallel memory by slot, then those that found none."""
+    """Collect the ids of each owner: those in its parallel memory by slot, then those without a slot."""
     for place in range(owners.size):
         counts[owners[place]] += 1
-    serial = np.zeros(counts.size, dtype=np.int64)  # where the next id of an owner goes
+    serial = np.zeros(counts.size, dtype=np.int64)  # index of the next id of an owner
     start = 0
     for owner in range(counts.size):
         at = start

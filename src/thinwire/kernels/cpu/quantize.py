@@ -1,4 +1,4 @@
-"""Signs, blocks of small integers and powers of two on the CPU, compiled by numba. Twins of `reference_quantize`.
+"""Signs, blocks of small integers and powers of two on the CPU, compiled by numba; twins of `reference.quantize`.
 
 Inner loops have no branches and 32-bit integers (numba's own are 64-bit), so that they are vectorized.
 """
@@ -12,11 +12,11 @@ from thinwire.kernels.cpu.memory import as_tensor
 from thinwire.kernels.jit import njit
 from thinwire.kernels.reference.quantize import POWER_CODES, RANDOM_BITS, packed_codes_bytes
 
-_CHUNK = 1024  # values whose codes wait in the cache to be packed
+_CHUNK = 1024  # values whose codes stay in the cache until they are packed
 _LANES = 64  # sums in flight, so that adding is vectorized
 _UINT32_MASK = 0xFFFFFFFF
 _UINT8_VALUES = 256
-_INFINITY_FLOAT32, _INFINITY_FLOAT64 = 0x7F800000, 0x7FF0000000000000  # their bits, which those of nan lie above
+_INFINITY_FLOAT32, _INFINITY_FLOAT64 = 0x7F800000, 0x7FF0000000000000  # bits of infinity; those of nan are above
 
 
 @njit
@@ -30,7 +30,7 @@ def _finalize(word: np.uint32) -> np.uint32:
 
 @njit
 def _hash(index: np.uint32, low: np.uint32, high: np.uint32) -> np.uint32:
-    """`mix` of an index below 2^32, in 32-bit arithmetic."""
+    """Return `mix` of an index below 2^32, in 32-bit arithmetic."""
     return _finalize(np.uint32(_finalize(np.uint32(index ^ low)) ^ high))
 
 
@@ -48,7 +48,7 @@ def largest_of_blocks(values: Tensor, block: int) -> Tensor:
 
 @njit
 def _largest_words(words: np.ndarray, block: int, magnitude: np.signedinteger, largest: np.ndarray) -> None:
-    """Numbers without their signs are ordered as their bits are, and only maxima of integers are vectorized."""
+    """Find maxima of bits, which have the order of magnitudes, because only maxima of integers are vectorized."""
     for number in range(largest.size):
         found, chunk = largest[number], words[number * block : (number + 1) * block]
         for place in range(chunk.size):
@@ -64,7 +64,7 @@ def pack_signs(values: Tensor, phase: int) -> Tensor:
 
 @njit
 def _pack_signs(values: np.ndarray, phase: int, packed: np.ndarray) -> None:
-    """Eight flags, a byte each, become a byte by one multiplication: their ones meet in the highest byte, in order."""
+    """Pack eight flags, a byte each, by one multiplication: their ones meet in the highest byte, in order."""
     flags = np.empty(_CHUNK, dtype=np.uint8)
     eights = flags.view(np.uint64)
     for start in range(0, values.size, _CHUNK):
@@ -110,7 +110,7 @@ def _add_signs(packed: np.ndarray, scales: np.ndarray, block: int, total: np.nda
     for number in range(scales.size):
         scale = scales[number]
         start, stop = number * block, min((number + 1) * block, total.size)
-        first = min((start + 7) >> 3, stop >> 3)  # of the bytes that belong to this block alone
+        first = min((start + 7) >> 3, stop >> 3)  # first byte that belongs to this block alone
         for place in range(start, min(8 * first, stop)):
             total[place] += -scale if (packed[place >> 3] >> (place & 7)) & 1 else scale
         for byte in range(first, stop >> 3):
@@ -141,7 +141,7 @@ def quantize(values: Tensor, steps: Tensor, block: int, levels: int, bits: int, 
 def _round_to_nearest(
     values: np.ndarray, inverses: np.ndarray, block: int, levels: np.int32, rounder: np.floating, codes: np.ndarray
 ) -> None:
-    """Beside ``rounder`` a number has no room for fractions."""
+    """Round by adding ``rounder``, next to which a float has no bits for fractions."""
     for number in range(inverses.size):
         inverse = inverses[number]
         chunk, out = values[number * block : (number + 1) * block], codes[number * block : (number + 1) * block]
@@ -175,7 +175,7 @@ def _round_at_random(
 
 @njit
 def _pack_codes(codes: np.ndarray, bits: int, packed: np.ndarray) -> None:
-    """Eight codes fill ``bits`` bytes."""
+    """Pack eight codes into ``bits`` bytes."""
     whole = codes.size >> 3
     for group in range(whole):
         word = np.int64(0)
@@ -251,7 +251,7 @@ def _round_float32(
     high: np.uint32,
     codes: np.ndarray,
 ) -> None:
-    """Added to the bits of a number, a random mantissa carries into the exponent with the right probability."""
+    """Add a random mantissa to the bits of a number: it carries into the exponent with the right probability."""
     for place in range(values.size):
         hashed, word, size = _hash(np.uint32(place), low, high), words[place], abs(values[place])
         magnitude = np.int32(min(np.int32(word & np.int32(0x7FFFFFFF)), np.int32(_INFINITY_FLOAT32)))

@@ -1,4 +1,4 @@
-"""Rows on the CPU, compiled by numba: find them, gather, scatter and add them. Twins of `reference`."""
+"""Search, gather, scatter and sum of rows on the CPU, compiled by numba; twins of `reference.rows`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from thinwire.kernels.jit import njit
 from thinwire.kernels.reference import rows as reference
 
 _MASK_BITS = 64
-_FIRST_IDS = 1 << 16  # ids that memory is taken for before the density is known: 512 KiB
+_FIRST_IDS = 1 << 16  # number of ids that memory is allocated for before the density is known: 512 KiB
 _ADDED = (torch.float32, torch.float64, torch.bfloat16)
 
 
@@ -38,7 +38,7 @@ def nonzero_rows(dense: Tensor) -> Tensor:
 
 
 def _grown(found: np.ndarray, count: int, start: int, num_rows: int) -> np.ndarray:
-    """More room, for the density of the rows seen and an eighth more; at least half more, never beyond all rows."""
+    """Grow by the density of the rows seen and an eighth more; at least by half, never beyond all rows."""
     expected = count + (num_rows - start) * count // max(1, start) * 9 // 8
     room = np.empty(min(max(expected, found.size * 3 // 2), num_rows) + _MASK_BITS + ROOM, dtype=np.int64)
     room[:count] = found[:count]
@@ -47,10 +47,10 @@ def _grown(found: np.ndarray, count: int, start: int, num_rows: int) -> np.ndarr
 
 @njit
 def _find_words(words: np.ndarray, start: int, found: np.ndarray, count: int) -> tuple[int, int]:
-    """Append the places of non-zero words from ``start`` on, until ``found`` may be full; returns where it stopped.
+    """Append the indices of non-zero words from ``start`` on, until ``found`` may be full; return where it stopped.
 
-    Comparing 64 words into a mask is vectorized, and the loop over its ones costs what is found, not what is read:
-    1 ns a word at 5 %, where writing every place and advancing on non-zeros takes 2 ns.
+    Comparing 64 words into a mask is vectorized, and the loop over its ones depends on the non-zeros only: 1 ns a word
+    at 5 %, where writing every index and advancing on non-zeros costs 2 ns.
     """
     size = words.size
     while start < size and count + _MASK_BITS + ROOM <= found.size:
@@ -68,7 +68,7 @@ def _find_words(words: np.ndarray, start: int, found: np.ndarray, count: int) ->
 
 @njit
 def _find_rows(words: np.ndarray, row_words: int, start: int, found: np.ndarray, count: int) -> tuple[int, int]:
-    """The same for rows of several words; narrow ones without a branch that the processor could guess wrong."""
+    """Append the indices of non-zero rows of several words; narrow ones without a branch to mispredict."""
     num_rows = words.size // row_words
     stop = min(num_rows, start + found.size - count)
     if row_words == 2:
@@ -89,7 +89,7 @@ def _find_rows(words: np.ndarray, row_words: int, start: int, found: np.ndarray,
 
 @njit
 def _any_word(words: np.ndarray, here: int, end: int) -> bool:
-    """Leaves a row once it is known to be non-zero. Eight words written out are vectorized, a short loop is not."""
+    """Return at the first non-zero words; eight words written out are vectorized, a short loop is not."""
     while here + 8 <= end:
         low = words[here] | words[here + 1] | words[here + 2] | words[here + 3]
         high = words[here + 4] | words[here + 5] | words[here + 6] | words[here + 7]
@@ -107,7 +107,7 @@ def gather_rows(values: Tensor, places: Tensor, out: Tensor | None = None) -> Te
     if out is None:
         out = empty_rows(places.numel(), values.shape[1], values.dtype)
     row_words = reference.row_words(values.detach()), reference.row_words(out)
-    if row_words[0].dtype != row_words[1].dtype:  # one of them lies at an address that is not a multiple of 8
+    if row_words[0].dtype != row_words[1].dtype:  # one of them has an address that is not a multiple of 8
         return torch.index_select(values, 0, places, out=out)
     source, target = (words.numpy() for words in row_words)
     _check(_gather(source, places.numpy(), target), places, values.shape[0])
@@ -116,7 +116,7 @@ def gather_rows(values: Tensor, places: Tensor, out: Tensor | None = None) -> Te
 
 @njit
 def _gather(source: np.ndarray, places: np.ndarray, target: np.ndarray) -> int:
-    """Returns how many rows were copied: all, or those before a place that is not there."""
+    """Copy rows and return their number: all, or those before an index out of range."""
     num_rows, width = source.shape
     for row in range(places.size):
         place = places[row]
@@ -149,7 +149,7 @@ def _scatter(target: np.ndarray, places: np.ndarray, source: np.ndarray) -> int:
 
 
 def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Pieces that increase are added block by block of the sum, others one after the other."""
+    """Sum increasing pieces block by block of the sum, others one after the other."""
     values = pieces[0][1]
     num_rows, width, dtype = 0, values.shape[1], values.dtype
     for ids, _ in pieces:
@@ -176,7 +176,7 @@ def sum_rows_at(
 
 
 def _zeros(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """By numpy, whose zeros are pages that are not touched before the first addition."""
+    """Return zeros of numpy, whose pages are not touched before the first addition."""
     return as_tensor(np.zeros((num_rows, width), dtype=np.float64 if dtype == torch.float64 else np.float32))
 
 
@@ -187,7 +187,7 @@ def _rounded(total: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
 
 
 def _adder(total: Tensor, places: Tensor, values: Tensor) -> Callable[[int, int], None]:
-    """What adds the rows from one of a piece to before another."""
+    """Return a function that adds the rows [first, last) of a piece."""
     narrow = values.dtype == torch.bfloat16 and total.dtype == torch.float32
     values = (values if narrow else values.to(total.dtype)).detach().contiguous()
     kernel = _add_bfloat16 if narrow else _add_float
@@ -218,7 +218,7 @@ def _add_float(total: np.ndarray, places: np.ndarray, values: np.ndarray, first:
 
 @njit
 def _add_bfloat16(total: np.ndarray, places: np.ndarray, values: np.ndarray, first: int, last: int) -> int:
-    """A bfloat16 is the upper half of a float32."""
+    """Add rows of bfloat16, each value the upper half of a float32."""
     num_rows, width = total.shape
     for row in range(first, last):
         place = places[row]

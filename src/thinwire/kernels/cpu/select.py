@@ -1,7 +1,7 @@
-"""The largest elements on the CPU, compiled by numba. Twins of `reference_select`.
+"""Selection of the largest elements on the CPU, compiled by numba; twins of `reference.select`.
 
-Of 25 million float32 (100 MB, read in 6 ms) a count takes 7 ms, a histogram of the leading bits 11 ms, moments 17 ms
-and the choice of 1 % between 15 and 30 ms; ``torch.topk`` takes 700 ms.
+Of 25 million float32 (100 MB, read in 6 ms) a count costs 7 ms, a histogram of the leading bits 11 ms, moments 17 ms
+and the selection of 1 % between 15 and 30 ms; ``torch.topk`` costs 700 ms.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from thinwire.kernels.jit import Int64, njit
 from thinwire.kernels.reference.select import RADIX_BITS, Moments, threshold_key
 
 _LANES = 64  # sums in flight, so that adding is vectorized
-_TABLES = 4  # of 16 KiB, filled in turn: one for each of the digits that are looked at
+_TABLES = 4  # tables of 16 KiB, filled in turn: one for each of the digits of a step
 _SELECT_BLOCK = 32  # elements that are compared before any is chosen
 _FEW = 64  # a share of 1/64 of all elements is cheap to copy: no need to narrow down further
 _LOG_TURNS = 512  # factors below 2, so that their product is finite
 
 
 def _bits(values: Tensor) -> tuple[np.ndarray, np.ndarray, Any]:
-    """The values, their bits as integers, and the mask, of their type, that takes the sign off."""
+    """Return the values, their bits as integers, and the mask, of their type, that removes the sign."""
     array = values.detach().numpy()
     word = np.int32 if array.dtype == np.float32 else np.int64
     return array, array.view(word), word(np.iinfo(word).max)
@@ -39,7 +39,7 @@ def magnitude_moments(values: Tensor, at_least: float = 0.0) -> Moments:
 
 @njit
 def _sums(values: np.ndarray, bits: np.ndarray, mask: Int64, key: Int64) -> tuple[float, float]:
-    """A block is widened first and added then, in loops of one thing and of fixed length: 10 ms instead of 40."""
+    """Sum blocks, widened first and added then, in simple loops of fixed length: 10 ms instead of 40."""
     wide, sums, squares = np.zeros(_LANES), np.zeros(_LANES), np.zeros(_LANES)
     whole = values.size // _LANES * _LANES
     for start in range(0, whole, _LANES):
@@ -64,7 +64,7 @@ def sum_log_magnitudes(values: Tensor) -> float:
 
 @njit
 def _sum_logs(values: np.ndarray) -> float:
-    """Exponents are added and mantissas multiplied, so that one logarithm serves a block."""
+    """Sum logarithms by adding exponents and multiplying mantissas, so that one logarithm serves a block."""
     total, exponents = 0.0, 0
     wide = np.empty(_LANES)
     bits = wide.view(np.int64)
@@ -113,7 +113,7 @@ def select_at_least(values: Tensor, threshold: float, expected: int | None = Non
 def _selected(
     array: np.ndarray, bits: np.ndarray, mask: Int64, key: Int64, expected: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """In memory for as many as expected; if there are more, in memory for all of them."""
+    """Select into memory for the expected number; if there are more, into memory for all of them."""
     room = min(expected, array.size) + _SELECT_BLOCK
     ids, chosen = np.empty(room, dtype=np.int64), np.empty(room, dtype=array.dtype)
     count = int(_select(array, bits, mask, key, ids, chosen))
@@ -126,9 +126,9 @@ def _selected(
 def _select(
     values: np.ndarray, bits: np.ndarray, mask: Int64, key: Int64, ids: np.ndarray, chosen: np.ndarray
 ) -> Int64:
-    """Each element is written behind the last chosen one and kept if it is chosen, without a branch to guess.
+    """Write each element behind the last chosen one and keep it if it is chosen, without a branch to mispredict.
 
-    Returns how many were chosen, or -1 where there was no room for another block.
+    Return the number of chosen elements, or -1 if there was no room for another block.
     """
     count = 0
     for start in range(0, bits.size, _SELECT_BLOCK):
@@ -161,7 +161,7 @@ def leading_magnitudes(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def top_magnitudes(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """A radix select: leading bits are counted until few candidates share those of the ``k``-th largest."""
+    """Select by radix: count leading bits until few candidates share those of the ``k``-th largest."""
     if not 0 <= k <= values.numel():
         raise ValueError(f"there are no {k} largest of {values.numel()} elements")
     array, bits, mask = _bits(values)
@@ -183,7 +183,7 @@ def top_magnitudes(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def _descend(counts: np.ndarray, k: int, above: int) -> tuple[int, int, int]:
-    """The digit of the k-th largest key, how many keys have a larger one, and how many that or a larger one."""
+    """Return the digit of the k-th largest key, the number of keys with a larger one, and of those with at least it."""
     reached = above + counts[::-1].cumsum()
     place = int(np.searchsorted(reached, k))
     return counts.size - 1 - place, int(reached[place - 1]) if place else above, int(reached[place])
@@ -191,7 +191,7 @@ def _descend(counts: np.ndarray, k: int, above: int) -> tuple[int, int, int]:
 
 @njit
 def _histogram(bits: np.ndarray, mask: Int64, shift: int, tables: np.ndarray) -> None:
-    """Leading digits of all keys. Neighbours often have the same one, so they are counted in different tables."""
+    """Count leading digits of all keys, neighbours in different tables, because they often have the same digit."""
     whole = bits.size // _TABLES * _TABLES
     for start in range(0, whole, _TABLES):
         for table in range(_TABLES):
@@ -202,7 +202,7 @@ def _histogram(bits: np.ndarray, mask: Int64, shift: int, tables: np.ndarray) ->
 
 @njit
 def _refine(bits: np.ndarray, mask: Int64, edge: Int64, shift: int, tables: np.ndarray) -> None:
-    """Digits of the keys from ``edge`` on that are in the tables."""
+    """Count the digits, from ``edge`` on, of the keys that are in the range of the tables."""
     size = tables.shape[1]
     whole = bits.size // _TABLES * _TABLES
     for start in range(0, whole, _TABLES):
@@ -217,7 +217,7 @@ def _refine(bits: np.ndarray, mask: Int64, edge: Int64, shift: int, tables: np.n
 
 
 def _largest(ids: np.ndarray, chosen: np.ndarray, mask: Int64, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of candidates; they stay in order."""
+    """Return the k largest candidates, in their order."""
     if ids.size > k:
         keys = chosen.view(type(mask)) & mask
         smallest = np.partition(keys, ids.size - k)[ids.size - k]
@@ -229,7 +229,7 @@ def _largest(ids: np.ndarray, chosen: np.ndarray, mask: Int64, k: int) -> tuple[
 
 @njit
 def _keep(ids: np.ndarray, chosen: np.ndarray, keys: np.ndarray, smallest: Int64, equal: int) -> None:
-    """Moves keys above ``smallest``, and the first ``equal`` that equal it, to the front."""
+    """Move keys above ``smallest``, and the first ``equal`` that equal it, to the front."""
     count = 0
     for place in range(keys.size):
         taken = keys[place] > smallest

@@ -1,4 +1,4 @@
-"""The union of several lists of ids on the CPU, compiled by numba. Twin of `reference.union_places`."""
+"""Union of several lists of ids on the CPU, compiled by numba; twin of `reference.rows.union_places`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from thinwire.kernels.cpu.memory import as_tensor
 from thinwire.kernels.jit import njit
 from thinwire.kernels.reference import rows as reference
 
-_BITS_PER_ID = 512  # a bitmap of so many bits an id takes as long as a merge of 8 pieces, 23 ns an id
+_BITS_PER_ID = 512  # a bitmap of this many bits an id costs the same as a merge of 8 pieces, 23 ns an id
 _MAX_MERGED = 16  # a merge compares the heads of all pieces for each id
 
 
@@ -81,7 +81,7 @@ def _by_merge(pieces: Sequence[np.ndarray]) -> tuple[np.ndarray, list[np.ndarray
 
 @njit
 def _merge(ids: np.ndarray, heads: np.ndarray, ends: np.ndarray, union: np.ndarray, places: np.ndarray) -> int:
-    """Unite pieces ids[heads[i] : ends[i]]; -1 where one of them does not increase."""
+    """Unite pieces ids[heads[i] : ends[i]] and return the size of the union; -1 if one of them does not increase."""
     nothing = np.int64(9223372036854775807)
     smallest = np.full(heads.size, nothing)
     for piece in range(heads.size):

@@ -1,5 +1,5 @@
-"""Kernels for a GPU. Importing a module of these imports Triton; `dispatch` does, at the first call with a CUDA tensor.
+"""Kernels for a GPU; importing one of these modules imports Triton, as `dispatch` does at the first CUDA tensor.
 
-The names that end in ``_into`` and ``_on_device`` never wait for the device. Of them only `nonzero_rows_into` has a
-twin.
+Functions whose names end in ``_into`` and ``_on_device`` never wait for the device. Of them only `nonzero_rows_into`
+has a twin.
 """

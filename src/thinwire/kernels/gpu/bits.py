@@ -1,4 +1,4 @@
-"""Bitmaps on a GPU. They are what the search for non-zeros and the union of ids are made of, too.
+"""Bitmaps on a GPU, which the search for non-zeros and the union of ids use too.
 
 A bitmap is int32 words [ceil(size / 32)], least significant bit first: its bytes are those of `pack_bits`.
 """
@@ -10,36 +10,36 @@ from torch import Tensor
 
 from thinwire.kernels.gpu.jit import jit, launch, num_blocks, popcount, tl
 
-BLOCK_WORDS = 128  # so that one program lists the ones among 4096 bits
+BLOCK_WORDS = 128  # so one program lists the ones among 4096 bits
 BLOCK_IDS = 1024
 
 
 def pack_bits(positions: Tensor, size: int) -> Tensor:
-    """As the reference. Positions outside of [0, size) are left out: to find them would mean to wait."""
+    """Pack bits as the reference, but skip positions outside of [0, size): raising would require waiting."""
     return set_bits([positions], size).view(torch.uint8)[: (size + 7) // 8]
 
 
 def unpack_bits(bitmap: Tensor) -> Tensor:
-    """As the reference. Waits for the number of ones."""
+    """Unpack bits as the reference, after waiting for the number of ones."""
     words = as_words(bitmap)
     return list_ones(words, count_ones(words))
 
 
 def unpack_bits_into(bitmap: Tensor, positions: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """`unpack_bits` without waiting, as in `thinwire.kernels.gpu.find.nonzero_rows_into`."""
+    """Unpack bits without waiting, with the outputs of `thinwire.kernels.gpu.find.nonzero_rows_into`."""
     words = as_words(bitmap)
     return list_ones_into(words, count_ones(words), positions, count)
 
 
 def as_words(bitmap: Tensor) -> Tensor:
-    """A uint8 bitmap as int32 words, copied: it has any length and any address."""
+    """Copy a uint8 bitmap, of any length and address, into int32 words."""
     padded = torch.zeros(num_blocks(bitmap.numel(), 4) * 4, dtype=torch.uint8, device=bitmap.device)
     padded[: bitmap.numel()] = bitmap
     return padded.view(torch.int32)
 
 
 def set_bits(pieces: list[Tensor], size: int) -> Tensor:
-    """The bitmap of all ids int64 in the pieces."""
+    """Return the bitmap of all ids int64 in the pieces."""
     words = torch.zeros(num_blocks(size, 32), dtype=torch.int32, device=pieces[0].device)
     for ids in pieces:
         ids = ids.contiguous()
@@ -48,14 +48,14 @@ def set_bits(pieces: list[Tensor], size: int) -> Tensor:
 
 
 def count_ones(words: Tensor) -> Tensor:
-    """Ones of each block of `BLOCK_WORDS` words, int64."""
+    """Count the ones of each block of `BLOCK_WORDS` words, int64."""
     counts = torch.empty(num_blocks(words.numel(), BLOCK_WORDS), dtype=torch.int64, device=words.device)
     launch(_count_ones, counts.numel(), words, words, counts, words.numel(), BLOCK_WORDS)
     return counts
 
 
 def list_ones(words: Tensor, counts: Tensor) -> Tensor:
-    """Positions int64 of the ones, increasing; ``counts`` is from `count_ones`. Waits for their number."""
+    """Return the positions int64 of the ones, increasing; ``counts`` is from `count_ones`; waits for their number."""
     ends = counts.cumsum(0)
     ids = torch.empty(int(ends[-1]) if ends.numel() else 0, dtype=torch.int64, device=words.device)
     _launch_list_ones(words, counts, ends, ids)
@@ -63,7 +63,7 @@ def list_ones(words: Tensor, counts: Tensor) -> Tensor:
 
 
 def list_ones_into(words: Tensor, counts: Tensor, ids: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The same without waiting: the first positions go to ``ids`` [capacity], and how many to ``count`` [2]."""
+    """Write the first positions of ones to ``ids`` [capacity] and their number to ``count`` [2], without waiting."""
     ends = counts.cumsum(0)
     _launch_list_ones(words, counts, ends, ids)
     total = ends[-1:] if ends.numel() else torch.zeros(1, dtype=torch.int64, device=words.device)
@@ -72,7 +72,7 @@ def list_ones_into(words: Tensor, counts: Tensor, ids: Tensor, count: Tensor) ->
 
 
 def write_count(found: Tensor, capacity: int, count: Tensor) -> None:
-    """``count`` int64 [..., 2] := how many of ``found`` [...] fit, and how many do not, which is the overflow flag."""
+    """Write to ``count`` int64 [..., 2] how many of ``found`` [...] fit, and how many do not, the overflow flag."""
     count.copy_(torch.stack([found.clamp(max=capacity), (found - capacity).clamp(min=0)], dim=-1).view(count.shape))
 
 

@@ -1,6 +1,6 @@
 """Elias-Fano coding and the checksum on a GPU.
 
-Elias-Fano is whole tensor operations of torch around the bitmap kernels, step for step the reference: some 15 launches.
+Elias-Fano is torch operations on whole tensors around the bitmap kernels, step by step as the reference: 15 launches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from thinwire.kernels.reference.codes import (
 
 
 def elias_fano_encode(positions: Tensor, size: int) -> Tensor:
-    """As the reference; never waits, since the size of the code follows from the number of positions."""
+    """Encode as the reference, without waiting, since the size of the code follows from the number of positions."""
     count = positions.numel()
     if count == 0:
         return positions.new_empty(0, dtype=torch.uint8)
@@ -35,7 +35,7 @@ def elias_fano_encode(positions: Tensor, size: int) -> Tensor:
 
 
 def elias_fano_decode(data: Tensor, count: int, size: int) -> Tensor:
-    """As the reference. Waits for the number of ones, and to know that spare bits are zero."""
+    """Decode as the reference, after waiting for the number of ones and the check that spare bits are zero."""
     nothing = data.new_empty(0, dtype=torch.int64)
     if count == 0:
         return nothing
@@ -50,12 +50,12 @@ def elias_fano_decode(data: Tensor, count: int, size: int) -> Tensor:
 
 
 def checksum(buffer: Tensor) -> int:
-    """As the reference. Waits for the sum; `checksum_on_device` does not."""
+    """Return the checksum of the reference; it waits for the sum, which `checksum_on_device` does not."""
     return int(checksum_on_device(buffer)) % 2**64
 
 
 def checksum_on_device(buffer: Tensor) -> Tensor:
-    """The 64 bits of `checksum` as int64 [], on the device."""
+    """Return the 64 bits of `checksum` as int64 [], on the device."""
     aligned = buffer.is_contiguous() and buffer.data_ptr() % 8 == 0 and buffer.storage_offset() % 8 == 0
     words = (buffer if aligned else buffer.clone(memory_format=torch.contiguous_format)).view(torch.int64)
     while words.numel() > 1:
@@ -66,7 +66,7 @@ def checksum_on_device(buffer: Tensor) -> Tensor:
             CHECKSUM_SHIFT, CHECKSUM_CHUNK_WORDS,
         )  # fmt: skip
         words = combined
-    return words.sum()  # of one or none
+    return words.sum()  # of one word or none
 
 
 @cache
@@ -111,7 +111,7 @@ def _bytes(words: Tensor) -> Tensor:
 
 @jit
 def _combine_chunk(words, weights, combined, num_words, SHIFT: tl.constexpr, CHUNK: tl.constexpr):
-    """In int64, which wraps around to the same bits as uint64 once what a shift copies of the sign is masked."""
+    """Combine a chunk in int64, which gives the bits of uint64 once the sign that a shift copies is masked."""
     chunk = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, CHUNK)
     word = tl.load(words + chunk * CHUNK + place, mask=chunk * CHUNK + place < num_words, other=0)

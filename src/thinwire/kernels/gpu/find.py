@@ -13,23 +13,23 @@ from thinwire.kernels.gpu.bits import BLOCK_WORDS, list_ones, list_ones_into
 from thinwire.kernels.gpu.jit import jit, launch, next_power_of_two, num_blocks, tl
 from thinwire.kernels.reference.rows import row_words
 
-_TILE_WORDS = 4096  # a program looks at so many words at once
+_TILE_WORDS = 4096  # words that a program reads at once
 _MAX_COLUMNS = 128
 _BLOCK_ROWS = 32 * BLOCK_WORDS
 
 
 def nonzero_rows(dense: Tensor) -> Tensor:
-    """As the reference. Waits for the number of rows; `nonzero_rows_into` does not."""
+    """Return the non-zero rows as the reference; it waits for their number, which `nonzero_rows_into` does not."""
     return list_ones(*_flag_rows(dense))
 
 
 def nonzero_rows_into(dense: Tensor, ids: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids of the non-zero rows of ``dense`` [num_rows, width], without waiting for how many there are.
+    """Write the ids of the non-zero rows of ``dense`` [num_rows, width], without waiting for their number.
 
     Args:
-        ids: int64 [capacity], to which the first ids go, increasing; what lies behind them is left as it was.
-        count: int64 [2], both on the device. The first becomes the number of ids written, the second the number of
-            those that did not fit: other than zero, it is the flag that ``capacity`` was too small.
+        ids: int64 [capacity], on the device: receives the first ids, increasing; later entries keep their values.
+        count: int64 [2], on the device: receives the number of ids written, and the number of those that did not fit;
+            if that is not zero, ``capacity`` was too small.
 
     Returns:
         (ids, count), on the device.
@@ -41,8 +41,8 @@ def nonzero_rows_into(dense: Tensor, ids: Tensor, count: Tensor) -> tuple[Tensor
 
 
 def nonzero_blocks(flat: Tensor, block_elements: int) -> Tensor:
-    """As `thinwire.kernels.nonzero_blocks`, the shorter last block in the same pass. Waits for their number."""
-    words = row_words(flat.view(-1, 1))  # of one element
+    """Return non-zero blocks as `thinwire.kernels.nonzero_blocks`, in one pass; waits for their number."""
+    words = row_words(flat.view(-1, 1))  # words of one element each
     return list_ones(*_flag_words(words, num_blocks(flat.numel(), block_elements), block_elements))
 
 
@@ -52,7 +52,7 @@ def _flag_rows(dense: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flag_words(words: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
-    """The bitmap of the rows with a non-zero word, and the ones of each block of `BLOCK_WORDS` of its words."""
+    """Return the bitmap of rows with a non-zero word, and the ones of each block of `BLOCK_WORDS` of its words."""
     bitmap = torch.empty(num_blocks(num_rows, 32), dtype=torch.int32, device=words.device)
     counts = torch.zeros(num_blocks(num_rows, _BLOCK_ROWS), dtype=torch.int64, device=words.device)
     columns = min(_MAX_COLUMNS, next_power_of_two(width))

@@ -1,9 +1,9 @@
-"""The hierarchical hashing that ZEN published (OSDI'25, Algorithm 1), on a GPU, for comparison with the permutation.
+"""Hierarchical hashing as published by ZEN (OSDI'25, Algorithm 1), on a GPU, for comparison with the permutation.
 
-A slot goes to the id of the largest key, by one atomic maximum: earlier rounds have larger keys, and in a round the
-last id has. The next launch reads who won, so that no thread can see its own id and lose it afterwards, and the outcome
-is the reference's, whichever thread came first. Compare-and-swap would close that race as well, but the winner would
-be chance, and Triton's has no mask.
+A slot goes to the id of the largest key, by one atomic maximum: earlier rounds have larger keys, and in a round later
+ids do. The next launch reads which id won, so that no thread can see its own id and lose it afterwards, and the outcome
+is the reference's, whichever thread came first. Compare-and-swap would close that race too, but the winner would be
+random, and Triton's has no mask.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from thinwire.kernels.gpu.ids import group_by_owner, hashed_owner, mixed, owner_
 from thinwire.kernels.gpu.jit import jit, launch, num_blocks, tl
 
 _BLOCK = 1024
-_PLACE_BITS = 40  # of a key, so that a tensor has at most 2^40 ids
+_PLACE_BITS = 40  # bits of a key, so that a tensor has at most 2^40 ids
 _LOW_WORD = 0xFFFFFFFF
 
 
 def hierarchical_hash(
     ids: Tensor, world_size: int, seed: int, *, hashes: int = 3, parallel_slots: int, serial_slots: int
 ) -> list[Tensor]:
-    """As the reference, in the same order. ``serial_slots`` is grown to what is needed, so nothing depends on it."""
+    """Partition ids as the reference, in the same order; ``serial_slots`` grows as needed, so nothing depends on it."""
     ids = ids.contiguous()
     slots = max(1, parallel_slots // world_size)
     keys = torch.zeros(world_size * slots, dtype=torch.int64, device=ids.device)
     slot = torch.empty_like(ids)
     homeless = torch.ones(ids.numel(), dtype=torch.int32, device=ids.device)
-    for level in range(1, hashes + 2):  # the last one only looks who won before
+    for level in range(1, hashes + 2):  # the last one only checks which ids won before
         _launch_round(ids, keys, slot, homeless, world_size, slots, seed, level, hashes)
     filled = nonzero_rows(keys.view(-1, 1))
     parallel = ids[(keys[filled] & ((1 << _PLACE_BITS) - 1)) - 1]
@@ -57,7 +57,7 @@ def _try_slots(
     seed_low, seed_high, level_seed_low, level_seed_high, rounds_left,
     WORLD_SIZE: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr, PLACE_BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See who won the round before, and have the others try a slot in this one."""
+    """Check which ids won the round before, and let the others try a slot in this one."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     trying = (place < num_ids) & (tl.load(homeless + place, mask=place < num_ids, other=0) != 0)
     one = tl.full([BLOCK], 1, tl.int64)

@@ -1,7 +1,7 @@
 """Hashes of ids, and their owners under the dealt permutation, on a GPU; ids are split by owner without a sort.
 
-Every block of ids counts those of each owner; the counts of an owner are added up over the blocks; every block then
-writes its ids behind those of the blocks before. So ids of an owner keep their order.
+Every block of ids counts those of each owner; the counts of an owner are added up over the blocks; then every block
+writes its ids behind those of earlier blocks. So ids of an owner keep their order.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from thinwire.kernels.gpu.bits import write_count
 from thinwire.kernels.gpu.jit import jit, launch, num_blocks, tl
 from thinwire.kernels.reference import rows as reference
 
-MAX_OWNERS = 64  # a block looks at its ids once for each owner; beyond, the reference sorts
+MAX_OWNERS = 64  # a block reads its ids once for each owner; beyond, the reference sorts
 _BLOCK = 1024
 _LOW_WORD = 0xFFFFFFFF
 
 
 def mix(ids: Tensor, seed: int) -> Tensor:
-    """As the reference."""
+    """Hash ids as the reference."""
     return _hash(ids, 0, seed)
 
 
 def owner_by_hash(ids: Tensor, world_size: int, seed: int) -> Tensor:
-    """As the reference."""
+    """Return the owners of ids as the reference."""
     return _hash(ids, world_size, seed)
 
 
@@ -39,7 +39,7 @@ def _hash(ids: Tensor, world_size: int, seed: int) -> Tensor:
 
 
 def dealt_ids(owner: int, positions: Tensor, world_size: int, seed: int) -> Tensor:
-    """As the reference."""
+    """Return the ids of an owner as the reference."""
     positions = positions.contiguous()
     ids = torch.empty_like(positions)
     launch(
@@ -50,7 +50,7 @@ def dealt_ids(owner: int, positions: Tensor, world_size: int, seed: int) -> Tens
 
 
 def deal(ids: Tensor, world_size: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """As the reference. Waits for the sizes of the parts; `deal_into` does not."""
+    """Deal ids as the reference; it waits for the sizes of the parts, which `deal_into` does not."""
     if world_size > MAX_OWNERS:
         return reference.deal(ids, world_size, seed)
     positions, places = torch.empty_like(ids), torch.empty_like(ids)
@@ -59,10 +59,10 @@ def deal(ids: Tensor, world_size: int, seed: int) -> list[tuple[Tensor, Tensor]]
 
 
 def group_by_owner(owners: Tensor, world_size: int) -> list[Tensor]:
-    """As the reference. Waits for the sizes of the groups.
+    """Group indices by owner as the reference, after waiting for the sizes of the groups.
 
     Raises:
-        IndexError: an owner that is not in [0, world_size).
+        IndexError: an owner is not in [0, world_size).
     """
     if world_size > MAX_OWNERS:
         return reference.group_by_owner(owners, world_size)
@@ -76,19 +76,20 @@ def group_by_owner(owners: Tensor, world_size: int) -> list[Tensor]:
 def deal_into(
     ids: Tensor, count: Tensor, seed: int, positions: Tensor, places: Tensor, counts: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`deal` to messages of fixed capacity, without waiting for their sizes.
+    """Deal ids to messages of fixed capacity, without waiting for their sizes.
 
     Args:
-        ids: int64 [n], of which the first ``count[0]`` are dealt: what `nonzero_rows_into` gave, with its ``count``.
-        positions: int64 [world_size, capacity]: positions of each owner's ids, increasing.
-        places: int64 [world_size, capacity]: places of these in ``ids``. Behind the last one both stay as they were.
-        counts: int64 [world_size, 2]: how many were written for an owner, and how many did not fit, the overflow flag.
+        ids: int64 [n], of which the first ``count[0]`` are dealt: output of `nonzero_rows_into`, with its ``count``.
+        positions: int64 [world_size, capacity]: receives the positions of each owner's ids, increasing.
+        places: int64 [world_size, capacity]: receives the indices of these in ``ids``. Later entries of both are kept.
+        counts: int64 [world_size, 2]: receives how many ids were written for an owner, and how many did not fit, the
+            overflow flag.
 
     Returns:
-        (positions, places, counts), on the device. What did not fit ``ids`` is not counted here, but in ``count[1]``.
+        (positions, places, counts), on the device. Ids that did not fit ``ids`` are counted in ``count[1]`` only.
 
     Raises:
-        ValueError: more owners than `MAX_OWNERS`, or outputs that are strided or of other shapes.
+        ValueError: there are more owners than `MAX_OWNERS`, or outputs are strided or have other shapes.
     """
     world_size, capacity = positions.shape
     if world_size > MAX_OWNERS:
@@ -104,7 +105,7 @@ def deal_into(
 
 
 def _split(ids: Tensor, world_size: int, seed: int | None, positions: Tensor | None, places: Tensor) -> list[int]:
-    """Write places (and positions) of all owners one after the other; returns their numbers."""
+    """Write the indices (and positions) of all owners one after the other; return their numbers."""
     ids = ids.contiguous()
     count = torch.full((1,), ids.numel(), dtype=torch.int64, device=ids.device)
     before, totals = _count_before(ids, count, world_size, seed)
@@ -113,7 +114,7 @@ def _split(ids: Tensor, world_size: int, seed: int | None, positions: Tensor | N
 
 
 def _count_before(ids: Tensor, count: Tensor, world_size: int, seed: int | None) -> tuple[Tensor, Tensor]:
-    """How many ids of an owner lie before each block [world_size, blocks], and how many there are [world_size]."""
+    """Return how many ids of an owner are before each block [world_size, blocks], and in all [world_size]."""
     counts = torch.empty(world_size, num_blocks(ids.numel(), _BLOCK), dtype=torch.int64, device=ids.device)
     launch(
         _count_owners, counts.shape[1], ids, ids, count, counts, counts.shape[1], *_words(seed or 0),
@@ -140,7 +141,7 @@ def _words(seed: int) -> tuple[int, int]:
 
 @jit
 def mixed(ids, seed_low, seed_high):
-    """`thinwire.kernels.reference.rows.mix`, in uint32."""
+    """Hash as `thinwire.kernels.reference.rows.mix`, in uint32."""
     hashed = _finalize((ids ^ seed_low).to(tl.uint32))
     return _finalize(hashed ^ ((ids >> 32) ^ seed_high).to(tl.uint32))
 
@@ -179,7 +180,7 @@ def _dealt_ids(positions, ids, num_ids, owner, seed_low, seed_high, WORLD_SIZE: 
 
 @jit
 def _owners(ids, count, seed_low, seed_high, WORLD_SIZE: tl.constexpr, DEALT: tl.constexpr, BLOCK: tl.constexpr):
-    """Of a block of ids the positions and the owners, -1 behind the last one; of owners themselves the same."""
+    """Return indices, positions and owners of a block of ids, or of owners themselves; owners are -1 behind the end."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < tl.load(count)
     id = tl.load(ids + place, mask=inside, other=-1)

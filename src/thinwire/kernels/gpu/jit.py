@@ -1,4 +1,4 @@
-"""How a kernel for a GPU is compiled and launched: by Triton, which comes with torch on CUDA.
+"""Compilation and launch of kernels for a GPU by Triton, which comes with torch on CUDA.
 
 Only `thinwire.kernels.dispatch` imports the modules that define such kernels, when the first CUDA tensor arrives. With
 ``TRITON_INTERPRET=1`` in the environment, set before triton is imported, they run in numpy on tensors of the CPU.
@@ -28,13 +28,13 @@ triton, tl = _import_triton()
 def jit(function: Callable[..., Any]) -> Any:
     """Compile at the first launch for the types of its arguments; Triton keeps the machine code on disk.
 
-    Names of a module that kernels read must be ``tl.constexpr``. What a kernel calls has to be made by this too.
+    Names of a module that kernels read must be ``tl.constexpr``. Functions that a kernel calls need this decorator too.
     """
     return triton.jit(function)
 
 
 def launch(kernel: Any, num_programs: int, on: Tensor, *args: Any, **constants: Any) -> None:
-    """Enqueue a kernel on the current stream of the device of ``on``; no programs are no launch."""
+    """Enqueue a kernel on the current stream of the device of ``on``; with no programs nothing is launched."""
     if num_programs:
         with torch.cuda.device(on.device) if on.is_cuda else nullcontext():
             kernel[(num_programs,)](*args, **constants)
@@ -50,7 +50,7 @@ def next_power_of_two(size: int) -> int:
 
 @jit
 def popcount(words):
-    """Ones in each int32: Triton has no function for it that its interpreter knows too."""
+    """Count the ones in each int32; Triton has no function for it that its interpreter supports too."""
     bits = words.to(tl.uint32, bitcast=True)
     bits = bits - ((bits >> 1) & 0x55555555)
     bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)

@@ -1,6 +1,7 @@
-"""Rows of values on a GPU: gathered, scattered, and summed piece by piece in the order given.
+"""Gather, scatter and sum of rows on a GPU; pieces are summed one by one in the given order.
 
-Rows that are not there are neither read nor written; gathered, they are zeros. To raise, as on a CPU, would be to wait.
+Indices out of range are neither read nor written; gathered, their rows are zeros. Raising, as on a CPU, would require
+waiting.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from thinwire.kernels.gpu.jit import jit, launch, next_power_of_two, num_blocks,
 from thinwire.kernels.gpu.union import union_places
 from thinwire.kernels.reference import rows as reference
 
-_TILE = 2048  # elements that a program looks at at once
+_TILE = 2048  # elements that a program reads at once
 _MAX_COLUMNS = 128
 _ACCUMULATORS = {
     torch.float16: torch.float32,
@@ -25,7 +26,7 @@ _ACCUMULATORS = {
 
 
 def gather_rows(values: Tensor, places: Tensor, out: Tensor | None = None) -> Tensor:
-    """As the reference."""
+    """Gather rows as the reference."""
     gathered = values.new_empty(places.numel(), values.shape[1]) if out is None else out
     if not _alike(gathered, values, places):
         return reference.gather_rows(values, places, out)
@@ -34,7 +35,7 @@ def gather_rows(values: Tensor, places: Tensor, out: Tensor | None = None) -> Te
 
 
 def scatter_rows(dense: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """As the reference."""
+    """Scatter rows as the reference."""
     if not _alike(values, dense, ids):
         return reference.scatter_rows(dense, ids, values)
     _copy(_scatter, dense, values, ids)
@@ -46,12 +47,12 @@ def gather_payload(values: Tensor, places: Tensor, scale: float, out: Tensor) ->
 
     Args:
         values: [num_rows, width], contiguous, of a floating dtype.
-        places: int64 [k].
-        scale: multiplied in float32, or float64 for float64 values, before the one rounding.
+        places: indices of the rows, int64 [k].
+        scale: factor, multiplied in float32, or float64 for float64 values, before the only rounding.
         out: [k, width], contiguous, of the dtype that is sent.
 
     Raises:
-        ValueError: a tensor that is not contiguous, or a shape or dtype that does not fit.
+        ValueError: a tensor is not contiguous, or a shape or dtype does not fit.
     """
     fits = out.shape == (places.numel(), values.shape[1]) and out.is_contiguous() and values.is_contiguous()
     if not fits or values.dtype not in _ACCUMULATORS or out.dtype not in _ACCUMULATORS:
@@ -62,7 +63,7 @@ def gather_payload(values: Tensor, places: Tensor, scale: float, out: Tensor) ->
 
 
 def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """As the reference. Waits for the size of the union, and to know which pieces have to be sorted."""
+    """Sum rows as the reference, after waiting for the size of the union and for which pieces need sorting."""
     values = pieces[0][1]
     ends = torch.stack([ids.max() for ids, _ in pieces if ids.numel()] or [torch.zeros((), dtype=torch.int64)])
     rising = torch.stack([(ids[1:] >= ids[:-1]).all() for ids, _ in pieces]).tolist()
@@ -75,10 +76,10 @@ def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tup
 def sum_rows_at(
     pieces: Iterable[tuple[Tensor, Tensor]], num_rows: int, width: int, dtype: torch.dtype, scale: float = 1.0
 ) -> Tensor:
-    """As the reference, without waiting: a launch for each piece, in their order, on the current stream.
+    """Sum rows as the reference, without waiting: a launch for each piece, in their order, on the current stream.
 
-    Equal places that follow one another are added in their order by one thread. A piece whose places fall is summed
-    by one program, row after row: right, and slow; `sum_rows` sorts such a piece first.
+    Runs of equal indices are added in their order by one thread. A piece whose indices decrease is summed by one
+    program, row after row: right, and slow; `sum_rows` sorts such a piece first.
     """
     total = None
     for places, values in pieces:
@@ -113,7 +114,7 @@ def _sort_rows(ids: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _alike(some: Tensor, all_rows: Tensor, places: Tensor) -> bool:
-    """Whether rows can be moved as integers; what else there is goes to the reference."""
+    """Return whether rows can be moved as integers; other tensors go to the reference."""
     same = some.dtype == all_rows.dtype and some.shape == (places.numel(), *all_rows.shape[1:])
     return same and places.dtype == torch.int64 and some.is_contiguous() and all_rows.is_contiguous()
 
@@ -181,7 +182,7 @@ def _gather_scaled(
 
 @jit
 def _rounded(value, dtype: tl.constexpr):
-    """As torch rounds: to 16 bits by way of float32. To bfloat16 in integers: Triton's interpreter cuts bits off."""
+    """Round as torch, to 16 bits by way of float32; to bfloat16 in integers, as Triton's interpreter truncates."""
     if dtype == tl.bfloat16:
         bits = value.to(tl.float32).to(tl.uint32, bitcast=True)
         nearest = tl.where(value != value, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
@@ -195,7 +196,7 @@ def _rounded(value, dtype: tl.constexpr):
 
 @jit
 def _add_rows(values, total, places, falling, num_places, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Each row that begins a run of equal places adds up the run; nothing where places fall."""
+    """Add up each run of equal indices in the program of its first row; do nothing if indices decrease."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     inside = row < num_places * (1 - tl.load(falling))
     place = tl.load(places + row, mask=inside, other=-1)
@@ -220,7 +221,7 @@ def _add_rows(values, total, places, falling, num_places, num_rows, width, ROWS:
 
 @jit
 def _add_rows_one_by_one(values, total, places, falling, num_places, num_rows, width, COLUMNS: tl.constexpr):
-    """What `_add_rows` left: pieces whose places fall, by a program for each range of columns."""
+    """Add a piece whose indices decrease, which `_add_rows` skips, by a program for each range of columns."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     if tl.load(falling) != 0:
         for _ in range(num_places):

@@ -1,4 +1,4 @@
-"""The union of several lists of ids on a GPU: a bitmap, and the ones before each of its words, which are the places."""
+"""Union of several lists of ids on a GPU, by a bitmap and the number of ones before each of its words."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BITS_PER_ID = 512  # a bitmap of more bits an id would be more memory than the i
 
 
 def union_places(pieces: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
-    """As the reference. Waits for the size of the union; `union_places_into` does not.
+    """Return the union as the reference; it waits for its size, which `union_places_into` does not.
 
     Raises:
-        IndexError: an id that is not in [0, size).
+        IndexError: an id is not in [0, size).
     """
     num_ids = sum(piece.numel() for piece in pieces)
     if size > BITS_PER_ID * num_ids:
@@ -35,13 +35,13 @@ def union_places(pieces: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tens
 def union_places_into(
     pieces: Sequence[Tensor], size: int, union: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """`union_places` by a bitmap of ``size`` bits, without waiting: (union, count, places), on the device.
+    """Return (union, count, indices) of `union_places`, on the device, by a bitmap of ``size`` bits, without waiting.
+
+    Indices are right even if the union does not fit. Ids outside of [0, size) are skipped; their indices are -1.
 
     Args:
-        union: int64 [capacity], to which the first ids go; what lies behind them is left as it was.
-        count: int64 [2], how many were written, and how many did not fit, the overflow flag.
-
-    Places are right even where the union does not fit. Ids outside of [0, size) are left out; their places are -1.
+        union: int64 [capacity]: receives the first ids; later entries keep their values.
+        count: int64 [2]: receives how many ids were written, and how many did not fit, the overflow flag.
     """
     words = set_bits(list(pieces), size)
     counts = count_ones(words)

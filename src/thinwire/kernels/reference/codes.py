@@ -17,10 +17,10 @@ _DENSE_BYTES_PER_OCCUPIED = 8  # the same, for unpacking; it bounds the memory t
 
 
 def pack_bits(positions: Tensor, size: int) -> Tensor:
-    """Bitmap of ``size`` bits, least significant first, with ones at the sorted unique ``positions``.
+    """Pack sorted unique ``positions`` as the ones of a bitmap of ``size`` bits, least significant first.
 
     Returns uint8 [ceil(size / 8)]. Work and memory are proportional to the positions, not to the size. One million
-    positions at a density of 46 % take 1.3 ms by a byte for each bit, 20 ms by groups of equal bytes.
+    positions at a density of 46 % cost 1.3 ms by a byte for each bit, 20 ms by groups of equal bytes.
     """
     where = positions.numpy()
     if size <= _DENSE_BITS_PER_POSITION * where.size:
@@ -36,7 +36,7 @@ def pack_bits(positions: Tensor, size: int) -> Tensor:
 
 
 def unpack_bits(bitmap: Tensor) -> Tensor:
-    """Sorted positions int64 of the ones in a uint8 bitmap, least significant bit first."""
+    """Return the sorted positions, int64, of the ones in a uint8 bitmap, least significant bit first."""
     packed = bitmap.numpy()
     if packed.size <= _DENSE_BYTES_PER_OCCUPIED * np.count_nonzero(packed):
         return torch.from_numpy(np.unpackbits(packed, bitorder="little").view(np.bool_).nonzero()[0])
@@ -47,14 +47,14 @@ def unpack_bits(bitmap: Tensor) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def elias_fano_bytes(count: int, size: int) -> int:
-    """Exact bytes of ``count`` positions below ``size`` in Elias-Fano coding; at most those of a bitmap."""
+    """Return the exact bytes of ``count`` positions below ``size`` in Elias-Fano coding; at most those of a bitmap."""
     return _elias_fano_bytes(count, size, elias_fano_low_bits(count, size)) if count else 0
 
 
 def elias_fano_encode(positions: Tensor, size: int) -> Tensor:
-    """Strictly increasing ``positions`` int64 [count] below ``size`` in Elias-Fano coding.
+    """Encode strictly increasing ``positions`` int64 [count] below ``size`` in Elias-Fano coding.
 
-    Coded is gap_i = position_i - i, the absent positions before the i-th, which does not decrease: its low l bits as
+    It codes gap_i = position_i - i, the absent positions before the i-th, which does not decrease: its low l bits as
     they are, and gap_i >> l in unary, as a one at bit (gap_i >> l) + i. That is l + 1 + (1 - d) / (d 2^l) bits a
     position at density d = count / size (Elias 1974 and Fano 1971, with gaps for positions), within 0.6 bits of the
     entropy below d = 1/3, where a bitmap begins to be smaller. docs/wire-format.md has the layout.
@@ -76,10 +76,10 @@ def elias_fano_encode(positions: Tensor, size: int) -> Tensor:
 
 
 def elias_fano_decode(data: Tensor, count: int, size: int) -> Tensor:
-    """Positions int64 of what `elias_fano_encode` gave: uint8 [elias_fano_bytes(count, size)].
+    """Decode the output of `elias_fano_encode`, uint8 [elias_fano_bytes(count, size)], into positions int64.
 
-    Of other bytes it gives an empty tensor, or ``count`` integers that need not increase nor lie below ``size``: where
-    they do, these bytes are the one encoding of them. No more memory is used than for ``8 * data.numel()`` positions.
+    For other bytes it returns an empty tensor, or ``count`` integers that need not increase nor lie below ``size``: if
+    they do, these bytes are their only encoding. It uses no more memory than for ``8 * data.numel()`` positions.
     """
     if count == 0:
         return torch.empty(0, dtype=torch.int64)
@@ -99,7 +99,7 @@ def elias_fano_decode(data: Tensor, count: int, size: int) -> Tensor:
 
 @lru_cache(maxsize=4096)
 def elias_fano_low_bits(count: int, size: int) -> int:
-    """The l of fewest bytes, the smallest of equals: never more than 2 above log2 of the mean gap, which tests hold."""
+    """Return the l of fewest bytes, the smallest of equals: at most 2 above log2 of the mean gap, which tests check."""
     mean_gap = max((size - count) // count, 1)
     return min(range(mean_gap.bit_length() + 2), key=lambda low_bits: _elias_fano_bytes(count, size, low_bits))
 
@@ -109,12 +109,12 @@ def _elias_fano_bytes(count: int, size: int, low_bits: int) -> int:
 
 
 def elias_fano_high_bits(count: int, size: int, low_bits: int) -> int:
-    """Bits of the unary part: a one for each position, and at most so many zeros."""
+    """Return the bits of the unary part: a one for each position, and the largest possible number of zeros."""
     return count + (max(size - count, 0) >> low_bits)
 
 
 def _pack_integers(values: np.ndarray, bits: int) -> np.ndarray:
-    """Integers int64 below 2^bits in ceil(size * bits / 8) bytes: the low bits % 8 of all, then the whole bytes above.
+    """Pack integers below 2^bits in ceil(size * bits / 8) bytes: the low bits % 8 of all, then the whole bytes above.
 
     The low parts are a dense bit stream, least significant first, made of eight at a time: they fill bits % 8 bytes.
     """
@@ -130,7 +130,7 @@ def _pack_integers(values: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _unpack_integers(data: np.ndarray, count: int, bits: int) -> tuple[np.ndarray, bool]:
-    """``count`` integers int64 from `_pack_integers`, and whether the bits that round up to a byte are not zero."""
+    """Unpack ``count`` integers, int64, and return whether the bits that round up to a byte are not zero."""
     whole, rest = divmod(bits, 8)
     stream = (count * rest + 7) // 8
     num_eights = -(-count // 8)
@@ -148,15 +148,15 @@ def _unpack_integers(data: np.ndarray, count: int, bits: int) -> tuple[np.ndarra
 
 
 def checksum(buffer: Tensor) -> int:
-    """64-bit checksum of a uint8 buffer whose length is a multiple of 8.
+    """Return the 64-bit checksum of a uint8 buffer whose length is a multiple of 8.
 
     Each chunk of 4 KiB is combined into one word: each of its words is folded, its upper bits onto its lower ones,
-    and multiplied by an odd weight of its place, and the products are added modulo 2^64. These words are combined in
+    and multiplied by the odd weight of its index, and the products are added modulo 2^64. These words are combined in
     turn, until one is left. Every change confined to one word is detected, since both steps are invertible. Changes of
     several words do not cancel each other as they do in a plain sum (two of the same bit, in every other case): the
     weights are random bits, of which at least 30 would have to be right, so about one in 2^30 does at the very worst,
     where only the uppermost bits changed, and one in 2^64 usually. It reads memory at full speed: 0.3 ms for 8 MB when
-    compiled (1.7 ms here, in three passes); CRC-32 takes 3.4 ms.
+    compiled (1.7 ms here, in three passes); CRC-32 costs 3.4 ms.
     """
     words = buffer.numpy().view(np.uint64)
     while words.size > 1:

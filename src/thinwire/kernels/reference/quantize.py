@@ -9,24 +9,24 @@ from torch import Tensor
 
 from thinwire.kernels.reference.rows import mix
 
-RANDOM_BITS = 24  # of a random number: as many as a float32 holds, so that comparisons are exact
+RANDOM_BITS = 24  # bits of a random number, the number that a float32 holds, so that comparisons are exact
 POWER_CODES = 127  # powers of two that natural compression tells apart; code 0 is zero
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _MANTISSA_BITS = {torch.float32: 23, torch.float64: 52}
 
 
 def packed_codes_bytes(count: int, bits: int) -> int:
-    """Bytes of ``count`` integers of ``bits`` bits each."""
+    """Return the bytes of ``count`` integers of ``bits`` bits each."""
     return (count * bits + 7) // 8
 
 
 def largest_of_blocks(values: Tensor, block: int) -> Tensor:
-    """The largest magnitude in each ``block`` consecutive ``values`` [n], float32 or float64: [ceil(n / block)]."""
+    """Return the largest magnitude of each ``block`` consecutive ``values`` [n], float32 or 64: [ceil(n / block)]."""
     return torch.linalg.vector_norm(_blocked(values, block), float("inf"), dim=1)
 
 
 def pack_signs(values: Tensor, phase: int) -> Tensor:
-    """Signs of ``values`` [n], float32 or float64, eight in a byte, least significant bit first; a one is negative.
+    """Pack the signs of ``values`` [n], float32 or float64, eight a byte, least significant first; a one is negative.
 
     One bit has no room for zero: a zero is negative where its index plus ``phase`` is odd, so that zeros cancel out
     between phases instead of pushing all in one direction.
@@ -44,9 +44,9 @@ def pack_signs(values: Tensor, phase: int) -> Tensor:
 
 
 def mean_of_blocks(values: Tensor, block: int) -> Tensor:
-    """The mean magnitude of each ``block`` consecutive ``values`` [n], float32 or float64: [ceil(n / block)].
+    """Return the mean magnitude of each ``block`` consecutive ``values`` [n], float32 or float64: [ceil(n / block)].
 
-    Added in float64; the order of additions is not defined, so only what a rank tells the others may follow from it.
+    Sums are float64 in an undefined order, so what follows from a mean must be sent to the other ranks.
     """
     count = values.numel()
     if count == 0:
@@ -62,7 +62,7 @@ def add_signs(packed: Tensor, scales: Tensor, block: int, total: Tensor) -> None
     """Add the scale of its block, or minus that, by the signs from `pack_signs`, to each element of ``total`` [n].
 
     Args:
-        scales: of each ``block`` consecutive elements, of the dtype of the total.
+        scales: one for each ``block`` consecutive elements, of the dtype of the total.
     """
     negative = _unpack_codes(packed, total.numel(), 1).to(torch.bool)
     magnitude = scales.repeat_interleave(min(block, total.numel()))[: total.numel()]
@@ -77,10 +77,10 @@ def quantize(values: Tensor, steps: Tensor, block: int, levels: int, bits: int, 
 
     Args:
         values: float32 or float64, finite.
-        steps: of each block of ``block`` consecutive values, of the same dtype, positive, normal numbers.
-        levels: below 2^(bits - 1).
-        bits: 2 to 8.
-        seed: of stochastic rounding, 64 bits; None rounds to the nearest, ties to even.
+        steps: one for each ``block`` consecutive values, of the same dtype, positive, normal numbers.
+        levels: largest multiple, below 2^(bits - 1).
+        bits: bits of a code, 2 to 8.
+        seed: seed of stochastic rounding, 64 bits; None rounds to the nearest, ties to even.
 
     Returns:
         uint8 [ceil(n * bits / 8)]: codes multiple + levels, a bit stream, least significant bit first.
@@ -96,7 +96,7 @@ def quantize(values: Tensor, steps: Tensor, block: int, levels: int, bits: int, 
 
 
 def add_quantized(packed: Tensor, steps: Tensor, block: int, levels: int, bits: int, total: Tensor) -> None:
-    """Add what `quantize` made codes of to ``total`` [n]; negated steps subtract it.
+    """Add the multiples in codes of `quantize` to ``total`` [n]; negated steps subtract them.
 
     Codes above 2 * levels, which `quantize` does not make, count as 2 * levels.
     """
@@ -109,8 +109,8 @@ def round_to_powers(values: Tensor, base: int, seed: int) -> Tensor:
     """Round ``values`` [n] at random to the power of two below or above, such that the expectation is the value.
 
     Codes 1 to 127 stand for the exponents ``base`` + 1 to ``base`` + 127, biased as in the number format, 0 for zero.
-    Below the smallest power the choice is between that and zero, of denormal values too; the expectation is then right
-    to 2^-24 of that power. Above the largest one it is that one, always, and so it is for infinity and nan.
+    A value below the smallest power, denormal or not, becomes that power or zero; the expectation is then right to
+    2^-24 of that power. Values above the largest power, infinity and nan always become the largest power.
 
     Returns uint8 [n]: the sign in the highest bit, the code below.
     """
@@ -128,7 +128,7 @@ def round_to_powers(values: Tensor, base: int, seed: int) -> Tensor:
 
 
 def add_from_table(codes: Tensor, table: Tensor, steps: Tensor, block: int, total: Tensor) -> None:
-    """Add to ``total`` [n] the number that a code (uint8 [n]) has in ``table`` [256], times the step of its block.
+    """Add to ``total`` [n] the number of each code (uint8 [n]) in ``table`` [256], times the step of its block.
 
     ``table`` and ``steps`` (of each block of ``block`` consecutive elements) are of the dtype of ``total``.
     """
@@ -137,24 +137,24 @@ def add_from_table(codes: Tensor, table: Tensor, steps: Tensor, block: int, tota
 
 
 def _random(count: int, seed: int, like: Tensor) -> Tensor:
-    """Whole numbers in [0, 2^24), as floats."""
+    """Return random whole numbers in [0, 2^24), as floats."""
     return (mix(torch.arange(count, device=like.device), seed) >> (32 - RANDOM_BITS)).to(like.dtype)
 
 
 def _power(exponent: int, like: Tensor) -> Tensor:
-    """The power of two with this biased exponent."""
+    """Return the power of two with this biased exponent."""
     bits = torch.tensor(exponent << _MANTISSA_BITS[like.dtype], dtype=_INTEGERS[like.dtype], device=like.device)
     return bits.view(like.dtype)
 
 
 def _blocked(values: Tensor, block: int) -> Tensor:
-    """As [blocks, block], filled up with zeros."""
+    """Return the values as [blocks, block], padded with zeros."""
     blocks = -(-values.numel() // block)
     return torch.nn.functional.pad(values, (0, blocks * block - values.numel())).view(blocks, block)
 
 
 def _pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Integers uint8 [n] below 2^bits: eight fill ``bits`` bytes."""
+    """Pack integers uint8 [n] below 2^bits: eight fill ``bits`` bytes."""
     if bits == 8:
         return codes
     eights = _blocked(codes.long(), 8)
@@ -164,7 +164,7 @@ def _pack_codes(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpack_codes(packed: Tensor, count: int, bits: int) -> Tensor:
-    """The inverse of `_pack_codes`."""
+    """Unpack the output of `_pack_codes`."""
     if bits == 8:
         return packed[:count].clone()
     groups = -(-count // 8)

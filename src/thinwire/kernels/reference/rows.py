@@ -1,4 +1,4 @@
-"""Rows and ids in plain torch: the definition of correct, on any device. `reference_codes` has bitmaps and codes."""
+"""Rows and ids in plain torch: the definition of correct, on any device; module `codes` has bitmaps."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _ACCUMULATE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
 
 def nonzero_rows(dense: Tensor) -> Tensor:
-    """Ids of the rows of ``dense`` [num_rows, width] that hold any non-zero bit, as sorted int64 [k].
+    """Return the ids of the rows of ``dense`` [num_rows, width] with any non-zero bit, sorted int64 [k].
 
     Rows are compared as integers, so nan, inf and denormals count, and a row of negative zeros counts too:
-    that costs bytes and never a value. One pass over the memory: 7 ms for 82 MB on one core, where
-    ``(dense != 0).any(1)`` takes 29 ms.
+    that costs bytes and never a value. It is one pass over the memory: 7 ms for 82 MB on one core, where
+    ``(dense != 0).any(1)`` costs 29 ms.
     """
     if dense.numel() == 0:
         return torch.empty(0, dtype=torch.int64, device=dense.device)
@@ -29,11 +29,11 @@ def nonzero_rows(dense: Tensor) -> Tensor:
 
 
 def nonzero_rows_into(dense: Tensor, ids: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """The same into memory of a fixed size; Triton's twin waits for nothing.
+    """Write the ids of `nonzero_rows` into memory of a fixed size; Triton's twin does not wait for their number.
 
     Args:
-        ids: int64 [capacity], to which the first ids go, increasing; what lies behind them is left as it was.
-        count: int64 [2]. The first becomes the number of ids written, the second the number of those that did not fit.
+        ids: int64 [capacity]: receives the first ids, increasing; later entries keep their values.
+        count: int64 [2]: receives the number of ids written, and the number of those that did not fit.
 
     Returns:
         (ids, count).
@@ -46,9 +46,9 @@ def nonzero_rows_into(dense: Tensor, ids: Tensor, count: Tensor) -> tuple[Tensor
 
 
 def row_words(matrix: Tensor) -> Tensor:
-    """The bits of a matrix [num_rows, width] as the widest integers that divide its rows and its address.
+    """Return the bits of a matrix [num_rows, width] as the widest integers that divide its rows and its address.
 
-    Shares memory with a contiguous matrix; another one is copied. Rows without columns stay so.
+    The result shares memory with a contiguous matrix; another one is copied. Rows without columns stay empty.
     """
     matrix = matrix.contiguous()
     row_bytes, offset_bytes = matrix.shape[1] * matrix.element_size(), matrix.storage_offset() * matrix.element_size()
@@ -58,27 +58,27 @@ def row_words(matrix: Tensor) -> Tensor:
 
 
 def gather_rows(values: Tensor, places: Tensor, out: Tensor | None = None) -> Tensor:
-    """Rows ``places`` int64 [k] of ``values`` [num_rows, width]: [k, width], written to ``out`` if given.
+    """Gather the rows ``places`` int64 [k] of ``values`` [num_rows, width] into [k, width], into ``out`` if given.
 
     ``out`` may be part of a payload, so that rows are read once and written once.
 
     Raises:
-        IndexError: a place that is not a row.
+        IndexError: an index is not that of a row.
     """
     return torch.index_select(values, 0, places) if out is None else torch.index_select(values, 0, places, out=out)
 
 
 def scatter_rows(dense: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """Write ``values`` [k, width] to the rows ``ids`` (int64 [k], unique) of ``dense``, which is returned.
+    """Write ``values`` [k, width] to the rows ``ids`` (int64 [k], unique) of ``dense``, and return it.
 
     Raises:
-        IndexError: an id that is not a row.
+        IndexError: an id is not that of a row.
     """
     return dense.index_copy_(0, ids, values)
 
 
 def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Sum pieces of (ids int64 [k_i], values [k_i, width]) by id, in the order given.
+    """Sum pieces of (ids int64 [k_i], values [k_i, width]) by id, in the given order.
 
     Ids of one piece may repeat and be unsorted. Returns (sorted unique ids [u], values [u, width]) in the
     dtype of the pieces. Sixteen-bit values are summed in float32 and rounded once, and ``scale`` is
@@ -94,9 +94,9 @@ def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tup
 def sum_rows_at(
     pieces: Iterable[tuple[Tensor, Tensor]], num_rows: int, width: int, dtype: torch.dtype, scale: float = 1.0
 ) -> Tensor:
-    """The second half of `sum_rows`, for pieces of (places int64 [k_i] in the sum, values [k_i, width]).
+    """Sum pieces of (indices int64 [k_i] in the sum, values [k_i, width]) into [num_rows, width].
 
-    Pieces are taken from the iterable one by one, so that they can still be arriving. Returns [num_rows, width].
+    Pieces are read from the iterable one by one, so that later ones can still be arriving.
     """
     total = torch.zeros(num_rows, width, dtype=_ACCUMULATE.get(dtype, dtype))
     for places, values in pieces:
@@ -108,7 +108,7 @@ def sum_rows_at(
 
 
 def union_places(pieces: Sequence[Tensor], size: int) -> tuple[Tensor, list[Tensor]]:
-    """The sorted union of ids int64 in [0, size), and for each piece the places of its ids in that union.
+    """Return the sorted union of ids int64 in [0, size), and for each piece the indices of its ids in that union.
 
     Ids of a piece may repeat and be unsorted; increasing ones are faster where they are few.
 
@@ -147,21 +147,21 @@ def hierarchical_hash(
     """Partition unique ids by the two-level hash of ZEN (OSDI'25, Algorithm 1, section 3.2).
 
     The first level, the same on all ranks, gives the owner; the second tries ``hashes`` slots in the
-    owner's parallel memory and appends what finds none to its serial memory.
+    owner's parallel memory and appends ids without a free slot to its serial memory.
 
     Args:
         ids: unique int64 [k], each below 2^62.
-        parallel_slots: r1, over all owners; the paper takes twice the number of ids.
-        serial_slots: r2, over all owners; the paper takes r1 / 10.
+        parallel_slots: r1, over all owners; the paper uses twice the number of ids.
+        serial_slots: r2, over all owners; the paper uses r1 / 10.
 
     Returns:
-        For each owner its ids in memory order (parallel, then serial). Every id is in exactly one list. All twins
+        The ids of each owner in memory order (parallel, then serial). Every id is in exactly one list. All twins
         give the same order: of ids that write to one slot in one round the last one stays.
 
     The paper leaves two holes, closed here. Its read-after-write check is unsound without a barrier: a
     thread may read its own id back before a slower thread overwrites it. Here all writes of a round end
     before the reads begin, and slots won in earlier rounds are never written again. It gives no rule for
-    a full serial memory; here that memory grows by what is needed, so that no id is lost.
+    a full serial memory; here that memory grows as needed, so that no id is lost.
     """
     owners = owner_by_hash(ids, world_size, seed)
     slots = max(1, parallel_slots // world_size)
@@ -184,7 +184,7 @@ def hierarchical_hash(
 
 
 def owner_by_hash(ids: Tensor, world_size: int, seed: int) -> Tensor:
-    """The first level of hierarchical hashing: the owner in [0, world_size) of each id, int64."""
+    """Return the owner in [0, world_size) of each id, int64, by the first level of hierarchical hashing."""
     return (mix(ids, seed) * world_size) >> 32
 
 
@@ -195,7 +195,7 @@ def deal(ids: Tensor, world_size: int, seed: int) -> list[tuple[Tensor, Tensor]]
     (r + hash(q)) mod world_size, at position q.
 
     Returns:
-        For each owner the positions of its ids, increasing, and the places of these in ``ids``.
+        For each owner the positions of its ids, increasing, and the indices of these in ``ids``.
     """
     groups = torch.div(ids, world_size, rounding_mode="floor")
     owners = (ids + owner_by_hash(groups, world_size, seed)) % world_size
@@ -203,11 +203,11 @@ def deal(ids: Tensor, world_size: int, seed: int) -> list[tuple[Tensor, Tensor]]
 
 
 def dealt_ids(owner: int, positions: Tensor, world_size: int, seed: int) -> Tensor:
-    """The inverse of `deal`: ids int64 of an owner at these positions."""
+    """Return the ids int64 of an owner at these positions: the inverse of `deal`."""
     return positions * world_size + (owner - owner_by_hash(positions, world_size, seed)) % world_size
 
 
 def group_by_owner(owners: Tensor, world_size: int) -> list[Tensor]:
-    """For each of ``world_size`` owners the places, increasing, where ``owners`` int64 [k] names it."""
+    """Return for each of ``world_size`` owners its indices in ``owners`` int64 [k], increasing."""
     counts = torch.bincount(owners, minlength=world_size).tolist()
     return list(torch.argsort(owners, stable=True).split(counts))

@@ -1,7 +1,7 @@
-"""Which elements are the largest, in plain torch: moments of magnitudes, counts, and selection.
+"""Selection of the largest elements in plain torch: moments of magnitudes, counts, and selection.
 
-Magnitudes are compared as the integers that the bits of a float without its sign are: they have the order of the
-magnitudes, infinities and NaN come last, and none of them can raise. `kernels.cpu_select` has the compiled twins, which
+Magnitudes are compared as integers, the bits of a float without its sign: they have the order of the magnitudes,
+infinities and NaN come last, and none of them can raise. `thinwire.kernels.cpu.select` has the compiled twins, which
 give equal bits; except sums, in another order, which agree to 1e-12. So only what a rank chooses for itself may follow
 from a sum.
 """
@@ -18,7 +18,7 @@ _KEYS = {torch.float32: (torch.int32, 0x7FFFFFFF), torch.float64: (torch.int64, 
 
 
 class Moments(NamedTuple):
-    """Of magnitudes: how many, their sum, and the sum of their squares, both in float64."""
+    """Moments of magnitudes: their number, their sum, and the sum of their squares, both in float64."""
 
     count: int
     sum: float
@@ -26,7 +26,7 @@ class Moments(NamedTuple):
 
 
 def magnitude_moments(values: Tensor, at_least: float = 0.0) -> Moments:
-    """Moments of the magnitudes that are not zero and at least ``at_least``, of float32 or float64 [n]."""
+    """Return the moments of the magnitudes of float32 or float64 [n] that are not zero and at least ``at_least``."""
     if at_least > 0.0:
         values = values[magnitude_keys(values) >= threshold_key(at_least, values.dtype)]
     wide = values.double()
@@ -34,19 +34,19 @@ def magnitude_moments(values: Tensor, at_least: float = 0.0) -> Moments:
 
 
 def sum_log_magnitudes(values: Tensor) -> float:
-    """The sum of the natural logarithms of the magnitudes that are not zero, of float32 or float64 [n]."""
+    """Return the sum of the natural logarithms of the magnitudes that are not zero, of float32 or float64 [n]."""
     return float(values[values != 0].double().abs().log().sum())
 
 
 def count_at_least(values: Tensor, threshold: float) -> int:
-    """How many of ``values`` (float32 or float64 [n]) have a magnitude of at least ``threshold``, rounded to dtype."""
+    """Count the ``values`` (float32 or float64 [n]) with a magnitude of at least ``threshold``, rounded to dtype."""
     return int((magnitude_keys(values) >= threshold_key(threshold, values.dtype)).sum())
 
 
 def select_at_least(values: Tensor, threshold: float, expected: int | None = None) -> tuple[Tensor, Tensor]:
-    """Places (int64 [k], increasing) and values [k] of magnitudes of at least ``threshold``, rounded to dtype.
+    """Return indices (int64 [k], increasing) and values [k] of magnitudes of at least ``threshold``, rounded to dtype.
 
-    If it is known how many are ``expected``, they need not be counted.
+    If their number is known, pass it as ``expected``, so that they need not be counted.
     """
     del expected
     ids = (magnitude_keys(values) >= threshold_key(threshold, values.dtype)).nonzero().flatten()
@@ -54,7 +54,7 @@ def select_at_least(values: Tensor, threshold: float, expected: int | None = Non
 
 
 def top_magnitudes(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Places (int64 [k], increasing) and values [k] of the ``k`` largest magnitudes; of equal ones the first."""
+    """Return indices (int64 [k], increasing) and values [k] of the ``k`` largest magnitudes, ties by index."""
     if not 0 <= k <= values.numel():
         raise ValueError(f"there are no {k} largest of {values.numel()} elements")
     if k == 0:
@@ -68,10 +68,10 @@ def top_magnitudes(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def leading_magnitudes(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The ``k`` largest magnitudes and those that share the `RADIX_BITS` leading bits with the last of them.
+    """Return the ``k`` largest magnitudes and those that share the `RADIX_BITS` leading bits with the last of them.
 
-    In float32 these are its binary order and an eighth of it: what a search for about ``k`` has to look at. Places
-    int64 [m], increasing, and values [m].
+    The result is indices int64 [m], increasing, and values [m]. In float32 these bits are the binary order and an
+    eighth of it: the candidates of a search for about ``k``.
     """
     if not 1 <= k <= values.numel():
         raise ValueError(f"there is no {k}-th largest of {values.numel()} elements")
@@ -81,13 +81,13 @@ def leading_magnitudes(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def magnitude_keys(values: Tensor) -> Tensor:
-    """Integers in the order of the magnitudes of float32 or float64 values."""
+    """Return integers in the order of the magnitudes of float32 or float64 values."""
     word, mask = _KEYS[values.dtype]
     return values.view(word) & mask
 
 
 def threshold_key(threshold: float, dtype: torch.dtype) -> int:
-    """The key of a threshold; 0, which all magnitudes reach, for one that is not positive."""
+    """Return the key of a threshold; 0, which all magnitudes reach, for one that is not positive."""
     if threshold <= 0.0:
         return 0
     return int(magnitude_keys(torch.tensor([threshold], dtype=torch.float64).to(dtype)))

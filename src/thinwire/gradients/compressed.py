@@ -336,7 +336,7 @@ class Averaging:
     def _average(
         self, lane: Lane, channel: Channel, gradients: NamedGradients, riders: NamedGradients, opening: Booking
     ) -> None:
-        """Average by each reduction. Riders, by the name of their row, join the first all-reduce instead of a round."""
+        """Average by each reduction. Riders, by the name of their row, join an all-reduce and need no round."""
         by_reduction: dict[Reduction, list[tuple[str, Tensor]]] = {}
         for name, gradient in gradients:
             by_reduction.setdefault(self._reduction(name), []).append((name, gradient))

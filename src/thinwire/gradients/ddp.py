@@ -417,7 +417,7 @@ class LeftToDdp:
             self._seen.remove()
 
     def on_gradient(self) -> None:
-        """Queue a callback behind that of DDP, which waits for its buckets when the last one is full."""
+        """Queue a callback before DDP's, which waits for its buckets; `begin` queues another behind that."""
         if self._since is None and self.synchronizes:
             self._since = time.perf_counter()
             Variable._execution_engine.queue_callback(self._computed)

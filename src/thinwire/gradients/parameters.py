@@ -140,9 +140,9 @@ class ParameterHooks:
     Groups are submitted in one order on all ranks: that of a plan; or at first that of registration, reversed, and from
     the second pass on the order in which gradients became ready on rank 0 in the first. A group is submitted when all
     its gradients are ready and all groups before it were submitted; at the end of backward the rest, with zeros for
-    parameters that were not used. So all ranks submit the same, whether or not they computed it. A parameter that some
-    ranks used has the mean on all of them; one that no rank used keeps its ``grad`` of None, so that an optimizer
-    passes over it.
+    parameters that were not used. So all ranks submit the same, independent of their own gradients. A parameter that
+    some ranks used has the mean on all of them; one that no rank used keeps its ``grad`` of None, so that an optimizer
+    skips it.
 
     Parameters may be frozen and unfrozen between two backward passes, on all ranks alike.
 

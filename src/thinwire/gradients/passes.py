@@ -215,7 +215,7 @@ class Passes:
         return self._began
 
     def is_nested(self) -> bool:
-        """Return whether re-entrant checkpointing runs a backward inside of the one that ``finish`` ends."""
+        """Return whether re-entrant checkpointing runs a backward inside of the one that ends with ``finish``."""
         return self._backward.is_nested
 
     def _end_backward(self) -> None:

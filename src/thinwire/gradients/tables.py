@@ -329,7 +329,7 @@ class TableGradient:
 
 
 SMALL_TABLE_BYTES = 256 * 1024
-"""Size of a sum above which a table is synchronized alone: at 100 Mbit/s it costs 20 ms, a header round below 1."""
+"""Size of a sum above which a table is synchronized alone: 20 ms at 100 Mbit/s, where a header round costs below 1."""
 
 
 @dataclass(frozen=True)

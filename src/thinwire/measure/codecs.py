@@ -42,7 +42,7 @@ def measure_codec(lane: Lane, text: str, exchange: str, device: torch.device = _
     """Measure encoding and decoding of one compressor in a job of the lane, which all ranks submit.
 
     Args:
-        text: as `thinwire.compress.named.parse` reads it, or `COPIES`.
+        text: text of `thinwire.compress.named.parse`, or `COPIES`.
         exchange: one that the compressor allows, see `exchanges_of`.
         device: the device of the gradients. They are compressed on the host, so copies there and back count.
 

@@ -124,7 +124,7 @@ def agree(exchange: Exchange, times: Tensor, parameters: tuple[Parameter, ...]) 
 
     Args:
         times: step times as `StepWatch.close` returns them, of the same number of steps on all ranks.
-        parameters: in the order of its columns, the same on all ranks.
+        parameters: parameters in the order of its columns, the same on all ranks.
 
     Raises:
         ValueError: no step was measured.

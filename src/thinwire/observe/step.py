@@ -115,7 +115,7 @@ class ParameterRecord:
         self._dense += dense_bytes
 
     def leave(self, scheme: str) -> None:
-        """Note that from the next step on the parameter is synchronized in its bucket, or not at all."""
+        """Note that from the next step on the parameter is left to another all-reduce, by this scheme."""
         self.scheme, self.formats, self.fused = scheme, "", 1
 
     def finish_step(self) -> None:
@@ -293,7 +293,7 @@ def median_of_slowest(told: Sequence[Sequence[float]], count: int) -> list[float
     """Return the median step, with times of the slowest rank: a gradient is summed when all ranks have it.
 
     Args:
-        told: for each rank its moments, step by step, in seconds.
+        told: gathered moments of each rank, step by step, in seconds.
         count: number of moments of a step.
     """
     slowest = [max(moments) for moments in zip(*told, strict=True)]

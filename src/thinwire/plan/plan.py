@@ -32,7 +32,7 @@ class Group:
     Args:
         parameters: names in backward order.
         size_bytes: bytes of their gradients, uncompressed.
-        compressor: as `thinwire.compress.named.parse` reads it; None for an exact all-reduce. With ``ahead`` it is for
+        compressor: text of `thinwire.compress.named.parse`; None for an exact all-reduce. With ``ahead`` it is for
             the parameters that `thinwire.compress.leave_small` lets through; the others are all-reduced exactly by the
             same job. Otherwise it is for the gradients of the group as one flat tensor.
         exchange: the exchange that averages payloads.

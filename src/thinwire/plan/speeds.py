@@ -155,7 +155,7 @@ class Codec:
     """Costs of a compressor on this device, by the bytes of the uncompressed gradient.
 
     Args:
-        compressor: as `thinwire.compress.named.parse` reads it, or `COPIES`.
+        compressor: text of `thinwire.compress.named.parse`, or `COPIES`.
         exchange: the exchange, which decides what is decoded: one sum, the payloads of all ranks, or pieces twice.
         encode: cost of encoding, with error feedback where `thinwire.attach` adds it, and the checksum.
         decode: cost of decoding what arrives from all ranks together.

@@ -27,7 +27,8 @@ class Sidco(DensitySparsifier):
     """The compressor of `sidco`.
 
     State: ``stages``; ``direction``, in which their number moves; ``steps`` since it was adapted, ``ratio_sum`` of
-    their counts over k, and the ``last_error`` of the mean."""
+    their counts over k, and the ``last_error`` of the mean.
+    """
 
     distribution: Distribution = "exponential"
 

@@ -1,4 +1,4 @@
-"""Sparsifiers, which send some elements of a gradient with their ids; each selection is in a file of its own."""
+"""Sparsifiers, which send some elements of a gradient with their ids; the ways to select are in other files."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Peers(Protocol):
         ...
 
     def among(self, ranks: Sequence[int]) -> Peers:
-        """Return some of the ranks, this one among them, in the order given; no `all_reduce`, no `sparse_sum`."""
+        """Return these ranks, this one among them, numbered in the order given; no `all_reduce`, no `sparse_sum`."""
         ...
 
     def attempt(self, prepare: Callable[[], T]) -> T:

@@ -50,7 +50,8 @@ class _Run:
     """One run of the reduction.
 
     A failure does not stop a rank: it takes part to the end, sends the reason in place of its messages, and raises
-    then. So the reason reaches its host, its partners on the other hosts, and by them theirs."""
+    then. So the reason reaches its host, its partners on the other hosts, and by them theirs.
+    """
 
     def __init__(self, tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> None:
         self._tasks, self._stopwatch, self._world_size = tasks, stopwatch, peers.world_size

@@ -46,7 +46,8 @@ _GLOBAL_TOLERANCE = (2 / 3, 4 / 3)
 class OkTopkTask:
     """The state of one task in a run of Ok-Topk.
 
-    Ids count from 0 in the parameter; in ``reduced`` and ``kept``, in the region."""
+    Ids count from 0 in the parameter; in ``reduced`` and ``kept``, in the region.
+    """
 
     def __init__(self, task: Task) -> None:
         core, self.state = unwrapped(task.compressor, task.state)

@@ -2,7 +2,7 @@
 
 Time is bytes over bandwidth per rank and direction; phases follow one another. As in ZEN (OSDI'25, section 2.3 and
 appendix B.1) elements are 4 bytes, an index in COO is 4 bytes too, headers, padding and latency are left out, ranks
-are alike and links are full duplex. `thinwire.sync.cost` gives what thinwire really sends.
+are alike and links are full duplex. `thinwire.sync.ledger` gives what thinwire really sends.
 
 Throughout, n is ``world_size``, M ``num_bytes`` of the dense tensor, d ``density`` of what one rank holds, and gamma
 ``densification``: the density of what several ranks hold together over d, from 1 to their number.

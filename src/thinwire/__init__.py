@@ -69,7 +69,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """Keeps ``thinwire.attach`` the function: importing the module of that name would put itself in its place."""
+    """The class of this package. It keeps ``thinwire.attach`` the function when the module of that name is imported."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in _MODULE_OF and isinstance(value, ModuleType):

@@ -50,14 +50,14 @@ def attach(
     plan: Plan | None = None,
     fallback: bool = False,
 ) -> Synchronizer:
-    """Synchronize the gradients of a model: sparse ones sent as what they are, others exactly or compressed.
+    """Synchronize the gradients of a model: sparse ones as sparse rows, others exactly or compressed.
 
     From the next backward on, gradients of ``nn.Embedding(sparse=True)`` and the non-zero rows of dense embedding
     gradients travel by ``scheme``; everything else is all-reduced. The mean over ranks is what stock DDP computes, up
     to the rounding of another order of addition, and has the same bits on all ranks. Gradients keep their layout, so
     any optimizer works. Call it on all ranks, after wrapping the model and before the first backward.
 
-    With ``compress`` large matrices that are not tables of embeddings are compressed, which is lossy; see
+    With ``compress`` large matrices that are not embedding tables are compressed, which is lossy; see
     docs/compress.md. A plain module needs no DDP: all ranks get the parameters and buffers of rank 0, and gradients are
     averaged while ``backward`` runs. With ``fuse`` or ``plan`` they travel in groups that suit the link; see
     docs/plan-execution.md.
@@ -66,20 +66,20 @@ def attach(
         model: a ``DistributedDataParallel``, or a plain module that is on all ranks of the default process group.
             All its parameters are on one device.
         scheme: a name of `thinwire.schemes`, a `Scheme` or a `TwoLevel` ("two_level:zen": ranks of one host add up
-            first); "auto" takes the one of fewest bytes at each step.
-        timeout: how long to wait for a peer; None takes that of the model's process group.
+            first); "auto" chooses the one of fewest bytes at each step.
+        timeout: how long to wait for a peer; None means the timeout of the model's process group.
         compress: a compressor of `thinwire.compress`, for all matrices of 1024 elements or more; or a policy, which is
             a function from a ``Parameter`` to a compressor or None; or compressors by name pattern (``fnmatch``).
             Biased compressors without a memory get error feedback.
         exchange: how payloads are averaged: "all_reduce", "all_gather", "two_shot", or a scheme such as "zen" for
-            sparsifiers; "auto" takes the one of fewest bytes that the compressor allows, but no scheme.
+            sparsifiers; "auto" chooses the one of fewest bytes that the compressor allows, but no scheme.
         grad_scaler: the ``torch.amp.GradScaler`` of the training loop. Memories are then kept in units of unscaled
             gradients, and a step that the scaler skips leaves them as they were.
-        optimizer: looked at only: it must have no momentum for parameters whose compressor has it, as that of `dgc`.
-        fuse: a policy of `thinwire.fuse`, for a plain module on the CPU: after ten steps that are measured, gradients
-            travel in its groups.
-        ahead: whether each parameter is compressed for itself, and payloads are fused; False compresses what is
-            compressed of a group as one flat tensor.
+        optimizer: the optimizer to check: it must have no momentum for parameters whose compressor has it, like `dgc`.
+        fuse: a policy of `thinwire.fuse`, for a plain module on the CPU: after ten measured steps, gradients travel
+            in its groups.
+        ahead: whether each parameter is compressed by itself, and payloads are fused; False compresses the compressed
+            parameters of a group as one flat tensor.
         plan: what to compress, and which gradients travel together. For DDP it must have the buckets of the plan, see
             `thinwire.Plan.bucket_cap_mb_list`.
         fallback: whether a plan that is slower than exact synchronization is dropped, on all ranks at the same step.
@@ -136,7 +136,7 @@ def attach(
 
 
 def _found(model: nn.Module) -> nn.Module:
-    """The model itself, or the one DDP that it wraps, as what `torch.compile` and Fabric return does."""
+    """Return the model itself, or the one DDP that it wraps, as results of `torch.compile` and Fabric do."""
     if not isinstance(model, nn.Module):
         raise ValueError(f"attach needs a module, not {type(model).__name__}")
     for module in model.modules():
@@ -165,13 +165,13 @@ def _found(model: nn.Module) -> nn.Module:
 
 
 def _has_all_parameters(part: nn.Module, whole: nn.Module) -> bool:
-    """Whether all that is trained is in a part."""
+    """Return whether all trained parameters of the whole are in a part."""
     known = {id(parameter) for parameter in part.parameters()}
     return all(id(parameter) in known for parameter in whole.parameters() if parameter.requires_grad)
 
 
 def _check_alone(plan: Plan, others: Mapping[str, object]) -> None:
-    """A plan says all that these could say."""
+    """Raise ValueError for an argument that the plan already decides."""
     if not isinstance(plan, Plan):
         raise ValueError(f"plan is {plan!r}: pass a thinwire.Plan, such as thinwire.Plan.load('plan.json')")
     nothing = {"compress": None, "fuse": None, "exchange": AUTO_EXCHANGE, "ahead": True}
@@ -218,7 +218,7 @@ def _check_exact(exchange: object, ahead: bool) -> None:
 
 
 def _intent(model: nn.Module, fuse: Policy | None, plan: Plan | None, fallback: bool, momentum: bool) -> Intent | None:
-    """What to follow, if anything."""
+    """Return what the synchronizer is to follow: a plan, a policy, or None."""
     if plan is None:
         return None if fuse is None else Intent(_names(model), (fuse,), momentum=momentum)
     return Intent(
@@ -255,13 +255,13 @@ def _check_parameters(model: nn.Module) -> None:
 
 
 def _is_any(value: object, module: str, *names: str) -> bool:
-    """Whether it is an instance of classes that only those need to import who use them: 1.2 s for FSDP."""
+    """Return whether a value is of one of these classes, without importing them: FSDP costs 1.2 s."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, tuple(getattr(loaded, name) for name in names))
 
 
 def _dense_parameters(model: nn.Module) -> list[Parameter]:
-    """What can be compressed: real parameters that are trained, and no tables of embeddings."""
+    """Return what can be compressed: real trained parameters that are no embedding tables."""
     tables = {id(table) for table in tables_of(model)}
     return [
         Parameter(name, tuple(parameter.shape), parameter.dtype)
@@ -271,9 +271,9 @@ def _dense_parameters(model: nn.Module) -> list[Parameter]:
 
 
 def _check_momentum(optimizer: torch.optim.Optimizer, plans: Mapping[str, Planned], module: nn.Module) -> None:
-    """Momentum of the optimizer is for parameters without momentum in their compressor alone.
+    """Raise ValueError if the optimizer has momentum for parameters whose compressor has it too.
 
-    A group counts as theirs only if it has nothing else: parameters that are not the module's may be copies of it.
+    A group counts as others' only if it has nothing else: tensors that are not the module's may be copies of it.
     """
     corrected = [name for name, plan in plans.items() if _has_momentum(plan.compressor)]
     others = {id(parameter) for name, parameter in module.named_parameters() if name not in corrected}

@@ -1,4 +1,4 @@
-"""What `thinwire.attach` returns: the account, the state, and the end of a synchronization."""
+"""`Synchronizer`: the statistics, the state, and the end of a synchronization."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _attached: WeakSet[nn.Module] = WeakSet()
 
 
 class Synchronizer:
-    """What `attach` returns: the account, the state, and the end of a synchronization.
+    """A running synchronization, which `attach` returns: its statistics, its state, and its end.
 
-    It keeps its model alive, and the model does not need it: hooks hold what it is made of. When nobody holds either,
+    It keeps its model alive, and the model does not need it: hooks hold its parts. When neither is referenced,
     the model is freed, and its lane with it, as if `detach` had been called.
     """
 
@@ -101,26 +101,27 @@ class Synchronizer:
         self._release.atexit = False  # type: ignore[misc]  # a property, which the stubs make a field
 
     def stats(self) -> dict[str, float]:
-        """Totals of this rank since `attach`: bytes, seconds, steps. Slash names, for any metrics logger.
+        """Return totals of this rank since `attach`: bytes, seconds, steps. Slash names suit any metrics logger.
 
-        ``comm/bytes_sent`` is the traffic of gradients; ``comm/setup_bytes`` are those besides: to find hosts, measure
-        the link and agree, 2 MB at most. ``comm/bytes_dense`` is what stock DDP would have sent: of dense gradients an
-        all-reduce of all, of those of ``sparse=True`` tables torch's own sparse all-reduce, which gathers the rows of
-        all ranks on each. ``comm/rehearsals`` counts how often "auto" tried schemes in a few steps.
+        ``comm/bytes_sent`` is the traffic of gradients; ``comm/setup_bytes`` is all other traffic: to discover hosts,
+        measure the link and agree, 2 MB at most. ``comm/bytes_dense`` is what stock DDP would have sent: an all-reduce
+        of dense gradients, and for ``sparse=True`` tables torch's own sparse all-reduce, which gathers the rows of all
+        ranks on each. ``comm/rehearsals`` counts how often "auto" tried schemes in a few steps.
 
-        ``comm/seconds`` is the time that the lane worked or an all-reduce took, ``comm/exposed_seconds`` the part of it
-        for which the backward pass had to wait, which is all that is seen of a model that is left to DDP. With
-        compression,
-        ``compress/encode_seconds``, ``compress/wire_seconds`` and ``compress/decode_seconds`` are parts of the former,
-        and ``compress/bytes_sent`` is what the jobs of compressed parameters sent, small ones that travel with them
-        included. ``compress/tensor_missing_rate`` is the part of the tensors of which a sparsifier chose no element.
+        ``comm/seconds`` is the time of the lane's jobs and of all-reduces, ``comm/exposed_seconds`` the part of it for
+        which the backward pass had to wait, which is all that can be measured of a model that is left to DDP. With
+        compression, ``compress/encode_seconds``, ``compress/wire_seconds`` and ``compress/decode_seconds`` are parts of
+        the former, and ``compress/bytes_sent`` is what the jobs of compressed parameters sent, including small
+        parameters in the same jobs. ``compress/tensor_missing_rate`` is the fraction of tensors of which a sparsifier
+        selected no element.
 
-        With a plan or a fusion policy ``plan/groups`` are what gradients travel in, ``plan/replans`` tells how often
-        these were planned anew, and ``plan/dropped`` whether the plan was given up; ``plan/predicted_seconds`` and
-        ``plan/measured_seconds`` are those of a step, from the end of the model's forward until the last mean is there.
+        With a plan or a fusion policy ``plan/groups`` is the number of groups that gradients travel in,
+        ``plan/replans`` how often they were planned again, and ``plan/dropped`` whether the plan was dropped;
+        ``plan/predicted_seconds`` and ``plan/measured_seconds`` are seconds of a step from the end of the model's
+        forward until the last mean is known.
 
-        On a GPU ``cuda/pinned_bytes`` is host memory that the lane has, and ``cuda/overflow_rounds`` counts copies of
-        what did not fit it.
+        On a GPU ``cuda/pinned_bytes`` is the lane's pinned host memory, and ``cuda/overflow_rounds`` counts copies of
+        tensors that did not fit it.
         """
         traffic = self._lane.exchange.traffic
         return {
@@ -139,21 +140,21 @@ class Synchronizer:
         }
 
     def table(self) -> list[dict[str, str | int | float]]:
-        """One row per parameter, those that are all-reduced together in one: density, scheme, formats, bytes.
+        """Return one row per parameter or all-reduced group: density, scheme, formats, bytes.
 
-        ``bytes`` were sent by this rank in the last step; ``predicted_bytes`` is what perfectly even ownership
-        would have taken, so the difference is imbalance. ``fused`` is the number of parameters that were synchronized
-        together with this one, itself included; they share the bytes by their rows. ``reason`` says why "auto" took
-        what it took last: bytes and seconds that it expected, and the next best. (The same line is logged, at level
-        INFO of the logger "thinwire", whenever the choice changes.)
+        ``bytes`` were sent by this rank in the last step; ``predicted_bytes`` is the cost with perfectly even
+        ownership, so the difference is imbalance. ``fused`` is the number of parameters that were synchronized
+        together with this one, itself included; they share the bytes by their rows. ``reason`` explains the last choice
+        of "auto": the bytes and seconds that it expected, and the next best. (The same line is logged, at level INFO of
+        the logger "thinwire", whenever the choice changes.)
 
-        Of a compressed parameter ``scheme`` is its exchange, ``formats`` its compressor, and ``density`` the part of
-        its elements that this rank sent.
+        For a compressed parameter ``scheme`` is its exchange, ``formats`` its compressor, and ``density`` the fraction
+        of its elements that this rank sent.
         """
         return [record.row() for record in self._records()]
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Accumulate: gradients of backward passes in it stay here, until the next pass outside sends their sum.
+        """Accumulate gradients of backward passes inside locally, until the next pass outside sends their sum.
 
         Example:
             >>> with sync.no_sync():                 # doctest: +SKIP
@@ -163,7 +164,7 @@ class Synchronizer:
         return self._plug.no_sync()
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to survive a restart for the same decisions to be taken, and the memories of compressors.
+        """Return the state that decisions depend on after a restart, and the memories of compressors.
 
         Plain Python values and tensors, which ``torch.load(..., weights_only=True)`` reads. With compression each rank
         has a state of its own: save all of them, each in a file of its own, or all in one by `gathered`. The tensors
@@ -187,10 +188,10 @@ class Synchronizer:
         self._steps.count = int(state["steps"])
 
     def gathered(self) -> Gathered:
-        """`state_dict` and `load_state_dict` of all ranks at once, for frameworks that have rank 0 write one file.
+        """Return `state_dict` and `load_state_dict` of all ranks at once, for frameworks where rank 0 writes one file.
 
-        Its ``state_dict()`` is called on all ranks, and has the states of all of them on rank 0; its
-        ``load_state_dict()`` takes this rank's out of what rank 0 wrote.
+        Its ``state_dict()`` is called on all ranks, and returns the states of all of them on rank 0; its
+        ``load_state_dict()`` takes this rank's state out of what rank 0 wrote.
 
         Example:
             >>> accelerator.register_for_checkpointing(sync.gathered())              # doctest: +SKIP
@@ -198,12 +199,12 @@ class Synchronizer:
         return Gathered(self._lane, self.state_dict, self.load_state_dict)
 
     def trace(self, steps: int | None = None) -> Trace:
-        """Record what happens when in the next steps: backward of each gradient, and each job with its phases.
+        """Record the timing of the next steps: backward of each gradient, and each job with its phases.
 
-        Under DDP the backward of each bucket, which is all that it tells. On a GPU backward is seen as it is launched.
+        Under DDP only the backward of each bucket can be seen. On a GPU backward is seen as it is launched.
 
         Args:
-            steps: end after so many; None to record until `Trace.stop`, or the end of a ``with`` block.
+            steps: number of steps to record; None to record until `Trace.stop`, or the end of a ``with`` block.
 
         Raises:
             ValueError: another trace is being recorded.
@@ -217,21 +218,21 @@ class Synchronizer:
         return self._steps.start_trace(steps)
 
     def watch_lane(self, watcher: Callable[[float, float], None] | None) -> None:
-        """Have ``watcher`` called with the start and end (`time.perf_counter`) of each job and each all-reduce.
+        """Call ``watcher`` with the start and end (`time.perf_counter`) of each job and each all-reduce.
 
-        That is when the network is busy. Jobs are told on the thread of the lane as they end, all-reduces of buckets at
-        the end of backward. None ends it.
+        Those are the times when the network is busy. It is called on the thread of the lane as a job ends, and for
+        all-reduces of buckets at the end of backward. None removes the watcher.
         """
         self._observe()
         self._lane.watcher = watcher
 
     def _observe(self) -> None:
-        """Have each bucket be seen from now on, by those who watch."""
+        """Let traces and watchers see each bucket from now on."""
         if isinstance(self._plug, LeftToDdp):
             self._plug.observe()
 
     def detach(self) -> None:
-        """Take all hooks off and release the lane, on all ranks; a DDP model is stock again. Twice does nothing."""
+        """Remove all hooks and release the lane, on all ranks; a DDP model is stock again. Safe to call twice."""
         if not self._passes.are_watched:
             return
         self._release.detach()
@@ -245,10 +246,10 @@ class Synchronizer:
         return list(self._gradients.records.values())
 
     def _make_native(self, group: dist.ProcessGroup, device: torch.device) -> NativeAllReduce | None:
-        """What all-reduces beside the lane; None where jobs of the lane do it.
+        """Return the all-reduce beside the lane, or None where jobs of the lane do it.
 
         They do where jobs have to be timed, for gradients of a GPU that the group does not take, and on the CPU for
-        plain modules: their ranks may freeze or use different parameters, of which only the lane's headers tell.
+        plain modules: their ranks may freeze or use different parameters, which only the lane's headers reveal.
         """
         if is_native(group, device) or self._is_left_to_ddp:
             scheme = "NCCL" if is_native(group, device) else name_of(DENSE)
@@ -260,7 +261,7 @@ class Synchronizer:
 
     @property
     def _is_left_to_ddp(self) -> bool:
-        """Whether there is nothing to gain on what stock DDP does."""
+        """Whether there is nothing to gain over stock DDP."""
         is_exact = self._compressed is None and self._intent is None
         return (
             isinstance(self._model, DistributedDataParallel) and is_exact and not has_tables(self._module, self._names)
@@ -314,12 +315,12 @@ class Synchronizer:
 
 
 def _release(passes: Passes, lookups: LookupRows, lane: Lane) -> None:
-    """What `Synchronizer.detach` does, of a model that is gone: nothing to wait for, and not on all ranks at once."""
+    """Detach a model that is gone: like `Synchronizer.detach`, but without waiting, and not on all ranks at once."""
     passes.remove()
     lookups.remove()
     lane.abandon()
 
 
 def is_attached(model: nn.Module) -> bool:
-    """Whether a `Synchronizer` of this model was not detached yet."""
+    """Return whether a `Synchronizer` of this model is not detached yet."""
     return model in _attached

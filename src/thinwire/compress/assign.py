@@ -1,9 +1,4 @@
-"""Which compressor a parameter gets.
-
-Which parameters are compressed at all.
-
-What users write as ``compress=``, and the compressor that each parameter has by it.
-"""
+"""The compressor of each parameter, from the ``compress=`` of users: a compressor, a policy, or name patterns."""
 
 from __future__ import annotations
 
@@ -17,7 +12,7 @@ from thinwire.compress.memory import with_memory
 
 @dataclass(frozen=True)
 class LeaveSmall:
-    """See `leave_small`."""
+    """The policy of `leave_small`."""
 
     compressor: Compressor
     min_elements: int = 1024
@@ -36,20 +31,21 @@ class LeaveSmall:
 
 
 def leave_small(compressor: Compressor, min_elements: int = 1024, min_dimensions: int = 2) -> LeaveSmall:
-    """A policy that leaves small and one-dimensional parameters to an exact all-reduce, as DGC and PowerSGD do.
+    """Return a policy that leaves small and one-dimensional parameters to an exact all-reduce.
 
-    Biases and norms are a thousandth of the bytes, cost a message like any other, and suffer most from a stale value.
+    DGC and PowerSGD do this. Biases and norms are a thousandth of the bytes, cost a message like any other, and suffer
+    most from a stale value.
 
     Args:
-        compressor: for all others.
-        min_elements: with fewer a parameter is left alone.
-        min_dimensions: with fewer, too.
+        compressor: compressor of all other parameters.
+        min_elements: least number of elements of a compressed parameter.
+        min_dimensions: least number of dimensions of a compressed parameter.
 
     Raises:
         ValueError: negative limits.
 
     Example:
-        >>> from thinwire.compress.top_k import top_k
+        >>> from thinwire.compress.methods.select import top_k
         >>> policy = leave_small(top_k(0.01))
         >>> policy(Parameter("fc.bias", (4096,))) is None
         True
@@ -58,19 +54,19 @@ def leave_small(compressor: Compressor, min_elements: int = 1024, min_dimensions
 
 
 Compress = Compressor | Policy | Mapping[str, Compressor | None]
-"""What `thinwire.attach` takes as ``compress``."""
+"""Type of the argument ``compress`` of `thinwire.attach`."""
 
 
 def assign(compress: Compress, parameters: Sequence[Parameter]) -> dict[str, Compressor]:
-    """The compressor of each parameter that has one, by name, with error feedback where it is needed.
+    """Return the compressor of each compressed parameter, by name, with error feedback where it is needed.
 
     Args:
         compress: a compressor, for which `leave_small` decides; a policy; or compressors by name pattern, as
-            ``fnmatch`` has it, of which the first that fits counts and None stands for an exact all-reduce.
-        parameters: all that can be compressed.
+            in ``fnmatch``, of which the first match counts and None stands for an exact all-reduce.
+        parameters: all parameters that can be compressed.
 
     Raises:
-        ValueError: a pattern that fits no parameter; something else than a compressor; a compressor that refuses a
+        ValueError: a pattern that matches no parameter; a value that is no compressor; a compressor that refuses a
             parameter.
     """
     policy = _policy(compress, parameters)
@@ -97,7 +93,7 @@ def _policy(compress: Compress, parameters: Sequence[Parameter]) -> Policy:
 
 
 def _called(policy: Callable[[Parameter], object]) -> Policy:
-    """A policy whose mistakes say so: ``compress=top_k`` is a function of a density, not of a parameter."""
+    """Return the policy with clear errors: ``compress=top_k`` is a function of a density, not of a parameter."""
     name = getattr(policy, "__name__", repr(policy))
 
     def call(parameter: Parameter) -> Compressor | None:

@@ -1,4 +1,4 @@
-"""What a compressor did not send is not lost: error feedback and momentum correction, as wrappers."""
+"""Memories of the unsent rest of gradients: error feedback and momentum correction, as wrappers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from thinwire.compress.wrappers import Wrapper, core_of, unwrapped
 
 @dataclass(frozen=True)
 class ErrorFeedback(Wrapper):
-    """Add to each gradient what was not sent of the last ones (Seide et al. 2014; Karimireddy et al., ICML'19).
+    """A wrapper that adds to each gradient the unsent rest of the last ones.
 
-    ``p = g + decay * e``; send ``C(p)``; ``e = p - C(p)``. State of a parameter: ``error``, of its shape, float32 for
-    16-bit gradients (in 16 bits the small rest would vanish), and the state of the wrapped compressor as ``inner``.
+    (Seide et al. 2014; Karimireddy et al., ICML'19.) ``p = g + decay * e``; send ``C(p)``; ``e = p - C(p)``. State of a
+    parameter: ``error``, of its shape, float32 for 16-bit gradients (in 16 bits the small rest would vanish), and the
+    state of the wrapped compressor as ``inner``.
 
     Args:
         inner: the compressor.
-        decay: what part of the memory is added, in [0, 1]; 1 conserves everything.
+        decay: fraction of the memory that is added, in [0, 1]; 1 conserves everything.
 
     Raises:
         ValueError: a decay outside [0, 1]; a compressor that has a memory already.
@@ -70,10 +71,10 @@ class ErrorFeedback(Wrapper):
 
 
 def error_feedback(inner: Compressor, decay: float = 1.0) -> ErrorFeedback:
-    """Have a compressor remember what it does not send, see `ErrorFeedback`. `thinwire.attach` does it where needed.
+    """Return a compressor that remembers its unsent rest, see `ErrorFeedback`; `thinwire.attach` adds it if needed.
 
     Example:
-        >>> from thinwire.compress.top_k import top_k
+        >>> from thinwire.compress.methods.select import top_k
         >>> error_feedback(top_k(0.01)).name
         'error_feedback(top_k(0.01))'
     """
@@ -88,10 +89,10 @@ def momentum_correction(
     clip_norm: float | None = None,
     masking: bool = True,
 ) -> MomentumCorrection:
-    """Have momentum before a sparsifier instead of in the optimizer, see `MomentumCorrection`.
+    """Return a sparsifier with momentum before it instead of in the optimizer, see `MomentumCorrection`.
 
     Example:
-        >>> from thinwire.compress.top_k import top_k
+        >>> from thinwire.compress.methods.select import top_k
         >>> momentum_correction(top_k(0.01), 0.5).name
         'momentum_correction(top_k(0.01), 0.5)'
     """
@@ -99,32 +100,32 @@ def momentum_correction(
 
 
 def with_memory(compressor: Compressor) -> Compressor:
-    """The compressor, with error feedback around it if it is biased and forgets what it does not send."""
+    """Return the compressor, with error feedback around it if it is biased and forgets its unsent rest."""
     return ErrorFeedback(compressor) if compressor.memory is Memory.NEEDED else compressor
 
 
 def _apart(part: Tensor, memory: Tensor) -> Tensor:
-    """A part that does not share memory with what is about to be written to."""
+    """Return the part without memory shared with a tensor that is about to be written to."""
     shared = part.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr()
     return part.clone() if shared else part
 
 
 @dataclass(frozen=True)
 class MomentumCorrection(Wrapper):
-    """Momentum before sparsification, as DGC does (Lin et al., ICLR'18, section 3.2), instead of in the optimizer.
+    """A wrapper with momentum before sparsification, as DGC has it (Lin et al., ICLR'18), not in the optimizer.
 
-    ``u = m u + g; v = v + u``; send ``C(v)``; at the places that were sent ``u`` (momentum factor masking) and ``v``
-    become zero. ``v`` is the memory, so no error feedback is needed. With ``nesterov`` ``u = m (u + g); v += u + g``.
+    ``u = m u + g; v = v + u``; send ``C(v)``; at the sent elements ``u`` (momentum factor masking) and ``v`` become 0
+    (section 3.2). ``v`` is the memory, so no error feedback is needed. With ``nesterov`` ``u = m (u + g); v += u + g``.
     The optimizer must have no momentum for such a parameter, or it would count twice: pass it to `thinwire.attach`,
-    which looks.
+    which checks.
 
     Args:
-        inner: the compressor; of those that are not sparsifiers only ``v`` is corrected.
+        inner: the compressor; only ``v`` is corrected if it is no sparsifier.
         momentum: m, in [0, 1).
         nesterov: as in ``torch.optim.SGD``.
         clip_norm: clip each local gradient of a parameter to this norm before it is accumulated, as ``local clipping``
             (section 3.2; pass ``global_norm / sqrt(world_size)``); None for no clipping.
-        masking: whether momentum is cleared at the places that were sent.
+        masking: whether momentum is cleared at the sent elements.
 
     Raises:
         ValueError: momentum outside [0, 1); a compressor that has a memory already.

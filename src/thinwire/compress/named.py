@@ -1,4 +1,4 @@
-"""Compressors by text: ``top_k:density=0.001`` is ``top_k(density=0.001)``. What plans and command lines write."""
+"""Compressors by name: ``top_k:density=0.001`` is ``top_k(density=0.001)``, as plans and command lines write it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _TYPES = {"Compressor", "Identity", "Parameter"}
 _AROUND_COMPRESSORS = {"error_feedback", "leave_small", "momentum_correction", "redistribute", "warm_up"}
 
 NAMES = tuple(name for name in compress.__all__ if name not in _TYPES | _AROUND_COMPRESSORS)
-"""The constructors of `thinwire.compress` that a text can name."""
+"""Names of the constructors of `thinwire.compress` that a text can use."""
 
 
 def parse(text: str) -> Compressor:
-    """The compressor that ``NAME`` or ``NAME:key=value:...`` says. ``values=NAME`` is a compressor without settings.
+    """Return the compressor of ``NAME`` or ``NAME:key=value:...``. ``values=NAME`` is a compressor without settings.
 
     Raises:
         ValueError: an unknown name, or settings that the constructor does not take; the message says what is legal.
@@ -33,7 +33,7 @@ def parse(text: str) -> Compressor:
 
 
 def split(text: str) -> tuple[str, dict[str, Any]]:
-    """Name and settings of a text; values are Python literals, or else texts. The name is not looked at.
+    """Return name and settings of a text; values are Python literals, or else texts. The name is not checked.
 
     Raises:
         ValueError: a setting without a value.
@@ -53,10 +53,10 @@ def split(text: str) -> tuple[str, dict[str, Any]]:
 
 
 def construct(name: str, settings: Mapping[str, Any]) -> Compressor:
-    """``thinwire.compress.NAME(**settings)``.
+    """Return ``thinwire.compress.NAME(**settings)``.
 
     Raises:
-        ValueError: as `parse`.
+        ValueError: as in `parse`.
     """
     if name not in NAMES:
         raise ValueError(f"unknown compressor {name!r}; legal are {', '.join(NAMES)}")

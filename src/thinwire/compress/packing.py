@@ -1,4 +1,4 @@
-"""Parts of a payload <-> bytes: each part 8-byte aligned, preceded by its length where that is not known."""
+"""Conversion of parts of a payload to bytes and back: each part 8-byte aligned, after its length."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class PartSpec:
-    """One part of a payload as a receiver expects it.
+    """One part of a payload, as a receiver expects it.
 
     Args:
-        dtype: of the part.
-        numel: elements; None if the sender decides, up to ``max_numel``.
-        max_numel: the most that makes sense where the sender decides.
+        dtype: dtype of the part.
+        numel: number of elements; None if the sender decides, up to ``max_numel``.
+        max_numel: largest legal number of elements if the sender decides.
     """
 
     dtype: torch.dtype
@@ -31,13 +31,13 @@ class PartSpec:
 
 
 def packed_bytes(specs: Sequence[PartSpec]) -> int:
-    """Bytes of parts of known lengths."""
+    """Return the packed bytes of parts of known lengths."""
     assert all(spec.numel is not None for spec in specs), "lengths that depend on the gradient have no fixed size"
     return sum(_LENGTH_BYTES + aligned(spec.dtype.itemsize * (spec.numel or 0)) for spec in specs)
 
 
 def pack(parts: Sequence[Tensor]) -> Tensor:
-    """All parts as one uint8 tensor, newly allocated: for each part its length in elements, its bytes, zeros."""
+    """Return all parts as one uint8 tensor, newly allocated: for each part its length in elements, its bytes, zeros."""
     sizes = [part.numel() * part.element_size() for part in parts]
     data = torch.empty(sum(_LENGTH_BYTES + aligned(size) for size in sizes), dtype=torch.uint8)
     end = 0
@@ -51,7 +51,7 @@ def pack(parts: Sequence[Tensor]) -> Tensor:
 
 
 def unpack(data: Tensor, specs: Sequence[PartSpec]) -> tuple[Tensor, ...]:
-    """The parts of packed bytes, each a view of ``data`` (uint8, 8-byte aligned).
+    """Return the parts of packed bytes, each a view of ``data`` (uint8, 8-byte aligned).
 
     Raises:
         CorruptMessageError: a part of another length than its spec says, or bytes left over or missing.

@@ -1,4 +1,4 @@
-"""Random numbers that follow from what is drawn, so that a run that is resumed draws the same."""
+"""Random numbers that depend only on parameter, step and rank, so that a resumed run draws the same."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from thinwire.wire import digest64
 
 
 def counters() -> State:
-    """State of a compressor that draws: the step, and a salt that reductions set to the rank, so that ranks differ."""
+    """Return the state of a compressor that draws: the step, and a salt that reductions set to the rank."""
     return {"step": 0, "salt": 0}
 
 
 def next_seed(seed: int, parameter: Parameter, state: State) -> int:
-    """The seed, 63 bits, of this step of a parameter on this rank; the step in ``state`` moves on."""
+    """Return the seed, 63 bits, of this step of a parameter on this rank, and advance the step in ``state``."""
     step = state["step"]
     state["step"] = step + 1
     return stable_seed(seed, parameter.name, step, state["salt"])
 
 
 def stable_seed(*parts: int | str) -> int:
-    """63 bits that depend on the parts alone: not on the process, the machine or the version of Python."""
+    """Return 63 bits that depend on the parts alone: not on the process, the machine or the version of Python."""
     text = "\0".join(map(str, parts)).encode()
     return digest64(text) >> 1

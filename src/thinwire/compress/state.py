@@ -1,16 +1,12 @@
-"""States of compressors by parameter name, and what becomes of them when groups change.
+"""States of compressors by parameter name: copied, compared, redistributed to other ranks, and regrouped.
 
-States as values: copied, compared, and dealt to another number of ranks.
+The unsent rest of gradients is in memories, element by element, so it moves with its elements. Settings that a
+method adapts (steps, stages of a search) have no elements; a new group copies those of its first member. Everything
+else (ids of the last step, regions) is computed again.
 
-Memories of gradients that are compressed as one flat tensor: cut into those of its members, joined for other groups.
-
-What ranks have not sent yet is in their memories, element by element, so it moves with its elements. Settings that a
-method adapts (steps, stages of a search) have no elements; a new group takes those of its first member. Whatever else
-there is (ids of the last step, regions) is found anew.
-
-Pure: no rank needs another for it. In two shots the owner of a piece has a memory of the *mean*; there is one such
-memory where all ranks have one of their own gradients, so it counts as many times as there are ranks when it joins
-those of its rank.
+Pure: no communication is needed. In two shots the owner of a piece has a memory of the *mean*; there is one such
+memory where all ranks have one of their own gradients, so it is multiplied by the number of ranks when it joins those
+of its rank.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from thinwire.compress.base import State
 
 
 def copied(state: Mapping[str, Any]) -> State:
-    """A deep copy."""
+    """Return a deep copy."""
     return {
         name: copied(entry) if isinstance(entry, Mapping) else entry.clone() if isinstance(entry, Tensor) else entry
         for name, entry in state.items()
@@ -34,7 +30,7 @@ def copied(state: Mapping[str, Any]) -> State:
 
 
 def check_fits(state: Mapping[str, Any], pattern: Mapping[str, Any], where: str) -> None:
-    """Raises ValueError, naming the entry, unless ``state`` has the names, types, shapes and dtypes of ``pattern``."""
+    """Raise ValueError, naming the entry, unless ``state`` has the names, types, shapes and dtypes of ``pattern``."""
     unknown = set(state) ^ set(pattern)
     if unknown:
         raise ValueError(f"{where}: {min(unknown)!r} is in one of the states only, so they are of different methods")
@@ -49,19 +45,19 @@ def check_fits(state: Mapping[str, Any], pattern: Mapping[str, Any], where: str)
 
 
 def redistribute(states: Sequence[Mapping[str, Any]], world_size: int) -> list[dict[str, Any]]:
-    """States of a synchronization for another number of ranks, from those of all ranks it had.
+    """Return states of a synchronization for another number of ranks, from those of all its ranks.
 
     Every new rank gets the mean of the memories of the old ones. The mean over the ranks is what the memories will
     add to coming gradients, so it is conserved (up to the rounding of the mean): nothing that was not sent is lost.
-    In two shots, pieces and what their owners kept of them are cut anew. Counters are taken over, ``salt`` entries set
-    to the new rank. Pure: nothing is communicated, and the states given are not changed.
+    In two shots, pieces and their owners' memories are cut again. Counters are copied, ``salt`` entries set to the new
+    rank. Pure: nothing is communicated, and the states given are not changed.
 
     Args:
-        states: what `Synchronizer.state_dict` returned on each rank, in rank order.
-        world_size: of the synchronization that will load them.
+        states: results of `Synchronizer.state_dict` of each rank, in rank order.
+        world_size: number of ranks of the synchronization that will load them.
 
     Returns:
-        For each new rank what its `Synchronizer.load_state_dict` takes.
+        The states for `Synchronizer.load_state_dict` of each new rank.
 
     Raises:
         ValueError: states that are not those of all ranks of one synchronization, or have no compression in them.
@@ -113,7 +109,7 @@ def _dealt(states: Sequence[State], world_size: int) -> list[State]:
 
 
 def _merged(states: Sequence[State], merge: Callable[[list[Any], int], Any], rank: int) -> State:
-    """One state of several of one structure, for a new rank."""
+    """Merge several states of one structure into one, for a new rank."""
     merged: State = {}
     for name, first in states[0].items():
         entries = [state[name] for state in states]
@@ -127,7 +123,7 @@ def _merged(states: Sequence[State], merge: Callable[[list[Any], int], Any], ran
 
 
 def _mean(entries: list[Any], rank: int) -> Any:
-    """What ranks have in common, the mean of what is real, and in turn what else they have."""
+    """Return an equal entry, the mean of real entries, or one of other entries, taken in turn."""
     first = entries[0]
     if isinstance(first, Tensor):
         if all(torch.equal(first, entry) for entry in entries):
@@ -141,13 +137,13 @@ def _mean(entries: list[Any], rank: int) -> Any:
 
 
 def _joined(entries: list[Any], rank: int) -> Any:
-    """Vectors that belong to consecutive pieces as one; of anything else the mean."""
+    """Concatenate vectors of consecutive pieces; return the mean of anything else."""
     first = entries[0]
     return torch.cat(entries) if isinstance(first, Tensor) and first.dim() == 1 else _mean(entries, rank)
 
 
 def _cut(state: State, owner: int, world_size: int, rank: int) -> State:
-    """The state of a piece."""
+    """Return the state of a piece."""
 
     def cut(entries: list[Any], rank: int) -> Any:
         del rank
@@ -170,9 +166,10 @@ _TWO_SHOT = {"pieces", "server"}
 
 
 def outstanding(state: Mapping[str, Any], rank: int, world_size: int) -> Tensor | None:
-    """What a rank has not sent of one gradient: its mean over the ranks is what has not arrived. None without a memory.
+    """Return the unsent rest of one gradient on a rank, or None without a memory.
 
-    The memory itself, or a new tensor [numel] if it was kept in pieces.
+    Its mean over the ranks is the part that has not arrived. It is the memory itself, or a new tensor [numel] if it was
+    kept in pieces.
     """
     if set(state) != _TWO_SHOT:
         return _memory(state)
@@ -187,11 +184,11 @@ def outstanding(state: Mapping[str, Any], rank: int, world_size: int) -> Tensor 
 
 
 def dissolved(state: Mapping[str, Any], sizes: Sequence[int], rank: int, world_size: int) -> list[State]:
-    """The state of each member, for `fused`, of a gradient that was compressed as one.
+    """Return the state of each member, for `fused`, of a gradient that was compressed as one.
 
     Args:
-        state: of the flat gradient, as `Reduction.init` made it.
-        sizes: elements of each member, in order.
+        state: state of the flat gradient, as `Reduction.init` made it.
+        sizes: number of elements of each member, in order.
     """
     worker, server = state, {}
     if set(state) == _TWO_SHOT:
@@ -207,10 +204,10 @@ def dissolved(state: Mapping[str, Any], sizes: Sequence[int], rank: int, world_s
 
 
 def fused(members: Sequence[State | None], sizes: Sequence[int], pattern: State) -> State:
-    """The state of a flat gradient, of what `dissolved` gave for its members; None for one that has none yet.
+    """Return the state of a flat gradient from the results of `dissolved` for its members, or None for a new one.
 
     Args:
-        pattern: a new state of the flat gradient; it is used up.
+        pattern: a new state of the flat gradient, whose tensors are reused.
     """
     worker, server = ([None if member is None else member[side] for member in members] for side in ("worker", "server"))
     numel = sum(sizes)
@@ -225,7 +222,7 @@ def fused(members: Sequence[State | None], sizes: Sequence[int], pattern: State)
 
 
 def _memory(state: Mapping[str, Any]) -> Tensor | None:
-    """What `ErrorFeedback` or `MomentumCorrection`, or a method of its own, keeps of gradients."""
+    """Return the memory of `ErrorFeedback`, `MomentumCorrection`, or a method with its own."""
     for name in ("velocity", "error"):
         if isinstance(state.get(name), Tensor):
             return state[name]
@@ -238,7 +235,7 @@ def _is_elementwise(entry: object, numel: int) -> bool:
 
 
 def _sliced(state: Mapping[str, Any], start: int, stop: int, numel: int) -> State:
-    """Of tensors [numel] a slice, of others nothing."""
+    """Slice tensors [numel], and leave out other tensors."""
     found: State = {}
     for name, entry in state.items():
         if isinstance(entry, Mapping):
@@ -251,7 +248,7 @@ def _sliced(state: Mapping[str, Any], start: int, stop: int, numel: int) -> Stat
 
 
 def _concatenated(states: Sequence[Mapping[str, Any]]) -> State:
-    """Pieces as one state: vectors one after the other, what else there is from the first."""
+    """Return pieces as one state: vectors concatenated, everything else from the first."""
     found: State = {}
     for name, first in states[0].items():
         entries = [state[name] for state in states]

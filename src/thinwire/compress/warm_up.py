@@ -1,4 +1,4 @@
-"""Send more at the beginning, when gradients change most: warm-up of the density, or dense steps."""
+"""Warm-ups, which send more at the beginning, when gradients change most: larger densities, or dense steps."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _INNER, _DENSE = 0, 1
 
 @dataclass(frozen=True)
 class WarmUp(Wrapper):
-    """See `warm_up`. State: ``step``, the next one; ``inner``.
+    """The wrapper of `warm_up`. State: ``step``, the next one; ``inner``.
 
     Args:
-        inner: what compresses after the warm-up, and a sparsifier during it, at larger densities.
-        steps: of the warm-up; 0 for none.
-        start_density: of the first step.
-        stairs: the density is constant in each of so many equal parts of the warm-up, such as epochs; None changes it
-            every step.
+        inner: the compressor after the warm-up; if it is a sparsifier also during it, at larger densities.
+        steps: number of steps of the warm-up; 0 for none.
+        start_density: density of the first step.
+        stairs: number of equal parts of the warm-up, such as epochs, with a constant density; None changes it every
+            step.
 
     Raises:
         ValueError: negative steps; a start that is not a density, or below the one that it should lead to; more stairs
@@ -70,7 +70,7 @@ class WarmUp(Wrapper):
 
     @property
     def code(self) -> Compressor:
-        """Of what has a density, in any size; of all else, where dense payloads come too."""
+        """Code of payloads: of any size if there is a density; else one that also reads dense payloads."""
         code = code_of(self.inner)
         if isinstance(code, DensitySelector):
             return replace(code, varying=True)
@@ -83,7 +83,7 @@ class WarmUp(Wrapper):
         return f"warm_up({self.inner.name}, {self.steps} steps{stairs} {start})"
 
     def density(self, step: int) -> float | None:
-        """In a step, counted from 0; None for compressors that have none."""
+        """Return the density of a step, counted from 0, or None for compressors that have none."""
         final = density_of(self.inner)
         if final is None or step >= self.steps:
             return final
@@ -114,7 +114,7 @@ class WarmUp(Wrapper):
 
 @dataclass(frozen=True, eq=False)
 class DensePayload(Payload):
-    """Of a dense step: of `Identity`, whatever the compressor."""
+    """A payload of a dense step: of `Identity`, with any compressor."""
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class DenseFirst(Sized):
 
 @dataclass(frozen=True)
 class PackedDenseFirst(DenseFirst, Additive):
-    """Payloads are those of ``inner``, preceded by 8 bytes that tell dense steps."""
+    """The code of payloads of ``inner``, preceded by 8 bytes that mark dense steps."""
 
     def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
         add(self.made_by(payload), payload, parameter, total)
@@ -176,7 +176,7 @@ class PackedDenseFirst(DenseFirst, Additive):
 
 @dataclass(frozen=True)
 class SummedDenseFirst(DenseFirst, Summable):
-    """Dense steps have one round, whatever others have."""
+    """The code of summed payloads, in which dense steps have one round."""
 
     def round_specs(self, parameter: Parameter) -> tuple[tuple[PartSpec, ...], ...]:
         return tuple(_of_any_size(specs, parameter) for specs in summable_code(self.inner).round_specs(parameter))
@@ -192,33 +192,33 @@ class SummedDenseFirst(DenseFirst, Summable):
 
 @dataclass(frozen=True)
 class AnyDenseFirst(PackedDenseFirst, SummedDenseFirst):
-    """Of codes that are both, such as ``bf16()``."""
+    """The code of compressors that are both packed and summable, such as ``bf16()``."""
 
 
 def dense_first(code: Compressor) -> Compressor:
-    """The code that also takes the payloads of dense steps, and can do what ``code`` can."""
+    """Return the code that also reads the payloads of dense steps, and can do all that ``code`` can."""
     if isinstance(code, Packed):
         return (AnyDenseFirst if isinstance(code, Summable) else PackedDenseFirst)(code)
     return SummedDenseFirst(code) if isinstance(code, Summable) else code
 
 
 def warm_up(inner: Compressor, steps: int, start_density: float = 0.25) -> WarmUp:
-    """Send more in the first steps (Lin et al., ICLR'18, section 3.3).
+    """Return a compressor that sends more in the first steps (Lin et al., ICLR'18, section 3.3).
 
-    A sparsifier, inside whichever wrappers, has in step ``s`` the density ``start (final / start)^(s / steps)``; what
-    has no density is sent dense for so many steps, and its own state (and memory, if error feedback is inside) stays as
-    it is. What is sent changes in size, so nobody can price it beforehand.
+    A sparsifier, inside any wrappers, has in step ``s`` the density ``start (final / start)^(s / steps)``; a compressor
+    without a density sends ``steps`` dense steps, and its own state (and memory, if error feedback is inside) does not
+    change. Payloads change in size, so they cannot be priced beforehand.
 
     Args:
         inner: a compressor or wrapper.
-        steps: of the warm-up, counted in the state of each parameter; the paper's are four epochs.
-        start_density: of sparsifiers in the first step.
+        steps: number of steps of the warm-up, counted in the state of each parameter; four epochs in the paper.
+        start_density: density of sparsifiers in the first step.
 
     Raises:
         ValueError: see `WarmUp`.
 
     Example:
-        >>> from thinwire.compress.top_k import top_k
+        >>> from thinwire.compress.methods.select import top_k
         >>> [round(warm_up(top_k(0.01), steps=2).density(step), 3) for step in range(4)]
         [0.25, 0.05, 0.01, 0.01]
     """
@@ -226,19 +226,19 @@ def warm_up(inner: Compressor, steps: int, start_density: float = 0.25) -> WarmU
 
 
 def density_of(compressor: Compressor) -> float | None:
-    """Of a sparsifier, or of the one inside wrappers; None for what has no density."""
+    """Return the density of a sparsifier, also inside wrappers, or None for any other compressor."""
     if isinstance(compressor, DensitySelector):
         return compressor.density
     return density_of(compressor.inner) if isinstance(compressor, Wrapper) else None
 
 
 def _of_any_size(specs: tuple[PartSpec, ...], parameter: Parameter) -> tuple[PartSpec, ...]:
-    """Until the end of the warm-up parts are larger, up to that of a dense step."""
+    """Return specs of variable lengths: until the end of the warm-up parts are larger, up to a dense step's."""
     return tuple(replace(spec, numel=None, max_numel=max(spec.max_numel, parameter.numel)) for spec in specs)
 
 
 def at_density(compressor: Compressor, density: float) -> Compressor:
-    """The same with another density, wrappers included."""
+    """Return the same compressor with another density, wrappers included."""
     if isinstance(compressor, DensitySelector):
         return compressor.with_density(density)
     assert isinstance(compressor, Wrapper), f"{compressor.name} has no density"

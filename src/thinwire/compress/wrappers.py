@@ -1,4 +1,4 @@
-"""A compressor around another one, and how to ask what is inside."""
+"""Wrappers: compressors around another one, and functions that look inside."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from thinwire.compress.base import Compressor, Memory, Packed, Parameter, Payloa
 
 @dataclass(frozen=True)
 class Wrapper(Compressor):
-    """Changes what is compressed, or when: payloads are those of ``inner``, whose state has the name ``inner``.
+    """A compressor that changes what is compressed, or when; payloads, and the state ``inner``, are those of ``inner``.
 
-    So a wrapper has nothing to do with packing and sums: `code_of` finds what has.
+    So a wrapper has nothing to do with packing and sums: `code_of` returns the compressor that has.
     """
 
     inner: Compressor
@@ -24,7 +24,7 @@ class Wrapper(Compressor):
 
     @property
     def code(self) -> Compressor:
-        """What knows the payloads, see `code_of`."""
+        """The compressor that decodes the payloads, see `code_of`."""
         return code_of(self.inner)
 
     def init(self, parameter: Parameter) -> State:
@@ -41,36 +41,36 @@ class Wrapper(Compressor):
 
 
 def unwrapped(compressor: Compressor, state: State) -> tuple[Compressor, State]:
-    """The compressor inside all wrappers, and its state."""
+    """Return the compressor inside all wrappers, and its state."""
     while isinstance(compressor, Wrapper):
         compressor, state = compressor.inner, state["inner"]
     return compressor, state
 
 
 def core_of(compressor: Compressor) -> Compressor:
-    """The compressor inside all wrappers: the method."""
+    """Return the compressor inside all wrappers: the method."""
     while isinstance(compressor, Wrapper):
         compressor = compressor.inner
     return compressor
 
 
 def code_of(compressor: Compressor) -> Compressor:
-    """What knows the payloads of a compressor: the method inside all wrappers, but where a warm-up sends others too.
+    """Return the code of a compressor's payloads: the method inside all wrappers, or that of a warm-up.
 
-    Its type says what can be done with them: ``isinstance(code_of(compressor), Summable)``.
+    Its type decides what can be done with them: ``isinstance(code_of(compressor), Summable)``.
     """
     return compressor.code if isinstance(compressor, Wrapper) else compressor
 
 
 def packed_code(compressor: Compressor) -> Packed:
-    """The code of a compressor whose payloads travel as bytes."""
+    """Return the code of a compressor whose payloads travel as bytes."""
     code = code_of(compressor)
     assert isinstance(code, Packed), f"payloads of {compressor.name} do not travel as bytes"
     return code
 
 
 def summable_code(compressor: Compressor) -> Summable:
-    """The code of a compressor whose payloads are added up inside an all-reduce."""
+    """Return the code of a compressor whose payloads are added up inside an all-reduce."""
     code = code_of(compressor)
     assert isinstance(code, Summable), f"payloads of {compressor.name} cannot be added up"
     return code

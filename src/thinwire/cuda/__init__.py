@@ -1,1 +1,1 @@
-"""Gradients on a GPU: from the training stream to the lane and back, by events, without the training stream waiting."""
+"""Gradients on a GPU: to the lane and back by events, without the training stream waiting."""

@@ -1,4 +1,4 @@
-"""Pinned memory of the lane: handed out front to back during a job, taken back all at once."""
+"""Pinned memory of the lane, handed out front to back during a job and taken back all at once."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ LIMIT_BYTES = 256 << 20
 
 
 class Arena:
-    """One piece of memory, which is larger after a job that asked for more, up to a limit.
+    """One block of pinned memory, which grows after a job that asked for more, up to a limit.
 
-    To pin memory makes the device wait, so it is done as rarely as sizes double: not any more after the first steps.
+    Pinning memory makes the device wait, so sizes double: nothing is pinned after the first steps.
 
     Args:
-        allocate: gives uint8 [num_bytes] of pinned memory.
-        first_bytes, limit_bytes: what the first job has, and what no job has more of.
+        allocate: returns uint8 [num_bytes] of pinned memory.
+        first_bytes, limit_bytes: capacity in the first job, and the largest capacity of any job.
     """
 
     def __init__(
@@ -35,14 +35,14 @@ class Arena:
         return 0 if self._memory is None else self._memory.numel()
 
     def begin(self) -> None:
-        """Take everything back. Nothing that was handed out may be in use, also by the device."""
+        """Take all memory back. Nothing that was handed out may be in use, also not by the device."""
         if self._memory is None or self._wanted_bytes > self._memory.numel():
-            self._memory = None  # before the next is made
+            self._memory = None  # freed before the larger block is allocated
             self._memory = self._allocate(self._wanted_bytes)
         self._taken_bytes = self._asked_bytes = 0
 
     def take(self, num_bytes: int) -> Tensor | None:
-        """uint8 [num_bytes] of this job, aligned; None where so much is not left."""
+        """Return uint8 [num_bytes] for this job, aligned, or None if less than that is left."""
         assert self._memory is not None, "an arena begins before it is taken from"
         aligned = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         self._asked_bytes += aligned

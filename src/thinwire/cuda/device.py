@@ -1,4 +1,4 @@
-"""What the staging needs of a device, and no more, so that tests can stand in for one."""
+"""`Device`: the operations that staging needs of a device, and no more, so that tests can substitute one."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ class Device(Protocol):
     """A device with a stream for the lane beside the one on which the model trains."""
 
     def record(self) -> DeviceEvent:
-        """The point that the current stream of the calling thread has been given work up to."""
+        """Record an event after the work queued so far on the current stream of the calling thread."""
         ...
 
     def lane_stream(self) -> AbstractContextManager[object]:
-        """Inside, the current stream is that of the lane."""
+        """Return a context in which the lane's stream is the current one."""
         ...
 
     def wait(self, event: DeviceEvent) -> None:
-        """Have the stream of the lane wait; the host does not."""
+        """Make the lane's stream wait for an event, but not the host."""
         ...
 
     def synchronize(self, event: DeviceEvent) -> None:
-        """Have the calling thread wait. Only the lane's thread does, for events of the lane's stream."""
+        """Make the calling thread wait. Only the lane's thread does, for events of the lane's stream."""
         ...
 
     def keep(self, tensor: Tensor) -> None:
-        """Its memory, if freed, is not used again before the lane's stream has done what it was given."""
+        """Keep the tensor's memory, if freed, from reuse before the lane's stream has done its queued work."""
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -40,15 +40,15 @@ class Device(Protocol):
         ...
 
     def empty_like(self, host: Tensor) -> Tensor:
-        """Memory of the current stream for a tensor of the host."""
+        """Allocate memory on the current stream for a tensor of the host."""
         ...
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """uint8 [num_bytes] of the host, from and to which the device copies by itself."""
+        """Allocate uint8 [num_bytes] of host memory that the device copies from and to by itself."""
         ...
 
     def future(self) -> Future[Tensor]:
-        """One that, completed, notes where the current stream is; streams of those who wait for it wait for that."""
+        """Return a future whose completion records the current stream; streams that wait for it wait for that point."""
         ...
 
 

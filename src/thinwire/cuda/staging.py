@@ -1,9 +1,9 @@
-"""How gradients of a device reach the lane, whose process group is of the CPU, and how results come back.
+"""Staging of gradients on a device: the way to the lane, whose process group is on the CPU, and back.
 
 The training stream waits for nothing. Where DDP hands a bucket over, an event is recorded. The lane's stream waits for
-it, finds what is not zero, and copies only that to pinned memory; the lane's *thread* waits for that copy. Results are
-copied back on the same stream, and the future that DDP has is completed on it: whoever waits for the future makes its
-own stream wait for an event.
+it, selects the non-zero rows, and copies only those to pinned memory; the lane's *thread* waits for that copy. Results
+are copied back on the same stream, and DDP's future is completed on it: a stream that waits for the future waits for an
+event.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ CHUNK_BYTES = 4 << 20
 
 
 class DeviceStaging:
-    """For gradients on a device. Everything but `hand_over`, `future` and `stats` is of the lane's thread.
+    """A `Staging` of gradients on a device; only `hand_over`, `future` and `stats` run outside the lane's thread.
 
-    Pinned memory: an `Arena` for compact rows, of the size that the jobs so far needed, and two chunks for dense
+    Pinned memory is an `Arena` for compact rows, of the size that the jobs so far needed, and two chunks for dense
     tensors. What does not fit the arena goes in rounds through a small buffer, exactly, and is counted; the next job
     has a larger arena.
 
-    The lane's stream does one thing after the other. So a copy to the host never overtakes an earlier copy from the
-    same memory to the device; only before the *host* writes to memory anew it has to wait, at the beginning of a job.
+    The lane's stream is serial. So a copy to the host never overtakes an earlier copy from the same memory to the
+    device; only before the *host* writes to memory again must it wait, at the beginning of a job.
     """
 
     is_host = False
@@ -90,9 +90,9 @@ class DeviceStaging:
         return [self._to_device(tensor.contiguous()) for tensor in tensors]
 
     def all_reduce(self, tensor: Tensor, all_reduce: Callable[[Tensor], None], world_size: int) -> None:
-        """In chunks: one is summed while the next is on its way to the host and the last one on its way back.
+        """Sum in chunks: one is summed while the next is copied to the host and the last one back.
 
-        Chunks are multiples of the world size, so that together they are the bytes of one all-reduce.
+        Chunks are multiples of the world size, so that together they send the bytes of one all-reduce.
         """
         assert tensor.is_contiguous(), "an all-reduce is in place"
         self._chunks = self._chunks or [self._device.pinned(self._chunk_bytes) for _ in range(2)]
@@ -107,7 +107,7 @@ class DeviceStaging:
             self._device.copy(part, host)
 
     def stats(self) -> dict[str, float]:
-        """``cuda/pinned_bytes`` of the host, and ``cuda/overflow_rounds``: copies of what did not fit them."""
+        """Return ``cuda/pinned_bytes`` of host memory and ``cuda/overflow_rounds``, copies that did not fit it."""
         bounce = 0 if self._bounce is None else self._bounce.numel()
         chunks = sum(chunk.numel() for chunk in self._chunks)
         return {
@@ -116,7 +116,7 @@ class DeviceStaging:
         }
 
     def _download(self, part: Tensor, number: int) -> tuple[Tensor, DeviceEvent]:
-        """Into the chunk from which the part before last is copied back, which the stream does first."""
+        """Copy into the chunk whose part before last the stream has copied back by then."""
         host = self._chunks[number % 2][: part.nbytes].view(part.dtype)
         self._device.copy(host, part)
         return host, self._device.record()
@@ -155,7 +155,7 @@ class DeviceStaging:
 
 
 def staging_for(device: torch.device) -> Staging:
-    """That of gradients on a device.
+    """Return the staging of gradients on a device.
 
     Raises:
         ValueError: a device that is neither a CPU nor a CUDA device.
@@ -168,7 +168,7 @@ def staging_for(device: torch.device) -> Staging:
 
 
 def _strided(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that hold the memory of one."""
+    """Return the tensors that hold a tensor's memory."""
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 

@@ -1,1 +1,1 @@
-"""The plan in force while a model trains: groups of gradients, how long they take, and when to plan again."""
+"""The plan in force while a model trains: groups of gradients, their measured times, and when to plan again."""

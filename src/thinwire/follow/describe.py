@@ -1,4 +1,4 @@
-"""What a synchronization is, in words: lines on which ranks must agree, and what the log says after the first step."""
+"""Descriptions of a synchronization: lines on which ranks must agree, and the log line of the first step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def configuration(
     compressed: CompressedSync | None,
     intent: Intent | None,
 ) -> str:
-    """Equal on ranks that can work together."""
+    """Return a description of the synchronization, which is equal on ranks that can work together."""
     lines = [f"scheme={scheme if isinstance(scheme, str) else scheme.describe()}"]
     for name, parameter in synchronized_parameters(model):
         frozen = "" if parameter.requires_grad else ", frozen"
@@ -36,7 +36,7 @@ def configuration(
 
 
 def first_step(records: Sequence[ParameterRecord], num_parameters: int, bytes_sent: int, world_size: int) -> str:
-    """One line about all parameters."""
+    """Return one log line about all parameters."""
     rows = [record for record in records if record.kind not in ("all-reduce", KIND)]
     tables = "; ".join(
         f"{record.name} ({record.kind}, {record.density:.2%} dense) by {record.scheme}" for record in rows

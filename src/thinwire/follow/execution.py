@@ -1,6 +1,6 @@
-"""Follow a plan or a fusion policy, and see whether it holds: measure, regroup, watch, plan anew, fall back.
+"""Follow a plan or a fusion policy while it holds: measure, regroup, watch, plan again, fall back.
 
-Every decision follows from numbers that all ranks have told each other, and from counts of steps, so all ranks decide
+Every decision follows from numbers that all ranks have gathered, and from counts of steps, so all ranks decide
 the same at the end of the same step.
 """
 
@@ -24,7 +24,7 @@ from thinwire.observe.step import StepTimes
 from thinwire.observe.trace import Event
 
 DRIFT = 0.1
-"""How far a measured time may be from the predicted one before the plan is made anew."""
+"""Largest relative difference of measured and predicted seconds before the plan is made again."""
 
 _MAX_PATIENCE = 16
 
@@ -32,13 +32,13 @@ logger = logging.getLogger("thinwire")
 
 
 class Execution:
-    """One rank's part in following an `Intent`. `finish_step` is called on all ranks after every synchronized backward.
+    """The part of one rank in following an `Intent`. All ranks call `finish_step` after every synchronized backward.
 
     Args:
-        lane: by which ranks tell each other what they measured.
-        following: what a decision changes.
-        formed: gives the buckets of DDP's last pass, by name of their parameters; none for a plain module.
-        ahead: whether each tensor is compressed for itself.
+        lane: the lane that gathers measurements of all ranks.
+        following: the groups and the compression that decisions change.
+        formed: returns the buckets of DDP's last pass, by name of their parameters; none for a plain module.
+        ahead: whether each tensor is compressed by itself.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Execution:
         self._enter(self._watch if intent.groups is not None else self._measure)
 
     def finish_step(self, times: StepTimes) -> None:
-        """The next step may be in other groups, or without compression."""
+        """Decide after a step; the next one may have other groups, or no compression."""
         formed = self._formed()
         if self._to_skip > 0:
             self._to_skip -= 1
@@ -78,7 +78,7 @@ class Execution:
         self._phase()
 
     def stats(self) -> dict[str, float]:
-        """For `Synchronizer.stats`."""
+        """Return the ``plan/`` entries of `Synchronizer.stats`."""
         return {
             "plan/groups": float(self._following.num_groups),
             "plan/replans": float(self.replans),
@@ -88,7 +88,7 @@ class Execution:
         }
 
     def predicted_events(self) -> tuple[Event, ...]:
-        """A step as the measured profile has it; none where nothing was measured."""
+        """Return the events of a step predicted from the measured profile, or none if nothing was measured."""
         groups = None if self.profile is None else self._following.current()
         return () if self.profile is None or groups is None else simulate(self.profile, groups).events
 
@@ -103,13 +103,13 @@ class Execution:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError if `load_state_dict` cannot take it."""
+        """Raise ValueError if `load_state_dict` cannot restore the state."""
         groups = state["groups"]
         if groups is not None and sorted(name for group in groups for name in group) != sorted(self._intent.names):
             raise ValueError("the groups of the state are not those of the parameters of this model")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the groups that the state has; without any, they are measured again."""
+        """Restore the groups of the state and follow them; without any, they are measured again."""
         self.predicted_seconds, self._dense_seconds = state["predicted_seconds"], state["dense_seconds"]
         self.replans, self.dropped = int(state["replans"]), bool(state["dropped"])
         if self.dropped:
@@ -127,11 +127,11 @@ class Execution:
         self._steps, self._to_skip = [], self._intent.pace.skipped_steps
 
     def _rest(self) -> None:
-        """Nothing is watched any more."""
+        """Drop the times of a step: nothing is watched any more."""
         self._steps.clear()
 
     def _measure(self) -> None:
-        """First in the groups that there are, then each gradient alone."""
+        """Measure half of the steps in the present groups, then half with each gradient alone."""
         num_steps = self._intent.pace.measured_steps
         if len(self._steps) == num_steps:
             self._plan_anew()
@@ -151,7 +151,7 @@ class Execution:
             self._drifted(measured)
 
     def _probe(self) -> None:
-        """Is exact synchronization faster, here and now?"""
+        """Compare the plan with exact synchronization, measured on this machine now."""
         if len(self._steps) < self._intent.pace.probe_steps:
             return
         dense = self._typical_seconds()
@@ -185,7 +185,7 @@ class Execution:
         )
 
     def _compare(self, formed: Sequence[Sequence[str]]) -> None:
-        """After the first passes, when DDP has formed its buckets by what it saw."""
+        """Warn if DDP's buckets differ from the plan, once its first passes have formed them."""
         buckets, groups = [bucket for bucket in formed if bucket], self._following.groups or ()
         if not are_same(buckets, groups):
             self._warn(
@@ -216,13 +216,13 @@ class Execution:
                 self._patience = min(2 * self._patience, _MAX_PATIENCE)
 
     def _agree_on_groups(self, groups: Groups, seconds: float) -> tuple[Groups, float]:
-        """Those of rank 0: libraries of linear algebra may differ in the last bit."""
+        """Broadcast the groups of rank 0: libraries of linear algebra may differ in the last bit."""
         subject = Subject("new groups", f"of {sum(map(len, groups))} gradients")
         groups, seconds = self._lane.submit(lambda lane: lane.channel(subject).broadcast([groups, seconds])).wait()
         return tuple(map(tuple, groups)), seconds
 
     def _report(self, dense: float) -> None:
-        """A plan that does not pay, once."""
+        """Report a plan that does not pay, once, and drop it if fallback is on."""
         self._reported = True
         steps = self._patience * self._intent.pace.window_steps
         text = (
@@ -238,12 +238,12 @@ class Execution:
         self._warn(f"{text}. It is dropped: synchronization is exact from now on{left}")
 
     def _typical_seconds(self) -> float:
-        """Of a step: the median over the steps and over the ranks, which all ranks know."""
+        """Return the median step over steps and ranks, which is the same on all ranks."""
         mine = statistics.median(step.seconds for step in self._steps)
         return statistics.median(seconds for (seconds,) in self._gather("seconds of a step", [mine]))
 
     def _gather(self, what: str, mine: Sequence[float]) -> list[list[float]]:
-        """The numbers of each rank."""
+        """Gather the numbers of each rank."""
         subject = Subject(what, f"{len(mine)} numbers")
         return self._lane.submit(lambda lane: lane.channel(subject).gather_numbers(mine)).wait()
 

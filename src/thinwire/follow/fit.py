@@ -1,4 +1,4 @@
-"""A `thinwire.plan.Profile` from what all ranks measured in a few steps. Pure: the same numbers, the same profile."""
+"""Fit a `thinwire.plan.Profile` to measurements of all ranks over a few steps. Pure: equal numbers, equal profile."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 from thinwire.fuse.profile import Linear, Profile
 from thinwire.observe.step import Load, StepTimes, differences, median_of_slowest
 
-_SHORTEST_SECONDS = 1e-9  # of a job that the clock did not see pass
+_SHORTEST_SECONDS = 1e-9  # of a job shorter than the clock's resolution
 _NO_BETTER = 1e-12  # a smaller gain in squared error is rounding
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """What is planned with: the gradient of one parameter."""
+    """The unit of planning: the gradient of one parameter."""
 
     name: str
     size_bytes: int
@@ -27,7 +27,7 @@ class Gradient:
 
     @property
     def load(self) -> Load:
-        """If it travels alone."""
+        """The load of a job with this gradient alone."""
         if self.is_compressed:
             return Load(self.name, compressed_bytes=self.size_bytes, num_compressed=1)
         return Load(self.name, self.size_bytes)
@@ -35,13 +35,13 @@ class Gradient:
 
 @dataclass(frozen=True)
 class JobCosts:
-    """Seconds of a job of the lane.
+    """Costs in seconds of a job of the lane.
 
     Args:
-        job: for its headers.
-        exact, compressed: for having gradients of that kind at all.
-        exact_byte, compressed_byte: for each of their bytes.
-        compressed_tensor: for each of those that are compressed.
+        job: cost of its headers.
+        exact, compressed: fixed cost of having gradients of that kind at all.
+        exact_byte, compressed_byte: cost of each of their bytes.
+        compressed_tensor: cost of each compressed gradient.
     """
 
     job: float
@@ -53,9 +53,9 @@ class JobCosts:
 
     @classmethod
     def fit(cls, loads: Sequence[Load], seconds: Sequence[float]) -> JobCosts:
-        """The costs, none negative, of least relative squares.
+        """Fit non-negative costs of least relative squares.
 
-        They are few, so all sets of them that may be above zero are tried.
+        The costs are few, so every subset that may be above zero is tried.
         """
         design = np.array([_counted(load) for load in loads], np.float64) / np.array(seconds, np.float64)[:, None]
         best, costs = math.inf, np.zeros(design.shape[1])
@@ -68,25 +68,25 @@ class JobCosts:
         return cls(*map(float, costs))
 
     def of_tensors(self, load: Load) -> float:
-        """Without what a job takes for itself."""
+        """Return the seconds of a load's tensors, without the fixed costs of a job."""
         compressed = load.num_compressed * self.compressed_tensor + load.compressed_bytes * self.compressed_byte
         return compressed + load.exact_bytes * self.exact_byte
 
     def of_job(self, loads: Sequence[Load]) -> float:
-        """For itself, if there are tensors of all these kinds in it."""
+        """Return the fixed seconds of a job that has all these loads."""
         exact, compressed = any(load.exact_bytes for load in loads), any(load.compressed_bytes for load in loads)
         return self.job + exact * self.exact + compressed * self.compressed
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What a rank saw in some steps, in which all ranks submitted the same jobs.
+    """The measurements of one rank over some steps, in which all ranks submitted the same jobs.
 
     Args:
-        gradients: in the order in which they become ready.
-        loads: of each job, step by step; the same on all ranks.
-        numbers: of this rank: when gradients were ready and what jobs took, in seconds. As many on all ranks.
-        ahead: whether each compressed tensor has a price of its own.
+        gradients: gradients in the order in which they become ready.
+        loads: loads of each job, step by step; the same on all ranks.
+        numbers: seconds at which gradients were ready, then seconds of jobs, on this rank; equally many on all ranks.
+        ahead: whether each compressed tensor has a cost of its own.
     """
 
     gradients: tuple[Gradient, ...]
@@ -103,16 +103,16 @@ class Measured:
         return cls(tuple(gradients), loads, (*ready, *seconds), ahead)
 
     def profile(self, told: Sequence[Sequence[float]]) -> Profile:
-        """The profile of all ranks: medians over the steps.
+        """Return the profile of all ranks: medians over the steps.
 
-        A gradient is ready when the slowest rank has it. A job takes what it took the rank that came last to it, and
+        A gradient is ready when the slowest rank has it. A job costs the seconds of the rank that came last to it and
         waited for nobody. Encoding and decoding run on the lane, beside backward, so they are part of communicating.
 
-        A tensor counts as many bytes as it takes time, of what all take together: where each compressed tensor has a
-        price of its own, small ones count more than they have.
+        The bytes of all tensors are shared out by their seconds: where each compressed tensor has a cost of its own,
+        small ones count more bytes than they have.
 
         Args:
-            told: the numbers of each rank.
+            told: the gathered numbers of each rank.
         """
         count = len(self.gradients)
         num_ready = count * len(self.loads)
@@ -133,7 +133,7 @@ class Measured:
         )
 
     def in_bytes(self, profile: Profile) -> Profile:
-        """The same with the bytes that tensors have, for policies that count those."""
+        """Return the profile with the tensors' real bytes, for policies that count those."""
         return replace(profile, size_bytes=tuple(gradient.size_bytes for gradient in self.gradients))
 
     def _costs(self, seconds: Sequence[float]) -> JobCosts:
@@ -148,12 +148,12 @@ class Measured:
 
 
 def _counted(load: Load) -> tuple[float, ...]:
-    """In the order of `JobCosts`."""
+    """Return the counts of a load in the order of the fields of `JobCosts`."""
     exact, compressed = float(load.exact_bytes > 0), float(load.compressed_bytes > 0)
     return 1.0, exact, compressed, load.exact_bytes, load.compressed_bytes, load.num_compressed
 
 
 def _subsets(columns: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Small ones first, so that what adds nothing stays out."""
+    """Yield subsets, small ones first, so that a cost that adds nothing stays 0."""
     for size in range(1, len(columns) + 1):
         yield from combinations(columns, size)

@@ -1,10 +1,6 @@
-"""Which gradients travel together: as asked, as followed, and from a new profile.
+"""Which gradients travel together: the request to `thinwire.attach`, the groups in force, and new groups.
 
-What `thinwire.attach` was asked to follow, and how soon it judges it.
-
-New groups from a measured profile. Pure: the same profile, the same groups.
-
-The groups that a model follows at the moment, and whether it compresses.
+`regrouped` is pure: the same profile gives the same groups.
 """
 
 from __future__ import annotations
@@ -23,13 +19,13 @@ from thinwire.plan.planner import WORTH, counts_bytes
 
 @dataclass(frozen=True)
 class Pace:
-    """How many synchronized backward passes something takes.
+    """The numbers of synchronized backward passes for measuring and judging.
 
     Args:
-        skipped_steps: that do not count after anything has changed.
-        measured_steps: for a profile; in the second half each gradient travels alone, which tells what a job costs.
-        window_steps: for a judgement of the plan, and between two of them.
-        probe_steps: without compression and in groups of the default, to see what these would take.
+        skipped_steps: steps that do not count after anything has changed.
+        measured_steps: steps for a profile; in the second half each gradient travels alone, which gives a job's cost.
+        window_steps: steps for a judgement of the plan, and between two of them.
+        probe_steps: steps without compression and in the default groups, to measure their cost.
     """
 
     skipped_steps: int = 2
@@ -43,17 +39,17 @@ DEFAULT_PACE = Pace()
 
 @dataclass(frozen=True)
 class Intent:
-    """What `thinwire.attach` was asked to follow.
+    """The request to `thinwire.attach`: what to follow, and how soon to judge it.
 
     Args:
-        names: of all parameters but tables of embeddings.
-        policies: that may say how to group; none where groups cannot change.
-        groups: of a plan, by name; None to measure first, and take those of the policy.
-        predicted_seconds: of the plan; from the end of the model's forward until the last mean is there.
-        dense_seconds: the same, of stock DDP.
+        names: names of all parameters but embedding tables.
+        policies: policies that may choose groups; none where groups cannot change.
+        groups: groups of a plan, by name; None to measure first, and use those of the policy.
+        predicted_seconds: seconds of the plan from the end of the model's forward until the last mean is known.
+        dense_seconds: the same for stock DDP.
         fallback: whether a plan that turns out slower than exact synchronization is dropped.
         momentum: whether a compressor keeps the momentum of the optimizer.
-        is_watched: whether steps can be timed by the processor's clock; else groups are followed, and that is all.
+        is_watched: whether steps can be timed by the processor's clock; if not, groups are followed but not judged.
     """
 
     names: tuple[str, ...]
@@ -67,7 +63,7 @@ class Intent:
     pace: Pace = field(default_factory=lambda: DEFAULT_PACE)
 
     def describe(self) -> list[str]:
-        """Lines on which all ranks must agree."""
+        """Return lines on which all ranks must agree."""
         policies = ", ".join(policy.name for policy in self.policies)
         lines = [f"grouped by {policies or 'nobody'}; fallback={self.fallback}; {self.pace}"]
         lines += [f"group {number} of the plan: {', '.join(group)}" for number, group in enumerate(self.groups or ())]
@@ -77,10 +73,10 @@ class Intent:
 def regrouped(
     measured: Measured, profile: Profile, policies: Sequence[Policy], current: Groups | None
 ) -> tuple[Groups, str]:
-    """The groups to follow, and the name of the policy that has them.
+    """Return the groups to follow, and the name of the policy that chose them.
 
-    What the one policy says; of several the fastest, but what is there already unless a step of it takes more than
-    `thinwire.plan.planner.WORTH` times as long.
+    A single policy decides. Of several the fastest does, but the current groups stay unless a step with them lasts more
+    than `thinwire.plan.planner.WORTH` times as long.
 
     Args:
         current: None if they are not contiguous in the order of the profile.
@@ -98,7 +94,7 @@ def regrouped(
 
 
 def contiguous(groups: Sequence[Sequence[int]], order: Sequence[int]) -> Groups | None:
-    """Groups of places as groups of positions in an order; None if they are not runs of it."""
+    """Return groups of indices as groups of positions in an order, or None if they are not runs of it."""
     position = {place: number for number, place in enumerate(order)}
     found = tuple(tuple(sorted(position[place] for place in group)) for group in groups)
     together = [number for group in found for number in group]
@@ -109,13 +105,13 @@ Names = tuple[tuple[str, ...], ...]
 
 
 class Following:
-    """Changes what the next step does; on all ranks alike, and between two steps.
+    """The groups and the compression in force, which it changes between two steps, on all ranks alike.
 
     Args:
-        names: of all parameters but tables of embeddings.
-        groups: to follow; None for those of the default.
-        hooks: of a plain module, whose groups can change; None for DDP, whose buckets cannot.
-        compressed: what can be paused, and dropped.
+        names: names of all parameters but embedding tables.
+        groups: groups to follow; None for the default ones.
+        hooks: hooks of a plain module, whose groups can change; None for DDP, whose buckets cannot.
+        compressed: the compression, which can be paused and dropped; None without one.
     """
 
     def __init__(
@@ -134,17 +130,17 @@ class Following:
 
     @property
     def can_be_dropped(self) -> bool:
-        """Whether exact synchronization in the default groups would be anything else."""
+        """Whether exact synchronization in the default groups would differ from the present one."""
         return self._hooks is not None or self._compressed is not None
 
     @property
     def compresses(self) -> bool:
-        """Whether there is anything to drop memories of."""
+        """Whether there is compression, with memories to drop."""
         return self._compressed is not None
 
     @property
     def num_groups(self) -> int:
-        """With those of tables."""
+        """Number of groups, those of embedding tables included."""
         return len(self.groups or ()) if self._hooks is None else len(self._hooks.groups)
 
     def follow(self, groups: Names | None) -> None:
@@ -152,22 +148,22 @@ class Following:
         self._regroup(self._planned)
 
     def pause(self, paused: bool) -> None:
-        """Without compression and in the groups of the default, or back."""
+        """Synchronize without compression and in the default groups, or go back to the plan."""
         if self._compressed is not None:
             self._compressed.paused = paused
         self._regroup(None if paused else self._planned)
 
     def send_alone(self) -> None:
-        """Each gradient for itself; until the next `follow`."""
+        """Send each gradient by itself until the next `follow`."""
         self._regroup(tuple((place,) for place in self._order()))
 
     def drop(self) -> bool:
-        """Exact synchronization in the groups of the default, for good; whether memories are handed out."""
+        """Synchronize exactly in the default groups from now on; return whether memories are handed out."""
         self.follow(None)
         return self._compressed is not None and self._compressed.memories.drop()
 
     def current(self) -> Groups | None:
-        """The groups to follow, as positions in the order in which gradients become ready; None if no runs of it."""
+        """Return the groups to follow as positions in the order of readiness, or None if they are not runs of it."""
         assert self._hooks is not None
         order = self._order()
         known = set(order)
@@ -176,7 +172,7 @@ class Following:
         return contiguous([group for group in groups if group], order)
 
     def gradients(self) -> list[Gradient]:
-        """In the order in which they become ready."""
+        """Return the gradients in the order in which they become ready."""
         assert self._hooks is not None
         found = []
         for place in self._order():

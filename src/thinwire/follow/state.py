@@ -1,8 +1,6 @@
-"""What of a synchronization survives a restart, also from all ranks in one file.
+"""The state of a synchronization that survives a restart, also of all ranks in one file.
 
-The states of all ranks in one, for frameworks that write a single file.
-
-What of a synchronization survives a restart, see `thinwire.Synchronizer.state_dict`.
+See `thinwire.Synchronizer.state_dict` and `thinwire.Synchronizer.gathered`.
 """
 
 from __future__ import annotations
@@ -24,25 +22,25 @@ from thinwire.wire import Format, Kind
 
 
 class Gathered:
-    """See `thinwire.Synchronizer.gathered`.
+    """The states of all ranks as one object with a state dict, see `thinwire.Synchronizer.gathered`.
 
     Args:
-        save: makes the state of this rank.
-        load: takes it.
+        save: returns the state of this rank.
+        load: restores it.
     """
 
     def __init__(self, lane: Lane, save: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]) -> None:
         self._lane, self._save, self._load = lane, save, load
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all ranks on rank 0, which writes them; no states on the others. All ranks call it."""
+        """Return the states of all ranks on rank 0, which writes them, and none on the others. All ranks call it."""
         mine = _packed(self._save())
         return {"ranks": self._lane.submit(lambda lane: _gather(lane, mine)).wait()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore this rank's state of those that rank 0 wrote; all ranks call it.
+        """Restore this rank's state from those that rank 0 wrote; all ranks call it.
 
-        Where compression has another number of ranks than before, its memories are dealt out anew, see
+        Where compression has another number of ranks than before, its memories are redistributed, see
         `thinwire.compress.redistribute`.
 
         Raises:
@@ -59,7 +57,7 @@ class Gathered:
 
 
 def _gather(lane: Lane, mine: Tensor) -> list[Tensor]:
-    """A job of the lane. Rank 0 keeps bytes, which it has no reason to read."""
+    """Gather states in a job of the lane. Rank 0 keeps bytes, which it has no reason to read."""
     told = lane.channel(Subject("bytes of states", "1 number")).gather_numbers([mine.numel()])
     sizes = [int(size) for (size,) in told]
     channel = lane.channel(Subject("the states of all ranks", f"{len(sizes)} states"))
@@ -97,7 +95,7 @@ def saved(
     compressed: CompressedSync | None,
     execution: Execution | None,
 ) -> dict[str, Any]:
-    """``names``: of all parameters of the model."""
+    """Return the state; ``names`` are those of all parameters of the model."""
     return {
         "version": VERSION,
         "steps": steps,
@@ -114,7 +112,7 @@ def saved(
 def check(
     state: Mapping[str, Any], names: Iterable[str], compressed: CompressedSync | None, execution: Execution | None
 ) -> None:
-    """Raises ValueError if `restore` cannot take it."""
+    """Raise ValueError if `restore` cannot restore the state."""
     if state.get("version") != VERSION:
         raise ValueError(f"a state of version {state.get('version')!r}; this thinwire reads {VERSION}")
     unknown = set(state["parameters"]) ^ set(names)
@@ -132,7 +130,7 @@ def check(
 def restore(
     state: Mapping[str, Any], gradients: GradientSync, compressed: CompressedSync | None, execution: Execution | None
 ) -> None:
-    """What `saved` returned, after `check`."""
+    """Restore the result of `saved`, after `check`."""
     if execution is not None and state["plan"] is not None:
         execution.load_state_dict(state["plan"])
     if compressed is not None:

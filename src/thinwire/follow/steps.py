@@ -1,8 +1,6 @@
-"""The end of a step: what is due, and its trace.
+"""The end of a step: statistics, traces and decisions that are due then.
 
-Steps that were measured, as events of the same form as those that a plan predicts.
-
-What is due when a synchronized backward pass has ended, and how many of them there were.
+A trace holds measured steps as events of the same form as those that a plan predicts.
 """
 
 from __future__ import annotations
@@ -28,20 +26,20 @@ from thinwire.observe.step import Clock, JobTimes, Phase, StepTimes
 from thinwire.observe.trace import Event, chrome_trace
 
 PHASES = "phases"
-"""The track below the channel's, on which encoding, sending and decoding are told apart."""
+"""Name of the track below the channel's, which shows encoding, sending and decoding apart."""
 
 _NAMES = {Phase.COMPRESS: "encode", Phase.EXCHANGE: "wire", Phase.DECOMPRESS: "decode"}
 
 
 class Trace:
-    """What one rank did in some steps, see `thinwire.Synchronizer.trace`.
+    """The recorded events of one rank over some steps, see `thinwire.Synchronizer.trace`.
 
     Times count from the start of the first step's backward, which is the end of the model's forward.
 
     Args:
         stop: ends the recording.
-        steps: at most so many; None for all until then.
-        predicted: what the step was expected to look like, if that is known; asked when the trace is saved.
+        steps: largest number of steps; None for all until `stop`.
+        predicted: returns the predicted events of a step, if they are known; called when the trace is saved.
     """
 
     def __init__(self, stop: Callable[[], None], steps: int | None, predicted: Callable[[], Sequence[Event]]) -> None:
@@ -51,11 +49,11 @@ class Trace:
 
     @property
     def events(self) -> tuple[Event, ...]:
-        """Of all steps."""
+        """Events of all steps."""
         return tuple(event for step in self.steps for event in step)
 
     def add(self, step: StepTimes) -> None:
-        """A step has ended."""
+        """Record a step that has ended."""
         if self._origin is None:
             self._origin = step.started
         self.steps.append(tuple(events_of(step, self._origin)))
@@ -70,7 +68,7 @@ class Trace:
         """Write a Chrome trace, which opens in https://ui.perfetto.dev: predicted and measured steps side by side.
 
         Args:
-            predicted: None for what the synchronizer expected, if it has measured a profile.
+            predicted: predicted events; None for those of the synchronizer, if it has measured a profile.
         """
         expected = self._predicted() if predicted is None else predicted
         processes = {"predicted": expected} if expected else {}
@@ -86,7 +84,7 @@ class Trace:
 
 
 def events_of(step: StepTimes, origin: float = 0.0) -> Iterator[Event]:
-    """Backward of each gradient on the compute track, each job on that of the channel, its phases below."""
+    """Yield backward of each gradient on the compute track, each job on the channel's, and its phases below."""
     before = step.started
     for name, ready in step.ready.items():
         yield Event(f"backward {name}", COMPUTE, before - origin, ready - before)
@@ -112,10 +110,10 @@ logger = logging.getLogger("thinwire")
 
 
 class Steps:
-    """The steps of a model, which it does not keep alive: hooks of the model hold this object.
+    """The statistics and traces of a model's steps, which hooks of the model hold; it does not keep the model alive.
 
     Args:
-        num_parameters: of the model, for the log.
+        num_parameters: number of parameters of the model, for the log.
     """
 
     def __init__(
@@ -133,7 +131,7 @@ class Steps:
         self.count = 0
 
     def finish(self, counts: bool = True) -> None:
-        """Runs when backward has nothing left to compute: what is waited for here is exposed communication."""
+        """End a step when backward has nothing left to compute: all waiting in here is exposed communication."""
         assert self.plug is not None
         started = self.plug.finish()
         in_flight = self.in_flight.copy()
@@ -157,7 +155,7 @@ class Steps:
             self.execution.finish_step(times)
 
     def start_trace(self, steps: int | None) -> Trace:
-        """Record so many steps, or until it is stopped; see `thinwire.Synchronizer.trace`."""
+        """Record this number of steps, or until the trace is stopped; see `thinwire.Synchronizer.trace`."""
         if self.trace is not None:
             raise ValueError("a trace is being recorded already: stop() it first")
         self.trace = trace = Trace(self._stop_trace, steps, self._predicted_events)

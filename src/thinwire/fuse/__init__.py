@@ -1,4 +1,4 @@
-"""Which gradients travel together: each constructor returns a `Policy`, a function from a profile to groups."""
+"""Fusion policies: each constructor returns a `Policy`, a function from a profile to groups of gradients."""
 
 from thinwire.fuse.buckets import byte_cap, equal_count, layerwise, mg_wfbp, omgs, one_bucket
 from thinwire.fuse.cupcake import cupcake

@@ -1,16 +1,11 @@
-"""Fusion policies by rule: every gradient alone, all in one, by size, by number, and MG-WFBP's and OMGS's.
+"""Fusion policies by rule.
 
-Every tensor alone: wait-free backpropagation.
-
-All tensors together.
-
-Buckets of so many bytes, as DDP and Horovod make them.
-
-So many groups of as many tensors each.
-
-Merged-gradient wait-free backpropagation: wait for the next gradient if that takes less than a start-up.
-
-Optimal merged gradient sparsification: merge where the start-up saved is more than the waiting added.
+- `layerwise`: every tensor alone, as in wait-free backpropagation.
+- `one_bucket`: all tensors together.
+- `byte_cap`: buckets of a number of bytes, as in DDP and Horovod.
+- `equal_count`: a number of groups with equal numbers of tensors.
+- `mg_wfbp`: merge where waiting for the next gradient costs less than a start-up.
+- `omgs`: merge where the start-up saved costs more than the waiting added.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from thinwire.fuse.profile import Groups, Profile
 
 @dataclass(frozen=True)
 class Layerwise(NamedPolicy):
-    """See `layerwise`."""
+    """The policy of `layerwise`."""
 
     constructor: ClassVar[str] = "layerwise"
 
@@ -34,7 +29,7 @@ class Layerwise(NamedPolicy):
 
 
 def layerwise() -> Layerwise:
-    """Each tensor is a group, and leaves as soon as its gradient is ready.
+    """Return the policy that sends each tensor by itself, as soon as its gradient is ready.
 
     Wait-free backpropagation (Zhang et al., "Poseidon", ATC'17). Best where launches and messages cost nothing, for
     nothing overlaps more. At 0.4 ms a launch, 300 tensors cost 120 ms.
@@ -50,7 +45,7 @@ def layerwise() -> Layerwise:
 
 @dataclass(frozen=True)
 class OneBucket(NamedPolicy):
-    """See `one_bucket`."""
+    """The policy of `one_bucket`."""
 
     constructor: ClassVar[str] = "one_bucket"
 
@@ -59,10 +54,10 @@ class OneBucket(NamedPolicy):
 
 
 def one_bucket() -> OneBucket:
-    """One group of everything, sent after backward.
+    """Return the policy that sends one group of everything, after backward.
 
     The other end of the scale from `thinwire.fuse.layerwise`: one launch, one message, and nothing overlaps. Best where
-    launches and latency are all that communication costs. Ok-Topk (Li and Hoefler, PPoPP'22) sends its gradient so.
+    launches and latency are all that communication costs. Ok-Topk (Li and Hoefler, PPoPP'22) does this.
     """
     return OneBucket()
 
@@ -72,7 +67,7 @@ MEBIBYTE = 1024 * 1024
 
 @dataclass(frozen=True)
 class ByteCap(NamedPolicy):
-    """See `byte_cap`."""
+    """The policy of `byte_cap`."""
 
     constructor: ClassVar[str] = "byte_cap"
     mb: float = 25.0
@@ -97,16 +92,16 @@ class ByteCap(NamedPolicy):
 
 
 def byte_cap(mb: float = 25.0, first_mb: float | None = None) -> ByteCap:
-    """Buckets that close once they have ``mb`` MiB of gradients, as DDP's do: each overshoots by up to one tensor.
+    """Return the policy whose buckets close at ``mb`` MiB, as DDP's do: each overshoots by up to one tensor.
 
     Args:
-        mb: of a bucket; DDP's ``bucket_cap_mb``, 25 by default. Horovod's buffer has 64.
-        first_mb: of the first bucket; DDP has 1 MiB, so that communication begins early. None is ``mb``.
+        mb: MiB of a bucket; DDP's ``bucket_cap_mb``, 25 by default. Horovod's buffer has 64.
+        first_mb: MiB of the first bucket; DDP has 1 MiB, so that communication begins early. None means ``mb``.
 
     Raises:
         ValueError: a cap that is not above 0.
 
-    Best where nobody measured: it knows neither the link nor the compressor, and is rarely more than twice the best.
+    Best without measurements: it knows neither the link nor the compressor, and rarely costs more than twice the best.
 
     Example:
         >>> byte_cap(mb=8, first_mb=1).name
@@ -117,7 +112,7 @@ def byte_cap(mb: float = 25.0, first_mb: float | None = None) -> ByteCap:
 
 @dataclass(frozen=True)
 class EqualCount(NamedPolicy):
-    """See `equal_count`."""
+    """The policy of `equal_count`."""
 
     constructor: ClassVar[str] = "equal_count"
     count: int = 2
@@ -132,10 +127,10 @@ class EqualCount(NamedPolicy):
 
 
 def equal_count(count: int = 2) -> EqualCount:
-    """``count`` groups, whose numbers of tensors differ by one at most; fewer groups where there are fewer tensors.
+    """Return the policy of ``count`` groups, or one per tensor if there are fewer; their lengths differ by at most 1.
 
-    What the public code of Cupcake does, and with 2 the start of MergeComp (arXiv 2103.15195). Best where tensors are
-    alike.
+    The public code of Cupcake does this, and with 2 groups MergeComp (arXiv 2103.15195) starts from it. Best where
+    tensors are alike.
 
     Raises:
         ValueError: less than one group.
@@ -145,7 +140,7 @@ def equal_count(count: int = 2) -> EqualCount:
 
 @dataclass(frozen=True)
 class MgWfbp(NamedPolicy):
-    """See `mg_wfbp`."""
+    """The policy of `mg_wfbp`."""
 
     constructor: ClassVar[str] = "mg_wfbp"
 
@@ -162,7 +157,7 @@ class MgWfbp(NamedPolicy):
 
 
 def mg_wfbp() -> MgWfbp:
-    """The next tensor joins the group iff its gradient is ready before the group could start + alpha.
+    """Return the policy that merges the next tensor iff its gradient is ready before the group could start + alpha.
 
     Shi, Chu and Li, "MG-WFBP" (INFOCOM'19; arXiv 1912.09268, Theorem 1 and Algorithm 1): with l - 1 the tensor whose
     gradient comes after that of l, merge l into l - 1 iff ready(l - 1) < start of communication(l) + alpha. One pass,
@@ -176,13 +171,13 @@ def mg_wfbp() -> MgWfbp:
 
 @dataclass(frozen=True)
 class Omgs(NamedPolicy):
-    """See `omgs`."""
+    """The policy of `omgs`."""
 
     constructor: ClassVar[str] = "omgs"
 
     def groups(self, profile: Profile) -> Groups:
         sizes, compress, communicate = profile.size_bytes, profile.compress, profile.communicate
-        channel = 0.0  # when it is free
+        channel = 0.0  # the time when it is free
         gradient, size, ends = profile.backward_seconds[0], sizes[0], []  # of the open group: last gradient, bytes
         for tensor in range(1, profile.num_tensors):
             backward, added = profile.backward_seconds[tensor], sizes[tensor]
@@ -200,7 +195,7 @@ class Omgs(NamedPolicy):
 
 
 def omgs() -> Omgs:
-    """The next tensor joins the group iff the waiting this adds is less than the communication it saves.
+    """Return the policy that merges the next tensor iff the waiting added is less than the communication saved.
 
     Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs"
     (INFOCOM'20), as its public code has it. With t_b, t_s and t_c the seconds of backward, sparsification and
@@ -209,7 +204,7 @@ def omgs() -> Omgs:
         waiting = t_b(q) + t_s(p + q) - t_s(p) - t_s(q) - (start of communication(p) - end of sparsification(p))
         saving  = t_c(p) + t_c(q) - t_c(p + q)
 
-    One pass, O(N). The costs are this profile's; the paper's tables are of one cluster. Best for sparsifiers whose
-    launch is cheap and where decoding, which it does not see, is too.
+    One pass, O(N). The costs are this profile's; those of the paper are of one cluster. Best for sparsifiers whose
+    launch is cheap, and whose decoding, which it does not see, is cheap too.
     """
     return Omgs()

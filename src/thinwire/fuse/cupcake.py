@@ -1,4 +1,4 @@
-"""Cupcake: the grouping that takes the least time, and no other takes less."""
+"""Cupcake: the grouping with the shortest iteration of all."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from thinwire.fuse.search import Mode, search
 from thinwire.fuse.timeline import iteration_seconds
 
 BEAM = 2
-"""States for each number of tensors in a first, quick search: what it finds is nearly the best, and prunes the next."""
+"""States for each number of tensors in a first, quick search, whose nearly best plan prunes the exact one."""
 
 
 @dataclass(frozen=True)
 class Cupcake(NamedPolicy):
-    """See `cupcake`."""
+    """The policy of `cupcake`."""
 
     constructor: ClassVar[str] = "cupcake"
 
@@ -32,17 +32,17 @@ class Cupcake(NamedPolicy):
 
 
 def cupcake() -> Cupcake:
-    """The groups with the least `thinwire.plan.iteration_seconds` of all 2^(N - 1).
+    """Return the policy of the groups with the least `thinwire.plan.iteration_seconds` of all 2^(N - 1).
 
     Wang et al., "Cupcake: A Compression Scheduler for Scalable Communication-Efficient Distributed Training"
     (MLSys'23), state the problem, and search a tree of first groups with two pruning rules
     (`thinwire.lab.studies.branch_and_bound`). Here it is a dynamic programme over undominated states, exact with
-    decompression
-    too (`thinwire.fuse.search`): plans of the same tensors in as many groups have the same compute clock, and differ
-    only in when the channel is free and when decompression is done. Without decompression that is O(N^3) at most; with
-    the other policies' plans as upper bounds, and a lower bound for every state, it is far less.
+    decompression too (`thinwire.fuse.search`): plans of the same tensors in the same number of groups have the same
+    compute clock, and differ only in when the channel is free and when decompression is done. Without decompression
+    that is O(N^3) at most; with the other policies' plans as upper bounds, and a lower bound for every state, it is far
+    less.
 
-    Best wherever the profile is right: no other policy is better. 314 tensors take 0.1 s.
+    Best wherever the profile is right: no other policy is better. A plan for 314 tensors costs 0.1 s.
 
     Example:
         >>> from thinwire.plan import Linear

@@ -1,4 +1,4 @@
-"""Policies by text: ``byte_cap:mb=8`` is ``byte_cap(mb=8)``. What plans and command lines write."""
+"""Policies by name: ``byte_cap:mb=8`` is ``byte_cap(mb=8)``, as plans and command lines write it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ POLICIES: dict[str, Callable[..., Policy]] = {
     "cupcake": cupcake,
     "safusion": safusion,
 }
-"""Constructors by name."""
+"""Constructors of policies by name."""
 
 
 def parse(text: str) -> Policy:
-    """The policy that ``NAME`` or ``NAME:key=value:...`` says; of a policy's ``name``, an equal one.
+    """Return the policy that ``NAME`` or ``NAME:key=value:...`` denotes; a policy's ``name`` gives an equal one.
 
     Raises:
         ValueError: an unknown name, or settings that the constructor does not take; the message says what is legal.

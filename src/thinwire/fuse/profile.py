@@ -1,4 +1,4 @@
-"""What a training step costs, in numbers: what every plan of fusion and compression is judged by.
+"""The measured costs of a training step, by which every plan of fusion and compression is judged.
 
 Costs are linear in bytes (the alpha-beta model): a launch or a latency, and a rate.
 """
@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 Groups = tuple[tuple[int, ...], ...]
-"""Which tensors travel together: contiguous, in backward order, every tensor once. ((0, 1), (2,)) is two groups."""
+"""Groups of tensors: contiguous, in backward order, every tensor once. ((0, 1), (2,)) is two groups."""
 
 
 @dataclass(frozen=True)
 class Linear:
-    """``alpha + beta * size_bytes`` seconds.
+    """A cost of ``alpha + beta * size_bytes`` seconds.
 
     Args:
-        alpha: seconds, however little there is: a launch, a latency.
+        alpha: seconds for any size: a launch, a latency.
         beta: seconds a byte.
 
     Raises:
@@ -51,13 +51,13 @@ class Linear:
 
     @classmethod
     def fit(cls, sizes: Sequence[float], seconds: Sequence[float], relative: bool = False) -> Linear:
-        """The line nearest to measured points, by least squares over lines whose alpha and beta are not negative.
+        """Return the line nearest to measured points, by least squares with non-negative alpha and beta.
 
         Args:
             sizes: bytes, at least two different ones.
-            seconds: what each took.
+            seconds: seconds of each.
             relative: weigh each point by 1 / seconds, so that points of a microsecond count as much as those of a
-                second. Without it, alpha is what the large ones leave.
+                second. Without it, alpha is the rest that the large ones leave.
 
         Raises:
             ValueError: too few points, or points that are no measurements.
@@ -83,7 +83,7 @@ class Linear:
 
     @classmethod
     def from_json(cls, value: object) -> Linear:
-        """Raises ValueError for what `to_json` does not give."""
+        """Parse the result of `to_json`; raise ValueError for anything else."""
         if not isinstance(value, Mapping) or set(value) != {"alpha", "beta"}:
             raise ValueError(f'a cost is {{"alpha": seconds, "beta": seconds a byte}}, not {value!r}')
         return cls(**value)
@@ -100,20 +100,20 @@ def _check_points(sizes: np.ndarray, seconds: np.ndarray, relative: bool) -> Non
 
 @dataclass(frozen=True)
 class Profile:
-    """One training step on one link: when gradients are ready, how large they are, and what moving them costs.
+    """The costs of one training step on one link: when gradients are ready, their sizes, and what moving them costs.
 
     A group of tensors costs alpha + beta * (the sum of its bytes). Bytes are those of the uncompressed gradients, so
     the beta of ``communicate`` contains the compression ratio.
 
     Args:
-        backward_seconds: of each tensor, in backward order: from the gradient before it to its own.
-        size_bytes: of each tensor's gradient; whole numbers but for scaled models. 0 is legal.
-        compress, decompress, communicate: of a group.
-        names: of the parameters, or empty.
-        other_seconds: forward and optimizer. No part of `thinwire.plan.iteration_seconds`, which counts from the start
-            of backward: no plan changes it.
+        backward_seconds: seconds of each tensor, in backward order, from the gradient before it to its own.
+        size_bytes: bytes of each tensor's gradient; whole numbers except in scaled models. 0 is legal.
+        compress, decompress, communicate: costs of a group.
+        names: names of the parameters, or empty.
+        other_seconds: seconds of forward and optimizer. They are no part of `thinwire.plan.iteration_seconds`, which
+            counts from the start of backward, because no plan changes them.
 
-    Any sequence of numbers will do; tuples are kept.
+    Any sequence of numbers is accepted, and stored as a tuple.
 
     Raises:
         ValueError: no tensors, other lengths, or numbers that are not finite or below 0.
@@ -167,16 +167,16 @@ class Profile:
 
     @cached_property
     def ready_seconds(self) -> tuple[float, ...]:
-        """[num_tensors + 1]: when the backward pass alone has that many gradients; the first is 0."""
+        """Seconds [num_tensors + 1] after which the backward pass alone has that many gradients; the first is 0."""
         return tuple(accumulate(self.backward_seconds, initial=0.0))
 
     @cached_property
     def end_bytes(self) -> tuple[float, ...]:
-        """[num_tensors + 1]: bytes of that many tensors; the first is 0."""
+        """Bytes [num_tensors + 1] of that many tensors; the first is 0."""
         return tuple(accumulate(self.size_bytes, initial=0))
 
     def ahead(self) -> Profile:
-        """The profile of sparsification ahead of fusion: each tensor is compressed alone, right after its gradient.
+        """Return the profile of compression ahead of fusion: each tensor is compressed alone, after its gradient.
 
         Compression is then part of backward, and groups cost nothing to compress (SAFusion, HPDC'25).
         """
@@ -189,7 +189,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, value: object) -> Profile:
-        """Raises ValueError for what `to_json` does not give."""
+        """Parse the result of `to_json`; raise ValueError for anything else."""
         known = {item.name for item in fields(cls)}
         if not isinstance(value, Mapping) or set(value) != known:
             got = sorted(map(str, value)) if isinstance(value, Mapping) else type(value).__name__
@@ -204,7 +204,7 @@ class Profile:
 
 
 def _number(value: float) -> float:
-    """Whole numbers as int, so that sums of them are exact; numpy's as Python's."""
+    """Return whole numbers as int, so that sums of them are exact, and numpy's numbers as Python's."""
     number = float(value)
     return int(number) if number.is_integer() else number
 

@@ -1,4 +1,4 @@
-"""SAFusion's buffers: closed at the same tensors on all ranks, and as long as the communication before them lasts."""
+"""SAFusion's buffers: closed at the same tensors on all ranks, and as long as the communication before them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.fuse.timeline import iteration_seconds
 
 @dataclass(frozen=True)
 class SaFusion(NamedPolicy):
-    """See `safusion`."""
+    """The policy of `safusion`."""
 
     constructor: ClassVar[str] = "safusion"
     align: bool = True
@@ -21,7 +21,7 @@ class SaFusion(NamedPolicy):
     mb: float = 25.0
 
     def __post_init__(self) -> None:
-        byte_cap(self.mb)  # refuses what is no cap
+        byte_cap(self.mb)  # raises ValueError for an illegal cap
 
     def groups(self, profile: Profile) -> Groups:
         if self.adapt:
@@ -31,24 +31,24 @@ class SaFusion(NamedPolicy):
 
 
 def safusion(align: bool = True, adapt: bool = True, mb: float = 25.0) -> SaFusion:
-    """Buffers in which the communication of one just covers backward and selection of the next.
+    """Return the policy of buffers whose communication just covers backward and selection of the next one.
 
     Ming et al., "SAFusion" (HPDC'25): the intra-worker adaptive rule.
-    1. The first group takes so many tensors that the iteration is shortest, with the others by the next two rules. (In
-       the published code, as many until waiting for them reaches one start-up of ``profile.communicate``, which is
-       never faster. On the models of docs/fusion.md this is within 0.4 % of the optimum.)
-    2. Each following one takes tensors as long as backward + compress of it <= communication of the group before it.
+    1. The first group has the number of tensors with the shortest iteration, with the others by the next two rules. (In
+       the published code it grows until waiting for it reaches one start-up of ``profile.communicate``, which is never
+       faster. On the models of docs/fusion.md this is within 0.4 % of the optimum.)
+    2. Each following one grows as long as backward + compress of it <= communication of the group before it.
     3. Once communication of all groups so far exceeds backward + compress of everything, the rest is one group.
 
-    The paper selects from each tensor before it fuses ("sparsification ahead"): give it `Profile.ahead`. O(N^2), 0.13 s
+    The paper selects from each tensor before it fuses ("sparsification ahead"): pass `Profile.ahead`. O(N^2), 0.13 s
     for 314 tensors.
 
     Args:
-        align: buffers close after the same number of tensors on all ranks. False closes them at ``mb`` of gradients,
-            which is the paper's naive fixed buffer.
-        adapt: the rule above. False is the paper's ablation: fixed buffers of ``mb`` of gradients (``align=False``), or
-            of equally many tensors, as many buffers as ``mb`` makes (``align=True``). Adaptive groups are aligned
-            anyhow, for all ranks plan with one profile, so that ``align`` changes nothing beside them.
+        align: whether buffers close after the same number of tensors on all ranks. False closes them at ``mb`` of
+            gradients, which is the paper's naive fixed buffer.
+        adapt: whether to use the rule above. False is the paper's ablation: fixed buffers of ``mb`` of gradients
+            (``align=False``), or the same number of buffers with equal numbers of tensors (``align=True``). Adaptive
+            groups are aligned anyhow, for all ranks plan with one profile, so ``align`` has no effect on them.
         mb: MiB of a fixed buffer.
 
     Raises:
@@ -63,11 +63,11 @@ def _adaptive_groups(profile: Profile) -> Groups:
 
 
 def _covering_groups(profile: Profile, first: int) -> Groups:
-    """By rules 2 and 3 behind a group of the ``first`` tensors."""
+    """Return the groups by rules 2 and 3 after a group of the ``first`` tensors."""
     ready, end_bytes, count = profile.ready_seconds, profile.end_bytes, profile.num_tensors
 
     def seconds_of(start: int, end: int) -> tuple[float, float]:
-        """Backward + compress, and communicate, of a group."""
+        """Return seconds of backward + compress, and of communicate, of a group."""
         size = end_bytes[end] - end_bytes[start]
         return ready[end] - ready[start] + profile.compress(size), profile.communicate(size)
 

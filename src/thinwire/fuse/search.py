@@ -1,25 +1,20 @@
-"""The search behind Cupcake's policy: states, bounds, and branches.
+"""The search behind Cupcake's policy: an exact dynamic programme over undominated states, with lower bounds.
 
-What the timeline remembers of the groups so far, for many plans at once; and how one more group changes it.
-
-A state is a way to group, and with several modes to send, the first tensors. It is a column of
+A state is a way to group, and with several modes to send, the first tensors. It holds the timeline's clocks after the
+groups so far; many states are the columns of one array, with the rows
 
     delay      seconds of compression so far: the compute stream is at ready(tensors) + delay
     channel    when the channel is free
     decoded    when the groups so far would be decompressed, if decompression had not to wait for backward
     decoding   seconds of decompression so far
 
-and of the bytes before the next group, and the state's number. The iteration ends at
+and the bytes before the next group, and the state's number. The iteration ends at
 max(ready(all) + delay + decoding, decoded).
 
-Lower bounds: the least that an iteration takes which begins with given states.
-
-The best contiguous grouping under the timeline: a dynamic programme over states that no other state dominates.
-
-All plans of the first tensors are states (`thinwire.fuse.search`). What the timeline makes of a plan only grows in the
-clocks of its state, so of two states of the same tensors, one that is no smaller in any clock can be dropped: whatever
-follows, the other one is no worse. So can a state that cannot end before a plan that is known (`thinwire.fuse.search`).
-What is left is extended by every possible next group. Nothing else is dropped, so the result is exact.
+The timeline of a plan only grows in the clocks of its state, so of two states of the same tensors, one that is no
+smaller in any clock can be dropped: whatever follows, the other one is no worse. So can a state whose lower bound does
+not beat the best plan known. What is left is extended by every possible next group. Nothing else is dropped, so the
+result is exact.
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ Array = NDArray[np.float64]
 Places = NDArray[np.intp]
 
 Cost = Callable[[Any], Any]
-"""Seconds of an array of bytes: a `Linear`, or any function that is not negative and does not fall as bytes grow."""
+"""A cost in seconds of an array of bytes: a `Linear`, or any non-negative function that does not fall with bytes."""
 
 DELAY, CHANNEL, DECODED, DECODING, START_BYTES, NUMBER = range(6)
 CLOCKS = slice(DELAY, START_BYTES)
@@ -47,7 +42,7 @@ CLOCKS = slice(DELAY, START_BYTES)
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to send a group: what each part of it costs."""
+    """A way to send a group: the cost of each part of it."""
 
     compress: Cost
     communicate: Cost
@@ -55,16 +50,16 @@ class Mode:
 
 
 def nothing_sent() -> Array:
-    """The one state of no tensors."""
+    """Return the one state of no tensors."""
     return np.zeros((6, 1))
 
 
 def extended(states: Array, mode: Mode, ready: float, end_bytes: float) -> Array:
-    """The states after one more group, whose last gradient backward alone has at ``ready``.
+    """Return the states after one more group, whose last gradient backward alone has at ``ready``.
 
     Args:
         states: [6, states], of any numbers of tensors.
-        end_bytes: of all tensors up to the group's last one.
+        end_bytes: bytes of all tensors up to the group's last one.
     """
     size = end_bytes - states[START_BYTES]
     decompress = mode.decompress(size)
@@ -77,13 +72,13 @@ def extended(states: Array, mode: Mode, ready: float, end_bytes: float) -> Array
 
 
 def criteria(states: Array) -> Array:
-    """[4, states]: the iteration grows in each. A state that is no smaller in any than another one can be dropped."""
+    """Return [4, states], each of which lengthens the iteration: a state no smaller than another in any is useless."""
     delay, channel, decoded, decoding = states[CLOCKS]
     return np.stack([delay, delay + decoding, channel, decoded])
 
 
 class StateBounds:
-    """What a state costs at least until the end, and up to where its clocks do not matter.
+    """Lower bounds of the iteration from a state, and the clocks below which states do not differ.
 
     For k bytes still to come, ``floor(k)`` of a cost is alpha + beta * k with the least alpha and beta of all modes: no
     number of groups, in no mode, costs less.
@@ -102,15 +97,15 @@ class StateBounds:
 
     @property
     def startup_seconds(self) -> float:
-        """Of one group at least."""
+        """Least start-up seconds of one group."""
         return self._compress.alpha + self._communicate.alpha + self._decompress.alpha
 
     def extended(self, states: Array, mode: Mode, tensor: int) -> Array:
-        """The states after one more group, of all that is left up to ``tensor`` tensors."""
+        """Return the states after one more group, of all that is left up to ``tensor`` tensors."""
         return extended(states, mode, float(self.ready[tensor]), float(self.end_bytes[tensor]))
 
     def seconds(self, tensor: int, states: Array) -> Array:
-        """The least seconds of an iteration that begins with these states of ``tensor`` tensors; at the end, exact."""
+        """Return the least seconds of an iteration from these states of ``tensor`` tensors; exact ones at the end."""
         delay, channel, decoded, decoding = states[CLOCKS]
         if tensor == self.count:
             return np.maximum(self.ready[-1] + delay + decoding, decoded)
@@ -125,7 +120,7 @@ class StateBounds:
         return least
 
     def settle(self, tensor: int, states: Array) -> None:
-        """Raise clocks, in place, to where they begin to matter: states that differ below it are alike.
+        """Raise clocks, in place, to where they begin to matter: states that differ only below that become equal.
 
         The channel waits for the next gradient, and decompression for the next group and for the end of backward.
         """
@@ -136,11 +131,11 @@ class StateBounds:
         np.maximum(decoded, self.ready[-1] + delay + self._compress(self._rest[tensor]) + decoding, out=decoded)
 
     def _constants(self) -> None:
-        """What follows a clock at least, by number of tensors.
+        """Compute the least time after each clock, by number of tensors.
 
         Communication and decompression are a flow shop: all bytes up to some tensor are sent, and then all from this
-        tensor on are decompressed; whichever tensor makes that longest. The sending begins when the channel is free, or
-        when some later gradient is ready.
+        tensor on are decompressed; the bound is over the tensor that makes this longest. Sending begins when the
+        channel is free, or when some later gradient is ready.
         """
         starts, ends = self.end_bytes[:-1], self.end_bytes[1:]
         compress, send, decode = self._compress, self._communicate, self._decompress
@@ -152,10 +147,10 @@ class StateBounds:
         self._after_delay = alphas + compress.alpha - compress.beta * starts + ready
 
     def _trade(self, weight: float, modes: Sequence[Mode]) -> tuple[float, Array, Array]:
-        """A bound for modes that trade computing for communication: the mean of both ends, weighted.
+        """Return a bound for modes that trade computing for communication: the weighted mean of both ends.
 
-        The iteration takes as long as all computing, and as long as the channel; so as any mean of the two. In the mean
-        each byte to come costs what its cheapest mode does, whichever groups it comes to be in.
+        The iteration lasts at least as long as all computing, and as the channel; so as any mean of the two. In the
+        mean each later byte costs what its cheapest mode does, in any group.
         """
 
         def line(mode: Mode) -> Linear:
@@ -173,7 +168,7 @@ class StateBounds:
 
 
 def _trade_weights(modes: Sequence[Mode]) -> list[float]:
-    """Weights of computing at which two modes cost the same for a byte: elsewhere, one of them is cheaper anyway."""
+    """Return weights of computing at which two modes cost the same a byte; at others, one of them is cheaper anyway."""
     weights = set()
     lines = [(_line(mode.compress).beta + _line(mode.decompress).beta, _line(mode.communicate).beta) for mode in modes]
     for (computing, sending), (other_computing, other_sending) in combinations(lines, 2):
@@ -184,12 +179,12 @@ def _trade_weights(modes: Sequence[Mode]) -> list[float]:
 
 
 def _line(cost: Cost) -> Linear:
-    """A line below the cost."""
+    """Return a line below the cost."""
     return cost if isinstance(cost, Linear) else Linear(0.0, 0.0)
 
 
 def _floor(lines: Sequence[Linear]) -> Linear:
-    """What groups of so many bytes cost at least together, each priced by one of the lines."""
+    """Return the least cost of groups, by their total bytes, each priced by one of the lines."""
     return Linear(min(line.alpha for line in lines), min(line.beta for line in lines))
 
 
@@ -198,18 +193,18 @@ def _max_of_suffixes(values: Array) -> Array:
 
 
 ROUNDING = 1e-12
-"""Of the iteration: what is nearer counts as equal, or sums in another order would all be states of their own."""
+"""Relative tolerance of equal times; without it, sums in another order would all be separate states."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """The best plan that was found: groups end before these tensors, each sent in one of the modes.
+    """The result of a search: groups end before these tensors, each sent in one of the modes.
 
     Args:
-        seconds: of the iteration; infinite if nothing beats what was known before.
-        ends: empty then, too.
-        modes: places in what `search` was given.
-        least_seconds: no plan takes less, but for what was known before.
+        seconds: seconds of the iteration; infinite if no plan beats the one known before.
+        ends: ends of groups; empty if no plan beats the one known before.
+        modes: indices of modes in the argument of `search`.
+        least_seconds: lower bound of all plans except the one known before.
     """
 
     seconds: float
@@ -219,13 +214,13 @@ class Found:
 
 
 def search(profile: Profile, modes: Sequence[Mode], below_seconds: float, width: int | None = None) -> Found:
-    """The best plan that takes less than ``below_seconds``.
+    """Return the best plan whose iteration is shorter than ``below_seconds``.
 
     Args:
-        profile: its backward times and sizes; costs are those of ``modes``.
-        below_seconds: of a plan that is known; finite. The nearer to the best, the faster is the search.
-        width: keep at most so many states for each number of tensors, the most promising ones. The plan is then proven
-            to be the best only if it takes ``least_seconds``. None keeps all.
+        profile: backward times and sizes; its costs are ignored for those of ``modes``.
+        below_seconds: finite seconds of a known plan. The nearer to the best, the faster is the search.
+        width: largest number of states kept for each number of tensors, the most promising ones. The plan is then
+            proven to be the best only if its seconds equal ``least_seconds``. None keeps all.
     """
     return _Search(profile, modes, below_seconds, width).run()
 
@@ -241,7 +236,7 @@ class _Search:
         self.ends: list[int] = []
         self.sent_as: list[int] = []
         self.parents: list[int] = []
-        self.open = [nothing_sent()[:, :0] for _ in modes]  # by mode: which states the next group may still follow
+        self.open = [nothing_sent()[:, :0] for _ in modes]  # by mode: states that the next group may still follow
 
     def run(self) -> Found:
         self._keep(0, nothing_sent(), np.array([-1]))
@@ -254,7 +249,7 @@ class _Search:
         return self._found()
 
     def _grown(self, tensor: int) -> tuple[Array, Array, Places]:
-        """States of ``tensor`` tensors, the least seconds each can end in, and the mode of its last group."""
+        """Return states of ``tensor`` tensors, the least seconds of each, and the mode of its last group."""
         grown, least = [], []
         for place, mode in enumerate(self.modes):
             states = self.bounds.extended(self.open[place], mode, tensor)
@@ -269,9 +264,9 @@ class _Search:
         return np.concatenate(grown, axis=1), np.concatenate(least), sent_as
 
     def _undominated(self, states: Array, seconds: Array) -> Places:
-        """Places of the states that none other dominates; at most ``width`` of them, the most promising first."""
+        """Return indices of states that no other dominates, at most ``width`` of them, the most promising first."""
         values = criteria(states)
-        # What has the least sum is dominated by its equals only. A beam takes the least bound first instead.
+        # The least sum is dominated by its equals only. A beam selects the least bound first instead.
         rank = values.sum(axis=0) if self.width is None else seconds
         kept: list[int] = []
         places = np.arange(rank.size)
@@ -296,7 +291,7 @@ class _Search:
         self.open = [np.concatenate([states_before, states], axis=1) for states_before in self.open]
 
     def _found(self) -> Found:
-        """The best way to end: with one last group after any of the states."""
+        """Return the best plan: the best last group after any of the states."""
         states, count = np.concatenate(self.kept, axis=1), self.bounds.count
         endings = [self.bounds.seconds(count, self.bounds.extended(states, mode, count)) for mode in self.modes]
         mode, state = divmod(int(np.argmin(endings)), states.shape[1])

@@ -1,4 +1,4 @@
-"""The timeline of one iteration under a grouping: what it takes, what waits for what, and what is hidden.
+"""The timeline of one iteration under a grouping: its length, its waits, and the communication it hides.
 
 One compute stream: backward in order; a group is compressed right after its last gradient, which delays what follows.
 One channel, in order: a group starts when it is compressed and the channel is free. Decompression is on the compute
@@ -26,11 +26,11 @@ _FREE = Linear(0.0, 0.0)
 def iteration_seconds(
     profile: Profile, groups: Groups, dense: Linear | None = None, compressed: Sequence[bool] | None = None
 ) -> float:
-    """Seconds from the start of backward until the last group is decompressed; without ``profile.other_seconds``.
+    """Return seconds from the start of backward until the last group is decompressed, without the rest of the step.
 
     Args:
-        dense: what communicating a group costs that is not compressed; needed if there is one.
-        compressed: of each group; all are by default.
+        dense: cost of communicating a group that is not compressed; needed if there is one.
+        compressed: whether each group is compressed; all are by default.
 
     Raises:
         ValueError: see `check_groups`; or ``compressed`` has another length, or there is no ``dense``.
@@ -41,7 +41,7 @@ def iteration_seconds(
         >>> iteration_seconds(profile, ((0,), (1,))), iteration_seconds(profile, ((0, 1),))
         (10.0, 11.0)
 
-    Planners call it often, so it keeps no account; `simulate` gives the same number, to the bit, with one.
+    Planners call it often, so it records no events; `simulate` returns the same number, to the bit, with them.
     """
     check_groups(profile, groups)
     choices = _check_choices(groups, dense, compressed)
@@ -51,7 +51,7 @@ def iteration_seconds(
     for group, choice in zip(groups, choices, strict=True):
         compress, communicate, decompress = _costs(profile, dense, choice)
         size = ends[group[-1] + 1] - ends[group[0]]
-        delay += compress.alpha + compress.beta * size  # written out: a call takes longer than the sum
+        delay += compress.alpha + compress.beta * size  # written out: a call costs more than the sum
         channel = max(channel, ready[group[-1] + 1] + delay) + (communicate.alpha + communicate.beta * size)
         arrivals.append((channel, decompress.alpha + decompress.beta * size))
     clock = ready[-1] + delay
@@ -62,10 +62,10 @@ def iteration_seconds(
 
 @dataclass(frozen=True)
 class Timeline:
-    """One simulated iteration, and its account; all in seconds.
+    """One simulated iteration and its statistics; all in seconds.
 
     Attributes:
-        events: of the tracks "compute" and "channel", in order of time on each.
+        events: events of the tracks "compute" and "channel", in order of time on each.
         iteration_seconds: see `iteration_seconds`.
         compute_busy_seconds: backward + encode + decode.
         channel_busy_seconds: communication of all groups.
@@ -84,14 +84,14 @@ class Timeline:
 
     @property
     def busy_seconds(self) -> dict[str, float]:
-        """Of each track."""
+        """Busy seconds of each track."""
         return {COMPUTE: self.compute_busy_seconds, CHANNEL: self.channel_busy_seconds}
 
 
 def simulate(
     profile: Profile, groups: Groups, dense: Linear | None = None, compressed: Sequence[bool] | None = None
 ) -> Timeline:
-    """The iteration that `iteration_seconds` prices, event by event. Arguments and errors are the same.
+    """Simulate, event by event, the iteration that `iteration_seconds` prices. Arguments and errors are the same.
 
     Example:
         >>> free, link = Linear(0, 0), Linear(alpha=1, beta=1)
@@ -120,7 +120,7 @@ def simulate(
 
 
 class _Step(NamedTuple):
-    """A group's work: when each part starts, and how long it takes."""
+    """A group's work: start and seconds of each part."""
 
     size_bytes: float
     encode: float
@@ -165,7 +165,7 @@ def _check_choices(groups: Groups, dense: Linear | None, compressed: Sequence[bo
 
 
 def _costs(profile: Profile, dense: Linear | None, compressed: bool) -> tuple[Linear, Linear, Linear]:
-    """Of compressing, communicating and decompressing a group."""
+    """Return the costs of compressing, communicating and decompressing a group."""
     if compressed:
         return profile.compress, profile.communicate, profile.decompress
     assert dense is not None
@@ -173,7 +173,7 @@ def _costs(profile: Profile, dense: Linear | None, compressed: bool) -> tuple[Li
 
 
 def _compute_events(profile: Profile, groups: Groups, steps: Sequence[_Step]) -> Iterator[Event]:
-    """Backward of each tensor, and what of encoding and decoding takes any time."""
+    """Yield backward of each tensor, and all encoding and decoding that costs any time."""
     for place, (group, step) in enumerate(zip(groups, steps, strict=True)):
         delay = step.encode - profile.ready_seconds[group[-1] + 1]
         for tensor in group:

@@ -1,1 +1,1 @@
-"""Where gradients come from: the places at which thinwire plugs into stock PyTorch."""
+"""Sources of gradients: the hooks by which thinwire plugs into stock PyTorch."""

@@ -1,4 +1,4 @@
-"""Take gradient buckets of DDP apart, and decide which buckets are synchronized by one job of the lane."""
+"""Split gradient buckets of DDP, and decide which buckets are synchronized by one job of the lane."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ from thinwire.gradients.tables import LookupRows, TableGradient, staged
 from thinwire.observe.step import Clock, JobTimes, Load
 
 Pending = Future[Tensor] | DenseBucket
-"""What is waited for at the end of backward: a job of the lane, or an all-reduce beside it."""
+"""Work to wait for at the end of backward: a job of the lane, or an all-reduce beside it."""
 
 OTHERS = "all other parameters"
-"""The row of `Synchronizer.table` for what is all-reduced in buckets."""
+"""Name of the row of `Synchronizer.table` for all that is all-reduced in buckets."""
 
 MAX_WAITING_BYTES = 1024 * 1024
-"""Small buckets wait for each other up to this size: more would keep the network idle that backward could hide."""
+"""Largest size up to which small buckets wait for each other: more would leave the network idle during backward."""
 
 
 @dataclass(frozen=True, eq=False)
 class Contents:
-    """A bucket taken apart.
+    """The parts of a bucket.
 
     Args:
-        buffer: what DDP handed over; a sparse bucket holds one COO gradient, a dense one is synchronized in place.
+        buffer: the buffer of DDP; a sparse bucket holds one COO gradient, a dense one is synchronized in place.
         tables: gradients that are synchronized as rows.
-        others: what lies between them, by a name for error messages.
-        started: those of the others that are all-reduced already.
+        others: the elements between them, by a name for error messages.
+        started: all-reduces of elements that are under way already.
         compressed: gradients that are averaged with compression, in place, by name of their parameters.
-        name: of the bucket, for those who watch.
+        name: name of the bucket, for traces.
     """
 
     buffer: Tensor
@@ -50,7 +50,7 @@ class Contents:
     name: str = ""
 
     def tensors(self) -> list[Tensor]:
-        """All whose memory is read or written."""
+        """Return all tensors whose memory is read or written."""
         tables = (table.gradient for table in self.tables)
         return [self.buffer, *tables, *(gradient for _, gradient in (*self.others, *self.compressed))]
 
@@ -62,25 +62,25 @@ class Contents:
 
 
 class Buckets:
-    """Submits to the lane what DDP hands over.
+    """The queue of DDP's gradient buckets, which it submits to the lane as jobs.
 
     DDP gives each ``sparse=True`` embedding a bucket of its own. Small ones wait, so that one job can synchronize them
     together: until a bucket comes that does not wait, which may be the last one of the step, or until enough of them
-    wait. Only what all ranks know decides, so all ranks form the same jobs. DDP waits for the futures after its last
-    bucket only.
+    wait. That depends only on numbers known to all ranks, so all ranks form the same jobs. DDP waits for the futures
+    after its last bucket only.
 
-    A table does not wait the first time it is seen: under ``static_graph`` DDP calls no bucket of its first backward
-    the last one (torch 2.13), and waits for all before this class could hear that backward is over.
+    A table does not wait the first time it is seen: under ``static_graph`` DDP marks no bucket of its first backward
+    as the last one (torch 2.13), and waits for all before this class is notified of the end of backward.
 
     Args:
-        gradients: what is done with each gradient.
-        lookups: which parameters are tables, and which of their rows a backward touched.
-        names: of parameters, by ``id()``.
-        lane: where it is done.
-        staging: how gradients get there and back; None where they are on the CPU.
-        native: all-reduces what is neither a table nor compressed; None to have the lane do it.
-        compressed: what is done with gradients that are compressed; None if none are.
-        clock: is told when buckets come and jobs run.
+        gradients: synchronizes tables and dense gradients.
+        lookups: the tables, and the rows of each that a backward touched.
+        names: names of parameters, by ``id()``.
+        lane: the lane that runs the jobs.
+        staging: moves gradients to the lane and back; None if they are on the CPU.
+        native: all-reduces what is neither a table nor compressed; None to leave this to the lane.
+        compressed: averages the gradients that are compressed; None if none are.
+        clock: records when buckets come and jobs run.
     """
 
     def __init__(
@@ -110,12 +110,12 @@ class Buckets:
         self._formed: dict[int, tuple[str, ...]] = {}
 
     def add(self, bucket: dist.GradBucket) -> Pending:
-        """The mean of the bucket, once it is there: a new sparse tensor, or its buffer, in place."""
+        """Submit a bucket; its mean is a new sparse tensor, or its buffer, in place."""
         self._clock.ready(f"bucket {bucket.index()}")
         return self.submit(self._take_apart(bucket), bucket.is_last())
 
     def submit(self, contents: Contents, is_last: bool = False) -> Pending:
-        """As `add`, of a bucket that is taken apart already."""
+        """Submit a bucket that is already split into its parts, like `add`."""
         if self._native is not None and contents.buffer.is_sparse and self._gradients.leaves(contents.tables[0].name):
             if is_last:
                 self.flush()
@@ -138,29 +138,29 @@ class Buckets:
         return future
 
     def take_formed(self) -> list[tuple[str, ...]]:
-        """The parameters that DDP put into each bucket since the last call, without tables."""
+        """Return the parameters of each bucket that DDP formed since the last call, without tables."""
         formed, self._formed = self._formed, {}
         return list(formed.values())
 
     def compresses(self, name: str) -> bool:
-        """Whether the gradient of a parameter is compressed in this step."""
+        """Return whether the gradient of a parameter is compressed in this step."""
         return self._compressed is not None and self._compressed.takes(name)
 
     def leaves(self, name: str) -> bool:
-        """Whether a table is all-reduced like any other gradient in this step."""
+        """Return whether a table is all-reduced like any other gradient in this step."""
         return self._gradients.leaves(name)
 
     def union(self, name: str) -> int | None:
-        """How many rows of a table any rank held in its last step; None of one that never travelled as rows."""
+        """Return the number of rows in the sum of a table in its last step, or None if it never travelled as rows."""
         return self._gradients.unions.get(name)
 
     def release(self, name: str, gradient: Tensor) -> None:
-        """Add what compression left of earlier gradients, if it ended; see `CompressedSync.release`."""
+        """Add the unsent rest of earlier gradients, if compression ended; see `CompressedSync.release`."""
         if self._compressed is not None:
             self._compressed.release(name, gradient)
 
     def flush(self) -> None:
-        """Submit what waits. Nothing may be left when backward is over."""
+        """Submit all waiting buckets. None may be left when backward is over."""
         batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if batch:
             handover = self._staging.hand_over([tensor for contents, _ in batch for tensor in contents.tensors()])
@@ -169,7 +169,7 @@ class Buckets:
             done.add_done_callback(lambda done: _fail(batch, done))
 
     def _may_wait(self, contents: Contents) -> bool:
-        """Whether it is a small sparse bucket that was seen before. It has been seen now."""
+        """Mark a bucket as seen; return whether it is a small sparse one that was seen before."""
         if not contents.buffer.is_sparse:
             return False
         (table,) = contents.tables
@@ -180,7 +180,7 @@ class Buckets:
     def _fulfil(
         self, lane: Lane, batch: Sequence[tuple[Contents, Future[Tensor]]], handover: Handover, job: JobTimes
     ) -> None:
-        """A job of the lane; see `_fail`."""
+        """Run a job of the lane; see `_fail` for errors."""
         with self._staging.taking(handover):
             results = self._synchronize(lane, [contents for contents, _ in batch], job)
             for (_, future), result in zip(batch, results, strict=True):
@@ -243,7 +243,7 @@ class Buckets:
 
 
 def _fail(batch: Sequence[tuple[Contents, Future[Tensor]]], done: Future[None]) -> None:
-    """Have the failure of a job reach every bucket of its batch, whoever failed it: the job itself, or its lane."""
+    """Pass the failure of a job to every bucket of its batch, whether the job itself or its lane failed."""
     try:
         done.value()
     except Exception as error:
@@ -258,5 +258,5 @@ def _between(bucket: dist.GradBucket, begin: int, stop: int) -> list[tuple[str, 
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Complex numbers as pairs, which is how they are summed; anything else as it is."""
+    """Return complex numbers as pairs, which is how they are summed, and any other tensor unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

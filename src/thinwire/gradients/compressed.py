@@ -1,9 +1,4 @@
-"""Means of compressed gradients, and of the dense ones that travel with them.
-
-Dense gradients next to compressed ones: looked at, and summed exactly.
-
-Synchronize the gradients of named parameters with compression: averaging, memories and statistics.
-"""
+"""Means of compressed gradients, and of the dense ones that travel with them: averaging, memories and statistics."""
 
 from __future__ import annotations
 
@@ -34,7 +29,7 @@ from thinwire.sync.two_level import TwoLevel
 
 
 def fused_all_reduce(channel: Channel, tensors: Sequence[Tensor]) -> None:
-    """The mean over ranks of contiguous tensors, in place, in one all-reduce for each dtype; after `Channel.open`."""
+    """Average contiguous tensors over ranks, in place, in one all-reduce for each dtype; after `Channel.open`."""
     scale = 1.0 / channel.world_size
     dtypes = dict.fromkeys(tensor.dtype for tensor in tensors)
     if len(dtypes) > 1:
@@ -51,17 +46,17 @@ def fused_all_reduce(channel: Channel, tensors: Sequence[Tensor]) -> None:
 
 
 def can_ride(tensor: Tensor) -> bool:
-    """Whether a tensor that is summed exactly may join the all-reduce of a compressor, which is of float32 on a CPU."""
+    """Return whether an exactly summed tensor may join the all-reduce of a compressor, which is of float32 on a CPU."""
     return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
 
 def exact_task(name: str, tensor: Tensor) -> Task:
-    """The sum of a tensor as a task of a reduction."""
+    """Return the exact sum of a tensor as a task of a reduction."""
     return Task(Identity(), Parameter(name, tuple(tensor.shape), tensor.dtype), tensor, {})
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no element is infinite or NaN. (25 million float32: 10 ms, and 210 ms by ``isfinite(tensor).all()``.)"""
+    """Return whether all elements are finite. (25 million float32: 10 ms; 210 ms by ``isfinite(tensor).all()``.)"""
     if tensor.numel() == 0:
         return True
     low, high = torch.aminmax(tensor)
@@ -70,25 +65,25 @@ def is_finite(tensor: Tensor) -> bool:
 
 KIND = "compressed"
 FLUSH_STEPS = 20
-"""Over how many steps memories are handed out when compression ends: at once they would be a step as long as many."""
+"""Number of steps over which memories are handed out when compression ends: at once they would be one huge step."""
 
 NamedGradients = Sequence[tuple[str, Tensor]]
 Outcome = tuple[Planned, Result]
-"""What became of the gradient of one parameter."""
+"""The result of one parameter's gradient, with its method."""
 
 
 class Memories:
-    """The state of each parameter that is compressed, between steps; and what becomes of it when compression ends.
+    """The states of compressed parameters between steps, until they are handed out when compression ends.
 
     Args:
-        plans: of the parameters that are compressed, by name.
-        rank, world_size: of the synchronization.
-        can_skip: whether a step can be skipped after gradients were averaged, which takes its states back.
+        plans: methods of the compressed parameters, by name.
+        rank, world_size: rank and number of ranks of the synchronization.
+        can_skip: whether a step can be skipped after gradients were averaged, which restores the states before it.
     """
 
     def __init__(self, plans: Mapping[str, Planned], rank: int, world_size: int, can_skip: bool) -> None:
         self.dropped = False
-        self.units: dict[str, Planned] = dict(plans)  # what is compressed as one
+        self.units: dict[str, Planned] = dict(plans)  # units of compression
         self.states: dict[str, State] = {}
         self.rank, self.world_size = rank, world_size
         self._plans = plans
@@ -98,14 +93,14 @@ class Memories:
         self._renew()
 
     def take(self, name: str) -> State:
-        """The state of a unit for this step, to be updated in place."""
+        """Return the state of a unit for this step, to be updated in place."""
         state = self.states[name]
         if self._can_skip:
             self._before_step.setdefault(name, states.copied(state))
         return state
 
     def finish_step(self, is_finite: bool) -> None:
-        """Memories are as they were before a step that is skipped because its gradients were not finite."""
+        """End a step; restore the memories before it if it is skipped because gradients were not finite."""
         if not is_finite:
             self.states.update(self._before_step)
         self._before_step = {}
@@ -115,17 +110,16 @@ class Memories:
                 self._renew()
 
     def drop(self) -> bool:
-        """Compress nothing from the next step on; whether memories are handed out to coming gradients.
+        """Compress nothing from the next step on; return whether memories are handed out to coming gradients.
 
-        They are not where steps can be skipped: such a step would lose its part. They stay as they are then, in
-        `state_dict`.
+        They are not if steps can be skipped: such a step would lose its part. They stay in `state_dict` then.
         """
         self.dropped = True
         self._flush_left = 0 if self._can_skip else FLUSH_STEPS
         return self._flush_left > 0
 
     def release(self, name: str, gradient: Tensor) -> None:
-        """After `drop`: add to a gradient its part of what was never sent of its parameter, before it is summed."""
+        """After `drop`, add to a gradient its part of the unsent rest of its parameter, before it is summed."""
         if self._flush_left == 0 or name not in self._plans:
             return
         memory = self.outstanding(name)
@@ -134,19 +128,19 @@ class Memories:
             gradient.add_(part, alpha=1.0 / FLUSH_STEPS)
 
     def outstanding(self, name: str) -> Tensor | None:
-        """What this rank has not sent of a parameter's gradients; None without a memory."""
+        """Return the part of a parameter's gradients that this rank has not sent, or None without a memory."""
         return outstanding(self.states[name], self.rank, self.world_size)
 
     def outcomes(self, name: str, result: Result) -> list[Outcome]:
-        """What became of each parameter of a unit."""
+        """Return the outcome of each parameter of a unit."""
         return [(self.units[name], result)]
 
     def describe(self, plan: Planned) -> str:
-        """How a parameter is compressed; states fit only the same."""
+        """Return the method of a parameter as text; states fit only the same method."""
         return plan.describe()
 
     def state_dict(self) -> dict[str, Any]:
-        """All memories, by parameter name: the tensors themselves, as other state dicts of torch have them."""
+        """Return all memories by parameter name: the tensors themselves, as in other state dicts of torch."""
         return {
             "rank": self.rank,
             "world_size": self.world_size,
@@ -157,7 +151,7 @@ class Memories:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises ValueError, saying what to do, if `load_state_dict` cannot take it."""
+        """Raise ValueError, saying what to do, if `load_state_dict` cannot restore the state."""
         if state["world_size"] != self.world_size:
             raise ValueError(
                 f"the state was saved by {state['world_size']} ranks, and there are {self.world_size} now: collect"
@@ -177,12 +171,12 @@ class Memories:
         self._check_units(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `check_state` has found to fit."""
+        """Restore a state that `check_state` has accepted."""
         self.states = {name: states.copied(entry) for name, entry in state["states"].items()}
         self.dropped, self._flush_left = bool(state["dropped"]), int(state["flush_left"])
 
     def new_state(self, plan: Planned) -> State:
-        """Before the first step."""
+        """Return the state before the first step."""
         return plan.reduction.init(plan.compressor, plan.parameter, self.rank, self.world_size)
 
     def _renew(self) -> None:
@@ -209,10 +203,10 @@ class Booking:
 
 
 class Statistics:
-    """What was compressed and sent, and in how many seconds: for `Synchronizer.stats` and `Synchronizer.table`.
+    """The bytes and seconds of compression, for `Synchronizer.stats` and `Synchronizer.table`.
 
     Args:
-        records: where the rows of the table are kept, by name.
+        records: rows of the table, by name.
     """
 
     def __init__(self, records: dict[str, ParameterRecord], world_size: int) -> None:
@@ -224,7 +218,7 @@ class Statistics:
         self._num_tensors = self._num_missing = 0
 
     def numbers(self, num_parameters: int) -> dict[str, float]:
-        """For `Synchronizer.stats`."""
+        """Return the ``compress/`` entries of `Synchronizer.stats`."""
         seconds = self.stopwatch.seconds
         return {
             "compress/parameters": float(num_parameters),
@@ -237,16 +231,16 @@ class Statistics:
         }
 
     def ring_bytes(self, tensors: Iterable[Tensor]) -> int:
-        """What a rank sends of tensors that are summed exactly in a ring."""
+        """Return the bytes that a rank sends for tensors that are summed exactly in a ring."""
         return ring_all_reduce_bytes(sum(tensor.nbytes for tensor in tensors), self._world_size)
 
     def book_exact(self, account: str, dense_bytes: int, sent_bytes: int) -> None:
-        """A row for what was summed exactly, next to what was compressed."""
+        """Count bytes of gradients that were summed exactly, next to compressed ones."""
         record = self.records.setdefault(account, ParameterRecord(account, "all-reduce", "dense", "dense"))
         record.add(sent_bytes, dense_bytes, dense_bytes)
 
     def book(self, outcomes: Sequence[Outcome], booking: Booking) -> None:
-        """A row for each parameter of a job, which have their bytes by the size of their payloads."""
+        """Count bytes for each parameter of a job, shared out by the size of their payloads."""
         weights = [result.payload_bytes for _, result in outcomes]
         sent = share(booking.sent_bytes, weights)
         for place, (plan, result) in enumerate(outcomes):
@@ -259,7 +253,7 @@ class Statistics:
             record.add(sent[place], booking.predicted_bytes * part, dense)
 
     def count_missing(self, outcomes: Sequence[Outcome]) -> None:
-        """Tensors of which a sparsifier chose no element."""
+        """Count tensors of which a sparsifier selected no element."""
         for plan, result in outcomes:
             is_sparse = isinstance(code_of(plan.compressor), Sparsifier)
             self._num_tensors += 1
@@ -267,13 +261,13 @@ class Statistics:
 
 
 class Averaging:
-    """Gradients to their means, job by job.
+    """The averaging of gradients, job by job.
 
     Args:
-        memories: of what is averaged, with the reduction of each.
-        statistics: is told what was sent.
-        scheme: which sums sparse payloads, if one does.
-        scaler: whose scale gradients carry.
+        memories: states of the units that are averaged, with the reduction of each.
+        statistics: counts what was sent.
+        scheme: the scheme that sums sparse payloads, or None.
+        scaler: the scaler whose scale gradients carry, or None.
     """
 
     def __init__(
@@ -287,10 +281,10 @@ class Averaging:
         self._scheme, self._scaler = scheme, scaler
 
     def run(self, lane: Lane, gradients: NamedGradients, others: Sequence[Tensor], account: str) -> bool:
-        """Replace gradients by their means, see `CompressedSync.synchronize`; whether those of all ranks were finite.
+        """Replace gradients by their means, see `CompressedSync.synchronize`; return whether all were finite.
 
         Args:
-            gradients: by the name of their unit.
+            gradients: gradients by the name of their unit.
         """
         channel = lane.channel(self._subject(gradients, others))
         traffic = lane.exchange.traffic
@@ -341,7 +335,7 @@ class Averaging:
     def _average(
         self, lane: Lane, channel: Channel, gradients: NamedGradients, riders: NamedGradients, opening: Booking
     ) -> None:
-        """Riders, by the name of their account, need no round of their own: they join the first of an all-reduce."""
+        """Average by each reduction. Riders, by the name of their row, join an all-reduce and need no round."""
         by_reduction: dict[Reduction, list[tuple[str, Tensor]]] = {}
         for name, gradient in gradients:
             by_reduction.setdefault(self._reduction(name), []).append((name, gradient))
@@ -356,7 +350,7 @@ class Averaging:
     def _reduce(
         self, lane: Lane, channel: Channel, reduction: Reduction, gradients: NamedGradients, riders: NamedGradients
     ) -> tuple[list[Result], Booking]:
-        """Average by one reduction, in place; what became of the gradients, and the bytes without those of riders."""
+        """Average by one reduction, in place; return the results, and the bytes without those of riders."""
         scale = 1.0 if self._scaler is None else self._scaler.get_scale()
         with self._stopwatch.phase(Phase.COMPRESS):
             tasks = [self._task(name, gradient, scale) for name, gradient in gradients]
@@ -378,7 +372,7 @@ class Averaging:
         return means, Booking(predicted - dense, sent - dense)
 
     def _book_riders(self, riders: NamedGradients) -> int:
-        """Bytes of riders, which are those of a ring of their own."""
+        """Count the bytes of riders as those of a ring of their own."""
         if not riders:
             return 0
         dense = self._statistics.ring_bytes(rider for _, rider in riders)
@@ -398,16 +392,16 @@ class Averaging:
 
 
 class CompressedSync:
-    """Mean over ranks of the gradients of the parameters that are compressed. Next to `GradientSync`.
+    """The mean over ranks of the gradients of compressed parameters, next to `GradientSync`.
 
     `synchronize` is called by jobs of a lane, on all ranks with the same gradients in the same order. Between steps
     compression can be paused, or dropped for good: all its parameters are then synchronized exactly.
 
     Args:
-        plans: of the parameters that are compressed, by name.
-        compression: what they follow from.
-        lane: tells rank and world_size.
-        records: where the rows of the table are kept, by name.
+        plans: methods of the compressed parameters, by name.
+        compression: the request from which they follow.
+        lane: the lane, for its rank and world_size.
+        records: rows of the table, by name.
     """
 
     def __init__(
@@ -431,24 +425,24 @@ class CompressedSync:
         return self.statistics.stopwatch
 
     def describe(self) -> list[str]:
-        """Lines on which all ranks must agree."""
+        """Return lines on which all ranks must agree."""
         methods = {name: self.memories.describe(plan) for name, plan in self.plans.items()}
         lines = [f"parameter {name!r} is compressed: {method}" for name, method in methods.items()]
         return [*lines, f"gradients carry a loss scale: {self._scaler is not None}"]
 
     def takes(self, name: str) -> bool:
-        """Whether the gradient of a parameter is compressed in this step; the same on all ranks."""
+        """Return whether the gradient of a parameter is compressed in this step; the same on all ranks."""
         return name in self.plans and not (self.paused or self.memories.dropped)
 
     def synchronize(self, lane: Lane, gradients: NamedGradients, others: Sequence[Tensor], account: str) -> None:
-        """Replace gradients by their means, in place: these compressed, the others exactly, together.
+        """Replace gradients by their means, in place: ``gradients`` with compression, ``others`` exactly.
 
         If those of any rank are not finite, all ranks get NaN in place of the compressed ones and no state changes.
 
         Args:
-            gradients: by name.
-            others: dense and contiguous.
-            account: the row of the others.
+            gradients: gradients by name.
+            others: dense and contiguous gradients.
+            account: name of the row of the others.
         """
         traffic = lane.exchange.traffic
         before = traffic.sent_bytes
@@ -456,17 +450,17 @@ class CompressedSync:
         self.statistics.bytes_sent += traffic.sent_bytes - before
 
     def finish_step(self) -> None:
-        """With a scaler, which skips a step that overflowed, memories are as they were before it."""
+        """End a step. With a scaler, which skips a step that overflowed, memories are restored to those before it."""
         self.statistics.nonfinite_steps += not self._is_finite
         self.memories.finish_step(self._is_finite)
         self._is_finite = True
 
     def release(self, name: str, gradient: Tensor) -> None:
-        """See `Memories.release`."""
+        """Add the unsent rest of earlier gradients, see `Memories.release`."""
         self.memories.release(name, gradient)
 
     def stats(self) -> dict[str, float]:
-        """For `Synchronizer.stats`."""
+        """Return the ``compress/`` entries of `Synchronizer.stats`."""
         return self.statistics.numbers(len(self.plans))
 
     def _remembered(self, lane: Lane) -> Memories:

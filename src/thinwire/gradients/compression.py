@@ -1,4 +1,4 @@
-"""What `thinwire.attach` is asked to compress, and what follows from it for each parameter."""
+"""The request to `thinwire.attach` to compress, and the method of each parameter that follows from it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.sync.two_level import TwoLevel
 
 
 class GradScaler(Protocol):
-    """What is used of ``torch.amp.GradScaler``."""
+    """The part of ``torch.amp.GradScaler`` that thinwire uses."""
 
     def get_scale(self) -> float: ...
     def is_enabled(self) -> bool: ...
@@ -26,7 +26,7 @@ class GradScaler(Protocol):
 
 @dataclass(frozen=True)
 class Planned:
-    """What happens to one parameter; the same on all ranks."""
+    """The compressor and reduction of one parameter; the same on all ranks."""
 
     parameter: Parameter
     compressor: Compressor
@@ -38,13 +38,13 @@ class Planned:
 
 @dataclass(frozen=True)
 class Compression:
-    """What `thinwire.attach` was asked for.
+    """The request to `thinwire.attach` to compress gradients.
 
     Args:
         compress: see `thinwire.compress.assign.assign`.
         reduction: "auto", a name of `REDUCTIONS`, or a scheme of `thinwire.schemes` or its name.
-        grad_scaler: whose scale gradients carry; memories are kept without it.
-        ahead: whether each parameter is compressed for itself, before payloads travel together; else gradients that
+        grad_scaler: the scaler whose scale gradients carry; memories are kept without the scale.
+        ahead: whether each parameter is compressed by itself, before payloads travel together; if not, gradients that
             travel together are compressed as one flat tensor.
 
     Raises:
@@ -69,11 +69,11 @@ class Compression:
 
     @property
     def scheme(self) -> Scheme | TwoLevel | None:
-        """The scheme that sparse payloads are summed by, if they are."""
+        """The scheme that sums sparse payloads, or None."""
         return None if self.reduction in (AUTO, *REDUCTIONS) else resolve(self.reduction)
 
     def plans(self, parameters: Sequence[Parameter], world_size: int) -> dict[str, Planned]:
-        """What happens to each parameter that is compressed, by name.
+        """Return the method of each compressed parameter, by name.
 
         Raises:
             ValueError: see `thinwire.compress.assign.assign` and `reduction_for`.
@@ -93,14 +93,14 @@ class Compression:
 
 @dataclass(frozen=True)
 class PlannedCompression:
-    """What a plan asks for; as `Compression`."""
+    """The compression of a plan, with the interface of `Compression`."""
 
     plan: Plan
     grad_scaler: GradScaler | None = None
 
     @property
     def scheme(self) -> Scheme | TwoLevel | None:
-        """Plans have no schemes: what these send depends on what ranks choose."""
+        """None: plans have no schemes, whose bytes depend on the elements that ranks select."""
         return None
 
     @property
@@ -108,7 +108,7 @@ class PlannedCompression:
         return self.plan.ahead
 
     def plans(self, parameters: Sequence[Parameter], world_size: int) -> dict[str, Planned]:
-        """What happens to each parameter that is compressed, by name.
+        """Return the method of each compressed parameter, by name.
 
         Raises:
             ValueError: a compressor that refuses a parameter, or cannot be averaged as the plan says.

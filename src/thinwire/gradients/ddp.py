@@ -1,15 +1,9 @@
-"""Gradients of a DistributedDataParallel model: its hook, its buckets, and what is left to DDP.
+"""Gradients of a DistributedDataParallel model: its communication hook, its buckets, and models left to stock DDP.
 
-Whether the buckets of a DDP model are the groups of a plan: DDP fixes them when it is built.
-
-The communication hook of DistributedDataParallel: one per model for life, with a target that can change.
-
-Where gradients come from and how they get back: what DDP's buckets and hooks on parameters have in common.
-
-A DDP model of which nothing is to be sent otherwise than DDP sends it: DDP does it, without a hook, and is watched.
-
-A hook in Python costs, even if it does no more than DDP does: 20 buckets of 256 kB on two ranks of one machine take
-7.7 ms by torch's own `allreduce_hook`, and 5.8 ms without one.
+DDP takes one hook per model for life, so the hook has a target that can change. Buckets are fixed when DDP is built, so
+those of a plan are compared with them. A model whose gradients are best sent as stock DDP sends them gets no hook, and
+is only watched: a hook in Python costs, even if it does no more than DDP does. 20 buckets of 256 kB on two ranks of one
+machine cost 7.7 ms by torch's own `allreduce_hook`, and 5.8 ms without one.
 """
 
 import inspect
@@ -42,13 +36,13 @@ Groups = tuple[tuple[str, ...], ...]
 
 
 def check_buckets(model: DistributedDataParallel, groups: Groups) -> None:
-    """Whether DDP puts into one bucket what the plan has in one group.
+    """Check that the buckets of a DDP model are the groups of a plan.
 
     Args:
-        groups: of the plan, names in the order in which gradients become ready.
+        groups: names of parameters of each group, in the order in which gradients become ready.
 
     Raises:
-        ValueError: with the argument to pass.
+        ValueError: they differ; the message has the argument to pass.
     """
     buckets = expected_buckets(model, groups)
     if are_same(buckets, groups):
@@ -60,12 +54,12 @@ def check_buckets(model: DistributedDataParallel, groups: Groups) -> None:
 
 
 def are_same(buckets: Sequence[Sequence[str]], groups: Sequence[Sequence[str]]) -> bool:
-    """Whether the same parameters are together; tables of embeddings, which no plan has, must have been left out."""
+    """Return whether the same parameters are together; embedding tables, which no plan has, must have been left out."""
     return set(map(frozenset, buckets)) == set(map(frozenset, groups))
 
 
 def expected_buckets(model: DistributedDataParallel, groups: Groups) -> Groups:
-    """The buckets that DDP forms of what is in the groups, once it has seen one backward pass."""
+    """Return the buckets that DDP forms of the parameters in the groups, once it has seen one backward pass."""
     names = [name for group in groups for name in group]
     if _stays(model):
         known = set(names)
@@ -78,7 +72,7 @@ def expected_buckets(model: DistributedDataParallel, groups: Groups) -> Groups:
 
 
 def _caps_bytes(model: DistributedDataParallel) -> list[int]:
-    """As DDP passes them on; per bucket since torch 2.11."""
+    """Return the caps that DDP passes on; per bucket since torch 2.11."""
     caps = list(getattr(model, "bucket_bytes_cap_list", ()))
     if caps:
         return caps
@@ -97,7 +91,7 @@ def _how(model: DistributedDataParallel) -> str:
 
 
 def _stays(model: DistributedDataParallel) -> bool:
-    """Whether buckets stay as they are first, in the order of registration."""
+    """Return whether buckets keep their first form, in the order of registration."""
     return bool(model.find_unused_parameters) and not model.static_graph
 
 
@@ -112,7 +106,7 @@ _TAKEN = (
 
 
 class _Dispatcher:
-    """DDP takes one hook and never lets go of it, so this one forwards to a target, or does what stock DDP does.
+    """The one hook of a DDP model, which it never removes: it forwards to a target, or does what stock DDP does.
 
     A copy of the model, which has a reducer of its own and no hook in it, carries torch's `allreduce_hook` on its list.
     """
@@ -146,7 +140,7 @@ _dispatchers: WeakKeyDictionary[DistributedDataParallel, _Dispatcher] = WeakKeyD
 
 
 def install(ddp: DistributedDataParallel, target: OnBucket) -> None:
-    """Have ``target`` called with every gradient bucket of ``ddp``, in the order that all ranks share.
+    """Call ``target`` with every gradient bucket of ``ddp``, in the order that all ranks share.
 
     Raises:
         ValueError: thinwire is attached to this model already, or another communication hook is registered.
@@ -166,18 +160,18 @@ def install(ddp: DistributedDataParallel, target: OnBucket) -> None:
 
 
 def check_free(ddp: DistributedDataParallel) -> None:
-    """Raises ValueError if another communication hook is registered, without registering one."""
+    """Raise ValueError if another communication hook is registered, without registering one."""
     if ddp not in _dispatchers and ddp._comm_hooks:
         raise ValueError(_TAKEN)
 
 
 def uninstall(ddp: DistributedDataParallel) -> None:
-    """Give the buckets of ``ddp`` back to what stock DDP does with them."""
+    """Return the buckets of ``ddp`` to stock DDP."""
     _dispatchers[ddp].target = None
 
 
 def is_attached(ddp: DistributedDataParallel) -> bool:
-    """Whether a target is installed."""
+    """Return whether a target is installed."""
     return ddp in _dispatchers and _dispatchers[ddp].target is not None
 
 
@@ -192,16 +186,16 @@ logger = logging.getLogger("thinwire")
 
 
 class Plug(Protocol):
-    """What a `thinwire.Synchronizer` does with either."""
+    """The connection of a `thinwire.Synchronizer` to a model, whether that is DDP or a plain module."""
 
     @property
     def synchronizes(self) -> bool:
-        """Whether the next backward pass is not one of `no_sync`."""
+        """Whether the next backward pass synchronizes, and is not one of `no_sync`."""
         ...
 
     @property
     def begins_at_output(self) -> bool:
-        """Whether a step is a backward through the output of the model, whatever passes run inside of it."""
+        """Whether a step is a backward through the output of the model, with any passes inside of it."""
         ...
 
     @property
@@ -210,28 +204,28 @@ class Plug(Protocol):
         ...
 
     def finish(self) -> float:
-        """Submit what is left, at the end of backward; since when nothing is left to compute (`time.perf_counter`)."""
+        """Submit the rest at the end of backward; return when computing ended (`time.perf_counter`)."""
         ...
 
     def deliver(self) -> None:
-        """Store what the lane brought, when all of it is there."""
+        """Store the results of the lane, when all of them are known."""
         ...
 
     def reset(self) -> None:
-        """Forget a backward that did not come to its end."""
+        """Forget a backward that was not completed."""
         ...
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Gradients of backward passes in it stay on this rank, and add up until the next pass outside."""
+        """Return a context in which gradients stay on this rank, and add up until the next pass outside."""
         ...
 
     def remove(self) -> None:
-        """Leave the model as it was."""
+        """Remove all hooks from the model."""
         ...
 
 
 class Alone:
-    """One rank has nothing to synchronize: gradients stay as backward made them, and only steps are counted."""
+    """The plug of a single rank, which has nothing to synchronize: gradients stay as they are; steps are counted."""
 
     def __init__(self, model: nn.Module) -> None:
         self._ddp = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
@@ -269,13 +263,13 @@ class Alone:
 
 
 class DdpPlug:
-    """The buckets of a DDP model, which stores their means itself, and which this object does not keep alive.
+    """The plug of a DDP model, which stores the means of its buckets itself, and which this object does not keep alive.
 
     Args:
-        model: gets the communication hook.
-        buckets: where its buckets go.
-        begin: called with each bucket; whether a backward is running, at whose end `finish` and `deliver` are called.
-        expect: called with what is to be waited for then.
+        model: the model that gets the communication hook.
+        buckets: the queue for its buckets.
+        begin: called at each bucket; returns whether a backward runs, at whose end `finish` and `deliver` are called.
+        expect: called with the work to wait for then.
     """
 
     def __init__(
@@ -306,7 +300,7 @@ class DdpPlug:
         return time.perf_counter()
 
     def deliver(self) -> None:
-        """DDP has stored all. It never looks at parameters again that were frozen when it was built."""
+        """Warn of unfrozen parameters: DDP has stored all means, but ignores those frozen when it was built."""
         if any(parameter.requires_grad for weak in self._frozen if (parameter := weak()) is not None):
             self._frozen = []
             text = (
@@ -327,13 +321,13 @@ class DdpPlug:
         self._buckets.flush()
 
     def _on_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
-        """Called by DDP in backward for each bucket, in the same order on all ranks.
+        """Submit a bucket of DDP, which calls this in backward in the same order on all ranks.
 
         Under ``model.join()`` also outside of backward, for ranks that ran out of data.
 
         Raises:
-            ThinwireError: join was told to divide by the number of ranks that have data left. On all ranks, as all come
-                here, those without data too.
+            ThinwireError: join divides by the number of ranks that have data left. It is raised on all ranks, because
+                ranks without data come here too.
         """
         if is_joining(self._model) and not self._model._divide_by_initial_world_size:
             raise ThinwireError(
@@ -347,19 +341,19 @@ class DdpPlug:
 
 
 def is_joining(model: nn.Module | None) -> bool:
-    """Whether ranks may run out of data before others, under ``model.join()``: nothing else can be agreed on then."""
+    """Return whether ranks may run out of data before others, under ``model.join()``: no more can be agreed on then."""
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 
 class LeftToDdp:
-    """Sees where the backward passes of a DDP model end, and books what DDP sends.
+    """The plug of a DDP model left to DDP: it detects the end of backward passes, and counts the bytes that DDP sends.
 
     Args:
-        model: without a communication hook, which it keeps being.
-        native: where bytes are booked.
-        lane: where seconds are booked: those for which backward waits, as more is not seen.
-        begin: has `finish` and `deliver` called, when DDP has waited for its buckets.
-        hooked: makes of the model what sees each bucket, for `observe`.
+        model: a model without a communication hook, which gets none.
+        native: statistics of bytes.
+        lane: statistics of seconds: those for which backward waits, as no others can be measured.
+        begin: arranges for `finish` and `deliver` to be called, when DDP has waited for its buckets.
+        hooked: returns a plug that sees each bucket of the model, for `observe`.
 
     Raises:
         ValueError: another communication hook is registered.
@@ -378,7 +372,7 @@ class LeftToDdp:
         self._native, self._lane, self._begin, self._hooked = native, lane, begin, hooked
         self.begins_at_output = self.is_idle = False
         self._seen: DdpPlug | None = None
-        self._since: float | None = None  # nothing is left to compute in the running backward
+        self._since: float | None = None  # end of computing in the running backward
         trained = [parameter for _, parameter in synchronized_parameters(model) if parameter.requires_grad]
         self._num_bytes = sum(parameter.nbytes for parameter in trained)
         self._handles = [_watched(parameter, self) for parameter in _always_used(model, trained)]
@@ -394,7 +388,7 @@ class LeftToDdp:
         return self._model.require_backward_grad_sync
 
     def observe(self) -> None:
-        """See each bucket from now on. What is sent stays the same, so not all ranks have to."""
+        """Record each bucket from now on. The messages stay the same, so not all ranks have to."""
         if self._seen is None:
             self._remove_hooks()
             self._seen = self._hooked(self._model)
@@ -423,7 +417,7 @@ class LeftToDdp:
             self._seen.remove()
 
     def on_gradient(self) -> None:
-        """DDP waits for its buckets in a callback that it queues when the last one is full: between these two."""
+        """Queue a callback before DDP's, which waits for its buckets; `begin` queues another behind that."""
         if self._since is None and self.synchronizes:
             self._since = time.perf_counter()
             Variable._execution_engine.queue_callback(self._computed)
@@ -439,7 +433,7 @@ class LeftToDdp:
 
 
 def _watched(parameter: nn.Parameter, left: LeftToDdp) -> RemovableHandle:
-    """The hook must not hold what holds the parameter."""
+    """Register a hook that does not hold what holds the parameter."""
     weak = weakref.ref(left)
 
     def hook(parameter: Tensor) -> None:
@@ -452,5 +446,5 @@ def _watched(parameter: nn.Parameter, left: LeftToDdp) -> RemovableHandle:
 
 
 def _always_used(model: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
-    """Enough that one of them gets a gradient in every backward: DDP insists on all, unless it is told otherwise."""
+    """Return parameters of which each backward reaches one: all of them if DDP allows unused ones, else any one."""
     return trained if model.find_unused_parameters or model.static_graph else trained[:1]

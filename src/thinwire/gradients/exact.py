@@ -1,8 +1,6 @@
-"""Exact means of gradients: synchronized on the lane, or by the all-reduce of a process group.
+"""Exact means of gradients, with statistics: synchronized on the lane, or all-reduced by a process group.
 
-Synchronize the gradients of named parameters on a lane, and keep account of it.
-
-Dense gradients as stock DDP sends them: by the all-reduce of a process group, straight from the hook.
+Dense gradients are sent as stock DDP sends them, by the all-reduce of a process group, straight from the hook.
 """
 
 from __future__ import annotations
@@ -38,20 +36,20 @@ from thinwire.sync.synchronize import agree, chosen, dense_all_reduce, placed, s
 from thinwire.sync.two_level import TwoLevel
 
 DENSE_PAUSE_STEPS = 50
-"""For how many steps a table is all-reduced unread, at most, after steps in which most of its rows were non-zero: one
-step after the first of them, then twice as many each time, because the next batch may be another."""
+"""Largest number of steps for which a table is all-reduced unread, after steps in which most of its rows were non-zero:
+one step after the first of them, then twice that number each time, because the next batch may differ."""
 LEFT_SECONDS, LEFT_BYTES = 0.002, 512 * 1024
-"""A table is left to what stock DDP does with it where that takes so few seconds and bytes: a synchronization of a tiny
-table takes 3 ms of processors alone. On few bytes a short probe of the link can be wrong without doing harm."""
+"""Largest seconds and bytes at which a table is left to stock DDP: a synchronization of a tiny table costs 3 ms of
+processors alone. On few bytes a short probe of the link can be wrong without doing harm."""
 LEFT_ROOM = 2.0
-"""A sparse table comes back when its sum has so many times the rows with which it would take as much: that number all
-ranks see, and not how many rows the others held."""
+"""Ratio of rows in the sum, to those of equal cost, at which a sparse table comes back: all ranks know the rows of the
+sum, and not those that the others held."""
 LEFT_STEPS = 1000
-"""For how many steps, before it is looked at again."""
+"""Number of steps for which a table is left, before it is examined again."""
 LEFT = "native"
-"""The scheme of such a table, in `Synchronizer.table`."""
+"""Scheme of a table left to stock DDP, in `Synchronizer.table`."""
 MAX_EXPERIENCES = 64
-"""Groups of which something is remembered; small tables may come together in other groups in every step."""
+"""Largest number of groups with an `Experience`; small tables may be grouped differently in every step."""
 
 Group = Sequence[TableGradient]
 
@@ -59,39 +57,39 @@ _log = logging.getLogger("thinwire")
 
 
 class GradientSync:
-    """What to do with the gradient of each parameter: mean over ranks, exactly.
+    """The exact mean over ranks of the gradient of each parameter.
 
     Its methods are called by jobs of a lane, on all ranks in the same order.
 
     Small tables are stacked, see `thinwire.gradients.tables`, and a group of tables is one synchronization. With
-    "auto",
-    the first step of a group asks how many rows the ranks hold; each synchronization tells all ranks that number and
-    the size of the union, from which `Experience` decides what the next one runs. So all ranks decide the same.
+    "auto", the first step of a group gathers the number of rows of each rank; after each synchronization all ranks
+    know that number and the size of the union, from which `Experience` decides what the next one runs. So all ranks
+    decide the same.
     """
 
     def __init__(self, scheme: str | Scheme | TwoLevel) -> None:
-        self.scheme = resolve(scheme) or AUTO  # by a name it would be looked up in every step
+        self.scheme = resolve(scheme) or AUTO  # a name would be looked up in every step
         self.records: dict[str, ParameterRecord] = {}
         self.choices: dict[str, str] = {}  # under "auto": the scheme of a group's next step, by its parameters
         self.pauses: dict[str, int] = {}  # steps for which a table is all-reduced without looking for zeros
-        self.unions: dict[str, int] = {}  # rows of a table that any rank held in its last step
-        self.may_leave = False  # whether tables can be left to what stock DDP does
-        self.left: dict[str, int] = {}  # tables that are, and for how many steps more
+        self.unions: dict[str, int] = {}  # number of rows in the sum of a table's last step
+        self.may_leave = False  # whether tables can be left to stock DDP
+        self.left: dict[str, int] = {}  # tables that are, and the number of steps left
         self._most_rows: dict[str, float] = {}  # of the sum of such a sparse one, or it comes back to the lane
         self.rehearsals = 0
-        self.experiences: dict[str, Experience] = {}  # under "auto": what was learned of a group
+        self.experiences: dict[str, Experience] = {}  # under "auto": measurements of a group
         self._rehearsed: dict[str, int] = {}  # how often a table was part of a rehearsal
-        self._dense_runs: dict[str, int] = {}  # how often in a row a table was found dense
+        self._dense_runs: dict[str, int] = {}  # number of consecutive steps in which a table was dense
         self._groups: dict[str, str] = {}  # the group that a table was in last
 
     def shape(self, table: TableGradient) -> TableShape:
-        """What all ranks know of a table; the same on all of them between two steps of the table."""
+        """Return the properties of a table that all ranks know; the same on all of them between two steps."""
         layout, gradient = table.layout, table.gradient
         union = self.unions.get(table.name)
         return TableShape(table.name, layout.num_rows, layout.width, gradient.dtype, gradient.device, union)
 
     def tables(self, lane: Lane, tables: Group) -> list[Tensor]:
-        """The mean of each gradient, as `TableGradient.store` returns it; small ones travel together."""
+        """Return the mean of each gradient, as `TableGradient.store` returns it; small ones travel together."""
         if lane.world_size == 1:
             return [table.gradient for table in tables]
         means: dict[str, Tensor] = {}
@@ -109,7 +107,7 @@ class GradientSync:
         return [means[table.name] for table in tables]
 
     def dense(self, lane: Lane, name: str, gradient: Tensor, account: str | None = None) -> None:
-        """The mean of a dense gradient, all-reduced in place; booked on ``account`` if it is not ``name``."""
+        """All-reduce the mean of a dense gradient in place, counted under ``account`` if given, or ``name``."""
         channel = lane.channel(Subject(name, _describe(gradient, DENSE)))
         before = lane.exchange.traffic.sent_bytes
         channel.open()
@@ -125,22 +123,22 @@ class GradientSync:
         )
 
     def leaves(self, name: str) -> bool:
-        """Whether stock's own all-reduce takes a table in this step, as all ranks decided in an earlier one."""
+        """Return whether stock's own all-reduce synchronizes a table in this step, as all ranks decided before."""
         steps = self.left.get(name, 0)
         if steps > 0:
             self.left[name] = steps - 1
         return steps > 0
 
     def see_sum(self, name: str, mean: Tensor) -> None:
-        """Of a table that is left: where the sum has too many rows, which all ranks see, it comes back to the lane."""
+        """Note the sum of a table that is left; with too many rows, which all ranks know, it comes back to the lane."""
         self.unions[name] = rows = mean._nnz()
         if rows > self._most_rows.get(name, 0):
             self.left[name] = 0
 
     def book_left(self, name: str, mean: Tensor, held: int, world_size: int) -> int:
-        """A sparse gradient was all-reduced by torch, which returns bytes: all of its rows, once for each other rank.
+        """Count and return the bytes of torch's sparse all-reduce: all rows of a gradient, once for each other rank.
 
-        Ranks pass on rows of others, of which they are not told how many; of all ranks together that is what they send.
+        Ranks forward an unknown number of rows of others; over all ranks together the total is exact.
         """
         row_bytes, union = mean._values()[:1].nbytes, mean._nnz()
         moved = sparse_all_reduce_bytes([held] * world_size, 0, row_bytes)
@@ -151,13 +149,13 @@ class GradientSync:
         return moved
 
     def learned(self) -> dict[str, Any]:
-        """What the next decisions follow from, besides times: plain values, for `recall`."""
+        """Return what the next decisions depend on, besides times, as plain values for `recall`."""
         windows = {key: [astuple(demand) for demand in one.demands] for key, one in self.experiences.items()}
         left = {"left": dict(self.left), "most_rows": dict(self._most_rows)}
         return {"windows": windows, **left, "dense_runs": dict(self._dense_runs)}
 
     def recall(self, learned: Mapping[str, Any] | None) -> None:
-        """Go on where another run ended; None for one that learned nothing. Times are of another machine, maybe."""
+        """Restore the result of `learned`, or nothing for None. Times are left out: they may be of another machine."""
         self.experiences = {}
         self.left = dict(learned["left"]) if learned else {}
         self._most_rows = dict(learned.get("most_rows", {})) if learned else {}
@@ -169,12 +167,12 @@ class GradientSync:
                 self.experiences[key].recall(resolve(last) or DENSE, [Demand(*numbers) for numbers in window])
 
     def finish_step(self) -> None:
-        """Close the books on a step."""
+        """Close the statistics of a step."""
         for record in self.records.values():
             record.finish_step()
 
     def _is_all_reduced(self, table: TableGradient) -> bool:
-        """Whether a dense gradient is not looked at for zeros in this step."""
+        """Return whether a dense gradient is not scanned for zeros in this step."""
         if table.gradient.is_sparse:
             return False
         if self.scheme != AUTO:
@@ -185,7 +183,7 @@ class GradientSync:
         return paused
 
     def _synchronize(self, lane: Lane, group: Group) -> list[Tensor]:
-        """One synchronization of all tables of a group."""
+        """Synchronize all tables of a group at once."""
         learned = self._experience(group) if self.scheme == AUTO and lane.world_size > 1 else None
         plan = self._plan(group, learned)
         channel = lane.channel(_subject(group, plan))
@@ -224,7 +222,7 @@ class GradientSync:
         return means
 
     def _plan(self, group: Group, learned: Experience | None) -> str | Scheme | TwoLevel:
-        """What all ranks run, or "auto" where they tell how many rows they hold first."""
+        """Return the scheme that all ranks run, or "auto" if they gather their numbers of rows first."""
         if self.scheme != AUTO:
             return self.scheme
         return AUTO if learned is None or learned.is_timed else self.choices.get(_key(group), AUTO)
@@ -239,7 +237,7 @@ class GradientSync:
         return self.experiences[key]
 
     def _pause(self, group: Group, scheme: Scheme | TwoLevel) -> None:
-        """Whether a dense gradient is looked at in the next steps."""
+        """Decide whether a dense gradient is scanned in the next steps."""
         (table, *others) = group
         if others or table.gradient.is_sparse:
             return
@@ -266,7 +264,7 @@ class GradientSync:
         demand: Demand,
         seconds: float | None,
     ) -> None:
-        """From a timed step, whose seconds on the slowest rank all ranks are told; None if they tell nothing."""
+        """Learn from a timed step, whose longest seconds are gathered from all ranks; None if they mean nothing."""
         machine = channel.machine()
         learned.know(machine, ranks_of_hosts(channel.exchange.hosts))
         if not learned.is_told or machine is None:
@@ -283,14 +281,14 @@ class GradientSync:
         learned.learn(_unplaced(scheme), demand, slowest)
 
     def _decide_next(self, group: Group, learned: Experience, channel: Channel, demand: Demand) -> None:
-        """From numbers that all ranks know."""
+        """Decide the next step from numbers that all ranks know."""
         key = _key(group)
         choice = learned.observe(demand)
         last, self.choices[key] = self.choices.get(key), AUTO if choice.is_dense else name_of(choice)
         points = learned.hopeful(demand)
         reason = self._leave(group, learned, channel)
         if reason:
-            if not self._entry(group[0].name).reason.startswith(LEFT):  # else it was said when the group was left first
+            if not self._entry(group[0].name).reason.startswith(LEFT):  # else it is logged already
                 self._explain(group, reason, channel.rank)
             return
         if points:
@@ -302,7 +300,7 @@ class GradientSync:
             self._explain(group, learned.explain(), channel.rank)
 
     def _leave(self, group: Group, learned: Experience, channel: Channel) -> str:
-        """Leave tables to stock DDP where that takes next to nothing, and say why; "" if they stay.
+        """Leave tables to stock DDP if that costs next to nothing, and return the reason; "" if they stay.
 
         Those that came back stay until all batches of a window are small.
         """
@@ -329,7 +327,7 @@ class GradientSync:
         return f"{LEFT} ({moved / 1e6:.3f} MB in {1e3 * seconds:.1f} ms) instead of {learned.explain()}"
 
     def _limit_rows(self, group: Group, growth: float) -> None:
-        """Of tables that are left: they come back when their sum has so many times the rows of this step's."""
+        """Set the rows of the sum at which left tables come back: ``growth`` times those of this step."""
         for table in group:
             self._most_rows[table.name] = growth * (1 + self.unions[table.name])
 
@@ -348,7 +346,7 @@ class GradientSync:
         unions: Sequence[int],
         sent_before: int,
     ) -> None:
-        """Book a synchronization. Each table pays for the rows that this rank held and those in its sum."""
+        """Count a synchronization. Bytes are shared by the rows that this rank held and those in the sum."""
         world_size, itemsize = channel.world_size, held[0].values.element_size()
         num_rows, row_bytes = sum(rows.num_rows for rows in held), held[0].width * itemsize
         mean = sum(channel.held) / world_size
@@ -358,7 +356,7 @@ class GradientSync:
         formats = ", ".join(
             f"{phase.name.lower()} {'/'.join(sorted(formats))}" for phase, formats in channel.formats_sent.items()
         )
-        own = sum(rows.ids.numel() for rows in held)  # ranks tell their blocks or elements, where those travel
+        own = sum(rows.ids.numel() for rows in held)  # headers count blocks or elements, where those travel
         counts = channel.held if scheme.unit is Unit.ROWS else [own] * world_size
         stock = share(sparse_all_reduce_bytes(counts, channel.rank, row_bytes, len(group)), weights)
         for place, (table, rows) in enumerate(zip(group, held, strict=True)):
@@ -376,7 +374,7 @@ class GradientSync:
 
 
 def _predicted(part: float, scheme: Scheme | TwoLevel, *sizes: Any) -> float:
-    """Bytes of one of the tables of a group, for `Synchronizer.table`."""
+    """Return the predicted bytes of one of the tables of a group, for `Synchronizer.table`."""
     return part * expected_bytes(scheme, *sizes)
 
 
@@ -385,12 +383,12 @@ def _key(group: Group) -> str:
 
 
 def _can_leave(table: TableGradient) -> bool:
-    """Whether torch sums such a gradient as exactly; it has no sparse sum of sixteen-bit values on Gloo."""
+    """Return whether torch sums such a gradient as exactly; it has no sparse sum of sixteen-bit values on Gloo."""
     return not table.gradient.is_sparse or table.gradient.dtype in (torch.float32, torch.float64)
 
 
 def _unplaced(point: Scheme | TwoLevel) -> Scheme | TwoLevel:
-    """As a candidate is named, which is not told the hosts."""
+    """Return a scheme as a candidate is named, without the hosts."""
     return TwoLevel(point.between) if isinstance(point, TwoLevel) else point
 
 
@@ -417,7 +415,7 @@ class Started:
     world_size: int
 
     def wait(self) -> None:
-        """On a GPU the current stream waits, and the thread does not.
+        """Wait for the sum. On a GPU the current stream waits, and the thread does not.
 
         Raises:
             LostPeerError: a peer died, did not take part within the timeout, or hung up.
@@ -430,20 +428,20 @@ class Started:
 
 @dataclass(frozen=True, eq=False)
 class DenseBucket:
-    """A bucket without tables: all-reduces under way, and nothing else."""
+    """A bucket without tables, whose all-reduces are under way."""
 
     started: tuple[Started, ...]
     buffer: Tensor
     job: JobTimes
 
     def wait(self) -> None:
-        """Raises LostPeerError, as `Started.wait` does."""
+        """Wait for the sums; raise LostPeerError, as `Started.wait` does."""
         for one in self.started:
             one.wait()
         self._end()
 
     def future(self) -> Future[Tensor]:
-        """What DDP takes: one of the buffer."""
+        """Return a future of the buffer, as DDP expects it."""
         if self.started:
             return self.started[-1].work.get_future().then(self._ended)
         future: Future[Tensor] = Future()
@@ -451,7 +449,7 @@ class DenseBucket:
         return future
 
     def _ended(self, done: Future[list[Tensor]]) -> Tensor:
-        done.value()  # raises what the all-reduce raised
+        done.value()  # raises the error of the all-reduce
         self._end()
         return self.buffer
 
@@ -460,17 +458,17 @@ class DenseBucket:
 
 
 class NativeAllReduce:
-    """Starts the all-reduce of dense gradients on the thread of the hook.
+    """The all-reduce of dense gradients beside the lane, started on the thread of the hook.
 
     So they are in the order of the buckets, which all ranks share. On a GPU that is on the communicator and after the
     kernels after which stock DDP has them: a communicator of the lane's own would run beside that of the model in an
     order that differs from rank to rank, of which torch and NCCL warn. On the CPU the group is one of the lane, which
-    hangs up when this rank fails, so that ranks that wait in an all-reduce hear of it.
+    hangs up when this rank fails, so that ranks that wait in an all-reduce fail too.
 
     Args:
-        process_group: of the ranks of the lane.
-        account: whose books the bytes go to, under ``name``.
-        scheme: for the account.
+        process_group: a group of the ranks of the lane.
+        account: the statistics that count the bytes, under ``name``.
+        scheme: name of the scheme in these statistics.
     """
 
     def __init__(self, process_group: dist.ProcessGroup, account: GradientSync, name: str, scheme: str) -> None:
@@ -482,20 +480,20 @@ class NativeAllReduce:
         self._tables: list[tuple[str, Tensor, int]] = []  # sparse ones, with the rows that this rank held
 
     def start(self, gradients: Sequence[Tensor]) -> tuple[Started, ...]:
-        """The mean over the ranks, in place.
+        """Start averaging over the ranks, in place.
 
-        Scaled before it is summed, and by a product, as DDP without a hook does: the bits are those of stock DDP.
+        It scales before it sums, and by a product, as DDP without a hook does: the bits are those of stock DDP.
         """
         return tuple(map(self._start, gradients))
 
     def start_bucket(self, gradients: Sequence[Tensor], buffer: Tensor, job: JobTimes) -> DenseBucket:
-        """As `start`, of a bucket in which nothing else is."""
+        """Start like `start`, for a bucket that has nothing else."""
         job.started = time.perf_counter()
         self._jobs.append(job)
         return DenseBucket(self.start(gradients), buffer, job)
 
     def start_sparse(self, name: str, gradient: Tensor, job: JobTimes) -> Future[Tensor]:
-        """The mean of a sparse gradient by torch's own all-reduce, which adds in the order of ranks, as it must."""
+        """Start averaging a sparse gradient by torch's own all-reduce, which adds in the order of ranks, as it must."""
         job.started = time.perf_counter()
         self._jobs.append(job)
         coalesced = gradient.coalesce()
@@ -522,11 +520,11 @@ class NativeAllReduce:
         return future
 
     def count(self, num_bytes: int) -> None:
-        """An all-reduce of so many bytes was made; booked by `finish_step`."""
+        """Count an all-reduce of a tensor of ``num_bytes``; `finish_step` adds it to the statistics."""
         self._moved_bytes += ring_all_reduce_bytes(num_bytes, self._process_group.size())
 
     def finish_step(self, lane: Lane) -> None:
-        """Book bytes, those of a ring, and seconds; while no job of the lane runs, which books there too."""
+        """Add bytes, those of a ring, and seconds to the statistics, while no job of the lane runs, which adds too."""
         moved, self._moved_bytes = self._moved_bytes, 0
         if moved:
             record = self._account.records.setdefault(self._name, ParameterRecord(self._name))
@@ -552,5 +550,5 @@ class NativeAllReduce:
 
 
 def is_native(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Whether the group all-reduces tensors of this device by NCCL."""
+    """Return whether the group all-reduces tensors of this device by NCCL."""
     return device.type == "cuda" and "nccl" in dist.get_backend_config(process_group).lower()

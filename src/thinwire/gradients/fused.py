@@ -1,6 +1,6 @@
-"""Compression behind fusion: the gradients of a group as one flat tensor, of which a compressor sees no seams.
+"""Compression behind fusion: the gradients of a group as one flat tensor, whose boundaries a compressor ignores.
 
-What most systems do. A sparsifier then takes what is large in the group, so tensors of small values send nothing for
+Most systems do this. A sparsifier then selects what is large in the group, so tensors of small values send nothing for
 many steps; SAFusion (HPDC'25) therefore selects in each tensor first. This is the comparison.
 """
 
@@ -30,7 +30,7 @@ from thinwire.gradients.tables import share
 
 @dataclass(frozen=True)
 class Watched(Wrapper):
-    """Remembers which elements a sparsifier chose: elements of each piece that it saw, and the ids in it."""
+    """A wrapper that remembers the selection of a sparsifier: elements of each piece that it saw, and the ids in it."""
 
     chosen: list[tuple[int, Tensor]] = field(default_factory=list, compare=False)
 
@@ -45,7 +45,7 @@ class Watched(Wrapper):
         return payload
 
     def take(self, sizes: Sequence[int]) -> list[int] | None:
-        """Of each member, so many elements large, how many were chosen in the last step; None if there was no choice.
+        """Return the number of selected elements of each member in the last step, or None if none were selected.
 
         In two shots the pieces of this rank's gradient come first, and then the one that it encodes for others.
         """
@@ -60,9 +60,9 @@ class Watched(Wrapper):
 
 
 class FusedMemories(Memories):
-    """States of flat tensors, by the names of their members.
+    """The states of flat tensors, by the names of their members.
 
-    Where gradients come in another grouping than before, memories are cut and joined, see `thinwire.compress.state`.
+    If gradients come in another grouping than before, memories are cut and joined, see `thinwire.compress.state`.
     """
 
     def __init__(self, plans: Mapping[str, Planned], rank: int, world_size: int, can_skip: bool) -> None:
@@ -72,7 +72,7 @@ class FusedMemories(Memories):
         self._unit_of: dict[str, str] = {}
 
     def unit(self, names: Sequence[str]) -> str:
-        """The name of the flat tensor of these parameters, whose state is there then."""
+        """Return the name of the flat tensor of these parameters, and create its state if it has none."""
         unit = " + ".join(names)
         if unit not in self.units:
             before = [self._cut_out(name) for name in names]
@@ -89,7 +89,7 @@ class FusedMemories(Memories):
         return None if memory is None else memory.split(self._sizes(unit))[place]
 
     def outcomes(self, name: str, result: Result) -> list[Outcome]:
-        """Bytes are shared out by elements."""
+        """Return the outcome of each member; bytes are shared out by elements."""
         watched, sizes = self.units[name].compressor, self._sizes(name)
         assert isinstance(watched, Watched)
         counts, parts = watched.take(sizes), share(result.payload_bytes, sizes)
@@ -125,7 +125,7 @@ class FusedMemories(Memories):
             states.check_fits(state["states"][unit], self.new_state(plan), f"the state of {_span(group)}")
 
     def _cut_out(self, name: str) -> State | None:
-        """The state of a member, of whatever it was part of; None before its first step. The others stay for theirs."""
+        """Cut a member's state out of its unit; None before its first step. The other members keep their states."""
         unit = self._unit_of.get(name)
         if unit is None:
             return None
@@ -160,9 +160,9 @@ class FusedMemories(Memories):
 
 
 class FusedSync(CompressedSync):
-    """`CompressedSync` of flat tensors: gradients of one job that have the same compressor are one.
+    """A `CompressedSync` of flat tensors: gradients of one job with the same compressor are one tensor.
 
-    A group is what a job brings, so the buckets of DDP, which change after its first pass, need nothing else.
+    A group is the gradients of a job, so the buckets of DDP, which change after its first pass, need nothing else.
 
     Raises:
         ValueError: a compressor that needs matrices.
@@ -191,7 +191,7 @@ class FusedSync(CompressedSync):
 
 
 def check_flat(plan: Planned) -> None:
-    """Raises ValueError, saying what to do, if a flat tensor of several gradients cannot be compressed this way."""
+    """Raise ValueError, saying what to do, if a flat tensor of several gradients cannot be compressed this way."""
     if isinstance(core_of(plan.compressor), LowRank):
         raise ValueError(
             f"{plan.compressor.name}: gradients that are compressed as one flat tensor are no matrix any more"

@@ -1,4 +1,4 @@
-"""What of a model is trained, by whom: the module inside DDP, and what DDP leaves alone."""
+"""The trained parameters of a model: of the module inside DDP, without those that DDP ignores."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def module_of(model: nn.Module) -> nn.Module:
-    """The module that a model trains: that inside DDP, or itself."""
+    """Return the module that a model trains: that inside DDP, or the model itself."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Parameters by name, without those that DDP was told to ignore: ranks may have others there, of other shapes.
+    """Yield parameters by name, without those that DDP ignores: ranks may have others there, of other shapes.
 
     DDP ignores a name only below the root, and a parameter that has several names only by all of them.
     """
@@ -29,6 +29,6 @@ def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Paramete
 
 
 def is_replicated(module: nn.Module) -> bool:
-    """Whether ``torch.distributed._composable.replicate`` was called on it, which is DDP without a wrapper."""
+    """Return whether ``torch.distributed._composable.replicate``, DDP without a wrapper, was called on a module."""
     loaded = sys.modules.get("torch.distributed._composable.replicate")
     return loaded is not None and isinstance(module, loaded.DDP)

@@ -1,9 +1,4 @@
-"""Gradients of a plain module: groups of parameters, and a hook on each.
-
-Which parameters of a plain module travel together: as DDP's buckets do, or as a plan says.
-
-Gradients of a plain module: a hook on each parameter, and groups of parameters instead of DDP's buckets.
-"""
+"""Gradients of a plain module: a hook on each parameter, and groups of parameters like DDP's buckets or a plan's."""
 
 from __future__ import annotations
 
@@ -28,10 +23,10 @@ from thinwire.observe.step import Clock
 
 FIRST_GROUP_BYTES = 1024 * 1024
 GROUP_BYTES = 25 * 1024 * 1024
-"""As DDP has them: a small first group starts the network early."""
+"""Caps of groups, equal to DDP's: a small first group starts the network early."""
 
 Groups = tuple[tuple[int, ...], ...]
-"""Places of parameters in the order of registration, group by group, in the order in which groups are submitted."""
+"""Indices of parameters in the order of registration, group by group, in the order of submission."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,8 +34,8 @@ class Trained:
     """A parameter that gets gradients.
 
     Args:
-        is_sparse: its gradient is a COO tensor, which travels alone.
-        is_table: of a dense embedding, whose rows are looked at.
+        is_sparse: whether its gradient is a COO tensor, which travels alone.
+        is_table: whether it is the weight of an embedding with a dense gradient, which travels as rows.
     """
 
     name: str
@@ -54,10 +49,10 @@ class Trained:
 
 
 def plan_groups(trained: Sequence[Trained], order: Sequence[int]) -> Groups:
-    """Consecutive parameters of one dtype up to a number of bytes; a sparse gradient is a group of its own.
+    """Group consecutive parameters of one dtype up to a number of bytes; a sparse gradient is a group of its own.
 
     Args:
-        order: places, in the order in which gradients are expected.
+        order: indices in the order in which gradients are expected.
     """
     groups: list[list[int]] = []
     size_bytes, dtype = 0, None
@@ -75,13 +70,13 @@ def plan_groups(trained: Sequence[Trained], order: Sequence[int]) -> Groups:
 
 
 def with_others(trained: Sequence[Trained], planned: Groups, order: Sequence[int]) -> Groups:
-    """The groups of a plan, and between them groups of what no plan has: tables of embeddings.
+    """Return the groups of a plan, and between them groups of embedding tables, which no plan has.
 
     A table goes before the first group that is complete later than the table is ready, so that nothing waits for it.
 
     Args:
-        planned: of any parameters, each in one group.
-        order: all places, in the order in which gradients are expected.
+        planned: groups of any parameters, each in one group.
+        order: all indices in the order in which gradients are expected.
     """
     position = {place: number for number, place in enumerate(order)}
     ends = [max(position[place] for place in group) for group in planned]
@@ -99,16 +94,16 @@ def with_others(trained: Sequence[Trained], planned: Groups, order: Sequence[int
 
 
 def places_of(trained: Sequence[Trained], groups: Sequence[Sequence[str]]) -> Groups:
-    """Groups of names as groups of places."""
+    """Return groups of names as groups of indices."""
     place = {entry.name: number for number, entry in enumerate(trained)}
     return tuple(tuple(place[name] for name in group) for group in groups)
 
 
 def agree_on_order(lane: Lane, order: Sequence[int]) -> list[int]:
-    """Return the order that rank 0 has; a job of the lane.
+    """Broadcast the order of rank 0, in a job of the lane.
 
     Raises:
-        CorruptMessageError: what came is not an order of so many parameters.
+        CorruptMessageError: the received numbers are not an order of the parameters.
     """
     theirs: list[int] = lane.channel(Subject("the order of gradients", f"{len(order)} parameters")).broadcast(order)
     if sorted(theirs) != list(range(len(order))):
@@ -118,16 +113,16 @@ def agree_on_order(lane: Lane, order: Sequence[int]) -> list[int]:
 
 @dataclass(eq=False)
 class _Pass:
-    """One backward pass: what is ready, and what was submitted of it. Numbers are places of parameters.
+    """The state of one backward pass: ready gradients and submitted groups. Numbers are indices of parameters.
 
     Args:
-        ready: in the order of becoming ready.
+        ready: indices in the order of becoming ready.
         waits: whether all is submitted at its end, because re-entrant checkpointing runs passes inside of it, or hooks
             of others edit gradients after they were added.
         stand_ins: zeros for parameters that have no gradient on this rank; their means, later.
         sparse: futures of means of sparse gradients.
         flat: gradients that are summed as one tensor, and behind them one element each: whether a rank has it.
-        apart: those that are synchronized each for itself, in place: tables and what is compressed.
+        apart: indices of gradients synchronized by themselves, in place: those of tables and compressed ones.
     """
 
     ready: dict[int, None] = field(default_factory=dict)
@@ -140,28 +135,28 @@ class _Pass:
 
 
 class ParameterHooks:
-    """Averages the gradients of a module's parameters while backward runs.
+    """The plug of a plain module, which averages the gradients of its parameters while backward runs.
 
     Groups are submitted in one order on all ranks: that of a plan; or at first that of registration, reversed, and from
     the second pass on the order in which gradients became ready on rank 0 in the first. A group is submitted when all
     its gradients are ready and all groups before it were submitted; at the end of backward the rest, with zeros for
-    parameters that were not used. So all ranks submit the same, whatever each of them computed. A parameter that some
-    ranks used has the mean on all of them; one that no rank used keeps its ``grad`` of None, so that an optimizer
-    passes over it.
+    parameters that were not used. So all ranks submit the same, independent of their own gradients. A parameter that
+    some ranks used has the mean on all of them; one that no rank used keeps its ``grad`` of None, so that an optimizer
+    skips it.
 
     Parameters may be frozen and unfrozen between two backward passes, on all ranks alike.
 
     Args:
-        trained: all that get gradients or may once they are unfrozen, in the order of registration, which all ranks
-            share.
-        buckets: where groups go.
-        lookups: which rows of tables a backward touched. It must have been made before this object.
-        lane: by which the order is agreed.
-        begin: called at each gradient of a backward; has `finish` and `deliver` called when it ends.
-        expect: called with what each group has to wait for.
-        clock: is told when gradients are ready.
-        planned: the groups of a plan, of all parameters but tables; None for those of `plan_groups`.
-        is_nested: whether a gradient that comes now is of a backward pass inside of another.
+        trained: all parameters that get gradients or may once they are unfrozen, in the order of registration, which
+            all ranks share.
+        buckets: the queue for groups.
+        lookups: the rows of tables that a backward touched. It must have been made before this object.
+        lane: the lane that agrees on the order.
+        begin: called at each gradient of a backward; arranges for `finish` and `deliver` to be called when it ends.
+        expect: called with the work of each group to wait for.
+        clock: records when gradients are ready.
+        planned: groups of a plan, of all parameters but tables; None for those of `plan_groups`.
+        is_nested: returns whether a backward pass inside of another is running.
     """
 
     def __init__(
@@ -199,7 +194,7 @@ class ParameterHooks:
 
     @property
     def order(self) -> list[int]:
-        """Places of the parameters that get gradients, in the order in which these are expected."""
+        """Indices of the parameters that get gradients, in the order in which these are expected."""
         return [place for place in self._order if self._thawed[place]]
 
     def regroup(self, planned: Groups | None) -> None:
@@ -218,7 +213,7 @@ class ParameterHooks:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of backward passes in here stay on this rank, and add up until the next pass outside."""
+        """Return a context in which gradients stay on this rank, and add up until the next pass outside."""
         before, self.synchronizes = self.synchronizes, False
         try:
             yield
@@ -226,14 +221,14 @@ class ParameterHooks:
             self.synchronizes = before
 
     def finish(self) -> float:
-        """Submit the groups that are left, at the end of backward."""
+        """Submit the remaining groups at the end of backward."""
         while self._pass.submitted < len(self.groups):
             self._submit()
         self._buckets.flush()
         return time.perf_counter()
 
     def deliver(self) -> None:
-        """Store what futures brought, when all of them are done; and agree on the order after the first pass."""
+        """Store the results of all futures, when they are done, and agree on the order after the first pass."""
         done, self._pass = self._pass, _Pass()
         for place in done.ready:
             self._check_untouched(place)
@@ -261,10 +256,10 @@ class ParameterHooks:
                 parameter.grad.copy_(mean.view(parameter.shape))
 
     def _used_by_nobody(self, done: _Pass, means: Mapping[int, Tensor]) -> set[int]:
-        """Of those that were synchronized for themselves.
+        """Return parameters, among those synchronized by themselves, that no rank used.
 
         Only a mean of zeros can be of a parameter without a gradient on any rank. All ranks have the same means, so
-        they talk about the same parameters, and about none in an ordinary step.
+        they gather votes about the same parameters, and about none in an ordinary step.
         """
         empty = [place for place, mean in means.items() if self._is_zero(place, mean)]
         if not empty:
@@ -275,7 +270,7 @@ class ParameterHooks:
         return {place for place, ranks in zip(empty, zip(*told, strict=True), strict=True) if not any(ranks)}
 
     def _is_zero(self, place: int, mean: Tensor) -> bool:
-        """Whether a mean is zero everywhere; that of a table that travelled as rows is not read."""
+        """Return whether a mean is zero everywhere; that of a table that travelled as rows is not read."""
         if mean.is_sparse:
             return mean._nnz() == 0
         union = self._buckets.union(self.trained[place].name)
@@ -290,11 +285,11 @@ class ParameterHooks:
         self.regroup(self._planned)
 
     def reset(self) -> None:
-        """Forget a backward that did not come to its end. What it left in ``grad`` stays, as it does without us."""
+        """Forget a backward that was not completed. Its gradients stay in ``grad``, as they do without thinwire."""
         self._pass = _Pass()
 
     def remove(self) -> None:
-        """Take all hooks off the parameters; of a backward that is running everything is submitted now."""
+        """Remove all hooks from the parameters; of a running backward everything is submitted now."""
         if self._pass.ready:
             self.finish()
         for handle in self._handles:
@@ -302,7 +297,7 @@ class ParameterHooks:
         self._handles.clear()
 
     def _after_accumulation(self, place: int) -> Callable[[Tensor], None]:
-        """It must not hold this object, which holds the parameter."""
+        """Return a hook that does not hold this object, which holds the parameter."""
         weak = weakref.ref(self)
 
         def hook(parameter: Tensor) -> None:
@@ -334,19 +329,19 @@ class ParameterHooks:
             self._submit()
 
     def _is_edited_later(self, place: int) -> bool:
-        """Whether hooks of others run after the one that adds the gradient: the lane must not read what they write."""
+        """Return whether other hooks run after the one that adds the gradient, which the lane must not read yet."""
         parameter = self.trained[place].parameter
         after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         is_last = not after or next(reversed(after)) == self._handles[place].id
         return not is_last or self._lookups.hooks_on_node(parameter) > 1
 
     def _has_next(self) -> bool:
-        """Whether all gradients of the next group are there. In nested passes nobody knows, before all of them end."""
+        """Return whether all gradients of the next group are ready. In nested passes that is unknown until the end."""
         number = self._pass.submitted
         return number < len(self.groups) and all(place in self._pass.ready for place in self.groups[number])
 
     def _start(self) -> None:
-        """A pass begins: agree on what gets gradients, if that has changed since the last one."""
+        """Begin a pass: agree on which parameters get gradients, if that has changed since the last one."""
         self._versions = [entry.parameter._version for entry in self.trained]
         thawed = self._unfrozen()
         if thawed != self._thawed:
@@ -359,7 +354,7 @@ class ParameterHooks:
         return [entry.parameter.requires_grad for entry in self.trained]
 
     def _settle(self, subject: Subject) -> None:
-        """Go on if all ranks come here, and mean the same."""
+        """Check that all ranks come here with the same subject."""
 
         def job(lane: Lane) -> None:
             lane.channel(subject).open()
@@ -367,7 +362,7 @@ class ParameterHooks:
         self._lane.submit(job).wait()
 
     def _check_untouched(self, place: int) -> None:
-        """Gradients that an optimizer consumes before they are sent would leave each rank with a model of its own."""
+        """Raise if an optimizer consumed a gradient before it was sent: the models of ranks would diverge."""
         parameter = self.trained[place].parameter
         hooks = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
         is_written = parameter._version != self._versions[place] and hooks > self._own_hooks[place]
@@ -391,7 +386,7 @@ class ParameterHooks:
             self._pass.sparse.append((places[0], pending if isinstance(pending, Future) else pending.future()))
 
     def _gradient(self, place: int) -> Tensor:
-        """What backward left, in this pass or earlier ones; zeros for a parameter that was not used."""
+        """Return the gradient of this and earlier passes, or zeros for a parameter that was not used."""
         entry = self.trained[place]
         if place in self._pass.ready:
             self._check_untouched(place)
@@ -401,9 +396,9 @@ class ParameterHooks:
         return self._pass.stand_ins.setdefault(place, zeros.detach())
 
     def _settle_kinds(self) -> None:
-        """Gradients of the next group that are sparse where dense ones were expected, or the other way round.
+        """Regroup gradients of the next group that are sparse where dense ones were expected, or the other way round.
 
-        Functions of users make such. If all ranks have them they travel as what they are from now on.
+        Functions of users make such. If all ranks have them they travel in their new layout from now on.
         """
         number = self._pass.submitted
         group = self.groups[number]
@@ -424,7 +419,7 @@ class ParameterHooks:
         return entry.parameter.grad is not None and entry.parameter.grad.is_sparse != entry.is_sparse
 
     def _contents(self, number: int, places: Sequence[int], gradients: Sequence[Tensor]) -> Contents:
-        """Those that are summed are copied into one tensor of each dtype, and back in `deliver`; the others stay."""
+        """Return a group's parts. Summed gradients are copied into one tensor of each dtype, and back in `deliver`."""
         tables, compressed = [], []
         rest: dict[torch.dtype, list[tuple[int, Tensor]]] = {}
         for place, gradient in zip(places, gradients, strict=True):
@@ -448,7 +443,7 @@ class ParameterHooks:
         return Contents(buffer, tuple(tables), tuple(others), compressed=tuple(compressed), name=f"group {number}")
 
     def _flattened(self, pairs: Sequence[tuple[int, Tensor]]) -> Tensor:
-        """Gradients in one tensor, and behind them for each a one, or a zero if this rank has none."""
+        """Return gradients in one tensor, and behind them for each a one, or a zero if this rank has none."""
         used = pairs[0][1].new_ones(len(pairs))
         for number, (place, gradient) in enumerate(pairs):
             if place in self._pass.stand_ins and not bool(gradient.any()):  # memories may have been added to zeros
@@ -457,7 +452,7 @@ class ParameterHooks:
 
 
 def broadcast_module(module: nn.Module, process_group: dist.ProcessGroup) -> None:
-    """Give all ranks the parameters and buffers of rank 0, as DDP does. Shapes must have been compared before."""
+    """Broadcast the parameters and buffers of rank 0, as DDP does. Shapes must have been compared before."""
     for tensor in (*module.parameters(), *module.buffers()):
         data = as_real(tensor.detach())
         contiguous = data.contiguous()
@@ -467,7 +462,7 @@ def broadcast_module(module: nn.Module, process_group: dist.ProcessGroup) -> Non
 
 
 def trained_parameters(module: nn.Module, lookups: LookupRows, names: Mapping[int, str]) -> list[Trained]:
-    """All parameters that get gradients, now or when they are unfrozen, in the order of registration."""
+    """Return all parameters that get gradients, now or when they are unfrozen, in the order of registration."""
     sparse = {id(weight) for weight in tables_of(module)} - {id(weight) for weight in lookups.parameters}
     tables = {id(parameter) for parameter in lookups.parameters}
     return [
@@ -492,7 +487,7 @@ _EARLY_STEP = (
 
 
 def _hooked(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
-    """Register a hook, on frozen parameters too: they may be unfrozen."""
+    """Register a hook, also on a frozen parameter: it may be unfrozen."""
     frozen = not parameter.requires_grad
     try:
         return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)

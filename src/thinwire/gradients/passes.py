@@ -1,10 +1,8 @@
-"""Where a step begins and ends: the backward pass that is running, and what happens when an exception ends it.
+"""The beginning and end of a step: the running backward pass, and what happens when an exception ends it.
 
-The backward pass that a training script runs, with those that re-entrant checkpointing runs inside of it.
-
-Notices that an exception ended a backward pass, on which peers would wait for gradients that never come.
-
-Where a step begins and ends: after the forward of the model, and at the end of its backward.
+A step begins after the forward of the model, and ends with its backward, including passes that re-entrant
+checkpointing runs inside of it. After an exception peers would wait for gradients that never come, so the lane is
+broken off.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from thinwire.observe.step import Clock
 
 
 class Backward:
-    """Calls ``ended`` at the end of the backward pass that runs when `enter` is called.
+    """The backward pass that runs when `enter` is called, at whose end ``ended`` is called.
 
     Autograd calls back at the end of the innermost pass. The outermost one goes through the output of the model before
     any other begins, so it is entered there if that is watched.
@@ -47,7 +45,7 @@ class Backward:
 
     @property
     def is_running(self) -> bool:
-        """Whether the pass that was entered has not ended. Autograd drops the callback if an exception ends it."""
+        """Whether the entered pass has not ended. Autograd drops the callback if an exception ends it."""
         return self._callback is not None and self._callback() is not None
 
     @property
@@ -56,7 +54,7 @@ class Backward:
         return self.is_running and self._task != torch._C._current_graph_task_id()
 
     def enter(self) -> bool:
-        """Have ``ended`` called; whether a backward runs at all."""
+        """Arrange for ``ended`` to be called; return whether a backward runs at all."""
         if not self.is_running:
             callback = partial(self._end)
             try:
@@ -67,7 +65,7 @@ class Backward:
         return True
 
     def watch(self, output: object) -> None:
-        """Enter the pass that goes through the output of a model first."""
+        """Enter the next pass that goes through the output of a model."""
         for tensor in tensors_of(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._on_output)
@@ -82,7 +80,7 @@ class Backward:
 
 
 def tensors_of(value: object) -> Iterator[Tensor]:
-    """Those in what a module returns."""
+    """Yield the tensors in the output of a module."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -98,13 +96,13 @@ REASON = "an exception ended a backward pass of rank {rank} before all its gradi
 
 
 class Guard:
-    """Breaks the lane off when a backward pass that ranks make together ends by an exception.
+    """A guard that breaks the lane off when an exception ends a backward pass that ranks make together.
 
     Autograd calls back at the end of a pass. After an exception it drops the callback uncalled, whatever raised: a hook
     of the user, a function of torch, or Ctrl-C.
 
     Args:
-        lane: that peers wait on.
+        lane: the lane on which peers wait.
         waits_from_output: whether they wait for a pass as soon as it goes through the output of the model.
     """
 
@@ -113,7 +111,7 @@ class Guard:
         self._running: weakref.ref[_Pass] | None = None
 
     def enter(self) -> None:
-        """A backward pass runs that peers wait for; nothing happens outside of one."""
+        """Guard the running backward pass, for which peers wait; outside of one nothing happens."""
         if self._running is None or self._running() is None:
             running = _Pass(self._broke_off)
             try:
@@ -124,14 +122,14 @@ class Guard:
                 self._running = weakref.ref(running)
 
     def watch(self, output: object) -> None:
-        """Enter the pass that goes through what the model returned: it may fail before there is any gradient."""
+        """Guard the pass through the output of the model: it may fail before there is any gradient."""
         for tensor in tensors_of(output) if self._waits_from_output else ():
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda _: self.enter())
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Around what is done when the pass has ended; ranks stay in step after errors that all of them raise."""
+        """Guard the work at the end of a pass; after errors that all ranks raise they stay in step."""
         try:
             yield
         except BaseException as error:
@@ -140,7 +138,7 @@ class Guard:
             raise
 
     def check(self) -> None:
-        """Raises ThinwireError where a step begins that cannot be synchronized any more."""
+        """Raise ThinwireError at the beginning of a step that cannot be synchronized any more."""
         self._lane.check("the gradients of this step")
 
     def _broke_off(self) -> None:
@@ -167,8 +165,8 @@ class Passes:
     """The forward and backward passes of a model, which it does not keep alive.
 
     Args:
-        model: gets hooks on its forward, with `watch`.
-        clock: is told when its forward has ended.
+        model: the model; `watch` registers hooks on its forward.
+        clock: records when its forward has ended.
         finish: called at the end of each backward pass in which `begin` was called, with whether that is a step: under
             DDP re-entrant checkpointing ends several for one forward, of which the first counts.
     """
@@ -178,7 +176,7 @@ class Passes:
         self._is_ddp = isinstance(model, DistributedDataParallel)
         self._began = False
         self._backward = Backward(weakly(self._end_backward))
-        self._forwards = self._counted = 0  # so far, and when a step was counted last
+        self._forwards = self._counted = 0  # so far, and at the last counted step
         self._is_local = False  # whether the last forward was one of no_sync
         self._plug: Plug | None = None
         self._guard: Guard | None = None
@@ -208,7 +206,7 @@ class Passes:
         self._stop_warning()
 
     def begin(self) -> bool:
-        """Have ``finish`` called at the end of the running backward; whether there is one."""
+        """Arrange for ``finish`` to be called at the end of the running backward; return whether there is one."""
         assert self._guard is not None
         self._guard.enter()
         self._forget_broken_off()
@@ -217,7 +215,7 @@ class Passes:
         return self._began
 
     def is_nested(self) -> bool:
-        """Whether re-entrant checkpointing runs a backward inside of the one at whose end ``finish`` is called."""
+        """Return whether re-entrant checkpointing runs a backward inside of the one that ends with ``finish``."""
         return self._backward.is_nested
 
     def _end_backward(self) -> None:
@@ -247,7 +245,7 @@ class Passes:
             self._guard.check()
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
-        """Backward begins now, as far as anybody but the training script knows."""
+        """Record the beginning of backward: only the training script knows it more exactly."""
         if torch.compiler.is_compiling():
             return
         assert self._plug is not None
@@ -269,7 +267,7 @@ class Passes:
             self._clock.reset()
 
     def _before_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Warn when gradients are used that thinwire has not seen: stock DDP, or nobody, reduced them."""
+        """Warn if gradients are used that thinwire has not seen: stock DDP, or nothing, reduced them."""
         model = self._model()
         if model is None or self._is_local or not _has_gradients_of(optimizer, model):
             return
@@ -288,14 +286,14 @@ class Passes:
 
 
 def _has_gradients_of(optimizer: Optimizer, model: nn.Module) -> bool:
-    """Whether the next step of an optimizer uses gradients of a model."""
+    """Return whether the next step of an optimizer uses gradients of a model."""
     mine = {id(parameter) for parameter in model.parameters() if parameter.grad is not None}
     groups: list[dict[str, Any]] = optimizer.param_groups
     return any(id(parameter) in mine for group in groups for parameter in group["params"])
 
 
 def _refuse_inside_ddp(module: nn.Module) -> None:
-    """A plain module averages its gradients itself: inside DDP they would travel twice, and stay uncompressed."""
+    """Raise for a plain module inside DDP: gradients would travel twice, and stay uncompressed."""
     ddp = DistributedDataParallel._get_active_ddp_module()
     if is_replicated(module) or (ddp is not None and _share_parameters(ddp, module)):
         raise ThinwireError(INSIDE_DDP)

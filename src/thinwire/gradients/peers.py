@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class ArrivedMessage:
-    """See `thinwire.compress.reduction.base.Arrived`."""
+    """A message of a channel, see `thinwire.compress.reduction.base.Arrived`."""
 
     channel: Channel
     message: Message
@@ -34,12 +34,12 @@ class ArrivedMessage:
 
 
 class ChannelPeers:
-    """`thinwire.compress.reduction.base.Peers` over a channel that is open.
+    """An implementation of `thinwire.compress.reduction.base.Peers` over an open channel.
 
     Args:
-        channel: the conversation of this job.
-        next_channel: opens another one, for a scheme.
-        scheme: what `sparse_sum` runs; None where nothing is summed that way.
+        channel: the channel of this job.
+        next_channel: opens another channel, for a scheme.
+        scheme: the scheme of `sparse_sum`; None if nothing is summed that way.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ChannelPeers:
         self._next_channel = next_channel
         self._scheme = scheme
         self.expected_scheme_bytes = 0.0
-        """What schemes would have sent for the rows that there were, had they been dealt evenly."""
+        """Bytes that schemes would have sent for the same rows with perfectly even ownership."""
 
     @property
     def rank(self) -> int:
@@ -70,7 +70,7 @@ class ChannelPeers:
         return ChannelPeers(channel, self._next_channel)
 
     def attempt(self, prepare: Callable[[], T]) -> T:
-        """What ``prepare`` returns. If it raises, this rank hangs up: its peers wait in an all-reduce, which it fails.
+        """Return the result of ``prepare``. If it raises, hang up: peers wait in an all-reduce, which must fail.
 
         Raises:
             LostPeerError: ``prepare`` failed; the lane hangs up at this error.
@@ -119,5 +119,5 @@ class ChannelPeers:
 
 
 def _draft(payload: Tensor) -> Draft:
-    """Its format says nothing: what the bytes mean follows from the compressors that all ranks agreed on."""
+    """Wrap a payload in a draft. Its format is unused: the agreed compressors give bytes their meaning."""
     return Draft(Format.COO, 0, payload)

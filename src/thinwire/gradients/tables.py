@@ -1,22 +1,16 @@
-"""Gradients of embedding tables: their rows, several tables as one, tables of a GPU, and hooks that keep nothing alive.
+"""Gradients of embedding tables: their touched rows, their means, and small tables stacked as one.
 
-Hooks that stay behind when their model is copied or saved, and that keep nothing alive.
+- `Hook` and `weakly`: hooks that stay behind when their model is copied or saved, and that keep nothing alive.
+- `LookupRows`: the rows of a dense gradient that can be non-zero, known from the forward pass, and proven.
+- `TableGradient`: a gradient as rows, and the mean back in the layout of DDP. `StagedTable` is one on a GPU: only its
+  non-zero rows go to the host, and only the mean comes back.
+- `plan_groups`, `stack`, `unstack`: small tables of one step travel as one.
 
-Which rows of an embedding's dense gradient can be non-zero: known from the forward pass, and proven.
-
-The gradient of one table: rows out of it, and their mean back into what DDP takes.
-
-Small tables of one step travel as one: which ones, and how they are stacked and cut apart again.
-
-A synchronization costs a header round and a message for each peer and phase, however little it carries. A model with
+A synchronization costs a header round and a message for each peer and phase, however small it is. A model with
 26 small tables pays that 26 times a step. Tables whose rows have the same width, dtype and device are one taller
 matrix: the ids of a table are shifted by the rows of those before it, and one synchronization moves them all. Each row
 is still summed over the same ranks, in the same order where the scheme sums in rank order, so the bits are those of
-tables sent alone.
-
-Pure: whatever decides here must be known to all ranks, so that all ranks stack the same.
-
-The gradient of one table on a GPU: only its rows that are not zero go to the host, and only the mean comes back.
+tables sent alone. Grouping is pure: it depends only on numbers known to all ranks, so that all stack the same.
 """
 
 from __future__ import annotations
@@ -41,14 +35,15 @@ from thinwire.sparse import Layout, SparseRows
 
 
 class Hook:
-    """A hook of a module, which stays behind: copies and files of the module have one that does nothing.
+    """A hook of a module that stays behind: copies and files of the module have one that does nothing.
 
-    A bound method as a hook takes its object into each copy, with lanes and process groups, which cannot be copied, and
-    into each file, which then needs thinwire to be read. What stands in for this one takes any arguments, returns None,
-    and comes from the standard library.
+    A bound method as a hook carries its object into each copy, with lanes and process groups, which cannot be copied,
+    and into each file, which then needs thinwire to be read. The substitute takes any arguments, returns None, and
+    comes from the standard library.
 
     Args:
-        method: what is called. Its object lives as long as the hook is on the module, so it must not hold the module.
+        method: the method to call. Its object lives as long as the hook is on the module, so it must not hold the
+            module.
     """
 
     def __init__(self, method: Callable[..., object]) -> None:
@@ -65,7 +60,7 @@ class Hook:
 
     @property
     def __name__(self) -> NoReturn:
-        """`torch.jit.script` compiles the hooks of a module by their names."""
+        """Raise AttributeError for `torch.jit.script`, which compiles the hooks of a module by their names."""
         raise AttributeError(
             "torch.jit.script compiles the hooks of a module, and those of thinwire cannot be compiled: script the"
             " module before attach, or after Synchronizer.detach()"
@@ -73,10 +68,10 @@ class Hook:
 
 
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Calls a bound method as long as its object lives; returns None afterwards.
+    """Return a function that calls a bound method as long as its object lives, and returns None afterwards.
 
-    For what a parameter holds on to: objects that hold the parameter would keep it alive, and C++ holds the hooks of
-    parameters and buckets where no garbage collector finds a cycle.
+    It is for hooks of parameters: objects that hold the parameter would keep it alive, and C++ holds the hooks of
+    parameters and buckets out of reach of the garbage collector.
     """
     weak = WeakMethod(method)
 
@@ -88,7 +83,7 @@ def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 MIN_TABLE_BYTES = 16 * 1024
-"""Smaller tables are all-reduced with the rest: their sizes and headers would cost more than their zeros."""
+"""Size below which tables are all-reduced with the rest: their sizes and headers would cost more than their zeros."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,10 +91,10 @@ class _Lookup:
     """The gradient that one lookup produced.
 
     Args:
-        ids: of the rows that were looked up.
-        gradient: an alias, which keeps the memory from being used again and shares the version counter. (The tensor
-            itself would make autograd copy it instead of handing it on.)
-        version: of the gradient when it was made.
+        ids: ids of the rows that were looked up.
+        gradient: an alias, which keeps the memory from being reused and shares the version counter. (The tensor
+            itself would make autograd copy it instead of passing it on.)
+        version: version of the gradient when it was made.
     """
 
     ids: Tensor
@@ -111,28 +106,28 @@ class _Lookup:
         return self.gradient._version == self.version
 
     def produced(self, gradient: Tensor) -> bool:
-        """Whether ``gradient`` is that very tensor, and nobody has written to it since."""
+        """Return whether ``gradient`` is that very tensor, and has not been written to since."""
         return self.is_unwritten and _share_memory(gradient, self.gradient)
 
 
 class LookupRows:
-    """Watches the embeddings of a module and tells which rows their gradients touch, until the next forward.
+    """A watcher of a module's embeddings that knows which rows their gradients touch, until the next forward.
 
     The backward of a lookup writes only the rows that it looked up. So if the gradient that a parameter ends
     up with *is* the tensor that a lookup produced (the same memory, never written to since), its rows are the
-    ids of that lookup, and the gradient need not be read to find them. Any other use of the weight (tied
+    ids of that lookup, and the gradient need not be scanned for them. Any other use of the weight (tied
     output layer, two lookups, a hook that edits the gradient, accumulation over micro-batches) makes another
     tensor or raises the version counter, and the answer is "not known", never a wrong one. That is proven when the
     gradient is there, and again when the rows are asked for.
 
     Writes that PyTorch does not count (through ``gradient.data``, or by other libraries in the same memory) cannot be
-    seen. So while anybody else has a hook on the parameter or on its AccumulateGrad node, where such writes are made,
-    rows are not known either.
+    detected. So while the parameter or its AccumulateGrad node, where such writes are made, has any other hook, rows
+    are not known either.
 
     Args:
-        module: what is trained.
-        own_hooks: how many post-accumulate-gradient hooks thinwire has on each parameter, this object's included.
-        compressed: ``id()`` of weights that are compressed, so that nobody asks for their rows.
+        module: the module that is trained.
+        own_hooks: number of thinwire's post-accumulate-gradient hooks on each parameter, this object's included.
+        compressed: ``id()`` of weights that are compressed, so that their rows are not needed.
     """
 
     def __init__(self, module: nn.Module, own_hooks: int = 1, compressed: Collection[int] = ()) -> None:
@@ -148,10 +143,10 @@ class LookupRows:
                 self._watch(table)
 
     def take(self, parameter: nn.Parameter, bucket: Tensor | None = None) -> Tensor | None:
-        """Ids (any order, with repetitions) of all rows that can be non-zero in the gradient just made, or None.
+        """Return ids (any order, repeated) of all rows that can be non-zero in the gradient just made, or None.
 
         Args:
-            bucket: of DDP, to which the gradient was copied; with ``gradient_as_bucket_view`` it lives there now.
+            bucket: DDP's bucket, to which the gradient was copied; with ``gradient_as_bucket_view`` it lives there.
         """
         lookup, gradient = self._known.pop(id(parameter), None), parameter.grad
         if lookup is None or gradient is None:
@@ -160,14 +155,14 @@ class LookupRows:
         return lookup.ids if moved or lookup.produced(gradient) else None
 
     def remove(self) -> None:
-        """Take all hooks off the module."""
+        """Remove all hooks from the module."""
         for handle in (*self._handles, *self._probes.values()):
             handle.remove()
         self._handles.clear()
         self._probes.clear()
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
-        """What is known is about one backward; a gradient kept for longer may have been edited meanwhile."""
+        """Forget the rows of the last backward; a gradient kept for longer may have been edited meanwhile."""
         del module, args
         if not torch.compiler.is_compiling():  # nothing becomes known in a compiled forward
             self._known.clear()
@@ -208,14 +203,14 @@ class LookupRows:
             self._known[id(parameter)] = lookup
 
     def _others(self, parameter: nn.Parameter) -> bool:
-        """Whether somebody else has hooks that could edit the gradient, before us or after us."""
+        """Return whether other hooks could edit the gradient, before or after thinwire's."""
         after = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
         return bool(after != self._own_hooks or parameter._backward_hooks or self.hooks_on_node(parameter) != 1)
 
     def hooks_on_node(self, parameter: nn.Parameter) -> int:
-        """How many there are on the node that accumulates the gradient: one of ours, that shows the others.
+        """Return the number of hooks on the node that accumulates the gradient, including one of ours as a probe.
 
-        The node lives as long as somebody holds it, such as DDP or whoever registered a hook on it.
+        The node lives as long as anything holds it, such as DDP or an object that registered a hook on it.
         """
         probe = self._probes.get(id(parameter))
         hooks = None if probe is None else probe.hooks_dict_ref()
@@ -230,14 +225,14 @@ def _share_memory(one: Tensor, other: Tensor) -> bool:
 
 
 def _nothing(*_: object) -> None:
-    """A hook that shows in its dictionary which others there are."""
+    """Do nothing: a hook whose dictionary shows the other hooks."""
 
 
 def tables_of(module: nn.Module) -> list[nn.Parameter]:
-    """The weights whose gradients have rows: of embeddings with sparse gradients, and of large ones with dense.
+    """Return weights whose gradients have rows: of embeddings with sparse gradients, and of large ones with dense.
 
-    Not of an embedding that shares its weight with another kind of module, such as the output layer of a language
-    model: that gradient is as dense as any other.
+    An embedding that shares its weight with another kind of module, such as the output layer of a language model, is
+    left out: that gradient is as dense as any other.
     """
     embeddings = [entry for entry in module.modules() if isinstance(entry, (nn.Embedding, nn.EmbeddingBag))]
     shared = {
@@ -255,7 +250,7 @@ def tables_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def has_tables(module: nn.Module, synchronized: Container[int]) -> bool:
-    """Whether there is an embedding whose gradient is not all-reduced unread, of the weights with these ``id()``."""
+    """Return whether any weight with one of these ``id()`` is an embedding whose gradient is not all-reduced unread."""
     embeddings = (entry for entry in module.modules() if isinstance(entry, (nn.Embedding, nn.EmbeddingBag)))
     return any(
         id(entry.weight) in synchronized and (entry.sparse or _has_dense_gradient(entry)) for entry in embeddings
@@ -263,7 +258,7 @@ def has_tables(module: nn.Module, synchronized: Container[int]) -> bool:
 
 
 def _has_dense_gradient(module: nn.Module) -> bool:
-    """Whether it is a large enough embedding whose weight is trained and gets a dense gradient, row after row."""
+    """Return whether a module is a large embedding with a trained weight and a dense gradient in contiguous rows."""
     if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.sparse:
         return False
     weight = module.weight
@@ -274,13 +269,13 @@ def _has_dense_gradient(module: nn.Module) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class TableGradient:
-    """A gradient of which few rows are not zero: a COO tensor, or a dense one [num_rows, ...].
+    """A gradient with few non-zero rows: a COO tensor, or a dense one [num_rows, ...].
 
     Args:
-        name: of the parameter.
-        gradient: a dense one is written to in place.
-        touched: int64 ids (any order, repeated) of all rows of a dense gradient that can be non-zero; None to look for
-            them.
+        name: name of the parameter.
+        gradient: the gradient; a dense one is written to in place.
+        touched: int64 ids (any order, repeated) of all rows of a dense gradient that can be non-zero; None to scan
+            for them.
     """
 
     name: str
@@ -293,16 +288,16 @@ class TableGradient:
 
     @property
     def kind(self) -> str:
-        """For `Synchronizer.table`."""
+        """Kind of gradient in `Synchronizer.table`."""
         if self.gradient.is_sparse:
             return "sparse gradient"
         return "dense gradient, rows " + ("scanned" if self.touched is None else "known")
 
     def rows(self) -> SparseRows:
-        """The rows of this rank.
+        """Return the rows of this rank.
 
         Raises:
-            ValueError: a gradient that has no rows, as `Layout` tells, with the name of the parameter.
+            ValueError: a gradient that `Layout` cannot read as rows, with the name of the parameter.
         """
         try:
             return self._read()
@@ -310,7 +305,7 @@ class TableGradient:
             raise ValueError(f"gradient of {self.name!r}: {error}") from error
 
     def store(self, held: SparseRows, mean: SparseRows) -> Tensor:
-        """The mean as a gradient of the same layout: a new coalesced COO tensor, or the dense one, written to.
+        """Return the mean as a gradient of the same layout: a new coalesced COO tensor, or the dense one, in place.
 
         All rows but ``held`` are zero on this rank already.
         """
@@ -334,20 +329,20 @@ class TableGradient:
 
 
 SMALL_TABLE_BYTES = 256 * 1024
-"""A table whose sum is larger is synchronized alone: at 100 Mbit/s this much takes 20 ms, a header round below 1 ms."""
+"""Size of a sum above which a table is synchronized alone: 20 ms at 100 Mbit/s, where a header round costs below 1."""
 
 
 @dataclass(frozen=True)
 class TableShape:
-    """What all ranks know of a table before a step.
+    """The properties of a table that all ranks know before a step.
 
     Args:
-        name: of the parameter.
-        num_rows, width, dtype, device: of the table as a matrix [num_rows, width].
-        union: rows that any rank held in the last step, all ranks together; None before the first.
+        name: name of the parameter.
+        num_rows, width, dtype, device: shape and type of the table as a matrix [num_rows, width].
+        union: number of rows in the sum of the last step; None before the first.
 
-    The union is used, and not the rows of the largest rank, because a fused message tells how many rows each rank
-    holds in all tables together, and only the sum shows how many rows each table has.
+    The union is used, and not the rows of the largest rank, because a fused message has the number of rows of each
+    rank in all tables together, and only the sum shows the number of each table.
     """
 
     name: str
@@ -359,7 +354,7 @@ class TableShape:
 
     @property
     def expected_bytes(self) -> int:
-        """Bytes of the rows in the sum if it has as many as last time; of the whole table before the first time."""
+        """Bytes of the sum if it has the rows of last time; of the whole table before the first time."""
         rows = self.num_rows if self.union is None else self.union
         return rows * self.width * self.dtype.itemsize
 
@@ -369,7 +364,7 @@ class TableShape:
 
 
 def plan_groups(tables: Sequence[TableShape]) -> tuple[tuple[int, ...], ...]:
-    """Which tables are synchronized together, as places in ``tables``: each in one group, groups by their first table.
+    """Return groups of tables that are synchronized together, as indices, ordered by their first table.
 
     Example:
         >>> table = TableShape("a", 100, 8, torch.float32, torch.device("cpu"))
@@ -384,7 +379,7 @@ def plan_groups(tables: Sequence[TableShape]) -> tuple[tuple[int, ...], ...]:
 
 
 def stack(tables: Sequence[SparseRows]) -> SparseRows:
-    """Tables of the same width and dtype as one matrix, one below the other; a single one as it is, not copied."""
+    """Return tables of the same width and dtype as one matrix, one below the other; a single one is not copied."""
     if len(tables) == 1:
         return tables[0]
     *offsets, num_rows = accumulate((table.num_rows for table in tables), initial=0)
@@ -393,7 +388,7 @@ def stack(tables: Sequence[SparseRows]) -> SparseRows:
 
 
 def unstack(stacked: SparseRows, num_rows: Sequence[int]) -> list[SparseRows]:
-    """The tables of ``num_rows`` rows each that were stacked, or what became of their rows. Values share memory."""
+    """Cut the sum of stacked tables into tables of ``num_rows`` rows each. Values share memory."""
     if len(num_rows) == 1:
         return [stacked]
     ends = list(accumulate(num_rows, initial=0))
@@ -406,7 +401,7 @@ def unstack(stacked: SparseRows, num_rows: Sequence[int]) -> list[SparseRows]:
 
 
 def share(total: int, weights: Sequence[int]) -> list[int]:
-    """A whole number cut in proportion to ``weights`` (evenly if all are 0), without losing or adding one.
+    """Split a whole number in proportion to ``weights`` (evenly if all are 0), exactly.
 
     Example:
         >>> share(10, [1, 1, 1])
@@ -421,8 +416,8 @@ def share(total: int, weights: Sequence[int]) -> list[int]:
 class StagedTable(TableGradient):
     """A `TableGradient` of a device. Its rows are tensors of the host that belong to the job of the lane.
 
-    Rows of a dense gradient are always looked for: a GPU reads 100 MB in a tenth of a millisecond, and to sort the ids
-    of a lookup, as a CPU does, takes no less.
+    A dense gradient is always scanned for rows: a GPU reads 100 MB in a tenth of a millisecond, and sorting the ids of
+    a lookup, as a CPU does, costs no less.
     """
 
     staging: Staging = field(default_factory=HostStaging)
@@ -449,14 +444,14 @@ class StagedTable(TableGradient):
             return SparseRows(ids, values, self.layout.num_rows)
 
     def _summed(self) -> tuple[Tensor, Tensor]:
-        """A row for each id: a lookup gives one for each time that it was looked up."""
+        """Return one row for each id: the backward of a lookup gives one row for each occurrence."""
         assert self.gradient.sparse_dim() == 1, "embeddings have one sparse dimension"
         ids, values = self.gradient._indices()[0], self.gradient._values()
         values = values.reshape(ids.numel(), self.layout.width)
         return (ids, values) if self.gradient.is_coalesced() else kernels.sum_rows([(ids, values)])
 
     def _found(self) -> tuple[Tensor, Tensor]:
-        """Nothing waits for the number of rows but the lane's thread, in `Staging.to_host`."""
+        """Return ids and values of the non-zero rows; only `Staging.to_host` waits for their number."""
         matrix = self._matrix()
         room = torch.empty(matrix.shape[0], dtype=torch.int64, device=matrix.device)
         _, count = kernels.nonzero_rows_into(matrix, room, room.new_empty(2))
@@ -466,5 +461,5 @@ class StagedTable(TableGradient):
 
 
 def staged(table: TableGradient, staging: Staging) -> TableGradient:
-    """The table as the lane can take it."""
+    """Return the table in a form that the lane can read: staged if it is on a device."""
     return table if staging.is_host else StagedTable(table.name, table.gradient, table.touched, staging)

@@ -1,1 +1,1 @@
-"""Measuring a training, its link and its codecs, for `thinwire.plan`."""
+"""Measure a training, its link and its codecs, for `thinwire.plan`."""

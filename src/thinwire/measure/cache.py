@@ -1,4 +1,4 @@
-"""Links and compressors are measured once on a machine: what was measured is kept in a file for each setting."""
+"""A file cache of measured speeds, one file per setting: links and compressors are measured once on a machine."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class Setting:
-    """What measured speeds depend on. Others are measured for any other setting.
+    """All that measured speeds depend on; any other setting is measured for itself.
 
     Args:
         host: name of the machine of rank 0.
-        device: that models are on.
-        torch: its version.
-        world_size: ranks.
-        link: between them: an address, an interface, an emulated rate.
-        threads: of a rank.
+        device: name of the device of the model.
+        torch: version of torch.
+        world_size: number of ranks.
+        link: name of the link between ranks: an address, an interface, an emulated rate.
+        threads: number of threads of a rank.
     """
 
     host: str
@@ -42,13 +42,13 @@ class Setting:
 
     @classmethod
     def here(cls, device: torch.device, world_size: int, link: str = "") -> Setting:
-        """Of this process; ``link`` is by default where its ranks meet."""
+        """Return the setting of this process; ``link`` is by default the address at which its ranks meet."""
         address = ":".join(os.environ.get(name, "") for name in ("MASTER_ADDR", "GLOO_SOCKET_IFNAME"))
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         return cls(platform.node(), name, torch.__version__, world_size, link or address, torch.get_num_threads())
 
     def path(self) -> Path:
-        """Where it is kept: in $XDG_CACHE_HOME/thinwire, by default ~/.cache/thinwire."""
+        """Return the path of its file in $XDG_CACHE_HOME/thinwire, by default ~/.cache/thinwire."""
         root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         digest = hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()
         return Path(root) / "thinwire" / f"speeds-{digest[:16]}.json"
@@ -56,7 +56,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Speeds:
-    """What is known of a setting already."""
+    """The measured speeds of a setting: its link, or None if not measured, and its codecs."""
 
     link: MeasuredLink | None = None
     codecs: tuple[Codec, ...] = ()
@@ -66,7 +66,7 @@ class Speeds:
         return next(known, None)
 
     def having(self, codecs: Sequence[Codec], link: MeasuredLink) -> Speeds:
-        """With newer ones in place of those of the same compressor and exchange."""
+        """Return a copy with ``link`` and ``codecs``, which replace codecs of the same compressor and exchange."""
         newer = {(codec.compressor, codec.exchange) for codec in codecs}
         kept = (codec for codec in self.codecs if (codec.compressor, codec.exchange) not in newer)
         return Speeds(link, (*kept, *codecs))
@@ -77,7 +77,7 @@ class Speeds:
 
     @classmethod
     def from_json(cls, data: object) -> Speeds:
-        """What is not understood was never measured."""
+        """Parse `to_json`; anything not understood gives empty speeds, to be measured again."""
         if not isinstance(data, Mapping) or data.get("version") != _VERSION:
             return cls()
         try:
@@ -88,7 +88,7 @@ class Speeds:
 
 
 def load(setting: Setting) -> Speeds:
-    """What is kept of a setting; nothing if there is no file, or one that cannot be read."""
+    """Return the cached speeds of a setting, or empty ones if there is no file or an unreadable one."""
     try:
         return Speeds.from_json(json.loads(setting.path().read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -96,7 +96,7 @@ def load(setting: Setting) -> Speeds:
 
 
 def save(setting: Setting, speeds: Speeds) -> None:
-    """Keep it, in one piece; a machine without a place for it measures again next time."""
+    """Write the speeds of a setting atomically; a machine without a directory for them measures again next time."""
     path, text = setting.path(), json.dumps({"setting": asdict(setting), **speeds.to_json()}, indent=1)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""What a training step takes more than the timeline says, measured by training: for each way of sending gradients.
+"""Measure by training what a step costs beyond the timeline's prediction, for each way of sending gradients.
 
 The timeline adds up what was measured apart: backward without synchronization, collectives without backward, and
 compressors without either. In training they share processors and caches, ranks are not in step, and hooks and threads
-take their part: of four ranks on two cores at 200 Mbit/s a step that should take 102 ms took 163. So a few steps are
-trained with the best groups of each compressor, and the difference is kept for all its ways.
+cost time too: of four ranks on two cores at 200 Mbit/s a step predicted at 102 ms lasted 163. So a few steps are
+trained with the best groups of each compressor, and the difference is added to all its ways.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 WARM_STEPS, STEPS = 3, 8
 TOLERANCE = 1.2
-"""What is expected to take so many times as long as stock DDP is not trained with: it will not be chosen."""
+"""Ratio to the predicted step of stock DDP above which a way is not trained, because it will not be chosen."""
 
 OnStage = Callable[[str], None]
 
@@ -42,10 +42,10 @@ def calibrate(
     compressors: Iterable[str],
     on_stage: OnStage = lambda stage: None,
 ) -> Measurement:
-    """The measurement with what its timeline leaves out; a collective call of the default process group.
+    """Return the measurement with what its timeline leaves out; a collective call of the default process group.
 
-    The model is trained for `WARM_STEPS` + `STEPS` steps each under DDP, with exact gradients, and with the compressors
-    that may pay.
+    The model is trained for `WARM_STEPS` + `STEPS` steps each: under DDP, with exact gradients, and with each
+    compressor that may pay.
 
     Raises:
         LostPeerError: a rank died.
@@ -65,7 +65,7 @@ def calibrate(
 
 
 def best_of_codecs(found: Iterable[Way]) -> list[Way]:
-    """The fastest exact way, and that of each compressor and exchange, in the order in which they were found."""
+    """Return the fastest exact way and the fastest of each compressor and exchange, in the order of ``found``."""
     best: dict[tuple[str, str], Way] = {}
     for way in found:
         codec, *others = way.codecs
@@ -75,9 +75,9 @@ def best_of_codecs(found: Iterable[Way]) -> list[Way]:
 
 
 def _suits_ddp(model: nn.Module) -> bool:
-    """Whether stock DDP can train it without being told more, on all ranks; a collective call.
+    """Return whether stock DDP can train the model with its default settings, on all ranks; a collective call.
 
-    It must be told of parameters that a step gives no gradient, and over NCCL it cannot sum sparse ones.
+    DDP needs a setting for parameters that a step gives no gradient, and over NCCL it cannot sum sparse ones.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
     fails = any(gradient is None or gradient.is_sparse for gradient in gradients)
@@ -97,7 +97,7 @@ def _seconds_of_plan(training: Training, plan: Plan) -> float:
 
 
 def _step_seconds(training: Training, model: nn.Module) -> float:
-    """The median step, of the slowest rank. One lost packet stops a connection for 0.2 s, so the mean says nothing."""
+    """Return the median step of the slowest rank: one lost packet stops a connection for 0.2 s, so a mean is no use."""
     step, moments = training.stepper(model), []
     for _ in range(WARM_STEPS + STEPS + 1):
         moments.append(time.perf_counter())
@@ -107,7 +107,7 @@ def _step_seconds(training: Training, model: nn.Module) -> float:
 
 
 def _slowest(seconds: float) -> float:
-    """The most of any rank, on all of them."""
+    """Return the largest number of any rank, on all ranks."""
     lane = Lane()
     try:
         return lane.submit(lambda lane: longest(lane.exchange, seconds)).wait()

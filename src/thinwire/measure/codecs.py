@@ -1,8 +1,8 @@
-"""Measure what compressors take on this device: curves of encoding and decoding over the size of a gradient.
+"""Measure what compressors cost on this device: curves of encoding and decoding over the size of a gradient.
 
 The code that is timed is that of a real exchange; only the network is left out: what a rank sends comes back to it as
-if every other rank had sent the same. All ranks measure at the same time, so that processors that they share are shared
-while they measure too.
+if every other rank had sent the same. All ranks measure at the same time, so that processors shared in training are
+shared here as well.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from thinwire.plan.speeds import COPIES, Codec, Fit
 
 T = TypeVar("T")
 Point = tuple[float, float]
-"""Bytes and seconds."""
+"""A measured point: bytes and seconds."""
 
 SHAPES = ((32, 64), (128, 128), (256, 512), (512, 1024))
-"""Of the gradients that are timed: 8 kB to 2 MB."""
+"""Shapes of the gradients that are timed: 8 kB to 2 MB."""
 
 _RUNS = 5
 _CPU = torch.device("cpu")
 
 
 def measure_codec(lane: Lane, text: str, exchange: str, device: torch.device = _CPU) -> Codec:
-    """A job of the lane, which all ranks submit.
+    """Measure encoding and decoding of one compressor in a job of the lane, which all ranks submit.
 
     Args:
-        text: as `thinwire.compress.named.parse` reads it, or `COPIES`.
+        text: text of `thinwire.compress.named.parse`, or `COPIES`.
         exchange: one that the compressor allows, see `exchanges_of`.
-        device: of the gradients. They are compressed on the host, so the way there and back counts.
+        device: the device of the gradients. They are compressed on the host, so copies there and back count.
 
     Raises:
         ValueError: an unknown compressor, or an exchange that it does not allow.
@@ -58,13 +58,13 @@ def measure_codec(lane: Lane, text: str, exchange: str, device: torch.device = _
 
 
 def exchanges_of(text: str) -> tuple[str, ...]:
-    """The exchanges by which a planner may have a compressor averaged.
+    """Return the exchanges by which a planner may average a compressor's payloads.
 
-    Payloads that can be summed are. Two shots would choose again among what the ranks of a sparsifier chose, so they
-    are left to those who ask for them.
+    Payloads that can be summed are summed. "two_shot" would select again among the elements that the ranks of a
+    sparsifier selected, so it is left to those who ask for it.
 
     Raises:
-        ValueError: an unknown compressor, or one whose bytes depend on the gradients, so that nobody can plan with it.
+        ValueError: an unknown compressor, or one whose bytes depend on the gradients, so that no plan can predict it.
     """
     compressor, parameter = with_memory(parse(text)), Parameter("example.weight", SHAPES[0])
     found: list[str] = []
@@ -88,7 +88,7 @@ def exchanges_of(text: str) -> tuple[str, ...]:
 def _coding_seconds(
     lane: Lane, compressor: Compressor, exchange: str, shape: tuple[int, ...], device: torch.device
 ) -> list[Point]:
-    """Encode and decode."""
+    """Return two points, of encoding and of decoding."""
     parameter = Parameter("measured.weight", shape)
     way = reduction_for(exchange, compressor, parameter, lane.world_size)
     state = way.init(compressor, parameter, lane.rank, lane.world_size)
@@ -109,7 +109,7 @@ def _coding_seconds(
 
 
 def _typical(lane: Lane, run: Callable[[], tuple[float, float]]) -> list[float]:
-    """Of the median rank the median of runs in a row, which all ranks begin together; after one that does not count."""
+    """Return the median over ranks of the median of runs, which all ranks begin together after one warm-up run."""
     run()
     wait_for_all(lane.exchange)
     runs = [run() for _ in range(_RUNS)]
@@ -118,7 +118,7 @@ def _typical(lane: Lane, run: Callable[[], tuple[float, float]]) -> list[float]:
 
 
 def _measure_copies(lane: Lane, device: torch.device) -> Codec:
-    """Of gradients that are all-reduced: into one tensor that is scaled, and back."""
+    """Measure the copies around an all-reduce: gradients into one tensor that is scaled, and back."""
     points = [_copying_seconds(lane, shape, device) for shape in SHAPES]
     into, back = zip(*points, strict=True)
     return Codec(COPIES, "all_reduce", _fit(into), _fit(back))
@@ -141,19 +141,19 @@ def _copying_seconds(lane: Lane, shape: tuple[int, ...], device: torch.device) -
 
 
 def settle(device: torch.device) -> None:
-    """Wait until a GPU has done what it was given."""
+    """Wait until a GPU has finished the work queued on it; return at once for a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def _fit(points: Sequence[Point]) -> Fit:
-    return Fit.of([(size, max(seconds, 1e-7)) for size, seconds in points])  # of 0 s a relative error is nothing
+    return Fit.of([(size, max(seconds, 1e-7)) for size, seconds in points])  # 0 s has no relative error
 
 
 class EchoPeers:
-    """`thinwire.compress.reduction.base.Peers` without a network: every other rank sends what this one sends.
+    """An implementation of `thinwire.compress.reduction.base.Peers` without a network, which echoes messages.
 
-    Messages are checked as those of a network are.
+    Messages are verified as those of a network are.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -167,7 +167,7 @@ class EchoPeers:
         return prepare()
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Nothing: the copies that a sum takes are the link's."""
+        """Do nothing: the copies inside an all-reduce belong to the link's curve."""
 
     def all_gather(self, prepare: Callable[[], Tensor], max_bytes: int) -> Sequence[EchoedMessage]:
         del max_bytes
@@ -183,7 +183,7 @@ class EchoPeers:
 
 
 class EchoedMessage:
-    """See `thinwire.compress.reduction.base.Arrived`."""
+    """A message of an `EchoPeers`; see `thinwire.compress.reduction.base.Arrived`."""
 
     def __init__(self, data: Tensor) -> None:
         self._data = data

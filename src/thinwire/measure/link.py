@@ -1,7 +1,7 @@
-"""Measure the link of a process group: alpha and beta of each collective. All ranks at once, all with one result.
+"""Measure the link of a process group: alpha and beta of each collective, on all ranks at once and with one result.
 
-A point is the median of a few blocks of runs, each as slow as its slowest rank. Messages grow until one takes long
-enough for its bytes to count.
+A point is the median of a few blocks of runs; the seconds of a block are those of the slowest rank. Messages grow until
+one lasts long enough for its bytes to count.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ _MAX_SENT_BYTES = 4 * 1024 * 1024
 _ATTEMPTS = 3
 
 Probe = Callable[[int], Callable[[], object]]
-"""Of a number of bytes: what is to be timed, its tensors made already."""
+"""A function from a number of bytes to the call that is timed, with its tensors already allocated."""
 
 
 def measure_link(lane: Lane, all_reduce: Probe | None = None) -> MeasuredLink:
-    """A job of the lane, which all ranks submit. Takes seconds on a slow link.
+    """Measure the link in a job of the lane, which all ranks submit; it lasts seconds on a slow link.
 
     Args:
-        all_reduce: that of dense gradients, where it is not the lane's own; it waits until the sum is there.
+        all_reduce: the all-reduce of dense gradients, if it is not the lane's own; it must wait for the sum.
 
     Raises:
-        ValueError: there is only one rank; a byte takes no time, however often it is measured.
+        ValueError: there is only one rank; a byte costs no time in every measurement.
         LostPeerError: a rank died.
     """
     exchange, world_size = lane.exchange, lane.world_size
@@ -62,7 +62,7 @@ def measure_link(lane: Lane, all_reduce: Probe | None = None) -> MeasuredLink:
 
 
 def slowest_seconds(exchange: Exchange, work: Callable[[], object]) -> float:
-    """Of all ranks, which begin together; the same number on all of them."""
+    """Return the seconds that the slowest rank needs for ``work``, which all ranks begin together."""
     wait_for_all(exchange)
     started = time.perf_counter()
     work()
@@ -70,10 +70,10 @@ def slowest_seconds(exchange: Exchange, work: Callable[[], object]) -> float:
 
 
 def _curve(exchange: Exchange, probe: Probe, sent_bytes: Callable[[int], int]) -> Fit:
-    """By the bytes that a rank sends. All ranks have the same points, so they decide alike.
+    """Fit seconds over the bytes that a rank sends. All ranks have the same points, so they fit the same curve.
 
-    On a busy machine the longest messages may have been the luckiest, so that a byte takes no time: then it is measured
-    again, with messages four times as long, of which the bytes weigh more.
+    On a busy machine the longest messages may have been the luckiest, so that a byte costs no time: then the curve is
+    measured again, with messages four times as long, whose bytes weigh more.
     """
     for attempt in range(_ATTEMPTS):
         fit = Fit.of(_points(exchange, probe, sent_bytes, _MAX_SENT_BYTES * _GROWTH**attempt))
@@ -85,10 +85,10 @@ def _curve(exchange: Exchange, probe: Probe, sent_bytes: Callable[[int], int]) -
 def _points(
     exchange: Exchange, probe: Probe, sent_bytes: Callable[[int], int], max_sent_bytes: int
 ) -> list[tuple[float, float]]:
-    """At least two: bytes that a rank sends, and seconds.
+    """Measure at least two points: bytes that a rank sends, and seconds.
 
     Short messages are sent many times in a row: a link may let the first few through at once (an emulated one has
-    tokens for 4 ms), which is not what they take in a training that keeps it busy.
+    tokens for 4 ms), which is not what they cost in a training that keeps it busy.
     """
     points: list[tuple[float, float]] = []
     size = _FIRST_BYTES
@@ -101,7 +101,7 @@ def _points(
 
 
 def _steady_seconds(exchange: Exchange, run: Callable[[], object]) -> float:
-    """Of one run among many of the same, after one that may open connections."""
+    """Return the seconds of one run among many equal ones, after one that may open connections."""
     run()
     count = max(1, math.ceil(_BLOCK_SECONDS / slowest_seconds(exchange, run)))
 

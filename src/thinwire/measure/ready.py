@@ -1,6 +1,6 @@
-"""Measure a training step without its synchronization: when each gradient is ready, and what is beside backward.
+"""Measure training steps without synchronization: when each gradient is ready, and the time outside backward.
 
-All ranks begin each step together, so that what they share is shared as in training; a time is that of the slowest
+All ranks begin each step together, so that they share resources as in training; a time is that of the slowest
 rank, because a gradient can be summed only when all ranks have it.
 """
 
@@ -18,19 +18,19 @@ from thinwire.compress.base import Parameter
 from thinwire.observe.step import Clock, differences, median_of_slowest
 
 WARM_STEPS = 3
-"""At the beginning, not counted: caches, allocators, the first touch of memory."""
+"""Number of first steps that are not counted: they fill caches and allocators and touch memory first."""
 
 
 @dataclass(frozen=True)
 class Ready:
-    """One step, the median of those measured.
+    """The times of one step, which is the median of those measured.
 
     Args:
-        parameters: that got gradients, in the order in which these are ready.
-        backward_seconds: of each: from the gradient before it to its own. The first counts from the end of the model's
-            forward, so the loss is in it.
-        forward_seconds: of the model.
-        rest_seconds: from the last gradient to the next forward: the optimizer, the data, whatever the script does.
+        parameters: parameters that got gradients, in the order in which these are ready.
+        backward_seconds: seconds of each from the gradient before it to its own. The first counts from the end of the
+            model's forward, so it includes the loss.
+        forward_seconds: seconds of the model's forward.
+        rest_seconds: seconds from the last gradient to the next forward: optimizer, data, all else the script does.
     """
 
     parameters: tuple[Parameter, ...]
@@ -40,10 +40,10 @@ class Ready:
 
 
 class StepWatch:
-    """Times the training steps of a model by hooks on it, until `close`. A step begins with its forward.
+    """A stopwatch of training steps, by hooks on the model until `close`. A step begins with its forward.
 
     Args:
-        module: what trains; with DDP the module inside, or the DDP model itself with the names of its module.
+        module: the model that trains; with DDP the module inside, or the DDP model itself with its module's names.
         trained: its parameters by name.
         begin: called before each step; returns when all ranks are there.
 
@@ -73,11 +73,11 @@ class StepWatch:
 
     @property
     def num_steps(self) -> int:
-        """That are complete."""
+        """Number of complete steps."""
         return len(self._steps)
 
     def close(self) -> Tensor:
-        """End the last step here, and take the hooks away.
+        """End the last step now, and remove the hooks.
 
         Returns:
             float64 [steps, 2 + parameters], without the first `WARM_STEPS`: seconds from the start of a step to the end
@@ -111,7 +111,7 @@ class StepWatch:
         return hook
 
     def _end_step(self) -> None:
-        """A forward without backward is no step."""
+        """Record the step that ends; a forward without backward is no step."""
         was_step, self._is_step = self._is_step, False
         step = self._clock.finish()
         if was_step and step.ready:
@@ -120,11 +120,11 @@ class StepWatch:
 
 
 def agree(exchange: Exchange, times: Tensor, parameters: tuple[Parameter, ...]) -> Ready:
-    """One step for all ranks, from what each of them has measured; a collective call.
+    """Return one step for all ranks, from the steps that each of them measured; a collective call.
 
     Args:
-        times: as `StepWatch.close` gives them; as many steps on all ranks.
-        parameters: in the order of its columns, the same on all ranks.
+        times: step times as `StepWatch.close` returns them, of the same number of steps on all ranks.
+        parameters: parameters in the order of its columns, the same on all ranks.
 
     Raises:
         ValueError: no step was measured.
@@ -139,9 +139,9 @@ def agree(exchange: Exchange, times: Tensor, parameters: tuple[Parameter, ...]) 
 
 
 def typical(moments: Sequence[float], parameters: tuple[Parameter, ...]) -> Ready:
-    """The step with these 2 + parameters moments, its gradients in the order in which they are ready.
+    """Return the step with these 2 + parameters moments, its gradients in the order in which they are ready.
 
-    Of gradients that are ready at the same moment the one registered last comes first, as backward has it.
+    Of gradients ready at the same moment the one registered last comes first, as in backward.
     """
     forward, *ready, end = moments
     places = sorted(range(len(parameters)), key=lambda place: (ready[place], -place))

@@ -1,4 +1,4 @@
-"""Measure a model, its machines and their link: one `Measurement`, the same on all ranks."""
+"""Measure a model, its machines and their link in one `Measurement`, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from thinwire.plan.planner import DEFAULTS
 from thinwire.plan.speeds import COPIES
 
 STEPS = 9
-"""Training steps that are measured, after those that warm up."""
+"""Number of training steps that are measured, after those that warm up."""
 
 OnStage = Callable[[str], None]
-"""Told what is measured next."""
+"""A callback that receives the name of what is measured next."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """A model with what a step of it takes.
+    """A model with all that one training step of it needs.
 
     Args:
         model: a plain module, on its device; no DDP.
         batch: makes the next batch of this rank.
-        loss: of the model and a batch: a scalar to call ``backward`` on.
-        optimizer: None takes SGD with momentum and a learning rate of 0.
-        after_backward: what is done between ``backward`` and the optimizer's step, such as clipping; None for nothing.
+        loss: computes from the model and a batch the scalar to call ``backward`` on.
+        optimizer: None means SGD with momentum and a learning rate of 0.
+        after_backward: called between ``backward`` and the optimizer's step, for clipping for example; or None.
     """
 
     model: nn.Module
@@ -52,7 +52,7 @@ class Training:
     after_backward: Callable[[nn.Module], object] | None = None
 
     def stepper(self, model: nn.Module | None = None) -> Callable[[], None]:
-        """A function that trains one step; of ``model``, if that is wrapped around this one."""
+        """Return a function that trains one step, of ``model`` if that is wrapped around this one."""
         model = (model or self.model).train()
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         optimizer = self.optimizer or torch.optim.SGD(trained, lr=0.0, momentum=0.9)
@@ -67,20 +67,20 @@ class Training:
         return step
 
     def settle(self) -> None:
-        """Wait until the device has done what it was told."""
+        """Wait until the device has finished the work queued on it."""
         settle(next((parameter.device for parameter in self.model.parameters()), torch.device("cpu")))
 
 
 @dataclass(frozen=True)
 class How:
-    """What to measure, and how.
+    """Settings of `measure_training`: what to measure, and how.
 
     Args:
         compressors: texts of `thinwire.compress.named.parse`.
         steps: training steps that count.
-        link: what the cache is to know the link by; empty for its address.
-        fresh: measure what is in the cache, too.
-        calibrate: train with the best ways as well, for what the timeline leaves out; in the default process group.
+        link: name of the link in the cache; empty for its address.
+        fresh: whether to measure again what is in the cache.
+        calibrate: whether to train with the best ways too, for what the timeline leaves out; in the default group only.
     """
 
     compressors: Sequence[str] = DEFAULTS
@@ -95,7 +95,7 @@ def measure_training(
 ) -> Measurement:
     """Train a few steps without synchronization, then measure link and compressors; a collective call.
 
-    The parameters move as far as so many steps of the optimizer move them.
+    The optimizer's steps change the parameters.
 
     Raises:
         ValueError: one rank; a compressor that is unknown or has no fixed size; a model without gradients.
@@ -125,11 +125,11 @@ def measure_training(
 def finish(
     lane: Lane, times: Tensor, trained: dict[str, Tensor], tables: Sequence[str], how: How, on_stage: OnStage
 ) -> Measurement:
-    """The measurement of a model whose steps were timed; a collective call.
+    """Return the measurement of a model whose steps were timed; a collective call.
 
     Args:
-        times: as `StepWatch.close` gives them.
-        trained: parameters of its columns.
+        times: step times as `StepWatch.close` returns them.
+        trained: parameters by name, in the order of the columns of ``times``.
     """
     parameters = tuple(Parameter(name, tuple(tensor.shape), tensor.dtype) for name, tensor in trained.items())
     device = next((tensor.device for tensor in trained.values()), torch.device("cpu"))
@@ -153,7 +153,7 @@ def finish(
 
 
 def trained_parameters(module: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
-    """Parameters that a plan is about, by name; and the names of tables of embeddings, which travel as rows."""
+    """Return the parameters that a plan is about, by name, and the names of embedding tables, which travel as rows."""
     tables = {id(table) for table in tables_of(module)}
     trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     return (
@@ -163,13 +163,13 @@ def trained_parameters(module: nn.Module) -> tuple[dict[str, Tensor], list[str]]
 
 
 def check(compressors: Iterable[str]) -> None:
-    """Raises ValueError for one that is unknown, or that sends what nobody can tell beforehand."""
+    """Raise ValueError for a compressor that is unknown or whose bytes cannot be predicted."""
     for text in compressors:
         exchanges_of(text)
 
 
 def begin_together(lane: Lane) -> None:
-    """Returns when all ranks have called it."""
+    """Return when all ranks have called this function."""
     lane.submit(lambda lane: wait_for_all(lane.exchange)).wait()
 
 
@@ -184,7 +184,7 @@ def _train(training: Training, trained: dict[str, Tensor], lane: Lane, steps: in
 
 
 def _speeds(lane: Lane, how: How, device: torch.device, on_stage: OnStage) -> Speeds:
-    """Of the link and the compressors: from the cache of rank 0 what is there, and measured what is not."""
+    """Return the speeds of link and compressors: those in rank 0's cache, and measurements of all others."""
     setting = Setting.here(device, lane.world_size, how.link)
     known = Speeds() if how.fresh else _told_by_first(lane, cache.load(setting) if lane.rank == 0 else Speeds())
     if known.link is None:
@@ -207,13 +207,13 @@ def _speeds(lane: Lane, how: How, device: torch.device, on_stage: OnStage) -> Sp
 
 
 def _told_by_first(lane: Lane, mine: Speeds) -> Speeds:
-    """What rank 0 has, on all ranks."""
+    """Broadcast the speeds of rank 0 to all ranks."""
     known = mine.to_json()
     return Speeds.from_json(lane.submit(lambda lane: broadcast_json(lane.exchange, "speeds", known)).wait())
 
 
 def _native(device: torch.device) -> Probe | None:
-    """The all-reduce of DDP, where that is another one than the lane's: of tensors on a GPU."""
+    """Return a probe of DDP's all-reduce on a GPU, or None on a CPU, where the lane's own is probed."""
     if device.type != "cuda":
         return None
 

@@ -1,1 +1,1 @@
-"""What a job's gradients and steps look like: sparsity statistics, traces and reports."""
+"""Observations of gradients and steps: statistics of each parameter, times of jobs, and traces."""

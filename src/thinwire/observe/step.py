@@ -1,18 +1,14 @@
-"""What happens in a step: bytes of each parameter, times of each job, and ranges for `torch.profiler`.
+"""Statistics of a step: bytes of each parameter, times of jobs and gradients, and ranges for `torch.profiler`.
 
-Ranges for `torch.profiler`: what a synchronization does, by name, and nothing at all while nobody profiles.
-
-``thinwire::find`` rows that are not zero, ``::pack`` rows into bytes, ``::exchange`` waiting for the network, ``::sum``
-pieces of several ranks, ``::scatter`` a sum into the gradient. They are on the thread of the lane, which torch's
-profiler sees only when it is asked for all threads:
+Ranges name the parts of a synchronization, and cost next to nothing while nobody profiles: ``thinwire::find`` selects
+non-zero rows, ``::pack`` turns rows into bytes, ``::exchange`` waits for the network, ``::sum`` adds pieces of several
+ranks, ``::scatter`` writes a sum into the gradient. They are on the thread of the lane, which torch's profiler sees
+only when it is asked for all threads:
 
     from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
+
     with profile(activities=[ProfilerActivity.CPU], experimental_config=_ExperimentalConfig(profile_all_threads=True)):
         loss.backward()
-
-What was synchronized and what it cost: one line a parameter, and totals.
-
-When things happen in a step: gradients become ready, jobs of the lane run, the last mean is there.
 """
 
 from __future__ import annotations
@@ -37,7 +33,7 @@ _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Phase(StrEnum):
-    """What a compressed synchronization spends time on; the names of its `torch.profiler` ranges."""
+    """The phases of a compressed synchronization; their values are names of its `torch.profiler` ranges."""
 
     COMPRESS = "thinwire::compress"
     EXCHANGE = "thinwire::exchange"
@@ -45,17 +41,17 @@ class Phase(StrEnum):
 
 
 def enabled() -> bool:
-    """Whether any thread of this process profiles: 0.07 us, where a range that nobody records takes 18 us."""
+    """Return whether any thread of this process profiles, in 0.07 us; a range that nobody records costs 18 us."""
     return getattr(profiler, "_is_profiler_enabled", True)
 
 
 def named(name: Name) -> AbstractContextManager[object]:
-    """A range of the profiler around a block of code."""
+    """Return a profiler range for a block of code."""
     return profiler.record_function(f"thinwire::{name}") if enabled() else _NOTHING
 
 
 def ranged(name: Name) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """The same around every call of a function.
+    """Return a decorator that puts a profiler range around every call of a function.
 
     Example:
         >>> @ranged("sum")
@@ -77,16 +73,16 @@ def ranged(name: Name) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 Prediction = float | Callable[[], float]
-"""Bytes, or what works them out: only the last step is ever asked for."""
+"""Predicted bytes, or a function that computes them: only those of the last step are ever needed."""
 
 
 @dataclass
 class ParameterRecord:
-    """The account of one parameter, or of all that are all-reduced together.
+    """The statistics of one parameter, or of all that are all-reduced together.
 
-    ``step_*`` fields are of the last finished step, ``total_*`` fields sums over all steps; densities, scheme
+    ``step_*`` fields are of the last finished step, ``total_*`` fields sums over all steps; densities, scheme,
     formats and ``fused`` are those of the last synchronization. Bytes of a synchronization of several parameters
-    are shared out, so that sums over records are what was sent.
+    are shared out, so that sums over records are the bytes sent.
     """
 
     name: str
@@ -95,7 +91,7 @@ class ParameterRecord:
     formats: str = ""
     density: float = 1.0
     density_after: float = 1.0
-    reason: str = ""  # of the scheme of the next step, where it was chosen
+    reason: str = ""  # of the choice of the next step's scheme
     fused: int = 1  # parameters in the synchronization that this one was part of
     step_bytes: int = 0
     step_dense_bytes: int = 0
@@ -109,21 +105,21 @@ class ParameterRecord:
 
     @property
     def step_predicted_bytes(self) -> float:
-        """Worked out only when somebody asks."""
+        """Predicted bytes of the last finished step, computed on access."""
         return sum(entry() if callable(entry) else entry for entry in self._step_predicted)
 
     def add(self, sent_bytes: int, predicted_bytes: Prediction, dense_bytes: int) -> None:
-        """Add one piece of the running step: bytes sent, predicted, and what stock DDP would send."""
+        """Add to the running step: bytes sent, bytes predicted, and bytes that stock DDP would send."""
         self._sent += sent_bytes
         self._predicted.append(predicted_bytes)
         self._dense += dense_bytes
 
     def leave(self, scheme: str) -> None:
-        """From the next step on it is synchronized in its bucket, or counted when that is over."""
+        """Note that from the next step on the parameter is left to another all-reduce, by this scheme."""
         self.scheme, self.formats, self.fused = scheme, "", 1
 
     def finish_step(self) -> None:
-        """The running step becomes the last one, if anything was synchronized in it."""
+        """Make the running step the last one, if anything was synchronized in it."""
         predicted, self._predicted = self._predicted, []
         if self._dense == 0 and self._sent == 0:
             return
@@ -134,7 +130,7 @@ class ParameterRecord:
         self._sent, self._dense = 0, 0
 
     def row(self) -> dict[str, str | int | float]:
-        """One row of `Synchronizer.table`; bytes are those that this rank sent in the last step."""
+        """Return one row of `Synchronizer.table`; bytes are those that this rank sent in the last step."""
         return {
             "name": self.name,
             "kind": self.kind,
@@ -154,13 +150,13 @@ class ParameterRecord:
 
 @dataclass(frozen=True)
 class Load:
-    """What a job synchronizes, without tables of embeddings.
+    """The gradients that a job synchronizes, without embedding tables.
 
     Args:
-        name: of its groups, or buckets.
-        exact_bytes: of gradients that are summed.
-        compressed_bytes: of gradients that are compressed, before that.
-        num_compressed: how many these are.
+        name: name of its groups, or buckets.
+        exact_bytes: bytes of gradients that are summed.
+        compressed_bytes: bytes of gradients that are compressed, before compression.
+        num_compressed: number of gradients that are compressed.
     """
 
     name: str = ""
@@ -183,13 +179,13 @@ class Load:
 
 @dataclass(eq=False)
 class JobTimes:
-    """One job of the lane.
+    """The times of one job of the lane.
 
     Args:
-        load: what it synchronized.
-        submitted: when all of that was ready.
-        started: when the lane began with it, tables of embeddings of the same job being done.
-        phases: what it did of encoding, sending and decoding, where it tells.
+        load: the gradients that it synchronized.
+        submitted: time when all of them were ready.
+        started: time when the lane began with them, after the embedding tables of the same job.
+        phases: phase, start and end of encoding, sending and decoding, if they are recorded.
     """
 
     load: Load
@@ -205,13 +201,13 @@ class JobTimes:
 
 @dataclass(eq=False)
 class StepTimes:
-    """One synchronized backward pass.
+    """The times of one synchronized backward pass.
 
     Args:
-        began: when the forward of the model began, where that is noted.
-        started: when the forward of the model had ended, so the loss is in it; without one, at the first gradient.
-        ready: when each gradient was there: by name of the parameter, or of the bucket under DDP.
-        ended: when the last mean was there.
+        began: start of the model's forward, if it is recorded.
+        started: end of the model's forward, so backward includes the loss; without a forward, the first gradient.
+        ready: time when each gradient was ready, by name of the parameter, or of the bucket under DDP.
+        ended: time when the last mean was known.
     """
 
     began: float = 0.0
@@ -222,24 +218,24 @@ class StepTimes:
 
     @property
     def seconds(self) -> float:
-        """From the start of backward until the last mean was there."""
+        """Seconds from the start of backward until the last mean was known."""
         return self.ended - self.started
 
     def ready_seconds(self, name: str) -> float:
-        """From the start of backward until the gradient was there."""
+        """Return the seconds from the start of backward until the gradient was ready."""
         return self.moment(name) - self.started
 
     def moment(self, name: str) -> float:
-        """When a gradient was there; one that was not used is ready when the last of the others is."""
+        """Return the time when a gradient was ready; for one that was not used, when the last of the others was."""
         return self.ready.get(name, max(self.ready.values(), default=self.started))
 
 
 class Clock:
-    """Writes down the running step, `time.perf_counter`. Jobs write into the step that submitted them.
+    """A recorder of the running step in `time.perf_counter`; jobs write into the step that submitted them.
 
     Args:
-        device: that computes. The moments of a step are those of a GPU's stream; None for those of the host, which do
-            not wait for a GPU.
+        device: the device that computes: on a GPU the times of a step are those of its stream. None means times of
+            the host, which do not wait for a GPU.
     """
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -249,63 +245,63 @@ class Clock:
         self._running: JobTimes | None = None
 
     def begin(self) -> None:
-        """The forward of the model begins, and with it another step."""
+        """Record that the forward of the model begins, and with it another step."""
         self._step = StepTimes(began=self._now())
 
     def start(self) -> None:
-        """The forward of the model has ended."""
+        """Record that the forward of the model has ended."""
         if not self._step.ready:
             self._step.started = self._now()
 
     def ready(self, name: str) -> None:
-        """A gradient is there."""
+        """Record that a gradient is ready."""
         now = self._now()
         if not self._step.ready and not self._step.started:
             self._step.started = now
         self._step.ready[name] = now
 
     def submit(self, load: Load) -> JobTimes:
-        """A job that is about to be handed to the lane."""
+        """Record a job that is about to be handed to the lane."""
         job = JobTimes(load, time.perf_counter())
         self._step.jobs.append(job)
         return job
 
     def run(self, job: JobTimes) -> None:
-        """The lane begins with a job."""
+        """Record that the lane begins with a job."""
         self._running, job.started = job, time.perf_counter()
 
     def end(self, job: JobTimes) -> None:
         self._running, job.ended = None, time.perf_counter()
 
     def phase(self, phase: Phase, started: float, ended: float) -> None:
-        """For `Stopwatch.listener`: part of the job that runs."""
+        """Record a phase of the running job; for `Stopwatch.listener`."""
         if self._running is not None:
             self._running.phases.append((phase, started, ended))
 
     def finish(self) -> StepTimes:
-        """All means are there."""
+        """Record that all means are known, and return the step."""
         done, self._step = self._step, StepTimes()
         done.ended = self._now()
         return _settled(done) if self._events else done
 
     def reset(self) -> None:
-        """Forget a step that did not come to its end."""
+        """Forget a step that was not completed."""
         self._step = StepTimes()
 
 
 def median_of_slowest(told: Sequence[Sequence[float]], count: int) -> list[float]:
-    """The median step, in which each moment is that of the slowest rank: a gradient is summed when all ranks have it.
+    """Return the median step, with times of the slowest rank: a gradient is summed when all ranks have it.
 
     Args:
-        told: for each rank its moments, step by step, in seconds.
-        count: moments of a step.
+        told: gathered moments of each rank, step by step, in seconds.
+        count: number of moments of a step.
     """
     slowest = [max(moments) for moments in zip(*told, strict=True)]
     return [statistics.median(slowest[place::count]) for place in range(count)]
 
 
 def differences(moments: Sequence[float], start: float = 0.0) -> tuple[float, ...]:
-    """From each moment to the next, at least 0: medians of two gradients can be out of order by a little."""
+    """Return the time from each moment to the next, at least 0: medians of two gradients can be out of order."""
     found = []
     for moment in moments:
         found.append(max(0.0, moment - start))
@@ -314,14 +310,14 @@ def differences(moments: Sequence[float], start: float = 0.0) -> tuple[float, ..
 
 
 def _record() -> Any:
-    """An event in the stream of the GPU."""
+    """Record an event in the stream of the GPU."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 def _settled(step: StepTimes) -> StepTimes:
-    """The moments of events in seconds, when all of them have come; the first one is 0."""
+    """Return the times of events in seconds, when all of them have happened; the first one is 0."""
     torch.cuda.synchronize()
     first: Any = step.began or step.started
 

@@ -1,4 +1,4 @@
-"""What happened when: events of a step on named tracks, as a Chrome trace that opens in https://ui.perfetto.dev.
+"""Events of a step on named tracks, as a Chrome trace that opens in https://ui.perfetto.dev.
 
 Predicted and measured steps have the same form, so that they lie side by side as two processes of one file.
 """
@@ -12,14 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Event:
-    """One piece of work.
+    """One piece of work on a track.
 
     Args:
-        name: what was done, as "encode group 3".
-        track: who did it: "compute", "channel", a thread. Events of one track do not overlap, or lie within another.
-        start_seconds: on the clock of its process.
-        seconds: how long.
-        arguments: what a click on it shows; JSON values.
+        name: name of the work, such as "encode group 3".
+        track: name of its worker: "compute", "channel", a thread. Events of one track do not overlap, or are nested.
+        start_seconds: start on the clock of its process.
+        seconds: duration.
+        arguments: JSON values that a click on it shows.
     """
 
     name: str
@@ -34,13 +34,13 @@ class Event:
 
 
 def chrome_trace(processes: Mapping[str, Sequence[Event]]) -> dict[str, Any]:
-    """The trace, ready for `json.dump`: a process for each item, tracks as its threads, times in microseconds.
+    """Return a trace for `json.dump`: one process per item, tracks as its threads, times in microseconds.
 
-    Processes and tracks keep their order of appearance; events are in order of time. Each process starts at 0, whatever
-    its clock says, so that steps can be compared.
+    Processes and tracks keep their order of appearance; events are in order of time. Each process starts at 0, so
+    that steps can be compared.
 
     Raises:
-        ValueError: an event that takes less than no time, or a time that is not finite.
+        ValueError: an event of negative length, or a time that is not finite.
 
     Example:
         >>> trace = chrome_trace({"predicted": [Event("backward", "compute", 0.0, 0.5)]})

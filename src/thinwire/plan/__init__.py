@@ -1,7 +1,7 @@
-"""What a step will take before it is taken: profiles, the timeline that judges every plan, and plans.
+"""Predictions of a step before it is trained: profiles, the timeline that judges every plan, and plans.
 
-Imported here is only what is pure and quick to import: `thinwire.fuse` builds on this room. What needs more is imported
-on first use.
+Only what is pure and quick to import is imported here: `thinwire.fuse` builds on this room. The rest is imported on
+first use.
 """
 
 from importlib import import_module
@@ -43,7 +43,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """What compresses or measures is imported on first use."""
+    """Import a name that compresses or measures on first use."""
     for module, names in _HOMES.items():
         if name in names:
             return getattr(import_module(f"thinwire.{module}"), name)

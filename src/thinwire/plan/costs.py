@@ -1,4 +1,4 @@
-"""What it takes to synchronize a group of gradients by one job of the lane, from measured lines. Pure.
+"""The cost of synchronizing a group of gradients by one job of the lane, from measured lines. Pure.
 
 A job is a round of headers, then an all-reduce of the gradients that are not compressed, then the encoding, the
 messages and the decoding of the others. All of it runs on the lane, one job after the other, beside backward.
@@ -21,17 +21,17 @@ from thinwire.compress.wrappers import code_of
 from thinwire.plan.speeds import Codec, Fit, MeasuredLink
 
 EXACT = "exact"
-"""The messages of gradients that are not compressed."""
+"""Kind of the messages of gradients that are not compressed."""
 
 
 class Messages(NamedTuple):
-    """Seconds of the messages of a job, whatever tensors they are about.
+    """The cost in seconds of a job's messages, beside that of its bytes.
 
     Attributes:
-        kind: by which exchange they go, or `EXACT`. Tensors of a job whose messages are equal share them.
-        alpha: added to those of the bytes.
-        floor: less they never take, with their bytes.
-        fixed: added to either.
+        kind: the exchange of the messages, or `EXACT`. Tensors of a job whose messages are equal share them.
+        alpha: seconds added to those of the bytes.
+        floor: least seconds of messages and bytes together.
+        fixed: seconds added to either.
     """
 
     kind: str
@@ -40,12 +40,12 @@ class Messages(NamedTuple):
     fixed: float = 0.0
 
     def seconds(self, wire_seconds: float) -> float:
-        """With bytes that take so long by themselves."""
+        """Return the seconds of the messages with bytes that alone last ``wire_seconds``."""
         return self.fixed + max(self.floor, self.alpha + wire_seconds)
 
 
 class CostPart(NamedTuple):
-    """What one tensor adds to its job: seconds of its encoding and decoding, of its bytes, and by what it travels."""
+    """The part of one tensor in the cost of its job: coding, bytes, and the messages it shares."""
 
     coding_seconds: float
     wire_seconds: float
@@ -54,12 +54,12 @@ class CostPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of any group of the gradients of a model.
+    """The costs in seconds of any group of a model's gradients.
 
     Args:
-        encode_seconds, wire_seconds, decode_seconds: of each tensor; more of them in a group take as much longer.
-        messages: by which each tensor travels, with others of its job.
-        opening_seconds: of every job.
+        encode_seconds, wire_seconds, decode_seconds: seconds of each tensor, which add up in a group.
+        messages: messages by which each tensor travels, shared with others of its job.
+        opening_seconds: seconds of every job, for its headers.
     """
 
     encode_seconds: tuple[float, ...]
@@ -75,28 +75,28 @@ class Costs:
 
     @property
     def tensor_seconds(self) -> tuple[float, ...]:
-        """Of each tensor, all three together."""
+        """Seconds of each tensor: encoding, bytes and decoding together."""
         parts = zip(self.encode_seconds, self.wire_seconds, self.decode_seconds, strict=True)
         return tuple(sum(seconds) for seconds in parts)
 
     @property
     def group_seconds(self) -> float:
-        """Of a job of whatever kinds of tensors there are, without the tensors."""
+        """Seconds of a job with all kinds of messages, without the tensors."""
         return self.opening_seconds + sum(messages.seconds(0.0) for messages in dict.fromkeys(self.messages))
 
     @cached_property
     def parts(self) -> tuple[CostPart, ...]:
-        """What each tensor adds to its job."""
+        """The part of each tensor in the cost of its job."""
         coding = map(sum, zip(self.encode_seconds, self.decode_seconds, strict=True))
         return tuple(map(CostPart, coding, self.wire_seconds, self.messages))
 
     def seconds(self, members: Sequence[int]) -> float:
-        """Of one job."""
+        """Return the seconds of one job."""
         return job_seconds(self.opening_seconds, [self.parts[place] for place in members])
 
 
 def job_seconds(opening_seconds: float, parts: Iterable[CostPart]) -> float:
-    """Of one job, whatever its tensors go by."""
+    """Return the seconds of one job, of any mixture of messages."""
     work, wires = 0.0, dict[Messages, float]()
     for part in parts:
         work += part.coding_seconds
@@ -105,10 +105,10 @@ def job_seconds(opening_seconds: float, parts: Iterable[CostPart]) -> float:
 
 
 def exact_costs(parameters: Sequence[Parameter], link: MeasuredLink, copies: Codec, world_size: int) -> Costs:
-    """Of gradients that are all-reduced.
+    """Return the costs of gradients that are all-reduced.
 
     Args:
-        copies: into one tensor and back.
+        copies: the codec of copying into one tensor and back.
     """
     encode, wire, decode = zip(*(_exact(entry, link, copies, world_size) for entry in parameters), strict=True)
     return Costs(encode, wire, decode, (_exact_messages(link, copies),) * len(parameters), link.round.alpha)
@@ -117,10 +117,10 @@ def exact_costs(parameters: Sequence[Parameter], link: MeasuredLink, copies: Cod
 def coded_costs(
     parameters: Sequence[Parameter], link: MeasuredLink, copies: Codec, codec: Codec, world_size: int
 ) -> Costs:
-    """Of gradients of which `leave_small` has the large ones compressed.
+    """Return the costs of gradients of which `leave_small` compresses the large ones.
 
     Raises:
-        ValueError: the compressor sends what nobody can tell beforehand, or its reduction does not allow it.
+        ValueError: the compressor's bytes cannot be predicted, or it does not allow the exchange.
     """
     compressor = with_memory(parse(codec.compressor))
     policy = leave_small(compressor)
@@ -141,7 +141,7 @@ def coded_costs(
 
 
 def chosen_costs(options: Sequence[Costs], choices: Sequence[int]) -> Costs:
-    """Of the same gradients, each with its costs in the option of that number."""
+    """Return the costs of the same gradients, each in the option of the given index."""
     picked = list(enumerate(choices))
     return Costs(
         tuple(options[choice].encode_seconds[place] for place, choice in picked),
@@ -179,10 +179,10 @@ def _coded(
 
 
 def added_bytes(compressor: Compressor, parameter: Parameter, reduction: Reduction, world_size: int) -> int:
-    """By how many bytes one more parameter like this makes what the busiest rank sends longer: without headers.
+    """Return the bytes that one more parameter like this adds to those of the busiest rank, without headers.
 
     Raises:
-        ValueError: it depends on the gradients.
+        ValueError: the bytes depend on the gradients.
     """
     plan, added = (compressor, parameter), []
     for rank in {0, world_size - 1}:
@@ -202,7 +202,7 @@ def _collective(link: MeasuredLink, exchange: str) -> Fit:
 
 
 def _messages(link: MeasuredLink, exchange: str, rounds: int) -> Messages:
-    """Of each shot with its headers, or of as many all-reduces as there are rounds."""
+    """Return the cost of each shot with its headers, or of one all-reduce per round."""
     if exchange == "all_reduce":
         return Messages(exchange, rounds * link.all_reduce.line.alpha, rounds * link.all_reduce.floor)
     gather = link.all_gather
@@ -213,7 +213,7 @@ def _messages(link: MeasuredLink, exchange: str, rounds: int) -> Messages:
 
 
 def _rounds(compressor: Compressor, parameter: Parameter) -> int:
-    """All-reduces of a compressor whose payloads are summed: one for each round and dtype."""
+    """Return the number of all-reduces of a compressor whose payloads are summed: one per round and dtype."""
     code = code_of(compressor)
     if not isinstance(code, Summable):
         return 0

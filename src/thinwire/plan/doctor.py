@@ -1,4 +1,4 @@
-"""Should this training synchronize its gradients in another way at all? Answers from one `Measurement`. Pure."""
+"""Diagnose from one `Measurement` whether a training should synchronize its gradients in another way. Pure."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from thinwire.plan.plan import STOCK, Plan
 from thinwire.plan.planner import DEFAULTS, Way, best_way, default_policies, plan_of, ways
 
 SPEEDS_MBIT = tuple(10 ** (1 + step / 4) for step in range(17))
-"""Of the links in the picture: 10 Mbit/s to 100 Gbit/s."""
+"""Link speeds in the picture: 10 Mbit/s to 100 Gbit/s."""
 
 _EXPOSED = 0.03
-"""Less than this share of a step is not worth a word."""
+"""Share of a step above which waiting for the network counts."""
 _BISECTIONS = 6
 
 OnSpeed = Callable[[int, int], None]
-"""Told how many links are done, and of how many."""
+"""A callback that receives the number of link speeds done, and of all."""
 
 
 @dataclass(frozen=True)
 class LinkCurve:
-    """A method over link speed: seconds of a whole step at each of `SPEEDS_MBIT`."""
+    """The curve of a method over link speed: seconds of a whole step at each of `SPEEDS_MBIT`."""
 
     name: str
     step_seconds: tuple[float, ...]
@@ -34,19 +34,19 @@ class LinkCurve:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What is the matter with a training, and what to do.
+    """The diagnosis of a training, with the plan that it recommends.
 
     Args:
-        title: what was looked at.
-        measurement: the figures.
-        plan: the best for this link; `Plan.does_nothing` says that there is nothing to do.
-        best_exact: name and seconds of a step of the fastest way without compression.
-        exposed_seconds: for which stock DDP has backward wait for the network, in each step.
-        communication_seconds: that its network is busy for in each step.
-        curves: stock DDP, the best exact way, and each compressor.
-        stops_mbit: on faster links than this nothing is better than stock DDP by enough; None if something is at 100
-            Gbit/s, 0 if nothing is anywhere.
-        compression_stops_mbit: the same of ways that compress, over the best exact one.
+        title: name of the training.
+        measurement: the measured figures.
+        plan: the best plan for this link; `Plan.does_nothing` says that there is nothing to do.
+        best_exact: name and step seconds of the fastest way without compression.
+        exposed_seconds: seconds of each step in which backward waits for the network under stock DDP.
+        communication_seconds: seconds of each step in which its network is busy.
+        curves: curves of stock DDP, the best exact way, and each compressor.
+        stops_mbit: link speed above which nothing beats stock DDP by enough; None if something does at 100 Gbit/s, 0
+            if nothing does at any speed.
+        compression_stops_mbit: the same for ways that compress, against the best exact one.
     """
 
     title: str
@@ -65,7 +65,7 @@ class Diagnosis:
 
     @property
     def exposed_share(self) -> float:
-        """Of a step of stock DDP."""
+        """Exposed share of a step of stock DDP."""
         return self.exposed_seconds / self.stock_step_seconds if self.stock_step_seconds else 0.0
 
     @property
@@ -104,10 +104,10 @@ def diagnose(
     """Price all ways on this link, and the best of each kind on others.
 
     Args:
-        policies: of fusion, for the plan; the curves have the last but one of them, by default Cupcake's.
+        policies: fusion policies for the plan; the curves use the last but one of them, by default Cupcake's.
 
     Raises:
-        ValueError: a compressor that was not measured, or that nobody can plan with.
+        ValueError: a compressor that was not measured, or whose bytes cannot be predicted.
     """
     policies = default_policies() if policies is None else policies
     found = ways(measurement, compressors, policies)
@@ -147,10 +147,10 @@ def diagnose(
 
 
 def describe(diagnosis: Diagnosis, plan_path: str | None = None) -> str:
-    """The answers, on one screen.
+    """Return the answers as text of one screen.
 
     Args:
-        plan_path: where the plan is, if it was written.
+        plan_path: path of the plan, if it was written.
     """
     measured, plan = diagnosis.measurement, diagnosis.plan
     hosts = f"{measured.hosts} hosts" if measured.hosts > 1 else "one host"
@@ -177,13 +177,13 @@ def describe(diagnosis: Diagnosis, plan_path: str | None = None) -> str:
 
 
 def format_mbit(mbit: float) -> str:
-    """``250 Mbit/s``, ``2.5 Gbit/s``: two digits, which is as much as is known."""
+    """Format a rate as ``250 Mbit/s`` or ``2.5 Gbit/s``, with two digits, which is all that is known."""
     rounded = float(f"{mbit:.2g}")
     return f"{rounded:g} Mbit/s" if rounded < 1000 else f"{rounded / 1000:g} Gbit/s"
 
 
 def _fastest_of_each(found: Sequence[Way]) -> dict[str, float]:
-    """Seconds of stock DDP, of exact ways, and of each compressor by whatever exchange, where it has all groups."""
+    """Return seconds of stock DDP, of exact ways, and of each compressor that all groups share."""
     fastest = {STOCK: found[0].seconds}
     for way in found[1:]:
         name = way.compressors[0] or "exact, fused"
@@ -193,7 +193,7 @@ def _fastest_of_each(found: Sequence[Way]) -> dict[str, float]:
 
 
 def _stops(pays: Sequence[bool], pays_at: Callable[[float], bool]) -> float | None:
-    """Between the fastest link of the picture on which something pays and the next one."""
+    """Return the speed at which something stops paying, between two link speeds of the picture."""
     if pays[-1]:
         return None
     if not any(pays):

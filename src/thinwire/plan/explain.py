@@ -1,27 +1,27 @@
-"""A plan as text for people: what it does, group by group, and what else was priced."""
+"""Explain a plan as text: its groups, and the other candidates that were priced."""
 
 from __future__ import annotations
 
 from thinwire.plan.plan import EXACT, STOCK, Candidate, Plan
 
 SHOWN = 12
-"""Groups and candidates of a longer list are counted, not shown."""
+"""Largest number of groups and candidates shown; the rest of a longer list is counted."""
 
 
 def explain(plan: Plan) -> str:
-    """See `Plan.explain`."""
+    """Return a plan as text, see `Plan.explain`."""
     return "\n".join([*_head(plan), "", *_groups(plan), *_candidates(plan)]).rstrip() + "\n"
 
 
 def format_seconds(seconds: float) -> str:
-    """With a unit that suits: ``1.23 s``, ``45.6 ms``, ``789 us``."""
+    """Format seconds with a unit that suits: ``1.23 s``, ``45.6 ms``, ``789 us``."""
     if seconds >= 1.0:
         return f"{seconds:.2f} s"
     return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
 
 
 def format_bytes(size_bytes: float) -> str:
-    """With a unit that suits: ``1.2 GB``, ``4.8 MB``, ``16 kB``."""
+    """Format bytes with a unit that suits: ``1.2 GB``, ``4.8 MB``, ``16 kB``."""
     for scale, unit, digits in ((1e9, "GB", 2), (1e6, "MB", 1), (1e3, "kB", 0)):
         if size_bytes >= scale:
             return f"{size_bytes / scale:.{digits}f} {unit}"
@@ -50,7 +50,7 @@ def _head(plan: Plan) -> list[str]:
 
 
 def _lossy(plan: Plan) -> list[str]:
-    """A warning, where there is reason for one; candidates are sorted."""
+    """Return a warning if the plan is lossy; its candidates are sorted."""
     if not any(group.compressor for group in plan.groups):
         return []
     exact = next((entry for entry in plan.candidates if entry.name == STOCK or entry.name.startswith(EXACT)), None)

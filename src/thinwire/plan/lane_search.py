@@ -1,6 +1,6 @@
-"""The fastest way to cut gradients into jobs of the lane, and to send each of them, for any costs that add up.
+"""Search the fastest way to cut gradients into jobs of the lane, and to send each, for any additive costs.
 
-The lane is beside backward, so when a gradient is ready does not depend on the plan. What is left of Cupcake's
+The lane is beside backward, so when a gradient is ready does not depend on the plan. The rest of Cupcake's
 recursion (MLSys'23) is the time E(i) at which the lane is done with the first i gradients:
 
     E(i) = min over j < i and ways w of max(E(j), ready(i)) + seconds of gradients j + 1 .. i as one job by w
@@ -23,17 +23,17 @@ from thinwire.fuse.profile import Groups
 from thinwire.plan.costs import Costs, chosen_costs, job_seconds
 
 _LEAST_GAIN = 1e-6
-"""A decision has to make the timeline shorter by so much, relatively."""
+"""Least relative gain of the timeline for which a decision is changed."""
 
 
 def fastest_jobs(backward_seconds: Sequence[float], ways: Sequence[Costs]) -> tuple[Groups, tuple[int, ...]]:
-    """Groups, and the number of the way that each of them takes.
+    """Return the fastest groups, and the index of the way of each.
 
     Of equal times fewer jobs win, and of equal ways the first.
 
     Args:
-        backward_seconds: of each gradient, in backward order.
-        ways: costs of the same gradients.
+        backward_seconds: seconds of each gradient, in backward order.
+        ways: costs of the same gradients, one entry per way.
     """
     ready = list(accumulate(backward_seconds))
     count = len(ready)
@@ -55,7 +55,7 @@ def fastest_jobs(backward_seconds: Sequence[float], ways: Sequence[Costs]) -> tu
 
 
 class _JobPrices:
-    """`Costs.seconds` of all jobs that end at one gradient, at once."""
+    """The `Costs.seconds` of all jobs that end at one gradient, computed at once."""
 
     def __init__(self, costs: Costs) -> None:
         self._opening = costs.opening_seconds
@@ -66,7 +66,7 @@ class _JobPrices:
             self._kinds.append((messages, _sums(own), _sums(np.where(own, costs.wire_seconds, 0.0))))
 
     def ending_at(self, end: int) -> np.ndarray:
-        """[end]: of the jobs that begin with gradient 0, 1, ..., end - 1."""
+        """Return [end] costs of the jobs that begin with gradient 0, 1, ..., end - 1."""
         total = self._opening + self._work[end] - self._work[:end]
         for messages, counts, wires in self._kinds:
             wire = wires[end] - wires[:end]
@@ -76,14 +76,14 @@ class _JobPrices:
 
 
 def _sums(values: np.ndarray) -> np.ndarray:
-    """[count + 1]: of the first 0, 1, ... of them."""
+    """Return [count + 1] sums of the first 0, 1, ... values."""
     return np.concatenate([np.zeros(1, values.dtype), np.cumsum(values)])
 
 
 def espresso_jobs(
     backward_seconds: Sequence[float], size_bytes: Sequence[float], options: Sequence[Costs]
 ) -> tuple[Groups, tuple[int, ...]]:
-    """Groups, and the number of the option that each gradient takes: those of one job may differ.
+    """Return groups, and the index of each gradient's option: those of one job may differ.
 
     Algorithm 1 from two sides, and the faster of both: from no compression, as published, and from `fastest_jobs`, so
     that the result is never slower than that. It is repeated with new cuts until nothing changes. On 2000 random jobs
@@ -91,9 +91,9 @@ def espresso_jobs(
     slower at worst; `fastest_jobs` in all but 97, 12 %; as published, without new cuts, in all but 192, 61 %.
 
     Args:
-        backward_seconds: of each gradient, in backward order.
-        size_bytes: of each: the largest is decided first.
-        options: costs of the same gradients, sent in each of the ways there are; the first one without compression.
+        backward_seconds: seconds of each gradient, in backward order.
+        size_bytes: bytes of each gradient: the largest is decided first.
+        options: costs of the same gradients, one entry per option; the first is without compression.
     """
     groups, ways = fastest_jobs(backward_seconds, options)
     alike = [way for group, way in zip(groups, ways, strict=True) for _ in group]
@@ -123,9 +123,9 @@ class _Decisions:
         self._cut()
 
     def decide_all(self) -> bool:
-        """One pass of Algorithm 1, the largest gradient first; whether it changed anything.
+        """Run one pass of Algorithm 1, the largest gradient first; return whether it changed anything.
 
-        What is sent before a bubble is hidden: done sooner, it only widens the bubble (Espresso, property 1).
+        A job before a bubble is hidden: done sooner, it only widens the bubble (Espresso, property 1).
         """
         self._cut()
         before = self.seconds
@@ -137,14 +137,14 @@ class _Decisions:
         return self.seconds < before
 
     def undo_all(self) -> None:
-        """Leave uncompressed what makes the timeline no longer, the smallest first: as little as possible is lossy."""
+        """Send exactly all gradients whose compression does not shorten the timeline, the smallest first."""
         for tensor in reversed(self._order):
             if self.choices[tensor] and self._trial(tensor, 0) <= self.seconds:
                 self._choose(tensor, 0)
         self._cut()
 
     def _trial(self, tensor: int, option: int) -> float:
-        """The timeline with another option for one gradient, with the cuts as they are."""
+        """Return the timeline with another option for one gradient, with unchanged cuts."""
         number = self._job_of[tensor]
         seconds = self._job_seconds.copy()
         seconds[number] = self._seconds_of(number, {tensor: option})
@@ -164,13 +164,13 @@ class _Decisions:
         self.seconds, self._first_exposed = self._timeline(self._job_seconds)
 
     def _seconds_of(self, number: int, other: dict[int, int] | None = None) -> float:
-        """Of one job, in which some gradients have another option than their own."""
+        """Return the seconds of one job, in which some gradients have another option than their own."""
         choices = {tensor: self.choices[tensor] for tensor in self.groups[number]} | (other or {})
         parts = [self._parts[option][tensor] for tensor, option in choices.items()]
         return job_seconds(self._options[0].opening_seconds, parts)
 
     def _timeline(self, job_seconds: Sequence[float]) -> tuple[float, int]:
-        """When all jobs are done; and the first one after the last bubble, in which the lane waits for a gradient."""
+        """Return the end of all jobs, and the first job after the last bubble, when the lane waits for a gradient."""
         clock, first = 0.0, 0
         for number, (ready, seconds) in enumerate(zip(self._ready_of, job_seconds, strict=True)):
             if ready > clock:

@@ -20,30 +20,30 @@ from thinwire.plan.speeds import COPIES, Codec, Extra, MeasuredLink
 
 VERSION = 1
 DOUBTFUL = 0.3
-"""Points of which so large a share is not explained say that the machine was busy with something else."""
+"""Relative residual of a fit above which the machine was probably busy with something else."""
 
 _HOW = "measure with `thinwire plan --measure --measurement measured.json`"
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured on a group of ranks, all of them at once.
+    """The measurements of a group of ranks, all of them measured at once.
 
     Args:
-        world_size: ranks.
-        hosts: machines that they are on.
-        parameters: those that are trained, without tables of embeddings, in the order in which gradients are ready.
-        backward_seconds: of each: from the gradient before it to its own.
-        forward_seconds: of the model.
-        rest_seconds: from the last gradient to the next forward, such as the optimizer.
-        link: what the collectives of the ranks take.
-        codecs: what compressors take here; that of `COPIES` is among them.
-        tables: parameters whose gradients travel as rows, by `thinwire.attach`. No plan is about them.
-        device: that the model is on.
-        environment: of people's interest: versions, host, the nominal link.
-        created: when, as ISO 8601.
-        extras: by which the timeline was off in training; see `thinwire.measure.calibrate`.
-        version: of this format.
+        world_size: number of ranks.
+        hosts: number of machines.
+        parameters: trained parameters without embedding tables, in the order in which gradients are ready.
+        backward_seconds: seconds of each from the gradient before it to its own.
+        forward_seconds: seconds of the model's forward.
+        rest_seconds: seconds from the last gradient to the next forward, such as the optimizer's.
+        link: costs of the collectives of the ranks.
+        codecs: costs of compressors on this device; that of `COPIES` is among them.
+        tables: names of embedding tables, whose gradients `thinwire.attach` sends as rows. No plan is about them.
+        device: type of the model's device.
+        environment: notes for people: versions, host, the nominal link.
+        created: time as ISO 8601.
+        extras: errors of the timeline in training; see `thinwire.measure.calibrate`.
+        version: version of this format.
 
     Raises:
         ValueError: missing tensors, times that are negative or infinite, one rank, no codec for exact gradients.
@@ -101,7 +101,7 @@ class Measurement:
 
     @property
     def size_bytes(self) -> tuple[int, ...]:
-        """Of each gradient."""
+        """Bytes of each gradient."""
         return tuple(parameter.numel * parameter.dtype.itemsize for parameter in self.parameters)
 
     @property
@@ -110,16 +110,16 @@ class Measurement:
 
     @property
     def other_seconds(self) -> float:
-        """Of a step outside of backward."""
+        """Seconds of a step outside of backward."""
         return self.forward_seconds + self.rest_seconds
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the model, as in a `thinwire.Plan` for it."""
+        """Fingerprint of the model, as in a `thinwire.Plan` for it."""
         return fingerprint(self.parameters)
 
     def check(self, parameters: Sequence[Parameter]) -> None:
-        """Raises ValueError if this is not a measurement of a model with these parameters."""
+        """Raise ValueError if this is not a measurement of a model with these parameters."""
         missing = {parameter.name for parameter in parameters} - set(self.names)
         if missing:
             raise ValueError(
@@ -129,10 +129,10 @@ class Measurement:
             raise ValueError(f"the measurement is of another model; {_HOW} of this one")
 
     def codec(self, compressor: str, exchange: str) -> Codec:
-        """What was measured of a compressor.
+        """Return the measured costs of a compressor by an exchange.
 
         Raises:
-            ValueError: nothing; the message says what was.
+            ValueError: they were not measured; the message says which were.
         """
         for codec in self.codecs:
             if (codec.compressor, codec.exchange) == (compressor, exchange):
@@ -142,24 +142,24 @@ class Measurement:
         raise ValueError(f"{what} was not measured ({legal or 'no compressor'} was): {_HOW} with it")
 
     def extra_seconds(self, compressor: str | None, exchange: str) -> float:
-        """Of a step, beside what its timeline says; 0 where nobody trained with it.
+        """Return the seconds of a step beyond its timeline, or 0 if it was not trained with this compressor.
 
         Args:
-            compressor: None for exact gradients; `STOCK` for those of DDP, which are as other exact ones if not tried.
+            compressor: None for exact gradients; `STOCK` for those of DDP, which default to those of exact ones.
         """
         known = {(extra.compressor, extra.exchange): extra.seconds for extra in self.extras}
         exact = known.get((COPIES, exchange), 0.0)
         return known.get((compressor or COPIES, exchange), exact if compressor == STOCK else 0.0)
 
     def exchanges(self, compressor: str) -> tuple[str, ...]:
-        """By which payloads of a compressor were measured."""
+        """Return the exchanges by which a compressor was measured."""
         return tuple(codec.exchange for codec in self.codecs if codec.compressor == compressor)
 
     def costs(self, compressor: str | None = None, exchange: str = "all_reduce") -> Costs:
-        """Of any group, on the lane.
+        """Return the costs of any group, on the lane.
 
         Raises:
-            ValueError: not measured; or what it sends depends on the gradients.
+            ValueError: the compressor was not measured, or its bytes depend on the gradients.
         """
         copies = self.codec(COPIES, "all_reduce")
         if compressor is None:
@@ -170,19 +170,19 @@ class Measurement:
     def profile(
         self, compressor: str | None = None, exchange: str = "auto", on: Literal["lane", "compute"] = "lane"
     ) -> Profile:
-        """For fusion policies and the timeline: costs as lines over the bytes of uncompressed gradients.
+        """Return costs as lines over the bytes of uncompressed gradients, for fusion policies and the timeline.
 
-        A line knows no tensors: it has the mean rate of this model, with small gradients that are not compressed.
+        A line is independent of tensors: it has the mean rate of this model, including small exact gradients.
         `costs` prices any group exactly.
 
         Args:
             compressor: a measured one, or None for exact all-reduces.
-            exchange: a measured one; "auto" takes the fastest.
-            on: "lane" has encoding and decoding on the channel, as thinwire runs on a CPU; "compute" has them on the
-                stream of backward, as the papers do.
+            exchange: a measured one; "auto" chooses the fastest.
+            on: "lane" puts encoding and decoding on the channel, as thinwire runs on a CPU; "compute" puts them on the
+                stream of backward, as in the papers.
 
         Raises:
-            ValueError: not measured; or what it sends depends on the gradients.
+            ValueError: the compressor was not measured, or its bytes depend on the gradients.
         """
         if compressor is None:
             exchange = "all_reduce"
@@ -205,15 +205,15 @@ class Measurement:
         )
 
     def fastest_exchange(self, compressor: str) -> str:
-        """Of those measured, for all gradients at once."""
+        """Return the fastest measured exchange of a compressor, for all gradients at once."""
         everything = range(len(self.parameters))
         exchanges = self.exchanges(compressor)
         if not exchanges:
-            self.codec(compressor, "auto")  # says what was measured
+            self.codec(compressor, "auto")  # its error lists what was measured
         return min(exchanges, key=lambda exchange: self.costs(compressor, exchange).seconds(everything))
 
     def doubts(self) -> list[str]:
-        """What was measured badly: of which half of the points are further off than `DOUBTFUL`."""
+        """Return names of doubtful measurements, where half of the points are further off than `DOUBTFUL`."""
         link = self.link
         fits = {"all_reduce": link.all_reduce, "all_gather": link.all_gather, "all_to_all": link.all_to_all}
         for codec in self.codecs:
@@ -222,10 +222,10 @@ class Measurement:
         return [name for name, fit in fits.items() if fit.residual > DOUBTFUL]
 
     def at(self, mbit: float) -> Measurement:
-        """The same model on the same machines with another link, see `MeasuredLink.at`.
+        """Return the same model on the same machines with another link, see `MeasuredLink.at`.
 
-        What the timeline leaves out of exact gradients shrinks with their bytes' time on a faster link. That of
-        compressors stays: it is the work of processors, and no gain must be promised that nobody has seen.
+        The extra seconds of exact gradients shrink with the cost of a byte on a faster link. Those of compressors stay:
+        they are the work of processors, and no gain must be promised that was never measured.
         """
         faster = min(1.0, self.link.mbit / mbit)
         extras = tuple(
@@ -235,7 +235,7 @@ class Measurement:
         return replace(self, link=self.link.at(mbit), extras=extras)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, which docs/plan.md describes."""
+        """Return the fields, which docs/plan.md describes."""
         return {
             "version": self.version,
             "world_size": self.world_size,
@@ -257,7 +257,7 @@ class Measurement:
 
     @classmethod
     def from_json(cls, data: object) -> Measurement:
-        """What `to_json` gave.
+        """Parse the result of `to_json`.
 
         Raises:
             ValueError: it is no measurement, or one of another version.
@@ -282,12 +282,12 @@ class Measurement:
             raise ValueError(f"a damaged measurement ({type(error).__name__}: {error}): {_HOW} again") from error
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write the measurement as JSON."""
         Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Measurement:
-        """What `save` wrote. Raises ValueError if there is no such file, or it is no measurement."""
+        """Read a file of `save`. Raise ValueError if there is no such file, or it is no measurement."""
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:

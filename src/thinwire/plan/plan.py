@@ -1,4 +1,4 @@
-"""The frozen `Plan`: which gradients travel together, how, and what that is predicted to take. A JSON file."""
+"""The frozen `Plan`: groups of gradients, how each travels, and the predicted seconds. A JSON file."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from thinwire.compress.reduction.choose import REDUCTIONS
 
 VERSION = 1
 STOCK = "stock DDP"
-"""The name of the candidate that is to do nothing."""
+"""Name of the candidate that does nothing."""
 EXACT = "exact"
-"""With what the names of candidates without compression begin."""
+"""Prefix of the names of candidates without compression."""
 
 _BYTES_PER_MB = 1024 * 1024  # as DDP counts
 _HOW = "make one with `thinwire plan --measure --output plan.json`"
@@ -27,15 +27,15 @@ _HOW = "make one with `thinwire plan --measure --output plan.json`"
 
 @dataclass(frozen=True)
 class Group:
-    """Gradients that are synchronized by one job, as soon as the last of them is ready.
+    """A group of gradients that one job synchronizes, as soon as the last of them is ready.
 
     Args:
-        parameters: names, in backward order.
-        size_bytes: of their gradients, uncompressed.
-        compressor: as `thinwire.compress.named.parse` reads it; None for an exact all-reduce. With ``ahead`` it is for
+        parameters: names in backward order.
+        size_bytes: bytes of their gradients, uncompressed.
+        compressor: text of `thinwire.compress.named.parse`; None for an exact all-reduce. With ``ahead`` it is for
             the parameters that `thinwire.compress.leave_small` lets through; the others are all-reduced exactly by the
-            same job. Without, it is for the gradients of the group as one flat tensor.
-        exchange: by which payloads are averaged.
+            same job. Otherwise it is for the gradients of the group as one flat tensor.
+        exchange: the exchange that averages payloads.
         joins: whether it travels by the job of the group before it, which then waits for both.
 
     Raises:
@@ -61,21 +61,21 @@ class Group:
             parse(self.compressor)
 
     def make_compressor(self) -> Compressor | None:
-        """What the text stands for."""
+        """Return the compressor that the text denotes, or None for an exact group."""
         return None if self.compressor is None else parse(self.compressor)
 
     def describe(self) -> str:
         return "exact, all_reduce" if self.compressor is None else f"{self.compressor}, {self.exchange}"
 
     def to_json(self) -> dict[str, Any]:
-        """The fields; ``joins`` only where it is true, so that earlier versions read all other plans."""
+        """Return the fields; ``joins`` only where it is true, so that earlier versions read all other plans."""
         data = {**asdict(self), "parameters": list(self.parameters)}
         return data if self.joins else {name: value for name, value in data.items() if name != "joins"}
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """What was priced: seconds from the start of backward until the last gradient is there."""
+    """A priced way: seconds from the start of backward until the last gradient is synchronized."""
 
     name: str
     seconds: float
@@ -83,22 +83,22 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to do with the gradients of one model on so many ranks. `thinwire.attach` executes it.
+    """A plan for the gradients of one model on a number of ranks, which `thinwire.attach` executes.
 
     Args:
-        world_size: ranks.
-        fingerprint: of the model, see `fingerprint`.
-        groups: in the order in which they travel; together all parameters but tables of embeddings, each once.
-        predicted_seconds: from the start of backward until the last gradient is there.
-        dense_seconds: the same, of stock DDP.
-        other_seconds: forward and optimizer, which no plan changes.
-        choice: name of the candidate that this plan is; `STOCK` says: do nothing.
-        ahead: compress each parameter for itself, then fuse payloads; False compresses the gradients of a group as one
-            flat tensor.
-        candidates: all that were priced, fastest first.
-        created: when, as ISO 8601.
-        note: what the planner has to say.
-        version: of this format.
+        world_size: number of ranks.
+        fingerprint: fingerprint of the model, see `fingerprint`.
+        groups: groups in the order in which they travel; together all parameters but embedding tables, each once.
+        predicted_seconds: seconds from the start of backward until the last gradient is synchronized.
+        dense_seconds: the same for stock DDP.
+        other_seconds: seconds of forward and optimizer, which no plan changes.
+        choice: name of the candidate that this plan is; `STOCK` means to do nothing.
+        ahead: whether to compress each parameter by itself, then fuse payloads; False compresses the gradients of a
+            group as one flat tensor.
+        candidates: all priced ways, fastest first.
+        created: time as ISO 8601.
+        note: a remark of the planner.
+        version: version of this format.
 
     Raises:
         ValueError: a parameter that is in two groups, negative seconds, another version, no ranks.
@@ -142,12 +142,12 @@ class Plan:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """All names, in the order of the groups."""
+        """Names of all parameters, in the order of the groups."""
         return tuple(name for group in self.groups for name in group.parameters)
 
     @property
     def jobs(self) -> tuple[tuple[str, ...], ...]:
-        """The names that travel together, job by job: those of a group, and of the groups that join it."""
+        """Names of the parameters of each job: those of a group, and of the groups that join it."""
         found: list[tuple[str, ...]] = []
         for group in self.groups:
             joined = found.pop() if group.joins else ()
@@ -156,27 +156,27 @@ class Plan:
 
     @property
     def does_nothing(self) -> bool:
-        """Whether stock DDP is the best there is, or as good as that."""
+        """Whether no way beats stock DDP by enough."""
         return self.choice == STOCK
 
     @property
     def step_seconds(self) -> float:
-        """Of a whole training step, as predicted."""
+        """Predicted seconds of a whole training step."""
         return self.other_seconds + self.predicted_seconds
 
     @property
     def speedup(self) -> float:
-        """How many times as long a step of stock DDP takes."""
+        """Ratio of a step of stock DDP to a step of this plan."""
         return (self.other_seconds + self.dense_seconds) / self.step_seconds if self.step_seconds else 1.0
 
     def check(self, parameters: Sequence[Parameter], world_size: int) -> None:
-        """Whether the plan is for this model, on so many ranks.
+        """Check that the plan is for this model, on this number of ranks.
 
         Args:
-            parameters: all that are trained, without tables of embeddings.
+            parameters: all trained parameters without embedding tables.
 
         Raises:
-            ValueError: it is for something else; the message says for what, and what to do.
+            ValueError: the plan is for something else; the message says for what, and what to do.
         """
         if world_size != self.world_size:
             raise ValueError(f"the plan is for {self.world_size} ranks, and there are {world_size}: {_HOW} on these")
@@ -190,7 +190,7 @@ class Plan:
             )
 
     def compressors(self, parameters: Iterable[Parameter]) -> dict[str, Compressor]:
-        """Of each parameter that is compressed for itself, by name; none of a plan that is not ``ahead``."""
+        """Return the compressor of each parameter compressed by itself, by name; none if the plan is not ``ahead``."""
         if not self.ahead:
             return {}
         of_group = {name: group.make_compressor() for group in self.groups for name in group.parameters}
@@ -202,9 +202,9 @@ class Plan:
         return {name: compressor for name, compressor in chosen.items() if compressor is not None}
 
     def bucket_cap_mb_list(self) -> list[float]:
-        """For ``DistributedDataParallel(bucket_cap_mb_list=...)``: its buckets are then the groups of this plan.
+        """Return caps for ``DistributedDataParallel(bucket_cap_mb_list=...)``, so that its buckets are the plan's jobs.
 
-        A bucket of DDP closes as soon as it has as many bytes as its cap, so the cap is what the job has.
+        A bucket of DDP closes as soon as its bytes reach its cap, so the cap is the bytes of the job.
         """
         size_bytes: list[int] = []
         for group in self.groups:
@@ -212,13 +212,13 @@ class Plan:
         return [size / _BYTES_PER_MB for size in size_bytes]
 
     def explain(self) -> str:
-        """What it does and why, for people."""
+        """Return a text for people: what the plan does, and why."""
         from thinwire.plan.explain import explain
 
         return explain(self)
 
     def to_json(self) -> dict[str, Any]:
-        """The fields, which docs/plan.md describes."""
+        """Return the fields, which docs/plan.md describes."""
         groups = [group.to_json() for group in self.groups]
         candidates = [asdict(candidate) for candidate in self.candidates]
         fields = asdict(replace(self, candidates=()))
@@ -226,7 +226,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """What `to_json` gave.
+        """Parse the result of `to_json`.
 
         Raises:
             ValueError: it is no plan, or one of another version.
@@ -245,12 +245,12 @@ class Plan:
             raise ValueError(f"a damaged plan ({type(error).__name__}: {error}): {_HOW}") from error
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write the plan as JSON."""
         Path(path).write_text(json.dumps(self.to_json(), indent=2) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """What `save` wrote.
+        """Read a file of `save`.
 
         Raises:
             ValueError: there is no such file, or it is no plan.
@@ -265,7 +265,7 @@ class Plan:
 
 
 def fingerprint(parameters: Iterable[Parameter]) -> str:
-    """SHA-256 over names, shapes and dtypes, in whatever order the parameters are."""
+    """Return the SHA-256 over names, shapes and dtypes, independent of the order of parameters."""
     lines = sorted(f"{entry.name!r} {entry.dtype} {list(entry.shape)}" for entry in parameters)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

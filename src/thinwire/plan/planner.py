@@ -1,8 +1,8 @@
-"""Price every way to synchronize the gradients of a measured model, and take the best. "Do nothing" is a way. Pure.
+"""Price every way to synchronize the gradients of a measured model, and choose the best, or to do nothing. Pure.
 
 Espresso's decision tree has, on a lane, a leaf for each compressor by each exchange that was measured, and one for the
-exact all-reduce. The lane compresses on the host, beside backward, whatever the gradients are on: a machine has one
-processor to choose.
+exact all-reduce. The lane compresses on the host, beside backward, on whichever device the gradients are: a machine has
+one processor to choose.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from thinwire.plan.plan import EXACT, STOCK, Candidate, Group, Plan
 from thinwire.plan.speeds import COPIES
 
 DEFAULTS = ("bf16", "top_k:density=0.01", "ef_sign_sgd", "power_sgd")
-"""Compressors that are considered unless others are named: one of each kind."""
+"""Compressors considered by default: one of each kind."""
 
 WORTH = 1.03
-"""How many times as long the step of a simpler way must take for another one to be worth it."""
+"""Least ratio of step times at which an exact way replaces a simpler one."""
 
 LOSSY_WORTH = 1.15
-"""The same for a way that is lossy, against exact ones: what a compressor takes is predicted less well, by 4 to 10 %
-mostly and by 30 % at worst where it was compared, and a plan that is slower than nothing is worse than none."""
+"""Least ratio of step times at which a lossy way replaces an exact one: costs of compressors are predicted with errors
+of 4 to 10 % mostly and 30 % at worst where compared, and a plan slower than stock DDP is worse than none."""
 
 BEST_CUT = "best cut"
-"""The name of groups that are optimal for costs that no policy sees exactly; see `thinwire.plan.lane_search`."""
+"""Name of groups that are optimal for costs that no policy sees exactly; see `thinwire.plan.lane_search`."""
 
 WHERE_IT_PAYS = "where it pays"
-"""The name of ways that compress some gradients and others not."""
+"""Name of ways that compress only some gradients."""
 
 MIXED = f"compressors mixed, each {WHERE_IT_PAYS}"
-"""The name of the way that takes its pick of everything that was measured."""
+"""Name of the way that chooses per gradient among everything measured."""
 
 SEARCHES = ("espresso", "groups")
-"""How gradients that are worth compressing are found: see `best_plan`."""
+"""Names of the searches for gradients worth compressing; see `best_plan`."""
 
 DDP_BUCKETS = byte_cap(mb=25, first_mb=1)
-"""What stock DDP does."""
+"""The buckets of stock DDP."""
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to synchronize, priced.
+    """A priced way to synchronize.
 
     Args:
-        name: for people.
-        groups: which gradients are sent alike, by place in backward order.
-        compressors: of each group; None for an exact one.
-        exchanges: of each group.
-        seconds: from the start of backward until the last gradient is there, as in training where that was tried.
-        joins: of each group, whether it travels by the job of the group before; empty where none does.
+        name: name for people.
+        groups: indices, in backward order, of gradients that are sent alike.
+        compressors: compressor of each group; None for an exact one.
+        exchanges: exchange of each group.
+        seconds: seconds from the start of backward until the last gradient is synchronized, corrected by training.
+        joins: whether each group travels by the job of the group before; empty if none does.
     """
 
     name: str
@@ -74,14 +74,14 @@ class Way:
 
     @property
     def codecs(self) -> tuple[tuple[str, str], ...]:
-        """Compressors and their exchanges; those of exact gradients where nothing is compressed."""
+        """Compressors and their exchanges; those of exact gradients if nothing is compressed."""
         used = dict.fromkeys(zip(self.compressors, self.exchanges, strict=True))
         return tuple((text, exchange) for text, exchange in used if text) or ((COPIES, "all_reduce"),)
 
 
 @dataclass(frozen=True)
 class _Option:
-    """One way to send a gradient: a leaf of the decision tree, priced. Without a compressor it is exact."""
+    """A priced way to send one gradient, a leaf of the decision tree; exact without a compressor."""
 
     compressor: str | None
     exchange: str
@@ -98,20 +98,20 @@ def best_plan(
     policies: Sequence[Policy] | None = None,
     search: str = "espresso",
 ) -> Plan:
-    """The best of all ways; of two that are alike, the simpler one.
+    """Return the plan of the best way; of two that are about as fast, of the simpler one.
 
-    Stock DDP is taken unless a step of it takes more than `WORTH` times as long as that of another exact way. A lossy
+    Stock DDP is chosen unless its step lasts more than `WORTH` times as long as that of another exact way. A lossy
     way has to beat the best exact one by `LOSSY_WORTH`. The same measurement gives the same plan on all ranks.
 
     Args:
         compressors: texts of `thinwire.compress.named.parse` that were measured; () for exact ways only.
-        policies: of fusion; None takes all of `thinwire.fuse`.
-        search: how to find what is worth compressing. "espresso" decides for each gradient, among all that was
+        policies: fusion policies; None means all of `thinwire.fuse`.
+        search: how to search for gradients worth compressing. "espresso" decides for each gradient, among all that was
             measured: see `thinwire.plan.lane_search.espresso_jobs`. "groups" sends all gradients of a job alike, with
-            one compressor in the plan; it is never faster than the other.
+            one compressor in the plan; its plans are never faster.
 
     Raises:
-        ValueError: a compressor that was not measured, or that sends what nobody can tell beforehand; another search.
+        ValueError: a compressor that was not measured, or whose bytes cannot be predicted; an unknown search.
 
     Example:
         >>> plan = best_plan(Measurement.load("measured.json"))   # doctest: +SKIP
@@ -121,7 +121,7 @@ def best_plan(
 
 
 def best_way(measurement: Measurement, found: Sequence[Way]) -> Way:
-    """Which of them `best_plan` takes. The first must be stock DDP."""
+    """Return the way that `best_plan` chooses. The first must be stock DDP."""
     stock, exact = found[0], [way for way in found if way.is_exact]
     chosen = stock
     for among, worth in ((exact, WORTH), (found, LOSSY_WORTH)):
@@ -137,7 +137,7 @@ def ways(
     policies: Sequence[Policy] | None = None,
     search: str = "espresso",
 ) -> list[Way]:
-    """All, priced; stock DDP first. For arguments and errors see `best_plan`."""
+    """Return all ways, priced; stock DDP first. For arguments and errors see `best_plan`."""
     if search not in SEARCHES:
         raise ValueError(f"no search {search!r}; legal are {', '.join(SEARCHES)}")
     policies = default_policies() if policies is None else policies
@@ -153,7 +153,7 @@ def ways(
 
 
 def _options(measurement: Measurement, compressors: Sequence[str]) -> Iterator[_Option]:
-    """Each compressor by each exchange, where it compresses anything."""
+    """Yield each compressor by each exchange, if it compresses anything."""
     for compressor in compressors:
         exchanges = measurement.exchanges(compressor) or (measurement.fastest_exchange(compressor),)
         for exchange in exchanges:
@@ -163,9 +163,9 @@ def _options(measurement: Measurement, compressors: Sequence[str]) -> Iterator[_
 
 
 def stock_way(measurement: Measurement) -> Way:
-    """What DDP does by itself: buckets of 1 MiB, then of 25 MiB, each all-reduced as soon as it is full."""
+    """Return the way of stock DDP: buckets of 1 MiB, then of 25 MiB, each all-reduced as soon as it is full."""
     costs, groups = measurement.costs(), DDP_BUCKETS.groups(measurement.profile())
-    seconds = [costs.seconds(group) - costs.opening_seconds for group in groups]  # DDP asks nobody
+    seconds = [costs.seconds(group) - costs.opening_seconds for group in groups]  # DDP sends no headers
     return Way(
         STOCK,
         groups,
@@ -178,13 +178,13 @@ def stock_way(measurement: Measurement) -> Way:
 def _in_training(
     measurement: Measurement, jobs: Groups, seconds: Sequence[float], codecs: Iterable[tuple[str | None, str]]
 ) -> float:
-    """`in_turn`, and what it leaves out, of several codecs the most; never less than backward alone."""
+    """Return `in_turn` plus the largest extra seconds of the codecs, and never less than backward alone."""
     extra = max(measurement.extra_seconds(*codec) for codec in codecs)
     return max(in_turn(measurement, jobs, seconds) + extra, math.fsum(measurement.backward_seconds))
 
 
 def in_turn(measurement: Measurement, groups: Groups, seconds: Sequence[float]) -> float:
-    """The timeline's verdict on groups of known seconds: one after the other, each when its last gradient is ready."""
+    """Return the timeline of groups of known seconds: one after the other, each when its last gradient is ready."""
     backward = measurement.backward_seconds
     ready = tuple(math.fsum(backward[place] for place in group) for group in groups)
     free = Linear(0.0, 0.0)
@@ -195,9 +195,9 @@ def in_turn(measurement: Measurement, groups: Groups, seconds: Sequence[float]) 
 
 
 def equivalent_profile(measurement: Measurement, costs: Costs) -> Profile:
-    """For policies that weigh costs: sizes such that ``communicate`` gives exactly what `Costs.seconds` does.
+    """Return a profile whose ``communicate`` gives exactly `Costs.seconds`, for policies that weigh costs.
 
-    A tensor that is compressed takes no time in proportion to its bytes: its "bytes" are seconds here.
+    The cost of a compressed tensor is not proportional to its bytes, so its "bytes" are seconds here.
     """
     free = Linear(0.0, 0.0)
     return Profile(
@@ -212,7 +212,7 @@ def equivalent_profile(measurement: Measurement, costs: Costs) -> Profile:
 
 
 def default_policies() -> tuple[Policy, ...]:
-    """Those of `thinwire.fuse`."""
+    """Return the policies of `thinwire.fuse`."""
     from thinwire import fuse
 
     return (
@@ -228,7 +228,7 @@ def default_policies() -> tuple[Policy, ...]:
 
 
 def plan_of(way: Way, measurement: Measurement, found: Sequence[Way]) -> Plan:
-    """A way as a plan, with all that were found as its candidates."""
+    """Return a way as a plan, with all the ways of ``found`` as its candidates."""
     names, sizes = measurement.names, measurement.size_bytes
     groups = tuple(
         Group(
@@ -263,12 +263,12 @@ def _is_worth(measurement: Measurement, way: Way, instead_of: Way, worth: float)
 
 
 def counts_bytes(policy: Policy) -> bool:
-    """Whether a policy closes groups at a number of bytes of gradients, and not by what they cost."""
+    """Return whether a policy closes groups at a number of bytes of gradients, and not by their cost."""
     return isinstance(policy, ByteCap) or (isinstance(policy, SaFusion) and not policy.adapt)
 
 
 def _fused(measurement: Measurement, option: _Option, policies: Sequence[Policy]) -> Iterator[Way]:
-    """One way for each grouping that is new; the first policy that has it gives the name."""
+    """Yield one way for each new grouping, named after the first policy that chooses it."""
     by_bytes = measurement.profile(option.compressor, option.exchange)
     by_cost = equivalent_profile(measurement, option.costs)
     named = [(policy.name, policy.groups(by_bytes if counts_bytes(policy) else by_cost)) for policy in policies]
@@ -281,7 +281,7 @@ def _fused(measurement: Measurement, option: _Option, policies: Sequence[Policy]
 
 
 def _mixed(measurement: Measurement, options: Sequence[_Option], search: str) -> list[Way]:
-    """Gradients compressed only where that pays, the first option is exact; nothing if that is none or all alike."""
+    """Compress gradients only where that pays, or return nothing if that is none or all; the first option is exact."""
     costs = [option.costs for option in options]
     groups, choices = _search(measurement, costs, search)
     coded = tuple(choice if costs[choice].coded[place] else 0 for place, choice in enumerate(choices))
@@ -292,7 +292,7 @@ def _mixed(measurement: Measurement, options: Sequence[_Option], search: str) ->
 
 
 def _search(measurement: Measurement, options: Sequence[Costs], search: str) -> tuple[Groups, tuple[int, ...]]:
-    """Groups, and the option of each gradient."""
+    """Return groups, and the option of each gradient."""
     if search == "espresso":
         return espresso_jobs(measurement.backward_seconds, measurement.size_bytes, options)
     groups, taken = fastest_jobs(measurement.backward_seconds, options)
@@ -300,7 +300,7 @@ def _search(measurement: Measurement, options: Sequence[Costs], search: str) -> 
 
 
 def _way(measurement: Measurement, name: str, options: Sequence[_Option], jobs: Groups, choices: Sequence[int]) -> Way:
-    """A way by the option of each gradient: a group for each option that a job has."""
+    """Return a way by the option of each gradient: a group for each option in a job."""
     costs = chosen_costs([option.costs for option in options], choices)
     parts = [(part, place > 0) for job in jobs for place, part in enumerate(_parts(options, job, choices))]
     way = Way(
@@ -316,7 +316,7 @@ def _way(measurement: Measurement, name: str, options: Sequence[_Option], jobs: 
 
 
 def _parts(options: Sequence[_Option], job: Sequence[int], choices: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """The options in a job, and the gradients of each; small ones, exact anyway, with the first compressed."""
+    """Return the options in a job with their gradients; small ones, exact anyway, go with the first compressed."""
     coded = [place for place in job if options[choices[place]].costs.coded[place]]
     parts: dict[int, list[int]] = {choices[place]: [] for place in coded[:1]}
     for place in job:

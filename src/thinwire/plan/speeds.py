@@ -1,4 +1,4 @@
-"""What a machine and its link can do, in numbers: lines through measured points, for links and for compressors."""
+"""Measured speeds of a machine and its link: lines through measured points, for links and for compressors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thinwire.comm.machine import Network
 from thinwire.fuse.profile import Linear
 
 COPIES = ""
-"""The compressor of gradients that are not compressed, only copied into one tensor and back."""
+"""Name of the compressor of exact gradients, which are only copied into one tensor and back."""
 
 _WELL_ABOVE = 1.4
 
@@ -20,12 +20,12 @@ _AGAIN = "the machines may have been too busy; measure again with `thinwire plan
 
 @dataclass(frozen=True)
 class Fit:
-    """What was measured of something that takes at least so long, and in proportion to its bytes when they are many.
+    """A cost with a floor for few bytes and a line for many, fitted to measured points.
 
     A collective waits for messages and for processors, and its bytes travel meanwhile: up to some size they are free.
 
     Args:
-        line: seconds of so many bytes, for many.
+        line: seconds of many bytes.
         floor: seconds of few bytes.
         residual: median of |fit - measured| / measured over the points.
         points: (bytes, seconds), as measured.
@@ -46,7 +46,7 @@ class Fit:
 
     @classmethod
     def of(cls, points: Sequence[tuple[float, float]]) -> Fit:
-        """The fastest point is the floor; the line is of least relative squares through those well above it.
+        """Fit points: the fastest is the floor; the line is of least relative squares through those well above it.
 
         Raises:
             ValueError: points of one size only, negative or infinite ones, or one of 0 s.
@@ -64,25 +64,25 @@ class Fit:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Fit:
-        """Raises KeyError, TypeError or ValueError for what `to_json` does not give."""
+        """Parse the result of `to_json`; raise KeyError, TypeError or ValueError for anything else."""
         points = tuple((float(size), float(seconds)) for size, seconds in value["points"])
-        floor = Linear(float(value["floor"]), 0.0).alpha  # refuses what is no time
+        floor = Linear(float(value["floor"]), 0.0).alpha  # raises ValueError for what is no time
         return cls(Linear.from_json(value["line"]), floor, float(value["residual"]), points)
 
 
 @dataclass(frozen=True)
 class MeasuredLink:
-    """Seconds of the collectives of a process group, by the bytes that one rank sends.
+    """Costs in seconds of the collectives of a process group, by the bytes that one rank sends.
 
     Args:
-        message: a rank sends its neighbour a message while it gets one: alpha and beta of the textbooks.
-        round: all ranks send all others a header. Its beta is 0.
-        all_reduce: the process group's own, of 2 (n - 1) / n of the tensor's bytes.
-        all_gather: every rank sends all others the same message.
-        all_to_all: every rank sends each other one its own message.
+        message: cost of sending a neighbour a message while receiving one: alpha and beta of the textbooks.
+        round: cost of a header from all ranks to all others. Its beta is 0.
+        all_reduce: cost of the process group's all-reduce, of 2 (n - 1) / n of the tensor's bytes.
+        all_gather: cost of the same message from every rank to all others.
+        all_to_all: cost of a separate message from every rank to each other one.
 
     Raises:
-        ValueError: a link that takes no time.
+        ValueError: a link that costs no time.
     """
 
     message: Linear
@@ -102,21 +102,21 @@ class MeasuredLink:
 
     @property
     def network(self) -> Network:
-        """Without the collectives: a byte takes what it does when all ranks send to all at once."""
+        """The link without the collectives: the cost of a byte is that of all ranks sending to all at once."""
         return Network(self.round.alpha, self.message.alpha, self.all_to_all.line.beta)
 
     @property
     def mbit(self) -> float:
-        """What a rank can send to all others at once, as payload in Mbit/s."""
+        """Payload rate of a rank that sends to all others at once, in Mbit/s."""
         return self.network.mbit
 
     def at(self, mbit: float) -> MeasuredLink:
-        """The same machines on a link of another rate.
+        """Return the same machines on a link of another rate.
 
-        What a byte takes is the wire's part, 1 / rate, and the rest, which is of processors and protocols and stays.
+        The cost of a byte is the wire's part, 1 / rate, and the rest of processors and protocols, which stays.
 
         Args:
-            mbit: as payload of one rank.
+            mbit: payload rate of one rank.
 
         Raises:
             ValueError: a rate that is not above 0.
@@ -144,7 +144,7 @@ class MeasuredLink:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> MeasuredLink:
-        """Raises KeyError, TypeError or ValueError for what `to_json` does not give."""
+        """Parse the result of `to_json`; raise KeyError, TypeError or ValueError for anything else."""
         lines: dict[str, Any] = {name: Linear.from_json(value[name]) for name in ("message", "round")}
         fits: dict[str, Any] = {name: Fit.from_json(value[name]) for name in ("all_reduce", "all_gather", "all_to_all")}
         return cls(**lines, **fits)
@@ -152,13 +152,13 @@ class MeasuredLink:
 
 @dataclass(frozen=True)
 class Codec:
-    """What a compressor takes on this device, by the bytes of the uncompressed gradient.
+    """Costs of a compressor on this device, by the bytes of the uncompressed gradient.
 
     Args:
-        compressor: as `thinwire.compress.named.parse` reads it, or `COPIES`.
-        exchange: decides what is decoded: one sum, the payloads of all ranks, or pieces twice.
-        encode: with error feedback where `thinwire.attach` adds it, and the checksum.
-        decode: of what arrives of all ranks together.
+        compressor: text of `thinwire.compress.named.parse`, or `COPIES`.
+        exchange: the exchange, which decides what is decoded: one sum, the payloads of all ranks, or pieces twice.
+        encode: cost of encoding, with error feedback where `thinwire.attach` adds it, and the checksum.
+        decode: cost of decoding what arrives from all ranks together.
     """
 
     compressor: str
@@ -171,19 +171,19 @@ class Codec:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Codec:
-        """Raises KeyError, TypeError or ValueError for what `to_json` does not give."""
+        """Parse the result of `to_json`; raise KeyError, TypeError or ValueError for anything else."""
         fits = {name: Fit.from_json(value[name]) for name in ("encode", "decode")}
         return cls(str(value["compressor"]), str(value["exchange"]), **fits)
 
 
 @dataclass(frozen=True)
 class Extra:
-    """What a step of training took more than the timeline said; less, if it is below 0.
+    """The seconds of a training step beyond the timeline; negative if it was faster.
 
     Args:
-        compressor: of the gradients that were compressed; `COPIES` where none was, or the name of stock DDP.
-        exchange: of these.
-        seconds: may be negative.
+        compressor: the compressor; `COPIES` if nothing was compressed, or the name of stock DDP.
+        exchange: its exchange.
+        seconds: measured less predicted seconds.
     """
 
     compressor: str
@@ -192,5 +192,5 @@ class Extra:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Extra:
-        """Raises KeyError, TypeError or ValueError for what ``asdict`` does not give."""
+        """Parse the result of ``asdict``; raise KeyError, TypeError or ValueError for anything else."""
         return cls(str(value["compressor"]), str(value["exchange"]), float(value["seconds"]))

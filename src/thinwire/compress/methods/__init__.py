@@ -1,1 +1,1 @@
-"""Compressors of single tensors, one file a family."""
+"""Compressors of single tensors, one file for each family."""

@@ -1,4 +1,4 @@
-"""ATOMO: some singular vectors, chosen at random (Wang et al., NeurIPS'18)."""
+"""ATOMO: some singular vectors, selected at random (Wang et al., NeurIPS'18)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from thinwire.compress.packing import PartSpec, unpack
 from thinwire.compress.randomness import counters, next_seed
 from thinwire.errors import CorruptMessageError
 
-_LONGEST_UNIT = 1.01  # no element of a unit vector is larger, whatever its rounding
+_LONGEST_UNIT = 1.01  # no element of a unit vector is larger, with any rounding
 
 
 @dataclass(frozen=True)
 class Atomo(LowRank, Packed, WholeTensor):
-    """See `atomo`. ``parts``: k left singular vectors times s_i / p_i [k n], the right ones [k m]; or the gradient."""
+    """The compressor of `atomo`. ``parts``: k left singular vectors times s_i / p_i [k n], right ones [k m]; or all."""
 
     @property
     def label(self) -> str:
@@ -43,7 +43,7 @@ class Atomo(LowRank, Packed, WholeTensor):
         return Payload(((left.t()[chosen] * scales[:, None]).view(-1), right[chosen].view(-1)))
 
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
-        """Steps are counted where numbers are drawn."""
+        """Do nothing: steps are counted where numbers are drawn."""
 
     def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
         if self.rank_of(parameter) == 0:
@@ -69,10 +69,10 @@ class Atomo(LowRank, Packed, WholeTensor):
 
 
 def probabilities(singular_values: Tensor, rank: int) -> Tensor:
-    """Which chance each component has: ``min(1, c s_i)`` with the c for which they add up to ``rank`` (Algorithm 1).
+    """Return the probability of each component: ``min(1, c s_i)`` with the sum ``rank`` (Algorithm 1).
 
-    The variance is the smallest of all with that sum. Components of zero have none; where no more than ``rank`` others
-    are there, these are certain.
+    The variance is the smallest of all with that sum. Components of zero have probability 0; if there are at most
+    ``rank`` others, theirs is 1.
     """
     chances = torch.zeros_like(singular_values)
     open_ = singular_values > 0
@@ -89,7 +89,7 @@ def probabilities(singular_values: Tensor, rank: int) -> Tensor:
 
 
 def _check(left: Tensor, right: Tensor, n: int, m: int) -> None:
-    """Raises CorruptMessageError for factors that do not fit together or whose product may not be finite."""
+    """Raise CorruptMessageError for factors that do not fit together or whose product may not be finite."""
     count = left.numel() // n
     if left.numel() != count * n or right.numel() != count * m:
         raise CorruptMessageError(f"{left.numel()} and {right.numel()} elements are no vectors of {n} and {m}")
@@ -101,15 +101,16 @@ def _check(left: Tensor, right: Tensor, n: int, m: int) -> None:
 
 
 def atomo(rank: int = 4, *, min_compression_rate: float = 2.0, seed: int = 0) -> Atomo:
-    """ATOMO in its spectral form (Algorithm 1): component i of the SVD is kept with probability p_i, times 1 / p_i.
+    """Return ATOMO in its spectral form (Algorithm 1): it keeps component i of the SVD with probability p_i.
 
-    On average ``rank`` components travel, gathered and not summed. Right in expectation, so no memory is needed; but
-    the SVD takes O(n m min(n, m)) operations in every step: `power_sgd` is the practical method.
+    It scales a kept component by 1 / p_i. On average ``rank`` components travel, gathered and not summed. The
+    expectation is right, so no memory is needed; but the SVD costs O(n m min(n, m)) operations in every step:
+    `power_sgd` is the practical method.
 
     Args:
         rank: expected number of components.
         min_compression_rate: a parameter is sent whole unless rank (n + m) times it < n m.
-        seed: of the random choice; it also depends on the parameter, the step and the rank of the process.
+        seed: seed of the random choice, which also depends on the parameter, the step and the rank of the process.
 
     Raises:
         ValueError: settings out of range.

@@ -1,9 +1,4 @@
-"""Compression by another floating-point type.
-
-Sixteen bits for each value: casts that a process group can sum.
-
-Eight-bit floating point with a scale for each block.
-"""
+"""Compression by another floating-point type: sixteen bits that a process group can sum, or eight and a scale."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ _NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 @dataclass(frozen=True)
 class Cast(Packed, Summable):
-    """Rounds each value to a 16-bit number. ``parts``: the gradient in that dtype [n].
+    """A compressor that rounds each value to a 16-bit number. ``parts``: the gradient in that dtype [n].
 
     Values beyond the largest finite number of the dtype become that number, never infinite.
     """
@@ -54,16 +49,17 @@ class Cast(Packed, Summable):
         return (PartSpec(self.dtype, parameter.numel),)
 
     def _overflows(self, flat: Tensor) -> bool:
-        """Whether the cast would make an infinity: reading the gradient once is faster than clamping it."""
+        """Return whether the cast would make an infinity: reading the gradient once is faster than clamping it."""
         return (
             flat.numel() > 0 and float(kernels.largest_of_blocks(flat, flat.numel())[0]) > torch.finfo(self.dtype).max
         )
 
 
 def fp16() -> Cast:
-    """float16: 11 significant bits, from 6e-8 to 65504. Larger values become 65504 (in an all-reduce the sum cannot
-    overflow either, because each part is divided by the world size first), smaller ones zero: gradients that are
-    not scaled lose their small values. Half the bytes of float32.
+    """Return the compressor to float16: 11 significant bits, from 6e-8 to 65504, half the bytes of float32.
+
+    Larger values become 65504 (in an all-reduce the sum cannot overflow either, because each part is divided by the
+    world size first), smaller ones zero: gradients that are not scaled lose their small values.
 
     Example:
         >>> compressor = fp16()
@@ -75,7 +71,7 @@ def fp16() -> Cast:
 
 
 def bf16() -> Cast:
-    """bfloat16: 8 significant bits and the range of float32. Half the bytes, and what other methods must beat."""
+    """Return the compressor to bfloat16: 8 significant bits and the range of float32, half the bytes: the baseline."""
     return Cast(torch.bfloat16)
 
 
@@ -85,7 +81,7 @@ _FIRST_NOT_FINITE = {"e4m3": 0x7F, "e5m2": 0x7C}  # codes without their sign
 
 @dataclass(frozen=True)
 class FP8(Additive):
-    """See `fp8`. ``parts``: the codes (uint8 [n], as Gloo does not know eight-bit floats); the steps [blocks]."""
+    """The compressor of `fp8`. ``parts``: codes (uint8 [n], as Gloo has no eight-bit floats); steps [blocks]."""
 
     format: Literal["e4m3", "e5m2"] = "e4m3"
     block: int = 512
@@ -124,12 +120,12 @@ class FP8(Additive):
         return Payload((codes, steps))
 
     def _add(self, codes: Tensor, steps: Tensor, total: Tensor) -> None:
-        """Through the 256 numbers of the format: casts of torch take 10 times as long."""
+        """Add decoded values by a table of the 256 numbers of the format: casts of torch cost 10 times as much."""
         table = torch.arange(256, dtype=torch.uint8).view(_DTYPES[self.format]).to(total.dtype)
         kernels.add_from_table(codes, table, steps, self.block, total.view(-1))
 
     def _times(self, values: Tensor, factors: Tensor) -> Tensor:
-        """Each value [n] times the factor of its block, newly allocated."""
+        """Return each value [n] times the factor of its block, newly allocated."""
         whole = values.numel() // self.block * self.block
         product = torch.empty_like(values)
         blocks = product[:whole].view(-1, self.block)
@@ -139,7 +135,7 @@ class FP8(Additive):
 
 
 def fp8(format: Literal["e4m3", "e5m2"] = "e4m3", block: int = 512) -> FP8:
-    """Each value as an 8-bit float times ``max|block|`` over the largest float of the format: 8.06 bits a value.
+    """Return the quantizer to 8-bit floats times ``max|block|`` over the largest float: 8.06 bits a value.
 
     e4m3 has 4 significant bits (an element is wrong by at most 1/16 of itself, or by 2^-10 steps near zero) and reaches
     448 steps; e5m2 has 3 (1/8; 2^-17 steps) and reaches 57344. Unlike `int8` it keeps small values of a block

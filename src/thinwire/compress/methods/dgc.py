@@ -29,9 +29,9 @@ class SampledTopK(DensitySparsifier):
 
     Args:
         density: k / numel, in (0, 1].
-        sample: the part of the elements that is looked at first.
-        min_sample: at least so many elements, where there are so many.
-        values: how chosen values are coded; None sends them as they are.
+        sample: fraction of the elements that is sampled.
+        min_sample: least number of elements in the sample, if there are that many.
+        values: code of the selected values; None sends them as they are.
 
     Raises:
         ValueError: a density or sample outside (0, 1], a sample of no elements.
@@ -57,7 +57,7 @@ class SampledTopK(DensitySparsifier):
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
         del parameter, state
         threshold = self._sampled_threshold(flat, k)
-        if not threshold > 0.0:  # hardly anything differs from zero
+        if not threshold > 0.0:  # nearly all elements are zero
             return largest_nonzero(flat, k)
         for _ in range(ADAPTATIONS + 1):
             count = kernels.count_at_least(flat, threshold)
@@ -86,21 +86,21 @@ def dgc(
     steps_per_epoch: int | None = None,
     values: Compressor | None = None,
 ) -> MomentumCorrection:
-    """DGC (Lin et al., ICLR'18, arXiv 1712.01887): momentum correction, masking, clipping, warm-up, sampled top-k.
+    """Return DGC (Lin et al., ICLR'18, arXiv 1712.01887): sampled top-k with momentum correction and warm-up.
 
     The density of epoch ``e`` is ``max(c^(e + 1), density)`` with ``c = density^(1 / (warm_up_epochs + 1))``: for 0.1 %
     and four epochs 25 %, 6.3 %, 1.6 %, 0.4 %, then 0.1 %. The optimizer must have no momentum for these parameters, and
     keeps its own for those that are not compressed: see "Momentum twice" in docs/compress.md.
 
     Args:
-        density: after the warm-up, in (0, 1].
+        density: density after the warm-up, in (0, 1].
         momentum, nesterov, clip_norm, masking: see `thinwire.compress.memory.MomentumCorrection`.
-        warm_up_epochs: 0 for none.
-        steps_per_epoch: such as ``len(data_loader)``, of which the warm-up cannot do without: None leaves it out.
-        values: how chosen values are coded; None sends them as they are.
+        warm_up_epochs: number of epochs of the warm-up; 0 for none.
+        steps_per_epoch: number of steps, such as ``len(data_loader)``; None leaves the warm-up out.
+        values: code of the selected values; None sends them as they are.
 
     Raises:
-        ValueError: a density outside (0, 1], momentum outside [0, 1), epochs or steps that cannot be.
+        ValueError: a density outside (0, 1], momentum outside [0, 1), epochs below 0 or steps below 1.
 
     Example:
         >>> dgc(0.001, steps_per_epoch=500).name
@@ -119,7 +119,7 @@ def dgc(
 
 
 def _stride(size: int, share: float) -> int:
-    """About 1 / share, without a common factor with the size: else a sample may see a single column of a matrix."""
+    """Return about 1 / share, coprime to the size: else a sample may be a single column of a matrix."""
     stride = max(1, int(1.0 / share))
     while math.gcd(stride, size) > 1:
         stride -= 1

@@ -1,4 +1,4 @@
-"""Gradients as matrices of low rank: what PowerSGD, ACP-SGD and ATOMO have in common."""
+"""Gradients as matrices of low rank: the common base of PowerSGD, ACP-SGD and ATOMO."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RoundSpecs = tuple[tuple[PartSpec, ...], ...]
 
 @dataclass(frozen=True)
 class LowRank(Compressor):
-    """A gradient [n, ...] is a matrix [n, m], approximated by factors [n, r] and [m, r].
+    """A compressor of a gradient [n, ...] as a matrix [n, m], approximated by factors [n, r] and [m, r].
 
     Factors are kept transposed, as contiguous rows [r, n] and [r, m]: the products of a large matrix with a thin one
     are 3 to 10 times as fast that way.
@@ -26,8 +26,8 @@ class LowRank(Compressor):
         rank: r; at most min(n, m) is used.
         min_compression_rate: a parameter is sent whole unless r (n + m) elements are fewer by more than this factor
             than n m. Vectors always are.
-        start_step: this many first steps send all parameters whole.
-        seed: of the first factors, the same on all ranks.
+        start_step: number of first steps that send all parameters whole.
+        seed: seed of the first factors, the same on all ranks.
     """
 
     rank: int
@@ -59,13 +59,13 @@ class LowRank(Compressor):
         raise NotImplementedError
 
     def rank_of(self, parameter: Parameter) -> int:
-        """The rank with which a parameter is sent; 0 if it is sent whole."""
+        """Return the rank with which a parameter is sent, or 0 if it is sent whole."""
         n, m = matrix_shape(parameter)
         rank = min(n, m, self.rank)
         return rank if rank * (n + m) * self.min_compression_rate < n * m else 0
 
     def is_whole(self, parameter: Parameter, state: State) -> bool:
-        """Whether this step sends the gradient as it is."""
+        """Return whether this step sends the gradient as it is."""
         return state["step"] < self.start_step or self.rank_of(parameter) == 0
 
     def init(self, parameter: Parameter) -> State:
@@ -76,14 +76,14 @@ class LowRank(Compressor):
         state["step"] += 1
 
     def random_rows(self, parameter: Parameter, length: int, *draw: int | str) -> Tensor:
-        """Orthonormal random rows [r, length], the same on all ranks."""
+        """Return orthonormal random rows [r, length], the same on all ranks."""
         generator = torch.Generator().manual_seed(stable_seed(self.seed, parameter.name, *draw))
         rows = torch.randn(self.rank_of(parameter), length, generator=generator, dtype=parameter.working_dtype)
         return orthonormal(rows)
 
 
 def matrix_shape(parameter: Parameter) -> tuple[int, int]:
-    """Rows and columns as which a gradient is seen: the first dimension, and all others together."""
+    """Return rows and columns of a gradient as a matrix: the first dimension, and all others together."""
     rows = parameter.shape[0] if parameter.shape else 1
     return rows, parameter.numel // rows if rows else 0
 
@@ -97,9 +97,9 @@ def whole(gradient: Tensor) -> Payload:
 
 
 def orthonormal(rows: Tensor) -> Tensor:
-    """Orthonormal rows [r, n], r <= n, that span what ``rows`` do; rows that add nothing are replaced by others.
+    """Return orthonormal rows [r, n], r <= n, with the span of ``rows``; dependent rows are replaced by others.
 
-    By Householder reflections, which stay orthogonal where rows are nearly parallel. Rows are divided by the largest
+    It uses Householder reflections, which stay orthogonal if rows are nearly parallel. Rows are divided by the largest
     element first, so that no square overflows or vanishes.
     """
     largest = rows.abs().max()
@@ -108,7 +108,7 @@ def orthonormal(rows: Tensor) -> Tensor:
 
 
 def next_basis(rows: Tensor, before: Tensor) -> Tensor:
-    """Orthonormal rows [r, n] that span what ``rows`` do, and rows of the basis ``before`` where these add nothing.
+    """Return orthonormal rows [r, n] with the span of ``rows``, completed from the basis ``before``.
 
     A gradient of zeros, or of a rank below r, would otherwise leave directions that no later gradient has.
     """

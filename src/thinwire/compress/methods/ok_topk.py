@@ -1,8 +1,6 @@
-"""Ok-Topk: the regions, and the compressor.
+"""Ok-Topk, the local part of a rank: its selection, and the arithmetic of regions, tallies and balance.
 
-Ok-Topk's arithmetic of regions: where they are cut, what is told about them, and how a skew is evened out.
-
-Ok-Topk, the part that a rank does alone: a threshold that is reused, and a memory that waits for the result.
+A rank's threshold is reused over steps, and its memory waits for the result.
 """
 
 from __future__ import annotations
@@ -21,8 +19,8 @@ from thinwire.compress.methods.sparsify import DensitySparsifier, Selection
 from thinwire.errors import CorruptMessageError
 
 RUNGS = (0.5, 0.6, 0.72, 0.86, 1.0, 1.2, 1.44, 1.73)
-"""Of the ladder of thresholds that sums are counted at, over the one that is reused."""
-_COUNTED = (1 << 31) - 1  # counts are told in 32 bits; so many never pass
+"""Ratios of the thresholds at which sums are counted to the one that is reused."""
+_COUNTED = (1 << 31) - 1  # counts have 32 bits; larger ones never occur
 _WORTH_MOVING = 2
 """Shares are moved where the busiest rank then sends at most half. (The paper: where the largest share is above four
 times the mean, which for eight ranks is about the same.)"""
@@ -30,13 +28,13 @@ times the mean, which for eight ranks is about the same.)"""
 
 @dataclass(frozen=True)
 class Tally:
-    """What the owner of a region tells all ranks of its sums.
+    """The counts of a region's sums, which its owner sends to all ranks.
 
     Args:
-        held: how many are not zero.
-        passing: how many reach each rung of the ladder of the reused global threshold.
-        bound: the magnitude that ``ceil(k / world_size)`` of them reach; 0 if there are not so many. The least bound
-            of all owners is reached by at least k sums, so the k-th largest is not below it.
+        held: number of sums that are not zero.
+        passing: number of sums that reach each rung of the ladder of the reused global threshold.
+        bound: the magnitude that ``ceil(k / world_size)`` of them reach; 0 if there are fewer. The least bound of all
+            owners is reached by at least k sums, so the k-th largest is not below it.
     """
 
     held: int
@@ -53,17 +51,17 @@ class Tally:
 
 
 def ladder(threshold: float) -> tuple[float, ...]:
-    """Thresholds around one, that one among them, from the lowest."""
+    """Return thresholds around a given one, that one among them, in ascending order."""
     return tuple(threshold * rung for rung in RUNGS)
 
 
 def tally_bytes(num_tasks: int) -> int:
-    """Of the tallies of so many tasks."""
+    """Return the bytes of the tallies of ``num_tasks`` tasks."""
     return (16 + 4 * len(RUNGS)) * num_tasks
 
 
 def parse_tallies(data: Tensor, sizes: Sequence[int]) -> list[Tally]:
-    """Those of one owner, of regions of these sizes.
+    """Return the tallies of one owner, of regions of these sizes.
 
     Raises:
         CorruptMessageError: another length, more elements than a region has, or more that reach a higher threshold.
@@ -82,13 +80,13 @@ def _parse_tally(data: Tensor, size: int) -> Tally:
 
 
 def boundaries(ids: Tensor, numel: int, world_size: int) -> Tensor:
-    """The inner boundaries (int64 [world_size - 1]) that split selected ids into equal counts."""
+    """Return the inner boundaries (int64 [world_size - 1]) that split selected ids into equal counts."""
     inner = torch.arange(1, world_size)
     return ids[inner * ids.numel() // world_size] if ids.numel() else inner * numel // world_size
 
 
 def parse_boundaries(data: Tensor, sizes: Sequence[int], world_size: int) -> list[Tensor]:
-    """Those of one rank, for parameters of so many elements.
+    """Return the boundaries of one rank, for parameters of these sizes.
 
     Raises:
         CorruptMessageError: another length, or boundaries that decrease or are outside.
@@ -103,7 +101,7 @@ def parse_boundaries(data: Tensor, sizes: Sequence[int], world_size: int) -> lis
 
 
 def mean_bounds(found: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list[Tensor]:
-    """Bounds of the regions of each parameter (int64 [world_size + 1]), from the boundaries that each rank found."""
+    """Return bounds of the regions of each parameter (int64 [world_size + 1]), the mean of all ranks' boundaries."""
     bounds = []
     for size, *of_ranks in zip(sizes, *found, strict=True):
         inner = torch.stack(of_ranks).sum(0) // len(of_ranks)
@@ -112,13 +110,13 @@ def mean_bounds(found: Sequence[Sequence[Tensor]], sizes: Sequence[int]) -> list
 
 
 def region(parameter: Parameter, bounds: Tensor, owner: int) -> Parameter:
-    """A region as a parameter, named such as ``fc.weight[2/8]``."""
+    """Return a region as a parameter, with a name such as ``fc.weight[2/8]``."""
     size = int(bounds[owner + 1] - bounds[owner])
     return Parameter(f"{parameter.name}[{owner}/{bounds.numel() - 1}]", (size,), parameter.dtype)
 
 
 def shares(counts: Sequence[int], owner: int) -> list[tuple[int, int]]:
-    """Which of an owner's sums each rank sends to all, if all send equally many: spans, in rank order.
+    """Return the span of an owner's sums that each rank sends to all, if all send the same number.
 
     Example:
         >>> shares([4, 0], owner=0)
@@ -134,7 +132,7 @@ def shares(counts: Sequence[int], owner: int) -> list[tuple[int, int]]:
 
 
 def saved_by_balance(counts: Sequence[int]) -> int:
-    """Pairs that the busiest rank sends less if shares are evened out first; 0 where that is not worth it.
+    """Return the pairs that balancing shares first saves the busiest rank, or 0 if that is not worth it.
 
     Example:
         >>> saved_by_balance([800, 0, 0, 0, 0, 0, 0, 0])
@@ -158,16 +156,16 @@ OK_TOPK = "ok_topk"
 _LOCAL_STEP = 1.012
 _LOCAL_TOLERANCE = (2 / 3, 5 / 4)
 REUSABLE = (1 / 2, 3 / 2)
-"""A threshold that lets through another part of k is not reused: the local one is searched anew at once, the global one
-if no other of the ladder does."""
+"""Range of the ratio of counts to k in which a threshold is reused. Outside of it the local one is searched again at
+once, the global one if no other of the ladder is in it."""
 
 
 @dataclass(frozen=True)
 class OkTopk(DensitySparsifier, Joint):
-    """See `ok_topk`. What the ranks do together is `thinwire.compress.reduction.ok_topk`.
+    """The compressor of `ok_topk`; its reduction is `thinwire.compress.reduction.ok_topk`.
 
     State: ``step``, the next one; ``k`` of the last; ``threshold`` of this rank; ``global_threshold`` and ``bounds`` of
-    the regions (int64 [world_size + 1]), equal on all ranks, 0 and empty where they are to be found anew;
+    the regions (int64 [world_size + 1]), equal on all ranks, 0 and empty if they must be computed again;
     ``selected``, the ids of this step until it is finished.
     """
 
@@ -224,9 +222,9 @@ class OkTopk(DensitySparsifier, Joint):
         return selection
 
     def residual_of_sum(self, gradient: Tensor, mean: Tensor, parameter: Parameter, state: State) -> None:
-        """Zero where this rank sent something that is in the result, which has no zeros; all else is kept."""
+        """Set to zero the elements that this rank sent and the result has; all others are kept."""
         if state["k"] == parameter.numel:
-            gradient.zero_()  # a zero of the result is a sum then, and not something left out
+            gradient.zero_()  # a zero of the result is then a sum, and not an omitted element
             return
         ids = state["selected"]
         gradient.view(-1).index_fill_(0, ids[mean.reshape(-1)[ids] != 0], 0.0)
@@ -237,18 +235,18 @@ class OkTopk(DensitySparsifier, Joint):
 
 
 def ok_topk(density: float = 0.01, *, reselect_every: int = 32, repartition_every: int = 64) -> OkTopk:
-    """Ok-Topk (Li and Hoefler, PPoPP'22): about the ``k`` largest elements of the sum, for less than 6 k pairs a rank.
+    """Return Ok-Topk (Li and Hoefler, PPoPP'22): about the ``k`` largest sums, for less than 6 k pairs a rank.
 
-    A sparsifier and a reduction of its own, which is taken by itself. Each rank sends what it selected to the owners of
+    It is a sparsifier with a reduction of its own, which "auto" chooses. Each rank sends its selection to the owners of
     regions of the gradient, which add it up; of the sums only about the ``k`` largest of all owners travel on. So bytes
     do not grow with the number of ranks. An element stays in a rank's memory, the error feedback that `attach`
     adds, unless the rank selected it and it is in the result. docs/compress-methods.md has the details.
 
     Args:
-        density: k / numel, in (0, 1], of what each rank selects and of the result; the paper's are 0.01 and 0.02.
-        reselect_every: steps after which both thresholds are found exactly; in between they are reused and adapted, and
-            found anew where the gradient has left them far behind.
-        repartition_every: steps after which the regions are cut anew.
+        density: k / numel, in (0, 1], of each rank's selection and of the result; 0.01 and 0.02 in the paper.
+        reselect_every: steps after which both thresholds are computed exactly; in between they are reused and adapted,
+            and computed again if the gradient has left them far behind.
+        repartition_every: steps after which the regions are cut again.
 
     Raises:
         ValueError: a density outside (0, 1]; less than one step.
@@ -260,17 +258,17 @@ def ok_topk(density: float = 0.01, *, reselect_every: int = 32, repartition_ever
 
 
 def is_reusable(count: int, k: int) -> bool:
-    """Whether a threshold that ``count`` elements reach is near enough to one for ``k``."""
+    """Return whether a threshold that ``count`` elements reach is near enough to one for ``k``."""
     return REUSABLE[0] * k <= count <= REUSABLE[1] * k
 
 
 def nudged(threshold: float, count: int, k: int, factor: float, tolerance: tuple[float, float]) -> float:
-    """The threshold of the next step: higher if too many reach it, lower if too few."""
+    """Return the threshold of the next step: higher if too many elements reach it, lower if too few."""
     if count > tolerance[1] * k:
         return threshold * factor
     return threshold / factor if count < tolerance[0] * k else threshold
 
 
 def smallest_magnitude(values: Tensor) -> float:
-    """The threshold that exactly these reach; 0 if there are none."""
+    """Return the threshold that exactly these values reach, or 0 if there are none."""
     return float(values.abs().min()) if values.numel() else 0.0

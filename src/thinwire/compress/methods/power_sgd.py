@@ -1,8 +1,6 @@
-"""PowerSGD, and ACP-SGD, which alternates its two factors.
+"""PowerSGD, one step of power iteration for each gradient (Vogels et al., NeurIPS'19), and ACP-SGD.
 
-PowerSGD: one step of power iteration for each gradient (Vogels et al., NeurIPS'19).
-
-ACP-SGD: PowerSGD that sends one factor a step (Zhang et al., ICDCS'23).
+ACP-SGD sends one of the two factors in each step (Zhang et al., ICDCS'23).
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from thinwire.compress.packing import PartSpec
 
 @dataclass(frozen=True)
 class PowerSGD(LowRank, Summable, Joint):
-    """See `power_sgd`. Two rounds, ``P^T`` [r n] and ``Q^T`` [r m]; or one, the gradient [n m], where it is sent whole.
+    """The compressor of `power_sgd`, in two rounds, ``P^T`` [r n] and ``Q^T`` [r m]; or in one, the gradient [n m].
 
     State: ``step``; the orthonormal basis ``q`` [r, m] of the next step. Between the rounds also ``matrix`` and ``p``.
     """
@@ -73,7 +71,7 @@ class PowerSGD(LowRank, Summable, Joint):
         return torch.mm(p.t(), q).view(parameter.shape)
 
     def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
-        """Of the parts of all rounds together."""
+        """Return the gradient of the parts of all rounds together."""
         rank = self.rank_of(parameter)
         if rank == 0 or len(payload.parts) == 1:
             return payload.parts[0].clone().view(parameter.shape)
@@ -81,14 +79,14 @@ class PowerSGD(LowRank, Summable, Joint):
         return torch.mm(p.t(), q).view(parameter.shape)
 
     def residual_of_sum(self, gradient: Tensor, mean: Tensor, parameter: Parameter, state: State) -> None:
-        """What was sent whole leaves nothing; otherwise the difference from the mean, as in the authors' code."""
+        """Leave nothing of a gradient sent whole; else the difference from the mean, as in the authors' code."""
         if self.is_whole(parameter, state):
             gradient.zero_()
         else:
             gradient.sub_(mean)
 
     def round_specs(self, parameter: Parameter) -> RoundSpecs:
-        """Lengths are those after ``start_step``, and not fixed where there is one."""
+        """Return the lengths after ``start_step``; they are not fixed if there is one."""
         rank, dtype = self.rank_of(parameter), parameter.working_dtype
         lengths = [rank * length for length in matrix_shape(parameter)] if rank else [parameter.numel]
         if rank and self.start_step:
@@ -107,18 +105,18 @@ def power_sgd(
     warm_start: bool = True,
     seed: int = 0,
 ) -> PowerSGD:
-    """PowerSGD (Algorithm 1): ``P = orthonormal(mean of M Q)``, ``Q = mean of M^T P``, and ``P Q^T`` for the gradient.
+    """Return PowerSGD (Algorithm 1): ``P = orthonormal(mean of M Q)``, ``Q = mean of M^T P``, mean ``P Q^T``.
 
     Both means are taken inside an all-reduce of r (n + m) elements instead of n m. It is biased, so it needs error
     feedback, which `attach` puts around it: ``e = g + e - P Q^T`` (Algorithm 2).
 
     Args:
-        rank: r. A matrix of which the smaller side is below it has that rank, which is then exact, and is usually sent
-            whole because nothing is saved.
+        rank: r. A matrix whose smaller side is below it has that rank, which is then exact, and is usually sent whole
+            because nothing is saved.
         min_compression_rate: a parameter is sent whole unless this factor is saved: r (n + m) times it < n m.
-        start_step: send everything whole in this many first steps; try a tenth of all steps if the loss suffers.
-        warm_start: begin with the Q of the last step, instead of random numbers.
-        seed: of the first Q, which depends on the name of the parameter too.
+        start_step: number of first steps that send everything whole; try a tenth of all steps if the loss suffers.
+        warm_start: whether to begin with the Q of the last step, instead of random numbers.
+        seed: seed of the first Q, which depends on the name of the parameter too.
 
     Raises:
         ValueError: settings out of range.
@@ -133,11 +131,11 @@ def power_sgd(
 
 @dataclass(frozen=True)
 class ACPSGD(LowRank, Summable, Joint):
-    """See `acp_sgd`. One part: the gradient in a basis of its columns, ``P^T = Q^T M^T`` [r n], or of its rows, [r m].
+    """The compressor of `acp_sgd`. One part: the gradient in a basis of its columns, [r n], or of its rows, [r m].
 
-    State: ``step``; orthonormal bases ``p`` [r, n] and ``q`` [r, m], which steps use in turn; between `compress`
-    and `finish` also ``sent``, the part. The projection is linear and the same on all ranks, so a rank knows what it
-    lost itself: ``e = M - M Q Q^T``.
+    In a basis of columns ``P^T = Q^T M^T``. State: ``step``; orthonormal bases ``p`` [r, n] and ``q`` [r, m], which
+    steps use in turn; between `compress` and `finish` also ``sent``, the part. The projection is linear and the same on
+    all ranks, so a rank can compute its loss itself: ``e = M - M Q Q^T``.
     """
 
     @property
@@ -185,7 +183,7 @@ class ACPSGD(LowRank, Summable, Joint):
         super().finish(mean, parameter, state)
 
     def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
-        """P and Q take turns, so only what is sent whole has a fixed length."""
+        """Return specs; P and Q take turns, so only a gradient sent whole has a fixed length."""
         rank, dtype = self.rank_of(parameter), parameter.working_dtype
         if rank == 0:
             return (PartSpec(dtype, parameter.numel),)
@@ -196,12 +194,12 @@ class ACPSGD(LowRank, Summable, Joint):
         return (state["step"] - self.start_step) % 2 == 0
 
     def _factors(self, part: Tensor, state: State) -> tuple[Tensor, Tensor]:
-        """[n, r] and [r, m], of which the product is the approximation."""
+        """Return [n, r] and [r, m], whose product is the approximation."""
         return (part.t(), state["q"]) if self._sends_p(state) else (state["p"].t(), part)
 
 
 def acp_sgd(rank: int = 4, *, min_compression_rate: float = 2.0, start_step: int = 0, seed: int = 0) -> ACPSGD:
-    """ACP-SGD: odd steps send ``P = M Q``, even ones ``Q = M^T P``, in the basis that the last step made.
+    """Return ACP-SGD: odd steps send ``P = M Q``, even ones ``Q = M^T P``, in the basis that the last step made.
 
     Half the bytes and half the messages of `power_sgd`, whose power iteration it does in two steps instead of one; the
     gradient of a step is projected on a basis that is one step old. `attach` puts error feedback around it.

@@ -1,14 +1,9 @@
 """Quantizers: a few bits for each element, and a scale for each block.
 
-Small integers times a step for each block of values: what int8, QSGD and TernGrad have in common.
-
-Eight-bit integers with a scale for each block.
-
-QSGD: random rounding to a few levels of the norm of a bucket (Alistarh et al., NeurIPS'17).
-
-TernGrad: -1, 0 or 1 times the largest value (Wen et al., NeurIPS'17).
-
-Natural compression: random rounding to powers of two (Horvath et al., MSML'22).
+- `int8`: eight-bit integers with a scale for each block.
+- `qsgd`: random rounding to a few levels of the norm of a bucket (Alistarh et al., NeurIPS'17).
+- `terngrad`: -1, 0 or 1 times the largest value (Wen et al., NeurIPS'17).
+- `natural`: random rounding to powers of two (Horvath et al., MSML'22).
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ from thinwire.errors import CorruptMessageError
 
 @dataclass(frozen=True)
 class BlockQuantizer(Additive):
-    """Rounds each value to an integer in [-levels, levels] times the step of its block.
+    """A compressor that rounds each value to an integer in [-levels, levels] times the step of its block.
 
     ``parts``: the integers, packed (uint8 [ceil(n * bits / 8)]); the steps (working dtype [blocks]). A step is at least
     the smallest normal number, so that dividing by it is exact enough where all values are denormal or zero.
@@ -39,7 +34,7 @@ class BlockQuantizer(Additive):
     @property
     @abstractmethod
     def bits(self) -> int:
-        """Of a packed integer, 2 to 8."""
+        """Bits of a packed integer, 2 to 8."""
 
     @property
     def levels(self) -> int:
@@ -48,14 +43,14 @@ class BlockQuantizer(Additive):
     @property
     @abstractmethod
     def seed(self) -> int | None:
-        """Of stochastic rounding; None to round to the nearest."""
+        """Seed of stochastic rounding, or None to round to the nearest."""
 
     @abstractmethod
     def block_elements(self, parameter: Parameter) -> int:
-        """How many consecutive values have one step, at least 1."""
+        """Return the number of consecutive values with one step, at least 1."""
 
     def norms(self, flat: Tensor, parameter: Parameter) -> Tensor:
-        """Of each block: the value that ``levels`` stands for."""
+        """Return the value of each block that is coded as ``levels``."""
         return kernels.largest_of_blocks(flat, self.block_elements(parameter))
 
     def init(self, parameter: Parameter) -> State:
@@ -95,7 +90,7 @@ def steps_spec(parameter: Parameter, block: int) -> PartSpec:
 
 
 def check_steps(steps: Tensor, largest_code: float) -> None:
-    """Raises CorruptMessageError for a step that is negative, or with which a code would decode to infinity or nan."""
+    """Raise CorruptMessageError for a step that is negative, or too large for a code to decode to a finite value."""
     limit = torch.finfo(steps.dtype).max / largest_code
     low, high = (float(bound) for bound in steps.aminmax()) if steps.numel() else (0.0, 0.0)
     if not (low >= 0.0 and high <= limit * (1 + 1e-6)):
@@ -103,14 +98,14 @@ def check_steps(steps: Tensor, largest_code: float) -> None:
 
 
 def check_block(block: int, what: str) -> None:
-    """Raises ValueError for a size that no block has."""
+    """Raise ValueError for an impossible size of a block."""
     if not (isinstance(block, int) and block >= 1):
         raise ValueError(f"{what} are of at least 1 element, not {block!r}: at 512 a scale costs 1/16 bit an element")
 
 
 @dataclass(frozen=True)
 class Int8(BlockQuantizer):
-    """See `int8`."""
+    """The compressor of `int8`."""
 
     block: int = 512
     stochastic: bool = False
@@ -141,16 +136,16 @@ class Int8(BlockQuantizer):
 
 
 def int8(block: int = 512, *, stochastic: bool = False, seed: int = 0) -> Int8:
-    """Each value as an integer in [-127, 127] times ``max|block| / 127``: 8.06 bits a value at the default block.
+    """Return the quantizer to integers in [-127, 127] times ``max|block| / 127``: 8.06 bits a value by default.
 
-    To the nearest, an element is wrong by at most half a step of its block, that is max|block| / 254. Stochastic
-    rounding is wrong by up to a whole step, but right in expectation, so it needs no memory; `attach` puts error
-    feedback around the other.
+    Rounding to the nearest is wrong by at most half a step of the block, that is max|block| / 254. Stochastic rounding
+    is wrong by up to a whole step, but right in expectation, so it needs no memory; `attach` puts error feedback around
+    the other.
 
     Args:
-        block: consecutive values with one scale.
-        stochastic: round up with the probability that makes the expectation right, as `qsgd` does.
-        seed: of stochastic rounding.
+        block: number of consecutive values with one scale.
+        stochastic: whether to round up with the probability that makes the expectation right, as `qsgd` does.
+        seed: seed of stochastic rounding.
 
     Raises:
         ValueError: a block below 1.
@@ -167,7 +162,7 @@ def int8(block: int = 512, *, stochastic: bool = False, seed: int = 0) -> Int8:
 
 @dataclass(frozen=True)
 class QSGD(BlockQuantizer):
-    """See `qsgd`."""
+    """The compressor of `qsgd`."""
 
     num_bits: int = 8
     bucket: int = 512
@@ -210,23 +205,23 @@ class QSGD(BlockQuantizer):
 
 
 def _two_norms(flat: Tensor, bucket: int, largest: Tensor) -> Tensor:
-    """Of values divided by the largest of their bucket, so that no square overflows or vanishes."""
+    """Return norms, from values divided by the largest of their bucket, so that no square overflows or vanishes."""
     padded = torch.nn.functional.pad(flat, (0, largest.numel() * bucket - flat.numel())).view(-1, bucket)
     scale = largest.clamp(min=torch.finfo(flat.dtype).tiny)
     return torch.linalg.vector_norm(padded / scale[:, None], dim=1).mul_(scale).clamp_(max=torch.finfo(flat.dtype).max)
 
 
 def qsgd(bits: int = 8, bucket: int = 512, *, norm: Literal["max", "l2"] = "max", seed: int = 0) -> QSGD:
-    """A sign and one of s + 1 levels of the norm of a bucket, s = 2^(bits - 1) - 1, chosen at random (section 3.1).
+    """Return the quantizer to a sign and one of s + 1 random levels of a bucket's norm, s = 2^(bits - 1) - 1.
 
-    With x = s |v| / norm the level is floor(x) + 1 with probability x - floor(x), else floor(x), so that the
-    expectation is the value and no memory is needed.
+    With x = s |v| / norm the level is floor(x) + 1 with probability x - floor(x), else floor(x) (section 3.1), so that
+    the expectation is the value and no memory is needed.
 
     Args:
-        bits: of a value, sign included, 2 to 8; at 2 bits it is TernGrad in buckets.
-        bucket: consecutive values with one norm, which costs 32 / bucket bits a value.
-        norm: "max", as in the authors' own runs, of which the error is smaller; "l2", as their theorem.
-        seed: of the random choice; it also depends on the parameter, the step and the rank.
+        bits: bits of a value, sign included, 2 to 8; at 2 bits it is TernGrad in buckets.
+        bucket: number of consecutive values with one norm, which costs 32 / bucket bits a value.
+        norm: "max", as in the authors' own runs, with the smaller error; "l2", as in their theorem.
+        seed: seed of the random choice, which also depends on the parameter, the step and the rank.
 
     Raises:
         ValueError: bits out of range, another norm, a bucket below 1.
@@ -243,7 +238,7 @@ def qsgd(bits: int = 8, bucket: int = 512, *, norm: Literal["max", "l2"] = "max"
 
 @dataclass(frozen=True)
 class TernGrad(BlockQuantizer):
-    """See `terngrad`."""
+    """The compressor of `terngrad`."""
 
     clip: float | None = None
     random_seed: int = 0
@@ -277,7 +272,7 @@ class TernGrad(BlockQuantizer):
         return super().compress(gradient if self.clip is None else self._clipped(gradient), parameter, state)
 
     def _clipped(self, gradient: Tensor) -> Tensor:
-        """By the root mean square: the standard deviation where the mean is zero, and it never clips a constant."""
+        """Clip by the root mean square: the standard deviation if the mean is zero, and it never clips a constant."""
         moments = kernels.magnitude_moments(gradient.view(-1))
         limit = (self.clip or math.inf) * math.sqrt(moments.sum_squares / max(1, gradient.numel()))
         limit = min(limit, torch.finfo(gradient.dtype).max)
@@ -285,15 +280,15 @@ class TernGrad(BlockQuantizer):
 
 
 def terngrad(clip: float | None = None, *, seed: int = 0) -> TernGrad:
-    """Each value becomes sign(v) max|g| with probability |v| / max|g|, else zero (Algorithm 1): 2 bits a value.
+    """Return TernGrad (Algorithm 1), which codes v as sign(v) max|g| with probability |v| / max|g|, else as zero.
 
-    Right in expectation, so no memory is needed; but the variance is large where few values are much larger than the
-    rest, against which the paper clips at 2.5 standard deviations. That has a bias, which no memory takes
-    away: error feedback around a code of so large a variance can diverge, and `attach` adds none.
+    It sends 2 bits a value. The expectation is right, so no memory is needed; but the variance is large if few values
+    are much larger than the rest, against which the paper clips at 2.5 standard deviations. That has a bias, which no
+    memory removes: error feedback around a code of that variance can diverge, and `attach` adds none.
 
     Args:
-        clip: in standard deviations, as 2.5; None for no clipping.
-        seed: of the random choice; it also depends on the parameter, the step and the rank.
+        clip: limit in standard deviations, such as 2.5; None for no clipping.
+        seed: seed of the random choice, which also depends on the parameter, the step and the rank.
 
     Raises:
         ValueError: a clip that is not positive.
@@ -307,7 +302,7 @@ _WORDS = {torch.float32: (torch.int32, 23), torch.float64: (torch.int64, 52)}
 
 @dataclass(frozen=True)
 class Natural(Additive):
-    """See `natural`. ``parts``: signs and numbers of powers of two (uint8 [n]); the exponent below all (int32 [1])."""
+    """The compressor of `natural`. ``parts``: signs and indices of powers (uint8 [n]); base exponent (int32 [1])."""
 
     random_seed: int = 0
 
@@ -348,7 +343,7 @@ class Natural(Additive):
 
 
 def _add(payload: Payload, factor: float, total: Tensor) -> None:
-    """Through the 256 numbers that codes stand for."""
+    """Add decoded values by a table of the 256 numbers of the codes."""
     codes, base = payload.parts
     word, mantissa_bits = _WORDS[total.dtype]
     powers = ((torch.arange(_POWERS + 1, dtype=word) + base.to(word)) << mantissa_bits).view(total.dtype)
@@ -359,7 +354,7 @@ def _add(payload: Payload, factor: float, total: Tensor) -> None:
 
 
 def _base(flat: Tensor) -> int:
-    """The biased exponent below the 127 that are sent: the highest of them is one above that of the largest value."""
+    """Return the biased exponent below the 127 sent ones, whose top is one above that of the largest value."""
     if flat.numel() == 0:
         return 0
     word, mantissa_bits = _WORDS[flat.dtype]
@@ -368,22 +363,23 @@ def _base(flat: Tensor) -> int:
 
 
 def _highest_base(dtype: torch.dtype) -> int:
-    """With which the highest power is still finite."""
+    """Return the largest base exponent whose top power is finite."""
     word, mantissa_bits = _WORDS[dtype]
     return (int(torch.tensor([torch.finfo(dtype).max], dtype=dtype).view(word)[0]) >> mantissa_bits) - _POWERS
 
 
 def natural(*, seed: int = 0) -> Natural:
-    """One of the two powers of two around each value, at random such that the expectation is the value: 8 bits.
+    """Return the quantizer to one of the two powers of two around each value, at random, in 8 bits.
 
-    A sign and a power of 127: the 127 up to the first above the largest value. What is smaller than all of them (by 38
-    decimal orders, or denormal) becomes the smallest or zero, also right in expectation. The variance is at most an
-    eighth of the square of the value, whatever the scale, and rounding takes no multiplication. No memory is needed.
+    The expectation is the value, so no memory is needed. A code is a sign and one of 127 powers, up to the first above
+    the largest value. Smaller values (by 38 decimal orders, or denormal) become the smallest power or zero, also right
+    in expectation. The variance is at most an eighth of the square of the value at any scale, and rounding needs no
+    multiplication.
 
-    Values above 2^127 (2^1023 in float64), where the next power would be infinite, become that. So do infinity and nan,
+    Values above 2^127 (2^1023 in float64), whose next power would be infinite, become that. So do infinity and nan,
     which `thinwire.attach` never passes on: gradients that are not finite are NaN on all ranks.
 
     Args:
-        seed: of the random choice; it also depends on the parameter, the step and the rank.
+        seed: seed of the random choice, which also depends on the parameter, the step and the rank.
     """
     return Natural(seed)

@@ -25,12 +25,12 @@ from thinwire.errors import CorruptMessageError
 
 _STEP_BYTES = 8
 _PLAIN_DRAW = 4096
-"""Below so many elements, or for a quarter of them and more, a permutation is cheaper than to look for repeats."""
+"""Number of elements below which, or for a quarter of them and more, a permutation is cheaper than removing repeats."""
 
 
 @dataclass(frozen=True, eq=False)
 class SharedPayload(Payload):
-    """Values alone travel; where they belong follows from the step. The mean of several has neither, see `RandomK`."""
+    """A payload of values, whose ids follow from the step. The mean of several has neither, see `RandomK`."""
 
     ids: Tensor
     step: int
@@ -38,9 +38,9 @@ class SharedPayload(Payload):
 
 @dataclass(frozen=True)
 class RandomK(DensitySelector):
-    """See `random_k`; ids do not travel.
+    """The compressor of `random_k`; ids do not travel.
 
-    State: ``step``, drawn for next; ``ids`` of the last step, int64 [k]; ``values`` of the code.
+    State: ``step``, the next to draw for; ``ids`` of the last step, int64 [k]; ``values`` of the code.
     """
 
     seed: int = 0
@@ -92,7 +92,7 @@ class RandomK(DensitySelector):
             super().residual(gradient, payload, parameter)
 
     def pack(self, payload: Payload, parameter: Parameter) -> Tensor:
-        """Count, checksum, step and values: for all-gathers; inside an all-reduce values travel alone."""
+        """Return count, checksum, step and values, for all-gathers; inside an all-reduce values travel alone."""
         assert isinstance(payload, SharedPayload)
         step = torch.tensor([payload.step]).view(torch.uint8)
         if self.values is None:
@@ -131,7 +131,7 @@ class RandomK(DensitySelector):
 
 @dataclass(frozen=True)
 class SummableRandomK(RandomK, Summable):
-    """`RandomK` whose values can be added up inside an all-reduce."""
+    """A `RandomK` whose values can be added up inside an all-reduce."""
 
     def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
         return self.decompress(SharedPayload(mean.parts, state["ids"], state["step"] - 1), parameter)
@@ -140,17 +140,17 @@ class SummableRandomK(RandomK, Summable):
 def random_k(
     density: float = 0.01, *, seed: int = 0, unbiased: bool = False, values: Compressor | None = None
 ) -> RandomK:
-    """Random-K with a shared seed (Wangni et al., NeurIPS'18): the same random elements on all ranks, so values add up.
+    """Return Random-K with a shared seed (Wangni et al., NeurIPS'18): the same random elements on all ranks.
 
-    Which ones follows from ``seed``, the name of the parameter and the step, drawn without replacement; no ids travel,
-    and payloads are summed inside an all-reduce.
+    They follow from ``seed``, the name of the parameter and the step, drawn without replacement; no ids travel, and
+    payloads are summed inside an all-reduce.
 
     Args:
         density: k / numel, in (0, 1].
         seed: the same on all ranks.
-        unbiased: scale what is sent by numel / k, so that its expectation is the gradient. For use without error
-            feedback, which would add up what the scaling takes away.
-        values: how chosen values are coded; only with a code that is summable, such as ``bf16()``, do payloads add up.
+        unbiased: whether to scale values by numel / k, so that their expectation is the gradient. For use without
+            error feedback, which would add up what the scaling subtracts.
+        values: code of the selected values; payloads add up only with a summable code, such as ``bf16()``.
 
     Raises:
         ValueError: a density outside (0, 1].
@@ -160,16 +160,16 @@ def random_k(
 
 
 def shared_ids(seed: int, parameter: Parameter, step: int, k: int) -> Tensor:
-    """``k`` different ids of a parameter, sorted, every set of them as likely as any other; the same on every rank."""
+    """Return ``k`` different ids of a parameter, sorted, all sets equally likely; the same on every rank."""
     generator = torch.Generator().manual_seed(stable_seed(seed, parameter.name, step))
     return _subset(parameter.numel, k, generator)
 
 
 def _subset(size: int, k: int, generator: torch.Generator) -> Tensor:
-    """Draw with replacement until ``k`` are different, then leave out a random set of what is too much.
+    """Draw with replacement until ``k`` are different, then leave out a random set of the excess.
 
-    No step prefers one id to another, so all sets of ``k`` are equally likely; 20 times as fast as a permutation of 25
-    million.
+    No step prefers one id to another, so all sets of ``k`` are equally likely; this is 20 times as fast as a
+    permutation of 25 million.
     """
     if size < _PLAIN_DRAW or 4 * k >= size:
         return torch.randperm(size, generator=generator)[:k].sort().values

@@ -1,14 +1,12 @@
-"""Sparsifiers that keep the largest elements: exact, by thresholds, and by estimates.
+"""Sparsifiers that keep the largest elements.
 
-A fixed threshold; and what methods that estimate one share: the promise that something is sent, and not too much.
+- `threshold`: all elements from a fixed magnitude on.
+- `top_k`: the elements of largest magnitude, exactly.
+- `gaussian_k`: a threshold from a normal distribution fitted to the gradient.
+- `redsync`: a threshold between the mean and the largest magnitude, by bisection.
+- `ms_top_k`: top-k by a fixed number of bisections of a threshold.
 
-The elements of largest magnitude, exactly.
-
-A threshold from a normal distribution fitted to the gradient.
-
-A threshold between the mean and the largest magnitude, found by bisection.
-
-Top-k by a fixed number of bisections of a threshold.
+Methods that estimate a threshold all promise that some elements are sent, and not too many.
 """
 
 from __future__ import annotations
@@ -26,16 +24,16 @@ from thinwire.compress.base import Compressor, Parameter, State
 from thinwire.compress.methods.sparsify import DensitySparsifier, Selection, Sparsifier
 
 MOST = 2
-"""Methods that search a threshold never send more than so many times ``k``."""
+"""Largest multiple of ``k`` that methods that search a threshold send."""
 FEWEST, MOST_ACCEPTED = 2 / 3, 4 / 3
-"""Of k: what an estimated threshold may leave."""
+"""Range of the ratio of counts to k that an estimated threshold may leave."""
 CORRECTIONS = 8
 RAISE, LOWER = 1.2, 0.8
 
 
 @dataclass(frozen=True)
 class Threshold(Sparsifier):
-    """See `threshold`."""
+    """The compressor of `threshold`."""
 
     value: float = 0.001
 
@@ -55,15 +53,15 @@ class Threshold(Sparsifier):
 
 
 def threshold(value: float, *, values: Compressor | None = None) -> Threshold:
-    """Every element of at least a fixed magnitude (Strom, Interspeech'15).
+    """Return the sparsifier that sends every element of at least a fixed magnitude (Strom, Interspeech'15).
 
     With error feedback a small gradient is sent once it has grown to the threshold. If no element reaches it the
     largest one is sent, unless all are zero; there is no upper bound, so too small a threshold sends everything.
     The magnitude of gradients changes in training, from which a density does not suffer: prefer the other methods.
 
     Args:
-        value: of the dtype and scale of the gradients, positive.
-        values: how chosen values are coded; None sends them as they are.
+        value: positive magnitude, in the scale of the gradients.
+        values: code of the selected values; None sends them as they are.
 
     Raises:
         ValueError: a threshold that is not positive and finite.
@@ -72,19 +70,19 @@ def threshold(value: float, *, values: Compressor | None = None) -> Threshold:
 
 
 def nothing(flat: Tensor) -> Selection:
-    """The selection of an all-zero gradient."""
+    """Return the selection of an all-zero gradient."""
     return torch.empty(0, dtype=torch.int64), flat.new_empty(0)
 
 
 def largest_nonzero(flat: Tensor, k: int) -> Selection:
-    """The ``k`` largest; fewer if not so many differ from zero."""
+    """Return the ``k`` largest elements, or fewer if fewer differ from zero."""
     ids, chosen = kernels.top_magnitudes(flat, k)
     present = chosen != 0
     return (ids, chosen) if bool(present.all()) else (ids[present], chosen[present])
 
 
 def largest_of(selection: Selection, k: int) -> Selection:
-    """The ``k`` largest of a selection, or all if there are no more."""
+    """Return the ``k`` largest of a selection, or all if there are no more."""
     ids, chosen = selection
     if ids.numel() <= k:
         return selection
@@ -93,13 +91,13 @@ def largest_of(selection: Selection, k: int) -> Selection:
 
 
 def select_near(flat: Tensor, threshold: float, k: int, count: int) -> Selection:
-    """From a threshold on, corrected until 2/3 k to 4/3 k elements reach it; else the ``k`` largest.
+    """Select from a threshold on, corrected until 2/3 k to 4/3 k elements reach it; else the ``k`` largest.
 
-    ``count`` elements reach the threshold as it was estimated, which can be anything on data that is not like its
-    model: infinite, below zero, beyond the largest magnitude. A correction raises or lowers it by a fifth; once
-    thresholds on both sides of k are known it goes to their geometric mean. Error feedback needs that: it leaves a
-    sharp edge at the last thresholds, where a fifth is the difference between k / 5 and 10 k elements. Gradients of a
-    small transformer took Gaussian-K 2.8 corrections at the mean and 5 at most, SIDCo 0.8 to 1.7 and 8.
+    ``count`` elements reach the estimated threshold, which can be anything on data unlike its model: infinite, below
+    zero, beyond the largest magnitude. A correction raises or lowers it by a fifth; once thresholds on both sides of k
+    are known it goes to their geometric mean. Error feedback needs that: it leaves a sharp edge at the last thresholds,
+    where a fifth is the difference between k / 5 and 10 k elements. On gradients of a small transformer Gaussian-K
+    needed 2.8 corrections on average and 5 at most, SIDCo 0.8 to 1.7 and 8.
     """
     low, high = 0.0, math.inf
     for _ in range(CORRECTIONS):
@@ -114,16 +112,16 @@ def select_near(flat: Tensor, threshold: float, k: int, count: int) -> Selection
 
 
 def _between(low: float, high: float) -> float:
-    """The geometric mean; beyond the one bound that is known, where there is only one."""
+    """Return the geometric mean of two bounds, or a threshold beyond the only known one."""
     if high == math.inf:
         return low * RAISE
     return math.sqrt(low) * math.sqrt(high) if low > 0.0 else high * LOWER
 
 
 class Tail:
-    """What a search for a threshold that about ``fewest`` elements reach has to look at: little of a gradient.
+    """The largest elements of a gradient, enough for a search of a threshold that about ``fewest`` elements reach.
 
-    These are copied once, by their leading bits. All steps of a search then look at them alone, and decide as if they
+    They are copied once, by their leading bits. All steps of a search then read them alone, and decide as if they
     counted the whole gradient.
     """
 
@@ -131,7 +129,7 @@ class Tail:
         self._ids, self._chosen = kernels.leading_magnitudes(flat, fewest)
 
     def count(self, threshold: float) -> int:
-        """How many elements of the gradient reach a threshold, if fewer than ``fewest``; else at least so many."""
+        """Return the number of elements that reach a threshold, if below ``fewest``; else at least ``fewest``."""
         return kernels.count_at_least(self._chosen, threshold)
 
     def select(self, threshold: float) -> Selection:
@@ -140,14 +138,14 @@ class Tail:
 
 
 def mean_and_max(flat: Tensor) -> tuple[float, float]:
-    """Of the magnitudes."""
+    """Return the mean and the maximum of the magnitudes."""
     low, high = torch.aminmax(flat)
     return kernels.magnitude_moments(flat).sum / flat.numel(), max(-float(low), float(high))
 
 
 @dataclass(frozen=True)
 class TopK(DensitySparsifier):
-    """See `top_k`."""
+    """The compressor of `top_k`."""
 
     has_fixed_count: ClassVar[bool] = True
 
@@ -157,13 +155,13 @@ class TopK(DensitySparsifier):
 
 
 def top_k(density: float = 0.01, *, values: Compressor | None = None) -> TopK:
-    """Top-K (Aji and Heafield, EMNLP'17; Stich et al., NeurIPS'18): the ``k`` elements of largest magnitude.
+    """Return Top-K (Aji and Heafield, EMNLP'17; Stich et al., NeurIPS'18): the ``k`` largest magnitudes.
 
-    Of equal magnitudes the first are taken. Biased, so it needs error feedback, which `attach` adds.
+    Of equal magnitudes the first are sent. It is biased, so it needs error feedback, which `attach` adds.
 
     Args:
         density: k / numel, in (0, 1].
-        values: how chosen values are coded, such as ``bf16()``; None sends them as they are.
+        values: code of the selected values, such as ``bf16()``; None sends them as they are.
 
     Raises:
         ValueError: a density outside (0, 1].
@@ -182,7 +180,7 @@ def top_k(density: float = 0.01, *, values: Compressor | None = None) -> TopK:
 
 @dataclass(frozen=True)
 class GaussianK(DensitySparsifier):
-    """See `gaussian_k`."""
+    """The compressor of `gaussian_k`."""
 
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
         del parameter, state
@@ -195,16 +193,16 @@ class GaussianK(DensitySparsifier):
 
 
 def gaussian_k(density: float = 0.01, *, values: Compressor | None = None) -> GaussianK:
-    """Gaussian-K (Shi et al., arXiv 1911.08772): elements beyond the ``1 - k / (2 n)`` quantile of a normal one.
+    """Return Gaussian-K (Shi et al., arXiv 1911.08772): elements beyond a quantile of a fitted normal distribution.
 
-    Its deviation is that of the gradient, about zero. While the count is outside [2/3, 4/3] of k the threshold is
-    corrected, by 1.2 or 0.8 until it is bracketed and by bisection then; if that takes more than eight times, the k
-    largest are taken. So 2/3 k to 4/3 k elements are sent, or all that are not zero if there are fewer. Biased: needs
-    error feedback, which `attach` adds.
+    The quantile is that of ``1 - k / (2 n)``; the distribution has the deviation of the gradient, about zero. While the
+    count is outside [2/3, 4/3] of k the threshold is corrected, by 1.2 or 0.8 until it is bracketed and by bisection
+    then; if that needs more than eight corrections, the k largest are sent. So 2/3 k to 4/3 k elements are sent, or all
+    that are not zero if there are fewer. It is biased and needs error feedback, which `attach` adds.
 
     Args:
         density: k / numel, in (0, 1].
-        values: how chosen values are coded; None sends them as they are.
+        values: code of the selected values; None sends them as they are.
 
     Raises:
         ValueError: a density outside (0, 1].
@@ -213,12 +211,12 @@ def gaussian_k(density: float = 0.01, *, values: Compressor | None = None) -> Ga
 
 
 STEPS = 30
-"""Of the bisection: after these, the ratio of two thresholds in the bracket is that of two neighbouring float32."""
+"""Steps of the bisection, after which the ratio of the bracket's ends is that of two neighbouring float32."""
 
 
 @dataclass(frozen=True)
 class RedSync(DensitySparsifier):
-    """See `redsync`."""
+    """The compressor of `redsync`."""
 
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
         del parameter, state
@@ -239,15 +237,15 @@ class RedSync(DensitySparsifier):
 
 
 def redsync(density: float = 0.001, *, values: Compressor | None = None) -> RedSync:
-    """RedSync (Fang et al., arXiv 1808.04357): from ``mean + r (max - mean)`` of the magnitudes on, ``r`` by bisection.
+    """Return RedSync (Fang et al., arXiv 1808.04357): magnitudes from ``mean + r (max - mean)`` on.
 
-    The first ``r`` at which k to 2 k elements are chosen is taken. Where there is none (many equal magnitudes, or a
-    density so large that the threshold is below the mean) the k largest that are not zero are sent. Biased: needs error
-    feedback, which `attach` adds.
+    A bisection of ``r`` stops at the first at which k to 2 k elements are selected. If there is none (many equal
+    magnitudes, or a density so large that the threshold is below the mean) the k largest that are not zero are sent. It
+    is biased and needs error feedback, which `attach` adds.
 
     Args:
-        density: k / numel, in (0, 1]; the paper's is 0.1 %.
-        values: how chosen values are coded; None sends them as they are.
+        density: k / numel, in (0, 1]; 0.1 % in the paper.
+        values: code of the selected values; None sends them as they are.
 
     Raises:
         ValueError: a density outside (0, 1].
@@ -257,7 +255,7 @@ def redsync(density: float = 0.001, *, values: Compressor | None = None) -> RedS
 
 @dataclass(frozen=True)
 class MsTopK(DensitySparsifier):
-    """See `ms_top_k`."""
+    """The compressor of `ms_top_k`."""
 
     steps: int = 30
 
@@ -288,16 +286,16 @@ class MsTopK(DensitySparsifier):
 
 
 def ms_top_k(density: float = 0.01, *, steps: int = 30, values: Compressor | None = None) -> MsTopK:
-    """MSTopK (Shi et al., MLSys'21, arXiv 2010.10458): exactly ``k`` elements, by a search that sorts nothing.
+    """Return MSTopK (Shi et al., MLSys'21, arXiv 2010.10458): exactly ``k`` elements, by a search without sorting.
 
     A threshold between the mean and the largest magnitude is bisected ``steps`` times. All elements from the tightest
-    one on that fewer than k reach are taken; the rest, in the order of their ids, from those between it and the
-    tightest one that at least k reach. Biased: needs error feedback, which `attach` adds.
+    one on that fewer than k reach are sent; the rest, in the order of their ids, from those between it and the
+    tightest one that at least k reach. It is biased and needs error feedback, which `attach` adds.
 
     Args:
         density: k / numel, in (0, 1].
-        steps: of the search.
-        values: how chosen values are coded; None sends them as they are.
+        steps: number of steps of the search.
+        values: code of the selected values; None sends them as they are.
 
     Raises:
         ValueError: a density outside (0, 1]; no steps.
@@ -306,7 +304,7 @@ def ms_top_k(density: float = 0.01, *, steps: int = 30, values: Compressor | Non
 
 
 def _filled(selection: Selection, too_few: float, k: int) -> Selection:
-    """Those of a selection that reach a threshold, and as many of the others as make ``k``, the first ones."""
+    """Return ``k`` of a selection: those that reach a threshold, and the first of the others."""
     ids, chosen = selection
     sure, _ = kernels.select_at_least(chosen, too_few)
     taken = torch.zeros(ids.numel(), dtype=torch.bool).index_fill_(0, sure, True)

@@ -1,4 +1,4 @@
-"""A threshold from a sparsity-inducing distribution, fitted in stages to what the last threshold left."""
+"""A threshold from a sparsity-inducing distribution, fitted in stages to the elements above the last threshold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.compress.methods.sparsify import DensitySparsifier, Selection
 from thinwire.kernels import Moments
 
 FIRST_RATIO = 0.25
-"""What a stage leaves to the next one."""
+"""Fraction of the elements that a stage leaves to the next one."""
 ADAPT_EVERY = 5
 TOLERANCE = 0.2
 
@@ -24,8 +24,11 @@ DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 
 @dataclass(frozen=True)
 class Sidco(DensitySparsifier):
-    """See `sidco`. State: ``stages``; ``direction``, in which their number moves; ``steps`` since it was adapted,
-    ``ratio_sum`` of what they achieved over k, and the ``last_error`` of their mean."""
+    """The compressor of `sidco`.
+
+    State: ``stages``; ``direction``, in which their number moves; ``steps`` since it was adapted, ``ratio_sum`` of
+    their counts over k, and the ``last_error`` of the mean.
+    """
 
     distribution: Distribution = "exponential"
 
@@ -66,7 +69,7 @@ class Sidco(DensitySparsifier):
         return threshold
 
     def _excess(self, flat: Tensor, moments: Moments, threshold: float, ratio: float) -> float:
-        """By how much the ``ratio`` largest of the magnitudes above a threshold exceed it."""
+        """Return the excess over a threshold that the fraction ``ratio`` of the magnitudes above it reaches."""
         mean = moments.sum / moments.count - threshold
         if self.distribution == "exponential":
             return exponential_excess(mean, ratio)
@@ -79,19 +82,19 @@ class Sidco(DensitySparsifier):
 def sidco(
     density: float = 0.001, *, distribution: Distribution = "exponential", values: Compressor | None = None
 ) -> Sidco:
-    """SIDCo (Abdelmoniem et al., MLSys'21, arXiv 2101.10761): the quantile of a distribution fitted to the magnitudes.
+    """Return SIDCo (Abdelmoniem et al., MLSys'21, arXiv 2101.10761): a quantile of a distribution fitted to magnitudes.
 
-    The first stage fits the magnitudes that are not zero, each further one what exceeded the last threshold, of which a
-    quarter is left to the next stage, until the last one aims at k. After every fifth step the number of stages changes
-    by one if the mean count of these steps was not within 20 % of k. A threshold that does not leave 2/3 k to 4/3 k is
-    corrected as that of `gaussian_k`: so many elements are sent, or all that are not zero if there are fewer. Biased:
-    needs error feedback, which `attach` adds.
+    The first stage fits the magnitudes that are not zero, each further one those that exceed the last threshold, of
+    which a quarter is left to the next stage, until the last one aims at k. After every fifth step the number of stages
+    changes by one if the mean count of these steps was not within 20 % of k. A threshold that does not leave 2/3 k to
+    4/3 k is corrected like that of `gaussian_k`: that many elements are sent, or all that are not zero if there are
+    fewer. It is biased and needs error feedback, which `attach` adds.
 
     Args:
         density: k / numel, in (0, 1].
         distribution: "exponential" (of the magnitudes: a Laplace distribution of the gradient); "gamma", and a
             generalized Pareto distribution from the second stage on; "pareto", in all stages.
-        values: how chosen values are coded; None sends them as they are.
+        values: code of the selected values; None sends them as they are.
 
     Raises:
         ValueError: a density outside (0, 1]; an unknown distribution.
@@ -100,12 +103,12 @@ def sidco(
 
 
 def exponential_excess(mean: float, ratio: float) -> float:
-    """``-mean ln(ratio)``."""
+    """Return ``-mean ln(ratio)``."""
     return -mean * math.log(ratio)
 
 
 def gamma_excess(mean: float, mean_log: float, ratio: float) -> float:
-    """``-b (ln(ratio) + ln G(a))``, by the approximate maximum-likelihood fit of shape a and scale b; at least 0."""
+    """Return ``-b (ln(ratio) + ln G(a))``, at least 0, by the approximate maximum-likelihood shape a and scale b."""
     s = math.log(mean) - mean_log
     if not s > 1e-12:  # all magnitudes are equal
         return mean
@@ -114,7 +117,7 @@ def gamma_excess(mean: float, mean_log: float, ratio: float) -> float:
 
 
 def pareto_excess(mean: float, variance: float, ratio: float) -> float:
-    """``b (ratio^-a - 1) / a``, with ``q = mean^2 / variance``, ``a = (1 - q) / 2`` and ``b = mean (q + 1) / 2``."""
+    """Return ``b (ratio^-a - 1) / a``; ``q = mean^2 / variance``, ``a = (1 - q) / 2``, ``b = mean (q + 1) / 2``."""
     if not variance > 1e-12 * mean * mean:
         return mean
     quotient = mean * mean / variance
@@ -125,12 +128,12 @@ def pareto_excess(mean: float, variance: float, ratio: float) -> float:
 
 
 def _most_stages(ratio: float) -> int:
-    """So many that the last one need not choose less than a quarter."""
+    """Return the number of stages at which the last one need not select less than a quarter."""
     return max(1, math.ceil(math.log(ratio) / math.log(FIRST_RATIO)))
 
 
 def _adapt(state: State, achieved: float, most: int) -> None:
-    """One stage more or less. If that made it worse, or cannot be, the other way next time."""
+    """Change the number of stages by one. If that made it worse, or is impossible, reverse the direction."""
     state["steps"] += 1
     state["ratio_sum"] += achieved
     if state["steps"] < ADAPT_EVERY:

@@ -18,16 +18,16 @@ from thinwire.errors import CorruptMessageError
 
 @dataclass(frozen=True)
 class ScaledSign(Additive):
-    """``(||p||_1 / n) sign(p)`` of each block. Parts: signs, eight in a byte (uint8), and scales [blocks].
+    """The compressor to ``(||p||_1 / n) sign(p)`` of each block. Parts: signs (uint8, 8 in a byte), scales [blocks].
 
-    A zero, for which one bit has no room, has the sign of its index, of the step and of the rank: the signs of zeros
+    A zero, which one bit cannot express, gets the sign of its index, the step and the rank: the signs of zeros
     cancel out between steps.
 
     Args:
-        block: consecutive values that have one scale; None for all values of a parameter.
+        block: number of consecutive values with one scale; None for all values of a parameter.
 
     Raises:
-        ValueError: a block of less than 8 values, or of part of a byte.
+        ValueError: a block of less than 8 values, or that is no multiple of 8.
     """
 
     block: int | None = None
@@ -67,7 +67,7 @@ class ScaledSign(Additive):
         return Payload((signs, scales))
 
     def check_scales(self, scales: Tensor) -> None:
-        """Raises CorruptMessageError for scales that no rank sends."""
+        """Raise CorruptMessageError for scales that no rank sends."""
         low, high = (float(bound) for bound in scales.aminmax()) if scales.numel() else (0.0, 0.0)
         if not 0.0 <= low <= high < float("inf"):
             raise CorruptMessageError(f"signs with scales from {low:g} to {high:g}, which are means of magnitudes")
@@ -84,13 +84,13 @@ class ScaledSign(Additive):
 
 @dataclass(frozen=True)
 class SignSGD(ScaledSign):
-    """See `sign_sgd`. The scale is 1, or 0 where all of a gradient is zero: such a rank does not vote."""
+    """The compressor of `sign_sgd`. The scale is 1, or 0 if all of a gradient is zero: such a rank does not vote."""
 
     block: None = None  # all magnitudes are one
 
     @property
     def memory(self) -> Memory:
-        """None: magnitudes are gone for good."""
+        """Keeper of the unsent rest: none, because magnitudes are lost for good."""
         return Memory.OWN
 
     @property
@@ -103,7 +103,7 @@ class SignSGD(ScaledSign):
         return self._signed(flat, flat.new_full((min(1, flat.numel()),), float(votes)), state)
 
     def combine(self, payloads: Sequence[Payload], parameter: Parameter) -> Tensor:
-        """The majority's sign: -1, 1, or 0 for a tie."""
+        """Return the majority's sign: -1, 1, or 0 for a tie."""
         return super().combine(payloads, parameter).sign_()
 
     def check_scales(self, scales: Tensor) -> None:
@@ -113,7 +113,7 @@ class SignSGD(ScaledSign):
 
 @dataclass(frozen=True)
 class Signum(SignSGD, WholeTensor):
-    """`SignSGD` with the sign of the momentum, which each rank keeps. State: also ``momentum``."""
+    """A `SignSGD` with the sign of the momentum, which each rank keeps. State: also ``momentum``."""
 
     momentum: float = 0.9
 
@@ -134,15 +134,15 @@ class Signum(SignSGD, WholeTensor):
 
 
 def sign_sgd(momentum: float = 0.0) -> SignSGD:
-    """signSGD with majority vote (Bernstein et al., ICML'18 and ICLR'19): the sign of the sum of the ranks' signs.
+    """Return signSGD with majority vote (Bernstein et al., ICML'18 and ICLR'19): the sign of the sum of signs.
 
     One bit a value, and every element of the result is -1, 1, or 0 for a tie: **the learning rate must be some hundred
-    times smaller than with gradients**, as for Adam. Magnitudes are gone for good, so error feedback around it makes no
+    times smaller than with gradients**, as for Adam. Magnitudes are lost for good, so error feedback around it makes no
     sense; `ef_sign_sgd` has them.
 
     Args:
-        momentum: vote with the sign of ``m = momentum m + (1 - momentum) g`` (Signum), kept by each rank; 0 with that
-            of the gradient. The optimizer then has no momentum of its own for these parameters.
+        momentum: factor of ``m = momentum m + (1 - momentum) g``, kept by each rank, whose sign votes (Signum); 0 for
+            that of the gradient. The optimizer then has no momentum of its own for these parameters.
 
     Raises:
         ValueError: momentum outside [0, 1).
@@ -151,14 +151,15 @@ def sign_sgd(momentum: float = 0.0) -> SignSGD:
 
 
 def ef_sign_sgd(decay: float = 1.0, block: int | None = 128) -> ErrorFeedback:
-    """Signs with scales under error feedback (Karimireddy et al., ICML'19, Algorithm 1): ``(||p||_1 / n) sign(p)``.
+    """Return signs with scales under error feedback (Karimireddy et al., ICML'19): ``(||p||_1 / n) sign(p)``.
 
     One bit a value and one scale a block; with the memory it converges at the rate of SGD, with its learning rate.
 
     Args:
-        decay: of the memory, as in `error_feedback`.
-        block: consecutive values that have one scale. At 128 scales cost 1/4 bit a value, and most blocks lie within
-            one row of an embedding: rows differ by orders of magnitude. None has one scale a parameter, as the paper.
+        decay: decay of the memory, as in `error_feedback`.
+        block: number of consecutive values with one scale. At 128 scales cost 1/4 bit a value, and most blocks lie
+            within one row of an embedding: rows differ by orders of magnitude. None has one scale a parameter, as in
+            the paper.
 
     Raises:
         ValueError: a decay outside [0, 1]; a block that is no multiple of 8.

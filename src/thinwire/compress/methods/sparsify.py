@@ -1,4 +1,4 @@
-"""Sparsifiers: of a gradient some elements travel, with their places. Which ones, says each selection's own file."""
+"""Sparsifiers, which send some elements of a gradient with their ids; the ways to select are in other files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from thinwire.errors import CorruptMessageError
 from thinwire.wire import Format
 
 FORMATS = (Format.COO, Format.BITMAP, Format.ELIAS_FANO, Format.DENSE)
-"""In which ids travel, whichever is smallest; DENSE, which has none, where every element was chosen."""
+"""Formats of ids, of which the smallest is used; DENSE, without ids, is for a selection of all elements."""
 
 HEADER_BYTES = 16
 _HEADER = struct.Struct("<QQ")  # 56 bits of count and 8 of format; the checksum of what follows, mixed with the former
@@ -32,14 +32,14 @@ Selection = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Selector(Additive):
-    """Sends chosen elements of a gradient. Which parts stand for them, subclasses say.
+    """A compressor that sends selected elements of a gradient; subclasses define the parts of its payloads.
 
-    Payloads add up: elements that several ranks chose accumulate, 9 and 7 at one place give 16. Without ``values`` what
-    is sent is exact, and what error feedback keeps is exactly zero at the places that were sent. With them it keeps
-    there what the code lost.
+    Payloads add up: elements that several ranks selected accumulate, 9 and 7 at one index give 16. Without ``values``
+    sent elements are exact, and the memory of error feedback is exactly zero there. With them it keeps there the loss
+    of the code.
 
     Args:
-        values: how the vector of chosen values is coded, such as ``bf16()``; None sends it as it is.
+        values: code of the vector of selected values, such as ``bf16()``; None sends it as it is.
 
     Raises:
         ValueError: ``values`` that cannot code a vector by itself.
@@ -57,7 +57,7 @@ class Selector(Additive):
 
     @property
     def settings(self) -> tuple[str, ...]:
-        """What `name` says in brackets, before the code of the values."""
+        """Settings that `name` lists in brackets, before the code of the values."""
         return ()
 
     @property
@@ -71,14 +71,14 @@ class Selector(Additive):
 
     @abstractmethod
     def select(self, flat: Tensor, parameter: Parameter, state: State) -> Selection:
-        """Choose elements of a gradient [n]; the values share no memory with it."""
+        """Select elements of a gradient [n]; the values share no memory with it."""
 
     @abstractmethod
     def chosen(self, payload: Payload, parameter: Parameter) -> Selection:
-        """What a payload stands for, as ids and values in working dtype; they may share its memory."""
+        """Return ids and values of a payload, in working dtype; they may share its memory."""
 
     def fixed_count(self, parameter: Parameter) -> int | None:
-        """How many elements of every gradient are sent; None if that depends on the gradient."""
+        """Return the number of elements sent of every gradient, or None if that depends on the gradient."""
         del parameter
         return None
 
@@ -86,19 +86,19 @@ class Selector(Additive):
         return {} if self.values is None else {"values": self.values.init(values_of(parameter, parameter.numel))}
 
     def code(self, chosen: Tensor, parameter: Parameter, state: State) -> tuple[Tensor, ...]:
-        """The parts that stand for chosen values."""
+        """Return the parts that code selected values."""
         if self.values is None:
             return (chosen,)
         return self.values.compress(chosen, values_of(parameter, chosen.numel()), state["values"]).parts
 
     def decode(self, coded: tuple[Tensor, ...], count: int, parameter: Parameter) -> Tensor:
-        """The values that such parts stand for."""
+        """Return the values that such parts code."""
         if self.values is None:
             return coded[0]
         return self.values.decompress(Payload(coded), values_of(parameter, count))
 
     def code_specs(self, count: int | None, parameter: Parameter) -> tuple[PartSpec, ...]:
-        """The parts that stand for ``count`` values; None for any number of them."""
+        """Return the parts that code ``count`` values, or any number of them for None."""
         if self.values is None:
             return (PartSpec(parameter.working_dtype, count, parameter.numel),)
         specs = packed_code(self.values).part_specs(values_of(parameter, parameter.numel if count is None else count))
@@ -124,7 +124,7 @@ class Selector(Additive):
 
 @dataclass(frozen=True)
 class Sparsifier(Selector):
-    """Sends ids and values: ``parts`` are ids (int64 [k], strictly increasing) and values [k], or coded values.
+    """A selector of ids and values: ``parts`` are ids (int64 [k], strictly increasing) and values [k], or coded values.
 
     The exact schemes of `thinwire.sync` can add these up.
     """
@@ -138,7 +138,7 @@ class Sparsifier(Selector):
         return ids, self.decode(tuple(coded), ids.numel(), parameter)
 
     def pack(self, payload: Payload, parameter: Parameter) -> Tensor:
-        """Count and format of the ids, a checksum, ids and values; docs/compress-sparsifiers.md has the layout."""
+        """Return count and format of ids, a checksum, ids and values; docs/compress-sparsifiers.md has the layout."""
         ids, *coded = payload.parts
         rows = coded[0].view(-1, 1) if self.values is None else coded[0].new_empty(ids.numel(), 0)
         format = _format(ids.numel(), rows.shape[1] * rows.element_size(), parameter)
@@ -163,7 +163,7 @@ class Sparsifier(Selector):
         return Payload((ids, rows.view(-1)))
 
     def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
-        """Of a payload in memory; packed, its ids are smaller."""
+        """Return the parts of a payload in memory; packed, its ids are smaller."""
         count = self.fixed_count(parameter)
         return PartSpec(torch.int64, count, parameter.numel), *self.code_specs(count, parameter)
 
@@ -172,7 +172,7 @@ class Sparsifier(Selector):
         return None if count is None else self.packed_bytes_of(count, parameter)
 
     def packed_bytes_of(self, count: int, parameter: Parameter) -> int | None:
-        """Of so many elements; None if the code of their values has no fixed size."""
+        """Return the packed bytes of ``count`` elements, or None if the code of their values has no fixed size."""
         row_bytes = parameter.working_dtype.itemsize if self.values is None else 0
         format = _format(count, row_bytes, parameter)
         coded = 0 if self.values is None else packed_code(self.values).packed_bytes(values_of(parameter, count))
@@ -182,13 +182,13 @@ class Sparsifier(Selector):
 
 @dataclass(frozen=True)
 class DensitySelector(Selector):
-    """A selector that is told how much to send: ``k = max(1, round(density * numel))`` elements, or about so many.
+    """A selector with a density: it sends exactly or about ``k = max(1, round(density * numel))`` elements.
 
     At density 1 every element is sent, zeros too. Nothing is sent of an empty parameter.
 
     Args:
-        density: in (0, 1].
-        varying: whether the density changes from step to step, as in a warm-up, so that nobody knows sizes beforehand.
+        density: k / numel, in (0, 1].
+        varying: whether the density changes from step to step, as in a warm-up, so that sizes are not known beforehand.
         values: see `Selector`.
 
     Raises:
@@ -199,7 +199,7 @@ class DensitySelector(Selector):
     varying: bool = field(default=False, kw_only=True)
 
     has_fixed_count: ClassVar[bool] = False
-    """Whether as many elements are sent of every gradient of a parameter."""
+    """Whether the number of elements sent is the same for every gradient of a parameter."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -211,11 +211,11 @@ class DensitySelector(Selector):
         return (f"{self.density:g}",)
 
     def with_density(self, density: float) -> Self:
-        """The same with another density, as warm-up schedules need it."""
+        """Return the same selector with another density, for warm-up schedules."""
         return replace(self, density=density)
 
     def target(self, numel: int) -> int:
-        """k, of so many elements."""
+        """Return k for ``numel`` elements."""
         return min(numel, max(1, round(self.density * numel)))
 
     def fixed_count(self, parameter: Parameter) -> int | None:
@@ -229,12 +229,12 @@ class DensitySelector(Selector):
 
     @abstractmethod
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
-        """Choose about (or exactly, if `has_fixed_count`) ``k`` elements of [n], 0 < k < n."""
+        """Select about (or exactly, if `has_fixed_count`) ``k`` elements of [n], 0 < k < n."""
 
 
 @dataclass(frozen=True)
 class DensitySparsifier(DensitySelector, Sparsifier):
-    """A sparsifier that is told how much to send, see `DensitySelector`."""
+    """A sparsifier with a density, see `DensitySelector`."""
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ class _Whole:
 
 
 def _codes_vectors(values: Compressor) -> bool:
-    """Whether a compressor can code a vector of chosen values, of which it sees another one in each step."""
+    """Return whether a compressor can code a vector of selected values, which differ in each step."""
     return (
         isinstance(values, Packed)
         and not isinstance(values, (Selector, Joint, WholeTensor))
@@ -264,19 +264,19 @@ def _codes_vectors(values: Compressor) -> bool:
 
 
 def values_of(parameter: Parameter, count: int) -> Parameter:
-    """The vector of ``count`` chosen values, as the parameter that the code of values sees."""
+    """Return the parameter that stands for the vector of ``count`` selected values in the code of values."""
     return Parameter(parameter.name, (count,), parameter.working_dtype)
 
 
 def unpack_values(code: Packed, data: Tensor, chosen: Parameter) -> tuple[Tensor, ...]:
-    """The parts of coded values; ``data`` may be padded to a multiple of 8 bytes."""
+    """Return the parts of coded values; ``data`` may be padded to a multiple of 8 bytes."""
     size = code.packed_bytes(chosen)
     exact = size is not None and data.numel() == _aligned(size)
     return code.unpack(data[:size] if exact else data, chosen).parts
 
 
 def sealed(count: int, code: int, body: list[Tensor]) -> Tensor:
-    """A header and what follows it, padded to 8 bytes."""
+    """Return a header and the body after it, padded to 8 bytes."""
     size = sum(part.numel() for part in body)
     data = torch.empty(HEADER_BYTES + _aligned(size), dtype=torch.uint8)
     end = HEADER_BYTES
@@ -291,7 +291,7 @@ def sealed(count: int, code: int, body: list[Tensor]) -> Tensor:
 
 
 def opened(data: Tensor) -> tuple[int, int, Tensor]:
-    """Count, code and body of what `sealed` made.
+    """Return count, code and body from the result of `sealed`.
 
     Raises:
         CorruptMessageError: a length that no rank sends, or another checksum than the one announced.
@@ -318,5 +318,5 @@ def _aligned(size: int) -> int:
 
 
 def _snake(name: str) -> str:
-    """``TopK`` is ``top_k``."""
+    """Convert ``TopK`` to ``top_k``."""
     return "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("_")

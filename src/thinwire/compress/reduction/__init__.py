@@ -1,1 +1,1 @@
-"""How the compressed gradients of all ranks become their mean."""
+"""Reductions, which average the compressed gradients of all ranks."""

@@ -1,4 +1,4 @@
-"""Payloads of all ranks to all ranks, which each add them up: for whatever cannot be added before it is decoded."""
+"""The all-gather of payloads, which each rank adds up: for all payloads that cannot be added before decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thinwire.compress.wrappers import code_of, packed_code
 
 @dataclass(frozen=True)
 class AllGather(Reduction):
-    """Every rank sends its payloads to all others and combines what arrives in rank order, so all get the same bits."""
+    """A reduction in which every rank sends its payloads to all others and combines all in rank order."""
 
     name = "all_gather"
 
@@ -60,7 +60,7 @@ class AllGather(Reduction):
 def _shares(
     way: Stack, num_bytes: int, tasks: Sequence[Task], payloads: Sequence[Payload]
 ) -> dict[int, tuple[int, float]]:
-    """By place of a task its part of a packed stack, by the elements that are sent of it; and their density."""
+    """Return, by index of a task, its bytes of a packed stack, in proportion to its elements, and its density."""
     counts = [payloads[place].parts[0].numel() for place in way.places] if way.offsets else []
     counts = counts if any(counts) else [1] * len(way.places)
     ends = [num_bytes * end // max(1, sum(counts)) for end in accumulate(counts, initial=0)]
@@ -72,7 +72,7 @@ def _shares(
 
 
 def _combined(way: Stack, tasks: Sequence[Task], payloads: Sequence[Payload]) -> list[Tensor]:
-    """The means that the payloads of all ranks stand for; the states are told."""
+    """Return the means of all ranks' payloads, and finish the states."""
     if not way.offsets:
         return [combined(tasks[0], payloads)]
     code, parameter = way.plan
@@ -83,7 +83,7 @@ def _combined(way: Stack, tasks: Sequence[Task], payloads: Sequence[Payload]) ->
 
 
 def check_decodes_alone(compressor: Compressor, parameter: Parameter, done: str) -> None:
-    """Raises ValueError if only the sum of the payloads of all ranks stands for a gradient."""
+    """Raise ValueError if only the sum of the payloads of all ranks is a gradient."""
     code = code_of(compressor)
     if isinstance(code, Joint) or not isinstance(code, Packed):
         raise ValueError(
@@ -93,20 +93,20 @@ def check_decodes_alone(compressor: Compressor, parameter: Parameter, done: str)
 
 
 def encoded(compressor: Compressor, parameter: Parameter, gradient: Tensor, state: State) -> tuple[Tensor, float]:
-    """A packed payload, and the part of the elements that it holds."""
+    """Return a packed payload, and the fraction of the elements in it."""
     payload = compressor.compress(gradient, parameter, state)
     return packed_code(compressor).pack(payload, parameter), density(compressor, parameter, payload)
 
 
 def density(compressor: Compressor, parameter: Parameter, payload: Payload) -> float:
-    """The part of the elements that a payload holds; 1 for those that are not sparse."""
+    """Return the fraction of the elements in a payload; 1 for payloads that are not sparse."""
     if not isinstance(code_of(compressor), Sparsifier):
         return 1.0
     return payload.parts[0].numel() / max(1, parameter.numel)
 
 
 def combined(task: Task, payloads: Sequence[Payload]) -> Tensor:
-    """The mean that the payloads of all ranks stand for; the state is told."""
+    """Return the mean of all ranks' payloads, and finish the state."""
     mean = packed_code(task.compressor).combine(payloads, task.parameter)
     task.compressor.finish(mean, task.parameter, task.state)
     return mean

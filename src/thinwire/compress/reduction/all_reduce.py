@@ -1,4 +1,4 @@
-"""Payloads averaged inside an all-reduce: fewest bytes, where payloads of different ranks can be added."""
+"""Payloads averaged inside an all-reduce: fewest bytes, if payloads of different ranks can be added."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from thinwire.compress.wrappers import code_of, summable_code, unwrapped
 
 @dataclass(frozen=True)
 class AllReduce(Reduction):
-    """Parts are scaled by 1 / world_size and summed by the group's own all-reduce, in their own dtype.
+    """A reduction that scales parts by 1 / world_size and sums them by the group's all-reduce, in their own dtype.
 
-    All parts of one dtype travel as one tensor; as many rounds as the compressor with most of them needs.
+    All parts of one dtype travel as one tensor; the compressor with the most rounds sets their number.
     """
 
     name = "all_reduce"
@@ -71,7 +71,7 @@ class AllReduce(Reduction):
 
     @staticmethod
     def _encoded(tasks: Sequence[Task], peers: Peers) -> dict[int, Payload]:
-        """A failure here is told to the peers in place of the sum that they wait for."""
+        """Compress all tasks; a failure reaches the peers in place of the sum that they wait for."""
 
         def prepare() -> dict[int, Payload]:
             return {
@@ -83,13 +83,13 @@ class AllReduce(Reduction):
 
 
 def _code(task: Task) -> tuple[Summable, State]:
-    """What knows the payloads of a task, and its state."""
+    """Return the code of a task's payloads, and its state."""
     _, state = unwrapped(task.compressor, task.state)
     return summable_code(task.compressor), state
 
 
 def _averaged(payloads: dict[int, Payload], peers: Peers, stopwatch: Stopwatch) -> dict[int, Payload]:
-    """The mean of each payload, part by part. What is summed is newly allocated: a payload may be a view of a state."""
+    """Return the mean of each payload. Summed tensors are newly allocated: a payload may be a view of a state."""
     parts = [part for payload in payloads.values() for part in payload.parts]
     means: list[Tensor] = [torch.empty(0)] * len(parts)
     by_dtype: dict[torch.dtype, list[int]] = defaultdict(list)

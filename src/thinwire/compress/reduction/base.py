@@ -1,4 +1,4 @@
-"""The contract of a reduction: how the compressed gradients of all ranks become their mean, the same on every rank."""
+"""The interface of a reduction, which averages the compressed gradients of all ranks to the same bits on each."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ Plan = tuple[Compressor, Parameter]
 
 @dataclass
 class Stopwatch:
-    """Seconds in each phase. A second counts for the innermost phase only: encoding inside an exchange is encoding.
+    """A stopwatch of phases. A second counts for the innermost phase only: encoding inside an exchange is encoding.
 
-    ``listener`` is told of each stretch in one phase: which, its start and its end (`time.perf_counter`).
+    ``listener`` is called with the phase, start and end (`time.perf_counter`) of each stretch in one phase.
     """
 
     seconds: dict[Phase, float] = field(default_factory=lambda: dict.fromkeys(Phase, 0.0))
@@ -54,13 +54,13 @@ class Stopwatch:
 
 
 class Arrived(Protocol):
-    """A message of a rank, not looked at yet."""
+    """A message of a rank that is not verified yet."""
 
     def read(self, parse: Callable[[Tensor], T]) -> T:
-        """What ``parse`` makes of the bytes (uint8 [k], 8-byte aligned), once they are verified.
+        """Verify the bytes (uint8 [k], 8-byte aligned), and return the result of ``parse``.
 
         Raises:
-            CorruptMessageError: changed on the way, or refused by ``parse``; it names the sender.
+            CorruptMessageError: bytes that changed on the way, or that ``parse`` refused; it names the sender.
         """
         ...
 
@@ -68,7 +68,7 @@ class Arrived(Protocol):
 class Peers(Protocol):
     """The ranks, as a reduction sees them. Calls are collective: all ranks make the same ones in the same order.
 
-    What fails while a rank prepares what it sends is raised there, and as another error on the other ranks.
+    A failure while a rank prepares its message is raised there, and as another error on the other ranks.
     """
 
     @property
@@ -77,15 +77,15 @@ class Peers(Protocol):
     def world_size(self) -> int: ...
     @property
     def hosts(self) -> Sequence[Sequence[int]]:
-        """The ranks of each host; every rank is on exactly one."""
+        """Ranks of each host; every rank is on exactly one."""
         ...
 
     def among(self, ranks: Sequence[int]) -> Peers:
-        """Some of the ranks, this one among them, numbered in the order given; no `all_reduce`, no `sparse_sum`."""
+        """Return these ranks, this one among them, numbered in the order given; no `all_reduce`, no `sparse_sum`."""
         ...
 
     def attempt(self, prepare: Callable[[], T]) -> T:
-        """What ``prepare`` returns, where the next call is `all_reduce`, which cannot tell peers of a failure."""
+        """Return the result of ``prepare`` before an `all_reduce`, which cannot notify peers of a failure."""
         ...
 
     def all_reduce(self, tensor: Tensor) -> None:
@@ -93,11 +93,11 @@ class Peers(Protocol):
         ...
 
     def all_gather(self, prepare: Callable[[], Tensor], max_bytes: int) -> Sequence[Arrived]:
-        """The message (uint8, a multiple of 8 bytes, at most ``max_bytes``) of each rank, in rank order."""
+        """Gather the message (uint8, a multiple of 8 bytes, at most ``max_bytes``) of each rank, in rank order."""
         ...
 
     def all_to_all(self, prepare: Callable[[], Sequence[Tensor]], max_bytes: int) -> Sequence[Arrived]:
-        """What each rank, in rank order, prepared for this one."""
+        """Return the message that each rank, in rank order, prepared for this one."""
         ...
 
     def sparse_sum(
@@ -105,7 +105,7 @@ class Peers(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Add up sparse vectors of ``numel`` elements exactly, by the scheme of the peers, and multiply by ``scale``.
 
-        Takes and returns ids (int64 [k], strictly increasing) and values [k].
+        Both arguments and result are ids (int64 [k], strictly increasing) and values [k].
         """
         ...
 
@@ -116,8 +116,8 @@ class Task:
 
     Args:
         compressor, parameter: the same on all ranks.
-        gradient: of ``parameter.shape`` and working dtype, contiguous, finite; not written to.
-        state: as `Reduction.init` made it; updated in place.
+        gradient: a finite, contiguous tensor of ``parameter.shape`` and working dtype; not written to.
+        state: the state that `Reduction.init` made; updated in place.
     """
 
     compressor: Compressor
@@ -132,12 +132,12 @@ class Task:
 
 @dataclass(frozen=True, eq=False)
 class Result:
-    """What became of a task.
+    """The result of a task.
 
     Args:
-        mean: over the ranks, of the shape and dtype of the gradient; the same bits on every rank.
-        payload_bytes: of this rank's payloads, each counted once, without what a reduction adds.
-        density: the part of the elements that this rank sent.
+        mean: mean over the ranks, of the shape and dtype of the gradient; the same bits on every rank.
+        payload_bytes: bytes of this rank's payloads, each counted once, without headers of the reduction.
+        density: fraction of the elements that this rank sent.
     """
 
     mean: Tensor
@@ -152,16 +152,16 @@ class Reduction(ABC):
 
     @abstractmethod
     def check(self, compressor: Compressor, parameter: Parameter) -> None:
-        """Raises ValueError, saying what to do, if payloads of this compressor cannot be averaged this way."""
+        """Raise ValueError, saying what to do, if payloads of this compressor cannot be averaged this way."""
 
     def init(self, compressor: Compressor, parameter: Parameter, rank: int, world_size: int) -> State:
-        """State of a parameter before the first step; ``salt`` entries, where there are any, are set to the rank."""
+        """Return the state of a parameter before the first step, with ``salt`` entries set to the rank."""
         del world_size
         return salted(compressor.init(parameter), rank)
 
     @abstractmethod
     def run(self, tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> list[Result]:
-        """Average the gradients of all tasks: what they send to a peer travels in one message.
+        """Average the gradients of all tasks, with one message to each peer for all of them.
 
         Raises:
             CorruptMessageError, PeerError: see `Peers`.
@@ -169,14 +169,14 @@ class Reduction(ABC):
 
     @abstractmethod
     def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
-        """What `run` will send, headers included; None if it depends on the gradients."""
+        """Return the bytes that `run` will send, headers included, or None if they depend on the gradients."""
 
 
 class OwnReduction(Reduction):
-    """The reduction of one method, which needs it and which nothing else can take."""
+    """A reduction of one method, which needs it, and which no other method can use."""
 
     method: type[Compressor]
-    title: str  # of the method, as its paper writes it
+    title: str  # name of the method in its paper
 
     def check(self, compressor: Compressor, parameter: Parameter) -> None:
         if not isinstance(core_of(compressor), self.method):
@@ -191,7 +191,7 @@ class OwnReduction(Reduction):
 
 
 def salted(state: State, rank: int) -> State:
-    """The state with every ``salt`` in it set to the rank, so that ranks draw different random numbers."""
+    """Return the state with every ``salt`` in it set to the rank, so that ranks draw different random numbers."""
     return {
         name: salted(entry, rank) if isinstance(entry, dict) else rank if name == "salt" else entry
         for name, entry in state.items()
@@ -199,5 +199,5 @@ def salted(state: State, rank: int) -> State:
 
 
 def ring_bytes(tensor_bytes: int, world_size: int) -> int:
-    """Bytes that a rank sends in a ring all-reduce, rounded up to whole bytes."""
+    """Return the bytes that a rank sends in a ring all-reduce, rounded up."""
     return -(-2 * (world_size - 1) * tensor_bytes // world_size)

@@ -1,4 +1,4 @@
-"""Chosen elements added up by an exact scheme of `thinwire.sync`: of what a sparsifier kept, nothing is lost."""
+"""Selected elements added up by an exact scheme of `thinwire.sync`, which loses nothing more."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from thinwire.compress.wrappers import code_of
 
 @dataclass(frozen=True)
 class ByScheme(Reduction):
-    """Ids and values of all tasks of one dtype, stacked as one sparse vector, summed by a scheme: top-k over ZEN.
+    """A reduction of ids and values by a scheme, stacked as one sparse vector for each dtype: top-k over ZEN.
 
-    Elements that several ranks chose are added up before they travel on, so bytes follow the union of what was chosen
-    and not its sum over the ranks. Coded values are decoded before: a scheme adds plain ones.
+    Elements that several ranks selected are added up before they travel on, so bytes follow the union of selections
+    and not their sum over the ranks. Coded values are decoded before: a scheme adds plain ones.
 
     Args:
-        name: of the scheme that the `Peers` run.
+        name: name of the scheme that the `Peers` run.
     """
 
     name: str  # type: ignore[override]  # a class attribute elsewhere

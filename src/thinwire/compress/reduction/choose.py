@@ -1,4 +1,4 @@
-"""Which reduction a compressor takes: what its type allows, at the fewest bytes."""
+"""The choice of a reduction for a compressor: one that its type allows, with the fewest bytes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _GENERIC: dict[str, Reduction] = {reduction.name: reduction for reduction in (Al
 REDUCTIONS = tuple(_GENERIC)
 _OWN: tuple[OwnReduction, ...] = (OkTopkReduction(), HiTopKReduction())
 _WORTH_A_SECOND_CODING = 0.9
-"""Two shots code twice and lose twice: only for at least a tenth fewer bytes."""
+"""Ratio of bytes below which two shots are chosen: they code twice and lose twice."""
 
 
 def reduction_for(name: str, compressor: Compressor, parameter: Parameter, world_size: int) -> Reduction:
-    """The reduction of that name, or with "auto" the one of fewest bytes; any other name is that of a scheme.
+    """Return the reduction of that name, or with "auto" the one of fewest bytes; other names are schemes.
 
     A rank sends, of ``b`` packed bytes (sums of rounds for an all-reduce) on ``n`` ranks: inside an all-reduce and in
-    two shots ``2 (n - 1) / n b``, gathered ``(n - 1) b``. Sparse payloads are gathered: two shots would choose
-    again among what the ranks chose. A scheme is never taken by itself: what it saves depends on how often ranks choose
-    the same elements, which nobody knows beforehand. Methods that are a reduction too (`OwnReduction`) have it.
+    two shots ``2 (n - 1) / n b``, gathered ``(n - 1) b``. Sparse payloads are gathered: two shots would select again
+    among the ranks' selections. "auto" never chooses a scheme: its savings depend on how often ranks select the same
+    elements, which is not known beforehand. Methods with a reduction of their own (`OwnReduction`) get that.
 
     Raises:
         ValueError: payloads of the compressor cannot be averaged that way.

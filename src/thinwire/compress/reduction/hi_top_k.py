@@ -1,4 +1,4 @@
-"""HiTopKComm, the part that the ranks do together: dense inside a host, the largest of its sum to the other hosts."""
+"""HiTopKComm, the joint part of all ranks: dense inside a host, the largest elements of its sum to the other hosts."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class HiTopKReduction(OwnReduction):
-    """Reduce-scatter inside each host, all-gather of selections among ranks of one place, all-gather inside the host.
+    """A reduction by reduce-scatter in each host, all-gather of selections between hosts, and all-gather in the host.
 
-    Sums are in the order of the ranks of a host and then of the hosts, so all ranks get the same bits.
+    Selections travel among ranks of the same index on their hosts. Sums are in the order of the ranks of a host and
+    then of the hosts, so all ranks get the same bits.
     """
 
     name = HI_TOP_K
@@ -42,12 +43,15 @@ class HiTopKReduction(OwnReduction):
 
 
 _PAIRS = MsTopK(varying=True)
-"""How selections and their unions travel: of any size."""
+"""The code of selections and their unions, of any size."""
 
 
 class _Run:
-    """A failure does not stop a rank: it takes part to the end, tells the reason in place of its messages, and raises
-    then. So the reason reaches its host, its partners on the other hosts, and by them theirs."""
+    """One run of the reduction.
+
+    A failure does not stop a rank: it takes part to the end, sends the reason in place of its messages, and raises
+    then. So the reason reaches its host, its partners on the other hosts, and by them theirs.
+    """
 
     def __init__(self, tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> None:
         self._tasks, self._stopwatch, self._world_size = tasks, stopwatch, peers.world_size
@@ -84,7 +88,7 @@ class _Run:
             return [self._result(number, [of_place[number] for of_place in payloads]) for number in _range(self._tasks)]
 
     def _hand_in(self) -> list[Tensor]:
-        """Each shard of this rank's gradients, and what it remembers, to the rank of the host that has the shard."""
+        """Return each shard of this rank's gradients and memory, for the rank of the host that has the shard."""
         with self._stopwatch.phase(Phase.COMPRESS):
             payloads = [task.compressor.compress(task.gradient, task.parameter, task.state) for task in self._tasks]
             self._selectors = [self._selector(*pair) for pair in zip(self._tasks, payloads, strict=True)]
@@ -100,14 +104,14 @@ class _Run:
             return outgoing
 
     def _selector(self, task: Task, payload: Payload) -> MsTopK:
-        """What chooses in this step: all, where nothing crosses a network, and in dense steps of a warm-up."""
+        """Return the selector of this step: of everything on one host, and in dense steps of a warm-up."""
         core, _ = unwrapped(task.compressor, task.state)
         assert isinstance(core, HiTopK)
         is_dense = self._is_single_host or isinstance(payload, DensePayload)
         return core.selector.with_density(1.0) if is_dense else core.selector
 
     def _between_hosts(self, handed_in: Callable[[], Sequence[Arrived]]) -> list[Selection]:
-        """The mean of this rank's shards, as far as hosts sent them; nothing on ranks without."""
+        """Return the mean of this rank's shards, of all hosts' selections; nothing on ranks without shards."""
         if self._partners is None:
             handed_in()
             self._remember([None] * len(self._tasks))
@@ -135,7 +139,7 @@ class _Run:
             return [_mean([of_host[number] for of_host in payloads], self._world_size) for number in _range(plans)]
 
     def _summed(self, arrived: Sequence[Arrived]) -> list[Tensor]:
-        """This rank's shard of each task, added up over the ranks of the host; newly allocated."""
+        """Return this rank's shard of each task, added up over the ranks of the host; newly allocated."""
         parse = partial(packing.unpack, specs=self._specs(self._place))
         first, *others = [message.read(parse) for message in arrived]
         totals = [shard.clone() for shard in first]
@@ -145,7 +149,7 @@ class _Run:
         return totals
 
     def _remember(self, shards: Sequence[Tensor | None]) -> None:
-        """What is left of its shards stays with this rank; what it handed in does not."""
+        """Keep the unsent rest of this rank's shards, and nothing of the shards that it handed in."""
         for task, kept, is_remembering in zip(self._tasks, shards, self._remembering, strict=True):
             if not is_remembering:
                 continue
@@ -176,12 +180,12 @@ class _Run:
         return parameter.numel * place // self._num_shards, parameter.numel * (place + 1) // self._num_shards
 
     def _specs(self, place: int) -> list[packing.PartSpec]:
-        """How shards travel inside a host."""
+        """Return the parts by which shards travel inside a host."""
         spans = [(self._span(task.parameter, place), task.parameter.working_dtype) for task in self._tasks]
         return [packing.PartSpec(dtype, stop - start) for (start, stop), dtype in spans]
 
     def _plans(self, place: int) -> list[Plan]:
-        """How selections of shards travel."""
+        """Return the plans by which selections of shards travel."""
         spans = [(task.parameter, *self._span(task.parameter, place)) for task in self._tasks]
         return [(_PAIRS, _shard_of(parameter, stop - start)) for parameter, start, stop in spans]
 
@@ -201,7 +205,7 @@ def _range(items: Sequence[object]) -> range:
 
 
 def _deferred(work: Callable[[], T]) -> Callable[[], T]:
-    """Does the work now; what failed is raised where the result is asked for."""
+    """Do the work now, and return a function that returns its result or raises its error."""
     try:
         result = work()
     except Exception as error:

@@ -18,7 +18,7 @@ _LENGTH_BYTES = 8
 
 
 def join(packed: Sequence[Tensor]) -> Tensor:
-    """One message, newly allocated: uint8 [message_bytes]."""
+    """Return one message, newly allocated: uint8 [message_bytes]."""
     lengths = [data.numel() for data in packed]
     message = torch.empty(message_bytes(lengths), dtype=torch.uint8)
     end = _LENGTH_BYTES * len(packed)
@@ -31,7 +31,7 @@ def join(packed: Sequence[Tensor]) -> Tensor:
 
 
 def split(message: Tensor, count: int) -> list[Tensor]:
-    """The packed payloads, as views.
+    """Return the packed payloads of a message, as views.
 
     Raises:
         CorruptMessageError: lengths that do not add up to the message.
@@ -50,7 +50,7 @@ def split(message: Tensor, count: int) -> list[Tensor]:
 
 
 def unpack(message: Tensor, plans: Sequence[Plan]) -> list[Payload]:
-    """The payload of each plan.
+    """Return the payload of each plan.
 
     Raises:
         CorruptMessageError: see `split` and `Packed.unpack`; it names the parameter.
@@ -65,24 +65,24 @@ def unpack(message: Tensor, plans: Sequence[Plan]) -> list[Payload]:
 
 
 def message_bytes(lengths: Sequence[int]) -> int:
-    """Bytes of a message with payloads of these lengths."""
+    """Return the bytes of a message with payloads of these lengths."""
     return _LENGTH_BYTES * len(lengths) + sum(map(_aligned, lengths))
 
 
 def predicted_bytes(plans: Sequence[Plan]) -> int | None:
-    """Bytes of a message with its header; None if they depend on the gradients."""
+    """Return the bytes of a message with its header, or None if they depend on the gradients."""
     lengths = [packed_code(compressor).packed_bytes(parameter) for compressor, parameter in plans]
     known = [length for length in lengths if length is not None]
     return Header.NUM_BYTES + message_bytes(known) if len(known) == len(lengths) else None
 
 
 def max_bytes(plans: Sequence[Plan]) -> int:
-    """No rank has reason to send a longer message; a longer one is not even received."""
+    """Return the largest legal size of a message; a longer one is not even received."""
     return message_bytes([max_packed_bytes(compressor, parameter) for compressor, parameter in plans])
 
 
 def max_packed_bytes(compressor: Compressor, parameter: Parameter) -> int:
-    """For sizes that depend on the gradient: more than any code takes that is worth sending (an id and a value: 16)."""
+    """Return the largest legal size of a payload: above that of any code worth sending (an id and a value: 16)."""
     fixed = packed_code(compressor).packed_bytes(parameter)
     return 16 * parameter.numel + 4096 if fixed is None else fixed
 

@@ -1,8 +1,6 @@
-"""Ok-Topk's sparse all-reduce.
+"""Ok-Topk's sparse all-reduce: to the owners of regions, a common threshold, balance, to all.
 
-One gradient in a run of Ok-Topk: what this rank selected, what its region sums up to, and what passes of that.
-
-Ok-Topk, the part that the ranks do together: to the owners of regions, a common threshold, balance, to all.
+`OkTopkTask` is one gradient in a run: this rank's selection, the sums of its region, and those of them that pass.
 """
 
 from __future__ import annotations
@@ -46,19 +44,21 @@ _GLOBAL_TOLERANCE = (2 / 3, 4 / 3)
 
 
 class OkTopkTask:
-    """What a run of Ok-Topk knows of one task. Ids count from 0 in the parameter; in ``reduced`` and ``kept``, in the
-    region."""
+    """The state of one task in a run of Ok-Topk.
+
+    Ids count from 0 in the parameter; in ``reduced`` and ``kept``, in the region.
+    """
 
     def __init__(self, task: Task) -> None:
         core, self.state = unwrapped(task.compressor, task.state)
         assert isinstance(core, OkTopk)
         self.task, self.core, self.parameter = task, core, task.parameter
         self.selected: Selection
-        self.reduced: Selection  # of this rank's region: means that are not zero
-        self.counts: list[int] = []  # that each owner keeps
-        self.threshold = 0.0  # that this step's result reaches; 0 where counts alone tell what is kept
+        self.reduced: Selection  # non-zero means of this rank's region
+        self.counts: list[int] = []  # kept by each owner
+        self.threshold = 0.0  # of this step's result; 0 if counts alone decide what is kept
         self.kept: Selection
-        self.share: Selection | None = None  # what this rank sends to all instead, after balancing
+        self.share: Selection | None = None  # sent to all instead, after balancing
         self.sent_bytes = 0  # as plain ids and values
 
     @property
@@ -71,7 +71,7 @@ class OkTopkTask:
         self.selected = ids, values
 
     def sent(self, selection: Selection) -> Selection:
-        """The same, counted."""
+        """Return the selection, and count its bytes."""
         self.sent_bytes += selection[0].numel() * (8 + selection[1].element_size())
         return selection
 
@@ -79,7 +79,7 @@ class OkTopkTask:
         return int(self.state["bounds"][owner])
 
     def plan(self, owner: int) -> Plan:
-        """How pairs of a region travel."""
+        """Return the plan by which pairs of a region travel."""
         return self.core, region(self.parameter, self.state["bounds"], owner)
 
     def tally(self, world_size: int) -> Tally:
@@ -93,7 +93,7 @@ class OkTopkTask:
         )
 
     def decide(self, tallies: Sequence[Tally]) -> bool:
-        """Counts and threshold of this step, unless the threshold has to be found first."""
+        """Set counts and threshold of this step; return False if the threshold must be computed first."""
         if sum(tally.held for tally in tallies) <= self.k:
             self.counts = [tally.held for tally in tallies]
             return True
@@ -107,12 +107,12 @@ class OkTopkTask:
         return True
 
     def candidates(self, bound: float) -> Tensor:
-        """Magnitudes of this region that can be among the k largest, if those of all owners' are at least ``bound``."""
+        """Return magnitudes of this region that can be among the k largest of all, which are at least ``bound``."""
         values = self.reduced[1]
         return kernels.top_magnitudes(values, min(self.k, kernels.count_at_least(values, bound)))[1].abs()
 
     def decide_exactly(self, candidates: Sequence[Tensor]) -> None:
-        """The k largest of all candidates; of equal ones the first, in the order of owners and ids."""
+        """Keep the k largest of all candidates; of equal ones the first, in the order of owners and ids."""
         together = torch.cat(list(candidates))
         places, chosen = kernels.top_magnitudes(together, min(self.k, together.numel()))
         ends = list(accumulate((piece.numel() for piece in candidates), initial=0))
@@ -130,7 +130,7 @@ class OkTopkTask:
 
 
 def _rung(totals: Sequence[int], k: int) -> int | None:
-    """Of a ladder of thresholds, that reach so many, the one that is reused if it can be; else the nearest to k."""
+    """Return the rung to use, by the totals that reach each: the reused threshold's, or the nearest to k, or None."""
     reused = RUNGS.index(1.0)
     if is_reusable(totals[reused], k):
         return reused
@@ -139,7 +139,7 @@ def _rung(totals: Sequence[int], k: int) -> int | None:
 
 
 def mean_of(selections: Sequence[Selection]) -> Selection:
-    """Of all ranks' pairs of a region, added in rank order; without the places where they cancel out."""
+    """Return the mean of all ranks' pairs of a region, added in rank order, without elements that cancel out."""
     pieces = [(ids, values.view(-1, 1)) for ids, values in selections]
     ids, total = kernels.sum_rows(pieces)
     values = total.view(-1).div_(len(selections))
@@ -150,15 +150,16 @@ def mean_of(selections: Sequence[Selection]) -> Selection:
 T = TypeVar("T")
 
 _WORTH_A_ROUND = 1024
-"""Pairs, 6 to 8 kB: what a 100 Mbit/s link carries in the half millisecond that one more round takes at the least."""
+"""Least number of pairs that balancing must save, 6 to 8 kB: one more round costs at least half a millisecond, in which
+a 100 Mbit/s link carries them."""
 
 
 @dataclass(frozen=True)
 class OkTopkReduction(OwnReduction):
     """The O(k) sparse all-reduce of Li and Hoefler (PPoPP'22, section 3). Each parameter has regions and thresholds.
 
-    Rounds of messages: selected pairs to the owners of regions; counts of what passes; where they show that one owner
-    has too much, shares of it to the others; what passes to all. Every few steps also: boundaries of regions, before
+    Rounds of messages: selected pairs to the owners of regions; counts of passing sums; if they show that one owner has
+    too many, shares of them to the others; passing sums to all. Every few steps also: boundaries of regions, before
     all else, and the magnitudes from which the global threshold follows, after the counts.
     """
 
@@ -208,7 +209,7 @@ class _Run:
             one.state["bounds"] = bounds
 
     def _reduce(self) -> Sequence[Arrived]:
-        """Selected pairs to the owners of their regions; what each then holds, to all."""
+        """Send selected pairs to the owners of their regions, and return the tallies of all owners."""
         plans = [one.plan(self._rank) for one in self._ones]
         arrived = self._peers.all_to_all(self._push, stacked.max_bytes(plans))
 
@@ -235,7 +236,7 @@ class _Run:
             ]
 
     def _decide(self, arrived: Sequence[Arrived]) -> list[tuple[OkTopkTask, float]]:
-        """What each owner keeps; returns what has no threshold yet, and a magnitude that it is not below."""
+        """Decide what each owner keeps; return tasks without a threshold yet, each with a lower bound of it."""
         tallies = []
         for owner, message in enumerate(arrived):
             sizes = [one.plan(owner)[1].numel for one in self._ones]
@@ -273,7 +274,7 @@ class _Run:
         self._told(Phase.DECOMPRESS, decide)
 
     def _balance(self) -> tuple[Sequence[Arrived], list[OkTopkTask]]:
-        """Shares of what owners keep to all ranks, of tasks where one owner has far too much."""
+        """Send shares of kept sums to all ranks, for tasks in which one owner has far too many."""
         saved = [saved_by_balance(one.counts) for one in self._ones]
         if sum(saved) < _WORTH_A_ROUND:
             return [], []
@@ -293,7 +294,7 @@ class _Run:
         return self._peers.all_to_all(prepare, most), balanced
 
     def _gather(self, arrived: Sequence[Arrived], balanced: Sequence[OkTopkTask]) -> list[Result]:
-        """What passes to all, from its owners or from those who got shares of it."""
+        """Gather passing sums on all ranks, from their owners or from the ranks with shares of them."""
 
         def plan(one: OkTopkTask, owner: int) -> Plan:
             return (one.core, one.parameter) if one in balanced else one.plan(owner)
@@ -326,7 +327,7 @@ class _Run:
             one.share = ids, torch.cat([values for _, values in parts])
 
     def _told(self, phase: Phase, work: Callable[[], T]) -> T:
-        """What ``work`` returns. If it raises, the peers are told in place of the next message."""
+        """Return the result of ``work``. If it raises, peers receive the error in place of the next message."""
         try:
             with self._stopwatch.phase(phase):
                 return work()

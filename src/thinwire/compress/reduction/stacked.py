@@ -1,7 +1,7 @@
 """Sparse payloads of several parameters as one vector for each dtype: selected in each, then fused.
 
 Ids of small parameters would each need a header, a format and a checksum of their own, and each a call of every kernel
-on every rank's payload: of 14 matrices and 8 ranks on two cores decoding took 127 ms a step, as one vector 35.
+on every rank's payload: for 14 matrices and 8 ranks on two cores decoding cost 127 ms a step, as one vector 35.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from thinwire.wire import Header
 
 @dataclass(frozen=True)
 class Stack:
-    """Parameters whose payloads travel as one; or one parameter, as it is.
+    """Parameters whose payloads travel as one, or a single parameter.
 
     Args:
-        places: of them among the plans.
-        plan: how all of them are packed.
-        offsets: where each begins in the stack, and where the last one ends; empty for a parameter as it is.
-        num_sent: elements that are sent of all of them together; None if that depends on the gradients.
+        places: indices of the parameters among the plans.
+        plan: the plan that packs all of them.
+        offsets: start of each in the stack, and end of the last one; empty for a single parameter.
+        num_sent: number of elements sent of all of them together; None if that depends on the gradients.
     """
 
     places: tuple[int, ...]
@@ -39,19 +39,19 @@ class Stack:
     num_sent: int | None = None
 
     def pack(self, payloads: Sequence[Payload]) -> Tensor:
-        """Those of the parameters of the stack, in its order."""
+        """Pack the payloads of the parameters of the stack, in its order."""
         code, parameter = self.plan
         return packed_code(code).pack(self.joined(payloads), parameter)
 
     def joined(self, payloads: Sequence[Payload]) -> Payload:
-        """One payload for all."""
+        """Return one payload for all parameters."""
         if not self.offsets:
             return payloads[0]
         ids = torch.cat([payload.parts[0] + offset for payload, offset in zip(payloads, self.offsets, strict=False)])
         return Payload((ids, torch.cat([payload.parts[1] for payload in payloads])))
 
     def parts(self, flat: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-        """What each parameter has of a tensor of the stack, as views of it."""
+        """Return the part of each parameter in a tensor of the stack, as views of it."""
         if not self.offsets:
             return [flat]
         sizes = [end - start for start, end in pairwise(self.offsets)]
@@ -72,7 +72,7 @@ class Stack:
 
 
 def stacks(plans: Sequence[Plan]) -> list[Stack]:
-    """How payloads travel: those with a `stack_code` together by dtype, the others as they are."""
+    """Return the stacks of payloads: those with a `stack_code` together by dtype, each other one by itself."""
     together: dict[torch.dtype, list[int]] = {}
     found = []
     for place, (compressor, parameter) in enumerate(plans):
@@ -86,13 +86,13 @@ def stacks(plans: Sequence[Plan]) -> list[Stack]:
 
 
 def pack(selections: Sequence[Selection], plans: Sequence[Plan]) -> Tensor:
-    """One message (uint8, a multiple of 8 bytes), newly allocated; the plans code values as they are."""
+    """Return one message (uint8, a multiple of 8 bytes), newly allocated; the plans code values as they are."""
     packed = [stack.pack([Payload(selections[place]) for place in stack.places]) for stack in stacks(plans)]
     return messages.join(packed)
 
 
 def unpack(message: Tensor, plans: Sequence[Plan]) -> list[Selection]:
-    """What each parameter has of a message; values may share its memory.
+    """Return the selection of each parameter in a message; values may share its memory.
 
     Raises:
         CorruptMessageError: see `thinwire.compress.reduction.messages.unpack`.
@@ -109,19 +109,19 @@ def unpack(message: Tensor, plans: Sequence[Plan]) -> list[Selection]:
 
 
 def max_bytes(plans: Sequence[Plan]) -> int:
-    """No rank has reason to send a longer message."""
+    """Return the largest legal size of a message."""
     return messages.message_bytes([stack.max_bytes for stack in stacks(plans)])
 
 
 def predicted_bytes(plans: Sequence[Plan]) -> int | None:
-    """Bytes of a message with its header; None if they depend on the gradients."""
+    """Return the bytes of a message with its header, or None if they depend on the gradients."""
     lengths = [stack.packed_bytes for stack in stacks(plans)]
     known = [length for length in lengths if length is not None]
     return Header.NUM_BYTES + messages.message_bytes(known) if len(known) == len(lengths) else None
 
 
 def stack_code(compressor: Compressor) -> Sparsifier | None:
-    """The sparsifier that packs payloads of several parameters as one; None for what packs its own."""
+    """Return the sparsifier that packs payloads of several parameters as one, or None if they are packed apart."""
     while isinstance(compressor, (ErrorFeedback, MomentumCorrection)):
         compressor = compressor.inner
     return compressor if isinstance(compressor, Sparsifier) and compressor.values is None else None

@@ -1,4 +1,4 @@
-"""Two shots: pieces to their owners, which decode, add and encode again; sums to all. Bytes do not grow with ranks."""
+"""Two shots: pieces to owners, which decode, add and encode again; sums to all. Bytes do not grow with ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from thinwire.compress.wrappers import Wrapper, core_of, packed_code
 
 @dataclass(frozen=True)
 class TwoShot(Reduction):
-    """All-to-all of compressed pieces, local sum, all-gather of compressed sums, as 1-bit Adam compresses.
+    """A reduction by all-to-all of compressed pieces, local sum, all-gather of compressed sums, as in 1-bit Adam.
 
-    Rank r owns the r-th piece of every flat gradient. What the owner loses when it encodes the mean again it keeps in
-    a memory of its own (the *server error* of Tang et al., ICML'21, next to the *worker error* of each rank), unless
-    the compressor is unbiased. Each rank sends 2 (n - 1) / n of a payload, however many ranks there are.
+    Rank r owns the r-th piece of every flat gradient. The owner keeps its loss from encoding the mean again in a memory
+    of its own (the *server error* of Tang et al., ICML'21, next to the *worker error* of each rank), unless the
+    compressor is unbiased. Each rank sends 2 (n - 1) / n of a payload, for any number of ranks n.
 
-    State of a parameter: ``pieces``, the worker's state of each piece by the number of its owner, and ``server``.
+    State of a parameter: ``pieces``, the worker's state of each piece by the index of its owner, and ``server``.
     """
 
     name = "two_shot"
@@ -61,7 +61,7 @@ class TwoShot(Reduction):
 
 
 class _Shots:
-    """One run: what is sent in each shot, and what comes of it."""
+    """One run: the messages of each shot, and their results."""
 
     def __init__(self, tasks: Sequence[Task], rank: int, world_size: int, stopwatch: Stopwatch) -> None:
         plans = [task.plan for task in tasks]
@@ -72,12 +72,12 @@ class _Shots:
         self._sent_elements = [0.0] * len(tasks)
 
     def push(self) -> list[Tensor]:
-        """The message for each owner: this rank's payload of its piece of each gradient."""
+        """Return the message for each owner: this rank's payload of its piece of each gradient."""
         with self._stopwatch.phase(Phase.COMPRESS):
             return [messages.join(self._packed_for(owner)) for owner in range(self._world_size)]
 
     def pull(self, arrived: Sequence[Arrived]) -> Tensor:
-        """The message for all: the mean of this rank's own piece of each gradient, encoded again."""
+        """Return the message for all: the mean of this rank's own piece of each gradient, encoded again."""
         plans = self.pushed[self._rank]
         with self._stopwatch.phase(Phase.DECOMPRESS):
             payloads = [message.read(partial(messages.unpack, plans=plans)) for message in arrived]
@@ -124,12 +124,12 @@ class _Shots:
 
 
 def server_side(compressor: Compressor) -> Compressor:
-    """What an owner encodes a mean by: without the worker's memory or momentum, with a memory of its own if biased."""
+    """Return an owner's compressor of means: without the worker's memory or momentum, with its own memory if biased."""
     return with_memory(_bare(compressor))
 
 
 def pieces(parameter: Parameter, world_size: int) -> list[Parameter]:
-    """The piece of a flat gradient that each rank owns: even ones, named such as ``fc.weight[2/8]``."""
+    """Return the piece of a flat gradient that each rank owns: even ones, with names such as ``fc.weight[2/8]``."""
     return [_piece(parameter, owner, world_size) for owner in range(world_size)]
 
 

@@ -1,2 +1,2 @@
-"""`torch.distributed.checkpoint` beside checkpoints in memory: the tier on disk, and its reader and writer in
+"""Connection of in-memory checkpoints to `torch.distributed.checkpoint`: the tier on disk, and a reader and writer in
 memory."""

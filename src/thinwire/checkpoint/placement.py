@@ -122,8 +122,8 @@ def recovery_probability(machines: int, replicas: int, failed: int) -> float:
     """Return the probability that every shard has a copy left if any ``failed`` of the machines are lost at once.
 
     It is exact for the result of `placement`, with any domains: integers up to the last division. It equals the bound
-    of the paper (Corollary 1) where ``replicas`` divides ``machines`` and less than two groups can be lost; that is a lower
-    bound elsewhere.
+    of the paper (Corollary 1) where ``replicas`` divides ``machines`` and less than two groups can be lost; elsewhere
+    that is a lower bound.
 
     Raises:
         ValueError: `placement` refuses, or not 0 <= failed <= machines.

@@ -194,7 +194,7 @@ class Agreement:
         return obstacle, newest if ours and newest is not None else -1, self.status["free"]
 
     def _hurry(self, client: HolderClient) -> None:
-        """Backward is over and the network idle: what is nearly sent can be sent now."""
+        """Backward is over and the network idle: a nearly complete version can be sent now."""
         speed, seconds = self.link_bytes_per_second, _HURRY_SHARE * self._pacer.iteration_seconds
         if speed is None or int(self.status["bytes_pending"]) > speed * seconds:
             return
@@ -220,7 +220,7 @@ class Agreement:
             return None
 
     def _offer(self, num_bytes: int) -> None:
-        """Have a version sent, and what is pending from before, in the gaps of the network."""
+        """Have a version, and pending bytes of earlier ones, sent in the gaps of the network."""
         client = self._registration.client
         if client is None or not self._registration.peers:
             return

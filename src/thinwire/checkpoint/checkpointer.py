@@ -137,7 +137,7 @@ class Checkpointer:
         It loads in place, the same step on all ranks. None if there is no version, so that training starts afresh; a
         warning says why if versions of the run cannot be used. Call it on all ranks, before the first `step`.
 
-        The number of ranks may differ from before: docs/checkpoint.md says what each of them gets.
+        The number of ranks may differ from before: docs/checkpoint.md describes the state of each.
 
         Raises:
             ValueError: there are only versions of another model, or too few shards of those of another number of ranks.
@@ -146,7 +146,7 @@ class Checkpointer:
         cycle, agreement = self._cycle, self._agreement
         cycle.settle()
         cycle.drop_turn()
-        agreement.keep = -1  # what is trained from here on is another history
+        agreement.keep = -1  # training from here on is another history
         restored = self._restorer.restore()  # the worker has nothing to do now, so the group is free
         agreement.attempt, cycle.started, self._foreign = restored.attempt, True, restored.foreign
         if restored.step is not None:

@@ -1,4 +1,4 @@
-"""Copies of a state into a slot in shared memory: at once what may change at any time, the rest beside the training.
+"""Copies of a state into a slot in shared memory: at once any tensor that may change, the rest beside the training.
 
 Parameters and the optimizer's state are written by ``optimizer.step`` alone. So they are copied on another thread while
 the next forward and backward run, and ``optimizer.step`` waits for the copy (GEMINI, SOSP'23: the checkpoint of a step
@@ -244,7 +244,7 @@ class Copier:
 
 
 def copy_of(client: HolderClient | None, step: int, attempt: int) -> tuple[bytes, memoryview]:
-    """Return layout and payload of the own version of that step, once it is complete; nobody else waits meanwhile.
+    """Return layout and payload of the own version of that step, once it is complete; no other thread waits meanwhile.
 
     Raises ThinwireError if it does not become complete.
     """

@@ -77,7 +77,7 @@ def replicas_of_ranks(
     """Return for each rank the ranks beside whose state its shard is held: itself first.
 
     The j-th rank of a machine goes to the j-th ranks of other machines, so that all network interfaces work, and the
-    loss of a machine takes one copy of a shard, never two. To a machine with fewer ranks, j wraps around.
+    loss of a machine costs one copy of a shard, never two. To a machine with fewer ranks, j wraps around.
 
     Args:
         ranks_of_machines: the ranks on each machine, in the order of their local ranks.
@@ -107,7 +107,7 @@ def survives(holders: Holders, failed: Collection[int]) -> bool:
 
 
 def sharing_domains(holders: Holders, domains: Sequence[Hashable]) -> tuple[int, ...]:
-    """Return the machines whose shards have two copies in one domain, so that one loss takes both.
+    """Return the machines whose shards have two copies in one domain, so that one loss costs both.
 
     Example:
         >>> sharing_domains(placement(4, 2), ["rack a", "rack a", "rack b", "rack c"])

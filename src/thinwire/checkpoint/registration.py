@@ -103,7 +103,7 @@ class Registration:
                 stacklevel=4,
             )
             self.replicas = 1
-        peers_of(self.rank, self.holders, self.replicas)  # says what to do if there are too few machines
+        peers_of(self.rank, self.holders, self.replicas)  # raises an error with advice if there are too few machines
 
     def _connect(self, start: bool = False) -> HolderClient:
         """To the holder of this host, which is started if all ranks of the job are on this host."""

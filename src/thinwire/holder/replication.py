@@ -113,8 +113,6 @@ def receive_payload(connection: Connection, slot: Slot, manifest: Manifest, idle
 
     Raises CorruptMessageError for a wrong digest, LostPeerError if it breaks off. After a wrong digest the conversation
     can go on; after any other error it cannot.
-
-    After a wrong digest the conversation can go on; after any other error it cannot.
     """
     done, checked = 0, 0
     checks: list[Future[int]] = []

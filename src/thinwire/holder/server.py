@@ -1,4 +1,4 @@
-"""The holder: one process on each host that keeps checkpoint versions in memory, whatever becomes of the trainers."""
+"""The holder: one process on each host that keeps checkpoint versions in memory beyond the life of the trainers."""
 
 from __future__ import annotations
 
@@ -127,9 +127,6 @@ class Holder:
 
         A replica never replaces a newer version; a version fetched when ``recovering`` may. Raises ThinwireError if no
         slot is free, ValueError if it does not fit.
-
-        A replica never takes the place of a newer version; what is fetched when ``recovering`` may.
-        Raises ThinwireError if no slot is free, ValueError if it does not fit.
         """
         holding = self.store.begin(shard, keep, None if recovering else manifest.order, recovering)
         if holding is None:

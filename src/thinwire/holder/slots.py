@@ -81,8 +81,6 @@ class Slot:
     """One slot over a file descriptor of shared memory (a memfd, or a file in a tmpfs), which it owns.
 
     Not thread-safe: change its state with a lock held.
-
-    Not thread-safe: whoever changes its state holds a lock.
     """
 
     def __init__(self, descriptor: int, size: SlotSize, writable: bool = True) -> None:
@@ -221,9 +219,6 @@ class SlotView:
 
     ``order``: (attempt, step) of a complete version. ``busy``: being written or read. ``settled``: nothing more will be
     done for it (its replicas are acknowledged or given up).
-
-    ``busy``: being written or read. ``settled``: nothing more will be done for it (its replicas are acknowledged or
-    given up).
     """
 
     order: tuple[int, int] | None
@@ -238,7 +233,7 @@ def choose_slot(
 
     An empty one is best. A complete one may go only if another complete one stays, and if it is not ``keep``, the
     newest version that every owner has everywhere; then those older than ``keep`` go first, and a newer one only once
-    it is settled. Without ``keep``, the oldest settled one goes. With ``before``, only what is older than that goes.
+    it is settled. Without ``keep``, the oldest settled one goes. With ``before``, only older versions than that go.
 
     Example: choose_slot([SlotView((0, 4), False), SlotView((0, 5), False)], keep=(0, 5)) == 0
     """

@@ -30,9 +30,6 @@ class HolderOptions:
     ``bind`` is the address on which peers reach this host, ``port`` 0 picks a free one. With ``detach`` the holder
     outlives the process that starts it, and logs to ``<socket>.log``. ``ready_file`` gets the address and the like, as
     JSON.
-
-    ``bind`` is the address on which peers reach this host, ``port`` 0 takes a free one. With ``detach`` the holder
-    outlives whoever starts it, and logs to ``<socket>.log``. ``ready_file`` gets the address and the like, as JSON.
     """
 
     bind: str = "127.0.0.1"

@@ -1,1 +1,2 @@
-"""Beside the library: demo, benchmarks, analysis, testbed and studies. It imports the library, never the reverse."""
+"""Programs beside the library: demo, benchmarks, analysis, testbed and studies. They import the library, never the
+reverse."""

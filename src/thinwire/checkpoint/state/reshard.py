@@ -50,7 +50,7 @@ def plan_moves(targets: Targets, layouts: Mapping[int, StateLayout], like: int) 
         layouts: the layouts of all ranks that stored the state.
 
     Raises:
-        ValueError: elements that nobody has stored.
+        ValueError: elements that no rank has stored.
     """
     holders: dict[str, dict[tuple[int, ...], tuple[int, int]]] = defaultdict(dict)
     for owner in sorted(layouts, key=lambda owner: owner != like):  # rank like first, so equal parts come from it

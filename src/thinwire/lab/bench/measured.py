@@ -22,7 +22,7 @@ from thinwire.measure.training import How, Training, check, measure_training
 from thinwire.plan.measurement import Measurement
 
 OnStage = Callable[[str], None]
-"""Told what is measured next."""
+"""Function called with the name of the next measurement."""
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TWO_LEVEL_PREFIX, TwoLevel
 
 AGSPARSE_TORCH = "agsparse_torch"
-"""Not a scheme of thinwire: torch's own all_reduce of a sparse tensor over Gloo, as the baseline."""
+"""Name of the baseline: torch's own all_reduce of a sparse tensor over Gloo, not a scheme of thinwire."""
 METHODS = (*NAMED, AUTO, AGSPARSE_TORCH)
 
 

@@ -160,7 +160,7 @@ RECIPES: dict[str, Recipe] = {
         ),
     )
 }
-"""The workloads of ZEN's table of models, by name. What the law with one exponent reaches, in expectation:
+"""The workloads of ZEN's table of models, by name. In expectation, the law with one exponent reaches:
 
 - `lstm`: skewness 71.0 over 128 partitions, densification 13.7 at 128 ranks. Both targets, one exponent.
 - `nmt`, `bert`: densification fitted exactly; 72 % of the non-zeros fall in the first of 8 partitions (over

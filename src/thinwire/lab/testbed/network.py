@@ -263,7 +263,7 @@ def _system_call(name: str, *arguments: int) -> None:
 
 
 def _in_new_thread(function: Callable[[], Result]) -> Result:
-    """Run `function` in a thread of its own, which takes its change of namespace with it when it ends."""
+    """Run `function` in a thread of its own, so that its change of namespace ends with it."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 

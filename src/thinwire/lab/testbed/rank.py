@@ -114,7 +114,7 @@ def _process_group(setup: RankSetup) -> Iterator[None]:
 
 
 def _die_with_launcher() -> None:
-    """Have the kernel kill this process when the fork server or the launcher ends, in whatever way.
+    """Have the kernel kill this process when the fork server or the launcher ends in any way.
 
     The fork server is the parent in the eyes of the kernel, and it lives as long as its children do; so the
     launcher is watched through the pipe that it holds open, whose end raises SIGKILL instead of SIGIO.

@@ -30,7 +30,7 @@ from thinwire.lab.testbed.network import Link
 SLOTS = 2  # of each shard, on each host that holds it
 
 OnProgress = Callable[[str], None]
-"""Told what was just done, once for each of `CheckpointBenchmark.parts`."""
+"""Function called with the name of each finished part, once for each of `CheckpointBenchmark.parts`."""
 
 
 @dataclass(frozen=True)

@@ -69,7 +69,7 @@ class Accelerator:
 
 
 class Compute(torch.autograd.Function):
-    """The identity, at a cost of some accelerator seconds in forward, and twice as many in backward."""
+    """Identity function at a cost of some accelerator seconds in forward, and twice that in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, accelerator: Accelerator, seconds: float) -> Tensor:

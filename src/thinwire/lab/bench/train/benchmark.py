@@ -21,7 +21,7 @@ from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 
 OnStep = Callable[[str, int, int, float], None]
-"""Called with (method, seed, steps done, loss of rank 0's batch)."""
+"""Function called with (method, seed, steps done, loss of rank 0's batch)."""
 
 
 @dataclass(frozen=True)

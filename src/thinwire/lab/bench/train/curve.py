@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 EVALUATIONS = 30
-"""Of a run without its extra steps; the last tenth of them is the end of the run."""
+"""Number of evaluations in a run without its extra steps; the last tenth of them is the end of the run."""
 
 
 def evaluation_steps(steps: int) -> tuple[int, ...]:

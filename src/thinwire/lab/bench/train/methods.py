@@ -1,7 +1,7 @@
 """Methods of `thinwire bench train` by name, and their settings.
 
-``NAME`` takes the settings of the table below; ``NAME:density=0.001`` changes some of them. Every method of thinwire
-also takes ``warm_up``, the share of the steps over which `thinwire.compress.warm_up` leads to it, and ``exchange``,
+``NAME`` has the settings of the table below; ``NAME:density=0.001`` changes some of them. Every method of thinwire
+also accepts ``warm_up``, the share of the steps over which `thinwire.compress.warm_up` leads to it, and ``exchange``,
 ``fuse`` and ``ahead``, which are passed on to `thinwire.attach`. With ``fuse``, ``ahead=False`` and ``plan`` the model
 is a plain module, whose gradients can travel in any groups; see `thinwire.lab.bench.train.planned`.
 """
@@ -94,7 +94,7 @@ SETTINGS: dict[str, MethodSetting] = {
     "ok_topk": MethodSetting({"density": 0.01}),
     "hi_top_k": MethodSetting({"density": 0.01}),
 }  # fmt: skip
-"""Of thinwire's own methods. What is not given here is the constructor's default."""
+"""Settings of thinwire's own methods; arguments not given here have the constructor's defaults."""
 
 
 def method_of(text: str, job: Job, steps: int, world_size: int) -> Method:

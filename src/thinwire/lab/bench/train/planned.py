@@ -1,8 +1,8 @@
 """Methods whose gradients travel in groups of a policy or a plan, as given by their texts.
 
 ``fuse=cupcake``, ``fuse=byte_cap(mb=4)``, ``fuse=safusion(align=False;adapt=False)``: a policy of `thinwire.fuse`.
-``ahead=False`` compresses a group as one flat tensor. ``plan`` measures the job before its first step and takes the
-best plan, which may be to do nothing; ``plan:file=plan.json`` takes one that is there.
+``ahead=False`` compresses a group as one flat tensor. ``plan`` measures the job before its first step and uses the
+best plan, which may be to do nothing; ``plan:file=plan.json`` uses a saved one.
 """
 
 from __future__ import annotations

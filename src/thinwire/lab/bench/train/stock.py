@@ -18,7 +18,7 @@ from thinwire.lab.bench.train.account import Account, covered_seconds
 
 POWER_SGD_RANK = 4
 POWER_SGD_START_STEP = 10
-"""Torch's hook all-reduces exactly before it; it asks for at least 2, because DDP rebuilds its buckets."""
+"""Step before which torch's hook all-reduces exactly; it requires at least 2, because DDP rebuilds its buckets."""
 
 
 class StockDdp:

@@ -85,7 +85,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     """Return in one or two honest sentences whether compression pays on this link, by the time to stock DDP's final
     loss.
 
-    Lossy methods of thinwire count as compression; a bfloat16 all-reduce and torch's own hook are what they must beat.
+    Lossy methods of thinwire count as compression; a bfloat16 all-reduce and torch's own hook are their baselines.
     """
     summaries = {summary.method: summary for summary in summarize(rows)}
     if DDP not in summaries:

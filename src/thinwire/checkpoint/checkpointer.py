@@ -222,8 +222,7 @@ class Checkpointer:
         return {"checkpoint/steps": float(self._cycle.step), **found}
 
     def close(self) -> None:
-        """Close the connection. The holders keep their versions and send them to the peers; a second call does
-        nothing."""
+        """Close the connection. The holders keep their versions and send them on; a second call does nothing."""
         if self._group is None:
             return
         synchronizer = self._training.synchronizer

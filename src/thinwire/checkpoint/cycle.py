@@ -32,8 +32,7 @@ T = TypeVar("T")
 
 
 class Worker:
-    """A daemon thread that does one job after the other; a job that waits for a dead peer does not keep the process
-    alive."""
+    """A daemon thread that does one job after the other; a job that waits for a dead peer does not block the exit."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()

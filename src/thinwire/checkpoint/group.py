@@ -44,8 +44,8 @@ def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def failures_of(reason: str, group: dist.ProcessGroup) -> str:
-    """Return why ranks failed, of at most four of them, or an empty text; collective. Each passes its reason or an
-    empty one."""
+    """Return the reasons of at most four failed ranks, or an empty text; collective. A rank without failure passes
+    ""."""
     failed = [f"rank {rank}: {each}" for rank, each in enumerate(gather_json(reason, group)) if each]
     return "; ".join(failed[:4])
 

@@ -1,5 +1,4 @@
-"""Registration of the ranks with their holders: hosts, the destinations of replicas, and recovery from a lost
-holder."""
+"""Registration of the ranks with their holders: hosts, destinations of replicas, and recovery from a lost holder."""
 
 from __future__ import annotations
 
@@ -34,8 +33,7 @@ def room_bytes(payload_bytes: int) -> int:
 
 
 def peers_of(rank: int, holders: Sequence[str], replicas: int) -> list[str]:
-    """Return the addresses of the holders that get a copy of a rank's shard. Ranks with the same holder are one
-    machine."""
+    """Return the addresses of the holders that get a copy of a rank's shard. Ranks with one holder are one machine."""
     ranks_of: dict[str, list[int]] = {}
     for other, holder in enumerate(holders):
         ranks_of.setdefault(holder, []).append(other)

@@ -13,8 +13,7 @@ from thinwire.checkpoint.registration import Registration
 def statistics(
     records: Records, agreement: Agreement, registration: Registration, pacer: Pacer, tier: PersistentTier | None
 ) -> dict[str, float | str]:
-    """Return the statistics, with slash names; texts for people are ``checkpoint/grants`` and
-    ``checkpoint/schedule``."""
+    """Return the statistics by slash name; ``checkpoint/grants`` and ``checkpoint/schedule`` are texts for people."""
     found = records.stats()
     return {
         **found,

@@ -210,8 +210,7 @@ class HolderClient:
         return self.request("status")
 
     def holder_status(self) -> dict[str, Any]:
-        """Return the status of the whole holder: pid, address (for peers), budget_bytes, used_bytes, traffic,
-        shards."""
+        """Return the status of the holder: pid, address (for peers), budget_bytes, used_bytes, traffic, shards."""
         return self.request("holder_status")
 
     def inventory(self, run_id: str | None = None, verify: bool = True) -> list[Version]:

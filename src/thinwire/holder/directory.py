@@ -19,8 +19,7 @@ from thinwire.holder.version import Manifest, ShardId, Version, topology_digest
 
 
 class FileWriter:
-    """A slot that is being written, like ``SlotWriter``; the caller's own threads compute the digests in
-    ``publish``."""
+    """A slot that is being written, like ``SlotWriter``; ``publish`` computes the digests in the caller's threads."""
 
     def __init__(self, slots: SlotDirectory, slot: Slot, step: int) -> None:
         self._slots, self._slot, self.step = slots, slot, step
@@ -28,8 +27,7 @@ class FileWriter:
         self._room_bytes = len(self.payload)
 
     def publish(self, layout: bytes, payload_bytes: int | None = None, wait: bool = True) -> None:
-        """Publish a version like ``SlotWriter.publish``, always complete on return. Raises ValueError if it does not
-        fit."""
+        """Publish a version like ``SlotWriter.publish``, complete on return. Raises ValueError if it does not fit."""
         num_bytes = self._room_bytes if payload_bytes is None else payload_bytes
         self._slots.publish(self._slot, self.step, num_bytes, layout)
 

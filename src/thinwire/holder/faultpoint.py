@@ -35,7 +35,6 @@ def arm(strike: Strike | None) -> None:
 
 
 def reach(point: Point, owner: int = -1, step: int = -1) -> None:
-    """Report that the version ``step`` of shard ``owner`` reached this point; -1 stands for the version of this
-    trainer."""
+    """Report that version ``step`` of shard ``owner`` reached this point; -1 stands for this trainer's version."""
     if _strike is not None:
         _strike(point, owner, step)

@@ -79,8 +79,7 @@ class Connection:
         sock.settimeout(timeout_seconds)
 
     def greet(self, secret: bytes) -> None:
-        """Shake hands as the side that connected. Raises PeerError if the other does not prove that it knows the
-        secret."""
+        """Shake hands as the side that connected. Raises PeerError if the other does not prove the secret."""
         mine = os.urandom(16).hex()
         self.send(FrameKind.GREETING, {"nonce": mine})
         answer = self._greeting()

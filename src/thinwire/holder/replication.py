@@ -56,8 +56,7 @@ class Grants:
         self._set(0, False)
 
     def take(self, num_bytes: int, given_up: Callable[[], bool]) -> int:
-        """Wait until bytes are granted and return how many to send, at most ``num_bytes``; 0 once it is
-        ``given_up``."""
+        """Wait until bytes are granted and return how many to send, at most ``num_bytes``; 0 if ``given_up``."""
         with self._changed:
             self._changed.wait_for(lambda: self._unlimited or self._bytes > 0 or given_up())
             if given_up():
@@ -197,8 +196,7 @@ class Replicator:
         return num_bytes + now[0], seconds + now[1]
 
     def bytes_per_second(self) -> float | None:
-        """Return the speed over the last versions, while bytes were on their way; None before the first one has
-        arrived."""
+        """Return the speed over the last versions, while bytes were on their way; None before the first one."""
         (first, began), (last, ended) = self._marks[0], self._marks[-1]
         return (last - first) / (ended - began) if ended > began else None
 
@@ -317,8 +315,7 @@ class Replicator:
             self._store.changed.notify_all()
 
     def _send(self, holding: Holding, manifest: Manifest) -> bool:
-        """Send one version; whether the peer has it now. It may not need it, having newer ones, or it may be
-        unwanted."""
+        """Send one version; whether the peer has it now. It may not need it, or it may be unwanted by now."""
 
         def given_up() -> bool:
             return self._stopping.is_set() or not self._shard.is_wanted(manifest)

@@ -115,8 +115,7 @@ class TrainerSession(Session):
         self.opened: dict[int, Holding] = {}
 
     def end(self) -> None:
-        """Handle the death of a trainer: complete versions are kept, and sent without limit; an unfinished one is
-        dropped."""
+        """Handle the death of a trainer: complete versions are kept, and sent without limit; others are dropped."""
         for holding in self.opened.values():
             self.store.unpin(holding)
         if self.writing is not None:

@@ -140,8 +140,7 @@ class Slot:
         reach("sealed", manifest.shard.owner, manifest.step)
 
     def read(self) -> tuple[Manifest, bytes]:
-        """Return manifest and layout of a complete slot without reading the payload. Raises CorruptMessageError
-        otherwise."""
+        """Return manifest and layout without reading the payload. Raises CorruptMessageError for an incomplete slot."""
         state, manifest_bytes, manifest_crc, layout_bytes, layout_crc = self._header()
         if state != State.COMPLETE:
             raise CorruptMessageError("the slot holds no complete version")

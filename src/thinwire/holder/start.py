@@ -49,8 +49,7 @@ class HolderOptions:
 
 
 def socket_path(given: str | Path | None = None) -> Path:
-    """Return the path at which the holder of this host listens: ``given``, else $THINWIRE_HOLDER, else in this user's
-    own directory."""
+    """Return the socket of this host's holder: ``given``, else $THINWIRE_HOLDER, else in this user's own directory."""
     named = given or os.environ.get(SOCKET_VARIABLE)
     if named:
         path = Path(named).absolute()

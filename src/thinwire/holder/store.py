@@ -140,8 +140,7 @@ class Shard:
         return next((order for order in meant if order in orders), None)
 
     def is_wanted(self, manifest: Manifest) -> bool:
-        """Return whether training may go back to this version: not to one before ``keep``, nor to one that a former
-        attempt left behind."""
+        """Return whether training may go back to this version: not before ``keep``, nor left by a former attempt."""
         keep = self.keep
         return manifest.order == keep or (manifest.attempt >= self.attempt and (keep is None or manifest.order > keep))
 
@@ -323,8 +322,7 @@ class Store:
             self.changed.notify_all()
 
     def forget(self, run_id: str, topology: str | None = None) -> int:
-        """Free the shards of a run, or of one topology of it, and return their number. Raises ValueError while a
-        trainer uses one."""
+        """Free the shards of a run, or one topology of it; return their number. Raises ValueError if one is in use."""
         with self._registering:
             with self.changed:
                 shards = [

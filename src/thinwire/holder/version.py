@@ -19,8 +19,7 @@ _MAX_NAME = 256
 
 
 def topology_digest(topology: dict[str, Any]) -> str:
-    """Return the name of a topology: 16 hexadecimal digits of the SHA-256 of its canonical JSON, for any order of
-    keys."""
+    """Return the name of a topology: 16 hexadecimal digits of the SHA-256 of its JSON, for any order of keys."""
     text = json.dumps(topology, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,2 +1,1 @@
-"""Programs beside the library: demo, benchmarks, analysis, testbed and studies. They import the library, never the
-reverse."""
+"""Programs beside the library: demo, benchmarks, analysis, testbed, studies. The library never imports them."""

@@ -1,2 +1,1 @@
-"""Connection of in-memory checkpoints to `torch.distributed.checkpoint`: the tier on disk, and a reader and writer in
-memory."""
+"""In-memory checkpoints and `torch.distributed.checkpoint`: the tier on disk, and a reader and writer in memory."""

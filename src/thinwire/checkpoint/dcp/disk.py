@@ -63,7 +63,7 @@ def write_shards(
 
 
 def _named(layout: StateLayout, tensors: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Tensors that a rank saves: parts, and those equal on all ranks, under their own names, the rest under the
+    """Tensors that a rank saves: parts, and those equal on all ranks, under their own names, others under the
     rank's."""
     names = _names(layout)
     digests = {name: _digest(tensor) for name, tensor in zip(names, tensors, strict=True)}

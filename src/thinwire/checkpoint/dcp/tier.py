@@ -148,8 +148,7 @@ class PersistentTier:
         return gather_json(self._readable() if self._rank == 0 else [], self._group)[0]
 
     def open(self, about: dict[str, Any]) -> DiskShards:
-        """Open the states of a checkpoint listed by `survey`; not collective. Raises ThinwireError for altered
-        files."""
+        """Open the states of a checkpoint listed by `survey`; not collective. Raises ThinwireError for altered ones."""
         reach("disk", self._rank, about["step"])
         return DiskShards(self._path(about["step"]), about)
 

@@ -107,8 +107,7 @@ def network_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> fl
 
 
 def copy_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> float:
-    """Return the seconds to copy to host memory on all devices at once: each its own shard, and ``replicas - 1``
-    received ones."""
+    """Return the seconds to copy, on all devices at once, each own shard and ``replicas - 1`` received ones."""
     _check(machine_bytes, replicas)
     return replicas * machine_bytes / hardware.devices / hardware.copy_bytes_per_second
 
@@ -144,8 +143,7 @@ def restore_replaced_seconds(machine_bytes: int, hardware: Hardware) -> float:
 
 
 def memory_bytes(machine_bytes: int, replicas: int, versions: int = 2) -> int:
-    """Return the host memory on each machine: it keeps ``replicas`` shards, its own included, each ``versions``
-    times."""
+    """Return the host memory on each machine: ``replicas`` shards, its own included, each ``versions`` times."""
     _check(machine_bytes, replicas)
     return versions * replicas * machine_bytes
 
@@ -168,8 +166,7 @@ def wasted_seconds(checkpoint_seconds: float, interval_seconds: float, retrieval
 def strawman_wasted_seconds(
     state_bytes: int, store_bytes_per_second: float, interval_seconds: float = PERSISTENT_SECONDS
 ) -> float:
-    """Return the wasted time with a remote store that all machines share: a checkpoint every 3 hours, or as often as
-    the store allows."""
+    """Return the wasted time with a shared remote store: a checkpoint every 3 hours, or at the store's speed."""
     transfer = state_bytes / store_bytes_per_second
     return wasted_seconds(transfer, max(interval_seconds, transfer), transfer)
 

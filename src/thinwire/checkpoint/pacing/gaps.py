@@ -167,8 +167,7 @@ class Pacer:
 
     @property
     def _is_drifting(self) -> bool:
-        """Whether iterations have another length than when they were profiled, or are being profiled again for that
-        reason."""
+        """Whether iterations differ in length from the profiled ones, or are being profiled again for that reason."""
         moved = abs(self.iteration_seconds - self._profiled_seconds) > DRIFT * self._profiled_seconds
         return self.profile is not None and (bool(self._profiled) or moved)
 

@@ -21,8 +21,7 @@ _MISSING = object()
 
 
 def unflatten(layout: StateLayout, tensors: Sequence[Tensor]) -> Any:
-    """Return the state, with these tensors in it. Raises CorruptMessageError for a tree that ``flatten`` did not
-    make."""
+    """Return the state with these tensors in it. Raises CorruptMessageError for a tree not made by ``flatten``."""
     return _guarded(layout, lambda number, _: tensors[number], None)
 
 

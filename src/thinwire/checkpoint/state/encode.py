@@ -98,8 +98,7 @@ def _scan(value: Any, structure: list[Any], leaves: list[Any]) -> None:
 
 @dataclass(frozen=True)
 class _TensorLeaf:
-    """The index of a tensor among the leaves, and the properties that it must have to fit. ``first``: that it is tied
-    to."""
+    """The index of a tensor among the leaves, and its required properties. ``first``: the leaf that it is tied to."""
 
     index: int
     number: int

@@ -127,8 +127,7 @@ def _pick(demand: Demand, machine: Machine) -> tuple[str, str | None]:
 
 
 def _explanation(demand: Demand, machine: Machine, warning: str | None) -> str:
-    """`explain` compares prices, which is not the reason for dense if nearly all rows are held, or numbers are
-    impossible."""
+    """`explain` compares prices, which are not the reason for dense if nearly all rows are held or numbers fail."""
     if warning is not None:
         return f"dense: {warning}"
     if demand.held >= DENSE_SHARE * demand.num_rows:

@@ -151,8 +151,7 @@ def install(recorder: ScriptWatcher) -> Callable[[], None]:
 
 
 def nonzero_rows(gradient: Tensor) -> Tensor:
-    """Return the sorted unique ids, int64, of the rows that a sparse gradient names, or that are not zero in a dense
-    one."""
+    """Return the sorted unique ids, int64, of the rows named by a sparse gradient, or non-zero in a dense one."""
     gradient, layout = gradient.detach(), Layout.of(gradient)
     if gradient.numel() == 0:
         return torch.empty(0, dtype=torch.int64)

@@ -24,8 +24,7 @@ _SECONDS_OF = ("dense", "agsparse", "zen", "column_split")
 
 
 def build_report(analysis: Analysis) -> Report:
-    """Build a page of figures, pictures of the largest sparse tables, and all numbers; ``.write(path)`` writes the
-    file."""
+    """Build a page of figures, pictures of the largest sparse tables, and all numbers; ``.write(path)`` saves it."""
     report = Report("How sparse are the gradients?", analysis.conditions)
     if not analysis.sparse:
         report.text("No parameter has a sparse gradient: a dense all-reduce is right for all of them.")

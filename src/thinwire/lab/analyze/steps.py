@@ -61,8 +61,7 @@ def measure_script_in_job(script: Path, arguments: Sequence[str], how: How, on_s
 
 @record
 def main() -> None:
-    """Run one rank, in the environment of torchrun: ``python -m thinwire.lab.analyze.steps DIRECTORY HOW SCRIPT
-    [ARGS...]``."""
+    """Run one rank of torchrun: ``python -m thinwire.lab.analyze.steps DIRECTORY HOW SCRIPT [ARGS...]``."""
     os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
     directory, how, script, *arguments = sys.argv[1:]
     measurement = run_watched(StepRecorder(How(**json.loads(how))), Path(script), arguments)

@@ -1,5 +1,4 @@
-"""One rank of `thinwire analyze`: ``python -m thinwire.lab.analyze.worker DIRECTORY STEPS SCRIPT [ARGS...]``, in the
-environment of torchrun."""
+"""One rank of torchrun: ``python -m thinwire.lab.analyze.worker DIRECTORY STEPS SCRIPT [ARGS...]``."""
 
 from __future__ import annotations
 

@@ -136,8 +136,7 @@ Point = Scheme | TwoLevel | str
 
 
 def _point(method: str, lane: Lane, rows: SparseRows) -> Point:
-    """The scheme that a method runs. For "auto" the one chosen after a first step, as in training, where the union is
-    known."""
+    """The scheme that a method runs. For "auto" the one chosen after a first step, when the union is known."""
     if method == AGSPARSE_TORCH:
         return method
     scheme = scheme_of(method)

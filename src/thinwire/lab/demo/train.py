@@ -21,13 +21,11 @@ from thinwire.lab.demo import stock
 from thinwire.lab.demo.model import LanguageModel, LogUniform, ModelConfig
 
 LOOPBACK_SCHEME = "zen"
-"""Scheme on loopback, because the demo is about bytes: "auto" would measure that they cost nothing there, and save
-none."""
+"""Scheme on loopback: the demo is about bytes, which cost nothing there, so that "auto" would save none."""
 MODES = ("ddp", "thinwire")
 
 INITIAL_ACCUMULATOR = 0.1
-"""Initial accumulator of Adagrad, for smooth first steps: from 0 a gradient of rounding noise would cause a full
-step."""
+"""Initial accumulator of Adagrad: from 0 a gradient of rounding noise would cause a full step."""
 
 
 @dataclass(frozen=True)

@@ -37,8 +37,7 @@ def parameter_server(world_size: int, size_bytes: Numbers, link: Linear) -> Numb
 
 
 def sharded_parameter_server(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return 2 alpha + 2 (p - 1)/p m beta: a server on every rank, with an equal part each (BytePS, OSDI'20, section
-    2)."""
+    """Return 2 alpha + 2 (p - 1)/p m beta: a server on every rank, with equal parts (BytePS, OSDI'20, section 2)."""
     _check(world_size, size_bytes)
     return 2 * (world_size > 1) * (link.alpha + (world_size - 1) / world_size * size_bytes * link.beta)
 
@@ -50,8 +49,7 @@ def ring_all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbe
 
 
 def tree_all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return 2 ceil(log2 p) (alpha + m beta): a binomial tree up and the same tree down (Thakur et al., 3.2 and
-    3.5)."""
+    """Return 2 ceil(log2 p) (alpha + m beta): a binomial tree up and then down (Thakur et al., 3.2 and 3.5)."""
     _check(world_size, size_bytes)
     return 2 * _rounds(world_size) * (link.alpha + size_bytes * link.beta)
 
@@ -74,8 +72,7 @@ def halving_doubling_all_reduce(world_size: int, size_bytes: Numbers, link: Line
 
 
 def all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return the best of ring, tree, recursive doubling and halving-doubling: the choice of a tuned library at each
-    size."""
+    """Return the best of ring, tree, recursive doubling and halving-doubling, as a tuned library chooses."""
     algorithms = (tree_all_reduce, recursive_doubling_all_reduce, halving_doubling_all_reduce)
     least = ring_all_reduce(world_size, size_bytes, link)
     for algorithm in algorithms:
@@ -127,8 +124,7 @@ def all_to_all(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
 
 
 def gather(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return ceil(log2 p) alpha + (p - 1) m beta: a binomial tree to the root, for pieces of m bytes (Thakur et al.,
-    3.2)."""
+    """Return ceil(log2 p) alpha + (p - 1) m beta: a binomial tree, for pieces of m bytes (Thakur et al., 3.2)."""
     return all_gather(world_size, size_bytes, link)
 
 
@@ -144,8 +140,7 @@ def broadcast(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
 
 
 def reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """Return the better of a binomial tree, and reduce-scatter then gather: the costs of a broadcast (Thakur et al.,
-    3.5)."""
+    """Return the better of a binomial tree, and reduce-scatter then gather: as a broadcast (Thakur et al., 3.5)."""
     return broadcast(world_size, size_bytes, link)
 
 

@@ -213,8 +213,7 @@ class _Search:
         }
 
     def _best(self, tensor: int, again: bool) -> PricedOption | None:
-        """The option with the shortest timeline; of equal ones that with the least work, and the current one before
-        all."""
+        """The option with the shortest timeline; of equal ones the current one, else that with the least work."""
         size, best, limit = self._sizes[tensor], None, self.engine.seconds * (1 - LEAST_GAIN)
         for choice in (*((self._dense[size],) if again else ()), *self._menu(size)):
             if choice.chain != self.choices[tensor].chain:

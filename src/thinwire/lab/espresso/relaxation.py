@@ -68,8 +68,7 @@ class Relaxation:
         self.alone_seconds = max(float(self._ready[kind.tensors[-1]] + kind.chains[0]) for kind in self._kinds.values())
 
     def seconds(self, deadline: float = np.inf) -> float:
-        """Return a time before which no strategy that keeps the deadline is done: infinite if a tensor cannot keep
-        it."""
+        """Return a time before which no strategy that keeps the deadline is done; infinite if none can keep it."""
         return float(max(self._bounds(deadline).max(), self._ready[-1]))
 
     def proven_seconds(self) -> float:
@@ -87,8 +86,7 @@ class Relaxation:
         return self._weights[int(self._bounds(deadline).max(0).argmax())]
 
     def cheapest(self, prices: Sequence[float], deadline: float) -> list[PricedOption]:
-        """Return each tensor's cheapest option at these prices that keeps the deadline, or the shortest if none
-        does."""
+        """Return each tensor's cheapest option at these prices that keeps the deadline, else its shortest."""
         choices: list[PricedOption] = []
         for tensor, size in enumerate(self._sizes):
             kind = self._kinds[size]

@@ -31,8 +31,7 @@ class _Branch:
 
 
 def branch_and_bound(profile: Profile) -> Groups:
-    """Return the groups with the least `thinwire.plan.iteration_seconds`, by an exhaustive search: up to 20 tensors or
-    so."""
+    """Return the groups with the least `thinwire.plan.iteration_seconds`, exhaustively: up to some 20 tensors."""
     best_seconds, best = math.inf, _Branch()
 
     def explore(branch: _Branch) -> None:

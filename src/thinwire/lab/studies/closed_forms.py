@@ -80,8 +80,7 @@ def sparse_ps_broadcast(
 
 
 def agsparse(world_size: int, num_bytes: float, density: float) -> float:
-    """Return (n - 1) 2 d M: every rank receives the elements of every other one. From n = 1 / d on, more than a dense
-    ring."""
+    """Return (n - 1) 2 d M: every rank receives all others' elements. From n = 1 / d on, more than a dense ring."""
     return (world_size - 1) * 2 * density * num_bytes
 
 

@@ -55,8 +55,8 @@ def run_ranks(
     Every rank has one torch thread, the environment that torchrun would give it (RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR ...) and, with `init_process_group`, a Gloo process group. With a `network`, consecutive blocks
     of `ranks_per_host` ranks (default: as few as suffice) live on its hosts. `on_message(rank, message)`
-    gets the messages that the ranks pass to `context.send`. `function` and `args` must be picklable: define the function
-    at the top of a module.
+    gets the messages that the ranks pass to `context.send`. `function` and `args` must be picklable: define the
+    function at the top of a module.
 
     With `check`, the first failure gives the other ranks 5 s to report theirs, and RanksFailed is raised.
     Without, the ranks run to their end or to the timeout, and failures are read from the outcomes. At the

@@ -183,8 +183,7 @@ class EmulatedNetwork:
         self._plug(host, plugged=True)
 
     def _plug(self, host: int, plugged: bool) -> None:
-        """Connect the port of a host to the switch, or disconnect it; taken down instead, it would need a second to
-        come back."""
+        """Connect a host's port to the switch, or disconnect it; once down, a port needs a second to come back."""
         self._check(host)
 
         def plug() -> None:

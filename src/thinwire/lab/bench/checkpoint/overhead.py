@@ -1,5 +1,4 @@
-"""Measurement of the cost of checkpoints: one training whose steps go through all methods in turn, block after
-block."""
+"""Measurement of the cost of checkpoints: one training whose steps go through all methods in turn, in blocks."""
 
 from __future__ import annotations
 
@@ -53,8 +52,7 @@ class Block:
 
 @dataclass
 class OverheadRecord:
-    """Measurements of one rank. ``gaps`` are ``stats`` of the Checkpointer; ``traced`` are begin and end of each traced
-    step's checkpoint."""
+    """Measurements of one rank. ``gaps``: ``stats`` of the Checkpointer; ``traced``: begin and end of traced steps."""
 
     state_bytes: int = 0
     blocks: list[Block] = field(default_factory=list)
@@ -74,8 +72,7 @@ def order_of(methods: Sequence[str], turn: int) -> list[str]:
 
 
 def measure(context: RankContext, plan: Overhead, data: Data | None) -> OverheadRecord:
-    """Measure on one rank. ``context.send`` gets ("progress", method, turn) after each block, and ("trace", whether it
-    runs)."""
+    """Measure on one rank, sending ("progress", method, turn) after each block, and ("trace", whether it runs)."""
     trainer = Trainer(plan.work, data, context.rank, context.world_size)
     trainer.step()  # the optimizer's state is there from now on
     layout, _ = flatten(trainer.training.capture(0))

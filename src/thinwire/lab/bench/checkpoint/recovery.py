@@ -1,4 +1,4 @@
-"""Measurement of recovery: one training is killed repeatedly, at last with a host, and compared with an undisturbed
+"""Measurement of recovery: a training is killed repeatedly, at last with a host, and compared with an undisturbed
 one."""
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ class RankStarted:
 
 @dataclass(frozen=True)
 class RankRestored:
-    """Message that a rank restored the state after ``step`` steps (0: a fresh start), and the seconds until it was
-    ready."""
+    """Message that a rank restored the state after ``step`` steps (0: fresh start), and the seconds that it needed."""
 
     step: int
     seconds: float
@@ -53,8 +52,7 @@ class RankRestored:
 
 @dataclass(frozen=True)
 class Stepped:
-    """Message that a rank has made its optimizer step; ``at`` by `time.perf_counter`, which all processes of a machine
-    share."""
+    """Message that a rank has made its optimizer step; ``at`` by `time.perf_counter`, common to all processes."""
 
     step: int
     loss: float

@@ -59,8 +59,7 @@ def overhead_ratio(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[fl
 
 
 def checkpoint_seconds(method: str, records: Sequence[OverheadRecord]) -> float | None:
-    """Return the seconds from the call of `step` until the checkpoint was safe: median over turns of the slowest
-    rank."""
+    """Return the seconds from the call of `step` to a safe checkpoint: median over turns of the slowest rank."""
     if method == NONE:
         return None
     turns = _turns(records, method)

@@ -20,8 +20,7 @@ _HEADERS = 1514 / 1448  # bytes of a full Ethernet frame, and of the payload in 
 
 @dataclass(frozen=True)
 class TrafficSample:
-    """Counters of one host since it was started: bytes on its link, and checkpoint bytes that peers have
-    acknowledged."""
+    """Counters of one host since its start: bytes on its link, and checkpoint bytes acknowledged by peers."""
 
     at: float
     link_bytes: int

@@ -99,8 +99,7 @@ class WaitingNet(nn.Module):
 
 
 class Batches:
-    """The batches of a rank; the state is the number of batches so far, so that a restored training goes on with the
-    next."""
+    """Batches of a rank; the state is their number so far, so that a restored training goes on with the next."""
 
     def __init__(self, job: Job, data: Data, rank: int, world_size: int) -> None:
         self._arguments = (job, data, rank, world_size)

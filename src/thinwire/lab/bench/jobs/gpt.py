@@ -38,8 +38,7 @@ class GptJob(Job):
 
 
 class GptModel(nn.Module):
-    """Model that returns logits of the next word, float32 ``[batch, length, num_words]``, for words ``[batch,
-    length]``."""
+    """Model of the next word: float32 logits ``[batch, length, num_words]`` for words ``[batch, length]``."""
 
     def __init__(self, job: GptJob) -> None:
         super().__init__()

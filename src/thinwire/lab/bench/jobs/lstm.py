@@ -37,8 +37,7 @@ class LstmJob(Job):
 
 
 class LstmModel(nn.Module):
-    """Model that returns logits of the next word, float32 ``[batch, length, num_words]``, for words ``[batch,
-    length]``."""
+    """Model of the next word: float32 logits ``[batch, length, num_words]`` for words ``[batch, length]``."""
 
     def __init__(self, num_words: int, embedding_dim: int, hidden_size: int) -> None:
         super().__init__()

@@ -52,8 +52,7 @@ class Method:
 
 @dataclass(frozen=True)
 class MethodSetting:
-    """Arguments for a constructor of `thinwire.compress`: fixed ``arguments``, and those that ``of_run`` derives from
-    the run."""
+    """Arguments for a constructor of `thinwire.compress`: fixed ``arguments``, and ``of_run``'s for the run."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     of_run: Callable[[Job, int, int], dict[str, Any]] | None = None

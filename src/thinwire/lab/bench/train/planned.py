@@ -87,8 +87,7 @@ def grouping(settings: dict[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def colons(text: str) -> str:
-    """Return ``byte_cap(mb=4;first_mb=1)`` as ``byte_cap:mb=4:first_mb=1``: within a method, colons separate
-    settings."""
+    """Return ``byte_cap(mb=4;first_mb=1)`` as ``byte_cap:mb=4:first_mb=1``: in a method, colons separate settings."""
     return text.replace("(", ":").replace(";", ":").rstrip(")")
 
 

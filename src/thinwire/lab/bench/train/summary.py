@@ -1,5 +1,4 @@
-"""Summary of the comparison in words and table rows, for the terminal and for the report. Pure functions over the
-rows."""
+"""Summary of the comparison in words and table rows, for terminal and report. Pure functions over the rows."""
 
 from __future__ import annotations
 

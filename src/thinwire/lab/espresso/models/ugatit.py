@@ -11,8 +11,7 @@ _GLOBAL_LAYERS, _LOCAL_LAYERS = 7, 5
 
 
 def ugatit() -> PublishedModel:
-    """Return UGATIT: 148 tensors, 2558.75 MiB of the published 2559: 1 GiB each are one linear layer of either
-    generator."""
+    """Return UGATIT: 148 tensors, 2558.75 MiB of the published 2559; one linear layer of each generator has 1 GiB."""
     return PublishedModel(
         name="ugatit",
         parameters=backward_order(_forward()),

@@ -282,7 +282,9 @@ class Header:
         fields = cls._STRUCT.unpack(data)
         magic, version, kind, code, source, sequence, crc, digest, held, count, length, checksum = fields
         if magic != cls._MAGIC:
-            raise CorruptMessageError("bytes that are not a thinwire header: another program uses this group")
+            raise CorruptMessageError(
+                "bytes that are not a thinwire header: the rank made another call, or another program uses this group"
+            )
         if version != cls._VERSION:
             raise CorruptMessageError(
                 f"wire format version {version}, this rank speaks {cls._VERSION}: install the same thinwire everywhere"

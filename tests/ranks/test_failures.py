@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import LOOK_SECONDS, Lane
-from thinwire.comm.process_group import EVERYONE
+from thinwire.comm.process_group import EVERYONE, ProcessGroupExchange
 from thinwire.errors import LostPeerError, ThinwireError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
@@ -322,3 +322,56 @@ def _waits_for_who_is_late(context: RankContext) -> bool:
 
 def test_a_peer_that_is_done_and_gone_fails_nobody_who_waits_for_another() -> None:
     assert all(outcome.value for outcome in run_ranks(_waits_for_who_is_late, world_size=3, timeout_seconds=60))
+
+
+def _never_answered(context: RankContext, kind: str) -> tuple[float, str]:
+    """Rank 0 waits in a job of backward for a work that Gloo forgot, while rank 1 hangs up."""
+    torch.manual_seed(0)
+    module = _Model()
+    model = DistributedDataParallel(module) if kind == "ddp" else module
+    sync = thinwire.attach(model, "zen", timeout=TIMEOUT)
+    for _ in range(2):  # DDP itself talks before its second step
+        model(torch.arange(40)).sum().backward()
+    dist.barrier()
+    if context.rank == 1:
+        sync._lane.break_off("a reason of its own")
+        dist.barrier()
+        return 0.0, ""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ProcessGroupExchange, "swap_records", lambda self, outgoing: self.waits.wait(_NeverDone(), 1))
+        started = time.monotonic()
+        with pytest.raises(RuntimeError, match="the connection to rank 1 is gone") as caught:
+            model(torch.arange(40)).sum().backward()
+    seconds = time.monotonic() - started
+    dist.barrier()
+    return seconds, type(caught.value).__name__
+
+
+@pytest.mark.parametrize("kind", ["ddp", "plain"])
+def test_backward_ends_although_gloo_does_not_end_a_wait_of_its_job(kind: str) -> None:
+    outcomes = run_ranks(_never_answered, kind, world_size=2, timeout_seconds=TIMEOUT.seconds - 5)
+    assert outcomes[0].value[0] < LIMIT_SECONDS
+
+
+def _attaches_again_alone(context: RankContext) -> str:
+    """Rank 1 raises before its backward sends anything, and attaches again, while rank 0 waits for its gradients."""
+    model = DistributedDataParallel(_Model())
+    sync = thinwire.attach(model, "zen", timeout=TIMEOUT)
+    for _ in range(2):  # DDP itself talks before its second step
+        model(torch.arange(40)).sum().backward()
+
+    def goes_on() -> None:
+        if context.rank == 1:
+            sync.detach()
+            thinwire.attach(model, "zen", timeout=TIMEOUT)
+        model(torch.arange(40)).sum().backward()
+
+    with pytest.raises(ThinwireError) as caught:
+        goes_on()
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_rank_that_attaches_again_alone_is_an_error_and_ends_no_process() -> None:
+    outcomes = run_ranks(_attaches_again_alone, world_size=2, timeout_seconds=TIMEOUT.seconds - 5)
+    assert all("made another call" in outcome.value or "broke off" in outcome.value for outcome in outcomes)

@@ -22,7 +22,7 @@ from thinwire.lab.analyze.statistics import densification_curve, table_statistic
 from thinwire.lab.analyze.summary import Analysis, explanations, warnings_of
 from thinwire.lab.bench.trace import IndexTrace
 from thinwire.sync.choose import Demand, choose
-from thinwire.sync.cost import sent_bytes
+from thinwire.sync.ledger import sent_bytes
 from thinwire.sync.named import NAMED, name_of
 
 NUM_ROWS, RANKS = 4096, 8

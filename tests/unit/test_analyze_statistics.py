@@ -23,7 +23,7 @@ from thinwire.lab.analyze.statistics import densification_curve, fit_exponent, o
 from thinwire.lab.analyze.summary import Analysis
 from thinwire.lab.bench.trace import IndexTrace
 from thinwire.partition import Contiguous
-from thinwire.sync.cost import sent_bytes
+from thinwire.sync.ledger import sent_bytes
 from thinwire.sync.named import NAMED
 
 NUM_ROWS, WIDTH = 512, 16

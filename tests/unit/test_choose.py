@@ -21,7 +21,8 @@ from thinwire.sync.choose import (
     explain,
     prices,
 )
-from thinwire.sync.cost import expected_bytes, sent_bytes
+from thinwire.sync.cost import expected_bytes
+from thinwire.sync.ledger import sent_bytes
 from thinwire.sync.two_level import TwoLevel
 
 counts = st.lists(st.integers(0, 500), min_size=1, max_size=9)

@@ -12,7 +12,7 @@ from torch import Tensor
 from thinwire import schemes
 from thinwire.lab.studies import closed_forms as forms
 from thinwire.schemes import Scheme
-from thinwire.sync import cost
+from thinwire.sync import ledger
 from thinwire.wire import Header
 
 NUM_ELEMENTS = 1 << 20  # a part of 1/8 has more than 2^16 elements, so that an index has 4 bytes
@@ -38,7 +38,7 @@ def densification(ids: list[Tensor]) -> Callable[[int], float]:
 
 
 def busiest(scheme: Scheme, ids: list[Tensor]) -> int:
-    return max(cost.sent_bytes(scheme, ids, NUM_ELEMENTS, 1, torch.float32))
+    return max(ledger.sent_bytes(scheme, ids, NUM_ELEMENTS, 1, torch.float32))
 
 
 def close(expected: float) -> object:
@@ -72,7 +72,7 @@ def test_published_zen(world_size: int) -> None:
     """In 16 bits M is half as many bytes, and an index twice as much of them."""
     ids = uniform_ids(world_size)
     for dtype, value_bits in ((torch.float32, 32), (torch.bfloat16, 16)):
-        sent = max(cost.sent_bytes(schemes.ZEN_ELEMENTS, ids, NUM_ELEMENTS, 1, dtype))
+        sent = max(ledger.sent_bytes(schemes.ZEN_ELEMENTS, ids, NUM_ELEMENTS, 1, dtype))
         num_bytes = NUM_ELEMENTS * value_bits // 8
         gamma = densification(ids)(world_size)
         assert sent == close(forms.zen_published(world_size, num_bytes, DENSITY, gamma, value_bits))
@@ -86,7 +86,7 @@ def test_sparse_ps_where_all_elements_are_in_one_range() -> None:
     n, generator = 4, torch.Generator().manual_seed(0)
     first = NUM_ELEMENTS // n
     ids = [(torch.rand(first, generator=generator) < n * DENSITY).nonzero().flatten() for _ in range(n)]
-    sent = cost.sent_bytes(schemes.SPARSE_PS, ids, NUM_ELEMENTS, 1, torch.float32)
+    sent = ledger.sent_bytes(schemes.SPARSE_PS, ids, NUM_ELEMENTS, 1, torch.float32)
     published = forms.sparse_ps(n, NUM_BYTES, DENSITY, densification(ids)(n), skewness=n)
     assert sum(sent[1:]) + sent[0] == close(published)  # all that the others send goes to rank 0
 
@@ -97,7 +97,7 @@ def test_one_server_that_broadcasts() -> None:
     ids = uniform_ids(n)
     gamma = densification(ids)(n)
     scheme = replace(schemes.SPARSE_PS, servers=1, pull_communication="hierarchy")
-    sent = cost.sent_bytes(scheme, ids, NUM_ELEMENTS, 1, torch.float32)
+    sent = ledger.sent_bytes(scheme, ids, NUM_ELEMENTS, 1, torch.float32)
     pull = forms.sparse_ps_broadcast(n, NUM_BYTES, DENSITY, gamma, skewness=1) - forms.sparse_ps(
         n, NUM_BYTES, DENSITY, 0, skewness=1
     )
@@ -111,7 +111,7 @@ def test_omnireduce() -> None:
     """Of blocks of 1024 bytes with an index of 4; here one has 1 or 2 bytes, which is less than 1 %."""
     n, generator = 8, torch.Generator().manual_seed(0)
     ids = [(torch.rand(4096, generator=generator) < 0.2).nonzero().flatten() for _ in range(n)]  # rows of a block each
-    sent = cost.sent_bytes(schemes.OMNIREDUCE, ids, 4096, 256, torch.float32)
+    sent = ledger.sent_bytes(schemes.OMNIREDUCE, ids, 4096, 256, torch.float32)
     density = sum(map(len, ids)) / n / 4096
     gamma = torch.cat(ids).unique().numel() / 4096 / density
     published = forms.omnireduce(n, 4096 * 1024, density, gamma)

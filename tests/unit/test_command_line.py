@@ -28,6 +28,19 @@ def test_a_listed_command_is_there_and_described_by_its_own_words(module: str, n
     assert "xample" in command.help + (command.epilog or "") or name == "bench"
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "--help"], ["holder", "--help"]])
+def test_help_imports_no_torch(arguments: list[str]) -> None:
+    lines = (
+        "import sys",
+        "from thinwire.cli.main import app",
+        f"sys.argv = ['thinwire', *{arguments!r}]",
+        "try: app()",
+        "except SystemExit: pass",
+        "sys.exit('torch' in sys.modules)",
+    )
+    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, check=False).returncode == 0
+
+
 script_app = typer.Typer()
 
 

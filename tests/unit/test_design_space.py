@@ -19,7 +19,7 @@ from thinwire.lab.bench.design_space import label, points
 from thinwire.schemes import Ownership, Unit
 from thinwire.sparse import SparseRows
 from thinwire.sync import direct
-from thinwire.sync.cost import sent_bytes
+from thinwire.sync.ledger import sent_bytes
 
 POINTS = {label(scheme): scheme for scheme in points()}
 IN_STAGES = {

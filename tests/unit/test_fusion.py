@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from loopback import LoopbackExchange, run_ranks
-from thinwire.comm.channel import Channel, Subject
+from thinwire.comm.channel import Channel, Subject, opening_bytes
 from thinwire.gradients.buckets import MAX_WAITING_BYTES, Buckets
 from thinwire.gradients.exact import GradientSync
 from thinwire.gradients.tables import (
@@ -28,7 +28,7 @@ from thinwire.gradients.tables import (
     unstack,
 )
 from thinwire.sparse import SparseRows
-from thinwire.sync.cost import opening_bytes, sent_bytes
+from thinwire.sync.ledger import sent_bytes
 from thinwire.sync.named import AUTO, NAMED
 from thinwire.sync.scheme import begins_with_opening
 

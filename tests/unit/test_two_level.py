@@ -16,8 +16,8 @@ from thinwire.comm.hosts import Hosts, discover, host_of_ranks, ranks_of_hosts
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
 from thinwire.schemes import Communication, Format, Ownership, Scheme, Unit
 from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
-from thinwire.sync import cost
-from thinwire.sync.ledger import between_hosts_bytes, expected_bytes, pair_bytes, sent_bytes
+from thinwire.sync.cost import expected_bytes
+from thinwire.sync.ledger import between_hosts_bytes, pair_bytes, sent_bytes
 from thinwire.sync.named import name_of, resolve
 from thinwire.sync.synchronize import agree, synchronize
 from thinwire.sync.two_level import TwoLevel
@@ -149,20 +149,25 @@ def test_one_level_is_left_where_there_is_only_one() -> None:
     rows = make_rows(3, 200, 4, torch.float32)
     ids, shape = [part.ids for part in rows], (200, 4, torch.float32)
     apart = TwoLevel(schemes.SPARCML, hosts=((0,), (1,), (2,)))
-    assert sent_bytes(apart, ids, *shape) == cost.sent_bytes(schemes.SPARCML, ids, *shape)
+    assert sent_bytes(apart, ids, *shape) == sent_bytes(schemes.SPARCML, ids, *shape)
     together = TwoLevel(schemes.SPARCML, hosts=((0, 1, 2),))
-    assert sent_bytes(together, ids, *shape) == cost.sent_bytes(schemes.ZEN, ids, *shape)
+    assert sent_bytes(together, ids, *shape) == sent_bytes(schemes.ZEN, ids, *shape)
     assert between_hosts_bytes(together, ((0, 1, 2),), ids, *shape) == [0]
 
 
 @pytest.mark.parametrize("name", schemes.NAMED)
-def test_bytes_between_pairs_add_up_to_bytes_sent(name: str) -> None:
+def test_bytes_between_pairs_are_counted_as_such(name: str) -> None:
+    """What each rank sends in all, and what it sends to each half of the ranks, is its row of the ledger."""
     scheme = schemes.NAMED[name]
     for world_size in (1, 2, 3, 5, 8):
-        ids = [part.ids for part in make_rows(world_size, 300, 5, torch.float32)]
-        pairs = pair_bytes(scheme, ids, 300, 5, torch.float32)
-        assert [sum(row) for row in pairs] == cost.sent_bytes(scheme, ids, 300, 5, torch.float32)
+        rows = make_rows(world_size, 300, 5, torch.float32)
+        pairs = pair_bytes(scheme, [part.ids for part in rows], 300, 5, torch.float32)
         assert all(pairs[rank][rank] == 0 for rank in range(world_size))
+        odd, even = tuple(range(1, world_size, 2)), tuple(range(0, world_size, 2))
+        for rank, outcome in enumerate(run(rows, scheme, (even, odd) if odd else (even,))):
+            assert outcome.traffic.sent_bytes == sum(pairs[rank])
+            far = even if rank in odd else odd
+            assert outcome.traffic.sent_between_hosts_bytes == sum(pairs[rank][peer] for peer in far)
 
 
 def test_fewer_bytes_cross_hosts() -> None:

@@ -20,8 +20,12 @@ from torch import Tensor
 
 from thinwire.comm.process_group import Exchange, check_fits
 from thinwire.errors import CorruptHeaderError, CorruptMessageError
+from thinwire.wire import Header
 
 SEAL_BYTES = 8
+RECORD_BYTES = Header.NUM_BYTES
+"""A record has no fewer bytes: if it meets the header of a rank that is elsewhere, its seal is wrong on both sides. A
+message that is longer than what was posted for it ends the process that gets it, in a thread of Gloo."""
 MAX_BYTES = 256 << 20
 
 
@@ -109,7 +113,9 @@ def gather_records(exchange: Exchange, what: str, data: bytes) -> list[bytes]:
         CorruptHeaderError: what came is not what that rank sealed.
         LostPeerError: see `Exchange.swap_records`.
     """
-    return _unsealed(exchange, what, exchange.swap_records([_sealed(exchange, what, data)] * exchange.world_size))
+    record = _sealed(exchange, what, data.ljust(RECORD_BYTES - SEAL_BYTES, b"\0"))
+    opened = _unsealed(exchange, what, exchange.swap_records([record] * exchange.world_size))
+    return [padded[: len(data)] for padded in opened]
 
 
 def _sealed(exchange: Exchange, what: str, data: bytes) -> Tensor:
@@ -123,8 +129,8 @@ def _unsealed(exchange: Exchange, what: str, received: Sequence[Tensor]) -> list
         data, seal = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
         if seal != _seal(what, source, data):
             raise CorruptHeaderError(
-                f"rank {exchange.rank}: the {what} that rank {source} told has another checksum: bits changed on the"
-                " way, or another version of thinwire runs there"
+                f"rank {exchange.rank}: the {what} that rank {source} told has another checksum: the rank made another"
+                " call, bits changed on the way, or another version of thinwire runs there"
             )
         opened.append(data)
     return opened

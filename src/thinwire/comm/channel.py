@@ -352,6 +352,11 @@ class Channel:
         return f"rank {self.rank}, {self.subject.name}"
 
 
+def opening_bytes(world_size: int) -> int:
+    """Return the bytes that a rank sends in `Channel.open`."""
+    return (world_size - 1) * Header.NUM_BYTES
+
+
 def _error_draft(error: Exception) -> Draft:
     says_enough = isinstance(error, (ThinwireError, ValueError)) and str(error)
     reason = str(error) if says_enough else f"{type(error).__name__}: {error}"

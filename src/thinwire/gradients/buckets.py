@@ -165,7 +165,8 @@ class Buckets:
         if batch:
             handover = self._staging.hand_over([tensor for contents, _ in batch for tensor in contents.tensors()])
             job = self._clock.submit(reduce(add, (contents.load for contents, _ in batch)))
-            self._lane.submit(lambda lane: self._fulfil(lane, batch, handover, job))
+            done = self._lane.submit(lambda lane: self._fulfil(lane, batch, handover, job))
+            done.add_done_callback(lambda done: _fail(batch, done))
 
     def _may_wait(self, contents: Contents) -> bool:
         """Whether it is a small sparse bucket that was seen before. It has been seen now."""
@@ -179,17 +180,11 @@ class Buckets:
     def _fulfil(
         self, lane: Lane, batch: Sequence[tuple[Contents, Future[Tensor]]], handover: Handover, job: JobTimes
     ) -> None:
-        """A job of the lane. A failure reaches every bucket of the batch."""
-        try:
-            with self._staging.taking(handover):
-                results = self._synchronize(lane, [contents for contents, _ in batch], job)
-                for (_, future), result in zip(batch, results, strict=True):
-                    future.set_result(result)
-        except Exception as error:
-            for _, future in batch:
-                if not future.done():
-                    future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
-            raise
+        """A job of the lane; see `_fail`."""
+        with self._staging.taking(handover):
+            results = self._synchronize(lane, [contents for contents, _ in batch], job)
+            for (_, future), result in zip(batch, results, strict=True):
+                future.set_result(result)
 
     def _synchronize(self, lane: Lane, batch: Sequence[Contents], job: JobTimes) -> list[Tensor]:
         tables = [staged(table, self._staging) for contents in batch for table in contents.tables]
@@ -245,6 +240,16 @@ class Buckets:
         of_tables = {table.name for table in tables}
         self._formed[bucket.index()] = tuple(name for name in parameters if name not in of_tables)
         return Contents(buffer, tuple(tables), tuple(others), compressed=tuple(compressed), name=name)
+
+
+def _fail(batch: Sequence[tuple[Contents, Future[Tensor]]], done: Future[None]) -> None:
+    """Have the failure of a job reach every bucket of its batch, whoever failed it: the job itself, or its lane."""
+    try:
+        done.value()
+    except Exception as error:
+        for _, future in batch:
+            if not future.done():
+                future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
 
 
 def _between(bucket: dist.GradBucket, begin: int, stop: int) -> list[tuple[str, Tensor]]:

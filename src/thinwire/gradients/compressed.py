@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thinwire.comm.channel import Channel, Subject
+from thinwire.comm.channel import Channel, Subject, opening_bytes
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.compress import state as states
@@ -28,7 +28,6 @@ from thinwire.gradients.compression import Compression, GradScaler, Planned, Pla
 from thinwire.gradients.peers import ChannelPeers
 from thinwire.gradients.tables import share
 from thinwire.observe.step import ParameterRecord
-from thinwire.sync.cost import opening_bytes
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.synchronize import dense_all_reduce
 from thinwire.sync.two_level import TwoLevel

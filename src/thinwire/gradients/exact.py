@@ -30,8 +30,8 @@ from thinwire.kernels import dispatch
 from thinwire.observe.step import JobTimes, ParameterRecord
 from thinwire.sparse import SparseRows
 from thinwire.sync.choose import MIN_BYTES, Demand, rehearse, seen_byte_seconds
+from thinwire.sync.cost import expected_bytes
 from thinwire.sync.experience import Experience
-from thinwire.sync.ledger import expected_bytes
 from thinwire.sync.named import AUTO, DENSE, name_of, resolve
 from thinwire.sync.scheme import Scheme, Unit
 from thinwire.sync.synchronize import agree, chosen, dense_all_reduce, placed, synchronize
@@ -118,10 +118,9 @@ class GradientSync:
         record.kind, record.scheme, record.formats, record.fused = "all-reduce", name_of(DENSE), "dense", 1
         record.density = record.density_after = 1.0
         size_bytes = gradient.numel() * gradient.element_size()
-        predicted = expected_bytes(DENSE, lane.world_size, 1, size_bytes, 1, 1)
         record.add(
             lane.exchange.traffic.sent_bytes - before,
-            predicted,
+            partial(expected_bytes, DENSE, lane.world_size, 1, size_bytes, 1, 1),
             ring_all_reduce_bytes(size_bytes, lane.world_size),
         )
 

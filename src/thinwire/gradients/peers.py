@@ -12,7 +12,7 @@ from thinwire.comm.channel import Channel, Draft, Subject
 from thinwire.comm.hosts import Hosts, ranks_of_hosts
 from thinwire.errors import LostPeerError
 from thinwire.sparse import SparseRows
-from thinwire.sync.ledger import expected_bytes
+from thinwire.sync.cost import expected_bytes
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.synchronize import agree, synchronize
 from thinwire.sync.two_level import TwoLevel

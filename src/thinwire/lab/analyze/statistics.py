@@ -18,7 +18,7 @@ from thinwire.lab.analyze.prediction import DEFAULT_LINK, PREDICTED_RANKS, Assum
 from thinwire.lab.bench.trace import IndexTrace
 from thinwire.lab.sparsity import densification, imbalance_pull, imbalance_push, overlap_ratio, skewness
 from thinwire.partition import Contiguous, Partition, Permutation
-from thinwire.sync.cost import sent_bytes, value_lower_bound_bytes
+from thinwire.sync.ledger import sent_bytes, value_lower_bound_bytes
 from thinwire.sync.named import NAMED
 
 SKEWNESS_PARTITIONS = (8, 128)

@@ -23,8 +23,7 @@ from thinwire.lab.bench.workload import Workload
 from thinwire.lab.testbed.launch import run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 from thinwire.sync.choose import Demand, expected_seconds
-from thinwire.sync.cost import value_lower_bound_bytes
-from thinwire.sync.ledger import pair_bytes
+from thinwire.sync.ledger import pair_bytes, value_lower_bound_bytes
 from thinwire.sync.scheme import Ownership, Scheme, unit_ids, unit_shape
 from thinwire.sync.two_level import TwoLevel
 from thinwire.sync.union_shares import UnionPlan

@@ -78,7 +78,7 @@ def choose(inventories: Mapping[str, Iterable[Version]], holders: Sequence[str],
 def _sift(
     inventories: Mapping[str, Iterable[Version]], world_size: int, run_id: str, topology: str
 ) -> tuple[dict[tuple[int, int], _Copies], dict[tuple[int, int], set[int]], list[str]]:
-    """By attempt and step: copies, and owners of which some copies differ; and reasons for leaving out all others."""
+    """Copies and owners with differing copies, by attempt and step; and reasons for leaving out all other versions."""
     copies: dict[tuple[int, int], _Copies] = {}
     unlike: dict[tuple[int, int], set[int]] = {}
     left_out: Counter[str] = Counter()

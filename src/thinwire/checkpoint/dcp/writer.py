@@ -127,7 +127,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
         self._step = step
 
     def _turn(self, step: int, payload_bytes: int) -> Turn:
-        """With a slot, on all ranks. Raises ThinwireError on all ranks."""
+        """A turn with a slot, on all ranks. Raises ThinwireError on all ranks."""
         deadline = time.monotonic() + _TURN_SECONDS
         while True:
             turn = self._agreement.take_turn(step)

@@ -110,6 +110,6 @@ def _sparse_json(table: TableStatistics) -> dict[str, Any]:
 
 
 def _prediction_json(prediction: Prediction, table: TableStatistics) -> dict[str, Any]:
-    """With the exact bytes of the recorded ids beside the expected ones, if ids were recorded on that many ranks."""
+    """The prediction, with the exact bytes of the recorded ids if it is for the recorded number of ranks."""
     recorded = prediction.world_size == table.world_size
     return {**asdict(prediction), "exact_bytes": table.sent_bytes if recorded else None}

@@ -165,7 +165,7 @@ def launch_on_loopback(job: TrainJob, workers: int) -> None:
 
 
 def _torchrun(workers: int) -> LaunchConfig:
-    """As ``torchrun --standalone --nproc-per-node WORKERS``: c10d rendezvous on a free port, no restarts."""
+    """Settings of ``torchrun --standalone --nproc-per-node WORKERS``: c10d rendezvous on a free port, no restarts."""
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,

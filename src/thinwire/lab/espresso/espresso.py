@@ -125,7 +125,7 @@ def espresso(
         rounds: 1 as published. More decide every tensor again, compressed or not, until nothing changes or that many
             rounds are over.
         exhaustive: try every option of the tree. Otherwise those are left out that need no less of any resource than
-            another: of 174 about a dozen remain, and the plans are as good but for 3 % at most on the published models.
+            another: of 174 about a dozen remain, and the plans lose at most 3 % on the published models.
         bound: whether to compute the upper bound; otherwise it is 0.
         refining: whether to search for a faster strategy than that of Algorithms 1 and 2, for up to a few seconds.
             False: as published.

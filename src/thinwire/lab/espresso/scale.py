@@ -113,10 +113,10 @@ class ScaleRow:
     """Result of one method on one cluster.
 
     Attributes:
-        iteration_seconds: from the start of backward until the last gradient is there.
+        iteration_seconds: seconds from the start of backward until the last gradient is there.
         step_seconds: the same with the forward pass.
         scaling_factor: throughput over that of one rank times their number.
-        speedup: of a step, over dense.
+        speedup: speed-up of a step, over dense.
     """
 
     model: str

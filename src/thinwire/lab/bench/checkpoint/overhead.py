@@ -36,10 +36,10 @@ class Block:
     """Consecutive iterations under one method, measured on one rank; times in seconds.
 
     Args:
-        iterations: from the end of one step, its checkpoint included, to the end of the next.
+        iterations: seconds from the end of one step, its checkpoint included, to the end of the next.
         blocking: the part of each in which training stood still for the method.
         versions: number of checkpoints made, not skipped.
-        checkpoint_seconds: from the last call until that checkpoint was safe; None if the call itself made it safe.
+        checkpoint_seconds: seconds from the last call to a safe checkpoint; None if the call itself made it safe.
     """
 
     method: str

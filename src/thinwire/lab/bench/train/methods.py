@@ -178,7 +178,7 @@ def _warmed_up(compressor: Any, steps: int) -> Any:
 
 
 def _compressed_by(compressor: Any) -> Callable[[str, Tensor], bool]:
-    """As `thinwire.attach` decides, for models without embedding tables."""
+    """The decision of `thinwire.attach`, for models without embedding tables."""
     from thinwire.compress import leave_small
     from thinwire.compress.base import Parameter
 

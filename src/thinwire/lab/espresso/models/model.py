@@ -48,7 +48,7 @@ class PublishedModel:
     Attributes:
         name: "vgg16".
         parameters: in backward order.
-        backward_total_seconds: from the first gradient to the last, one accelerator (NVIDIA V100).
+        backward_total_seconds: seconds from the first gradient to the last, one accelerator (NVIDIA V100).
         published_tensors, published_mebibytes: as in the paper, rounded up there; see `size_error`.
         algorithm: the compressor that the paper's figures 12 and 13 train it with.
         cpu_gbit: rate at which a host's processors encode and decode its gradients, see `published.compression`.

@@ -22,7 +22,7 @@ _MODULES = {"Checkpointer": "checkpointer", "MemoryReader": "dcp.reader", "Memor
 
 
 def __getattr__(name: str) -> Any:
-    """The front ends are imported on first use: a holder does without torch."""
+    """Import a front end on first use: a holder does without torch."""
     if name in _MODULES:
         return getattr(import_module(f"thinwire.checkpoint.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

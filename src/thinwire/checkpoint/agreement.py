@@ -1,8 +1,9 @@
-"""One checkpoint: what the ranks agree on, the slot of this rank, and its way to the holder; beside the training.
+"""Agreement of the ranks on one checkpoint, the slot of this rank, and its way to the holder; beside the training.
 
-There is one reduction of a few bytes for each checkpoint. It says whether all ranks can write a version, and which step
-all of them have everywhere. It does not say that all of them will: a holder may die right after it. A version that some
-ranks have and some do not is never complete, so it is never restored, and the newest complete one stays where it is.
+One reduction of a few bytes for each checkpoint tells all ranks whether all of them can write a version, and the newest
+step that all of them have everywhere. It does not promise that all of them will write: a holder may die right after it.
+A version that some ranks have and some do not is never complete, so it is never restored, and the newest complete one
+stays.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from thinwire.holder.client import HolderClient, SlotWriter
 logger = logging.getLogger("thinwire")
 
 FAILURES = (ThinwireError, ValueError, OSError, RuntimeError)
-_RETRY_STEPS = 10  # until slots are asked for again that were refused
-_HURRY_SHARE = 0.02  # of an iteration: so long the rest of a version may take before the next one is skipped for it
+_RETRY_STEPS = 10  # until refused slots are requested again
+_HURRY_SHARE = 0.02  # of an iteration: longest wait for the rest of a version before the next one is skipped for it
 _POLL_SECONDS = 0.001
 _RECONNECT_SECONDS = 0.05
 _GONE = "the holder of this host is gone"
@@ -37,13 +38,13 @@ _GONE = "the holder of this host is gone"
 
 @dataclass(frozen=True)
 class Turn:
-    """What is done at one checkpoint.
+    """Decision of the ranks about one checkpoint.
 
     Args:
-        skipped: why there will be none, else empty; ``writer`` is None then.
-        writer: of the slot of this rank.
-        registers: ranks have to `Agreement.register` first, all of them.
-        persists: the version also goes to the disk.
+        skipped: reason why there is none, else empty; ``writer`` is None then.
+        writer: writer of the slot of this rank.
+        registers: whether all ranks have to call `Agreement.register` first.
+        persists: whether the version also goes to the disk.
     """
 
     skipped: str = ""
@@ -53,10 +54,10 @@ class Turn:
 
 
 class Agreement:
-    """The ranks' group and this rank's holder, for one thread at a time.
+    """Agreement of the ranks over their group, and this rank's holder; for one thread at a time.
 
     ``keep`` is the newest step that all ranks have everywhere, ``attempt`` the number of this start of the run,
-    ``obstacle`` why this rank cannot make a checkpoint, or empty; ``status`` is what the holder said last.
+    ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``status`` is the holder's last answer.
     """
 
     def __init__(
@@ -75,13 +76,13 @@ class Agreement:
         self._reconnecting: threading.Thread | None = None
 
     def wait_until_sent(self, needed: threading.Event) -> None:
-        """Until all peers of this rank have what it published, or ``needed`` is set."""
+        """Wait until all peers of this rank have its last version, or ``needed`` is set."""
         needed.wait(min(self._pacer.seconds_left, threading.TIMEOUT_MAX))
         while not needed.is_set() and not self._is_sent():
             needed.wait(_POLL_SECONDS)
 
     def _is_sent(self) -> bool:
-        """Also when nobody knows, which `take_turn` will find out."""
+        """Also True when the status is unknown, which `take_turn` will find out."""
         client = self._registration.client
         try:
             status = client.status() if client is not None and self._registration.registered else None
@@ -108,7 +109,7 @@ class Agreement:
         return self._skip(step, "the holder gave no slot") if writer is None else Turn("", writer, False, bool(due))
 
     def register(self, step: int, payload_bytes: int) -> bool:
-        """Whether all ranks have slots now; if not, it is tried again some steps later. Collective."""
+        """Register slots on all ranks and return whether all have them; if not, retry some steps later. Collective."""
         try:
             self._registration.register(payload_bytes, self.attempt)
             return True
@@ -118,7 +119,7 @@ class Agreement:
             return False
 
     def publish(self, turn: Turn, encoded: Encoded, about: dict[str, Any], wait: bool = False) -> str:
-        """Make a version of what was copied, and have it sent. Why it did not become one, or empty.
+        """Make the copied state a version, have it sent, and return why it did not become one, or an empty text.
 
         With ``wait`` it is complete on this host when this returns.
         """
@@ -146,12 +147,12 @@ class Agreement:
             self.lose(error)
 
     def lose(self, error: Exception) -> None:
-        """The holder does not answer any more."""
+        """Record that the holder does not answer any more."""
         self._registration.lost()
         self._notices.add(f"the holder of this host is lost, and training goes on without checkpoints: {error}")
 
     def grant(self, num_bytes: int) -> None:
-        """On the pacer's thread."""
+        """Grant bytes to the holder, on the pacer's thread."""
         client = self._registration.client
         if client is not None:
             client.grant(num_bytes)
@@ -162,12 +163,12 @@ class Agreement:
 
     @property
     def room_bytes(self) -> int | None:
-        """Of the slots; None without slots."""
+        """Capacity of one slot in bytes, or None if no slots are registered."""
         return self._registration.room_bytes if self._registration.registered else None
 
     @property
     def link_bytes_per_second(self) -> float | None:
-        """How fast the last versions were sent, to all peers together; None before anything was sent."""
+        """Speed at which the last versions were sent, to all peers together; None before the first one."""
         return self.status.get("bytes_per_second")
 
     def _look(self) -> tuple[str, int, bool]:
@@ -193,7 +194,7 @@ class Agreement:
         return obstacle, newest if ours and newest is not None else -1, self.status["free"]
 
     def _hurry(self, client: HolderClient) -> None:
-        """Backward is over and the network idle: what is nearly sent can be sent now."""
+        """Backward is over and the network idle: a nearly complete version can be sent now."""
         speed, seconds = self.link_bytes_per_second, _HURRY_SHARE * self._pacer.iteration_seconds
         if speed is None or int(self.status["bytes_pending"]) > speed * seconds:
             return
@@ -204,7 +205,7 @@ class Agreement:
             self.status = client.status()
 
     def _reconnect(self) -> None:
-        """In the background, because a holder that is paused takes its time; one that is well answers at once."""
+        """In the background, because a paused holder answers late; a healthy one answers at once."""
         if self._reconnecting is None or not self._reconnecting.is_alive():
             self._reconnecting = threading.Thread(target=self._registration.reconnect, name="reconnect", daemon=True)
             self._reconnecting.start()
@@ -219,7 +220,7 @@ class Agreement:
             return None
 
     def _offer(self, num_bytes: int) -> None:
-        """Have a version sent, and what is pending from before, in the gaps of the network."""
+        """Have a version, and pending bytes of earlier ones, sent in the gaps of the network."""
         client = self._registration.client
         if client is None or not self._registration.peers:
             return

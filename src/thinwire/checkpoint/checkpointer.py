@@ -32,23 +32,23 @@ _FLUSH_POLL_SECONDS = 0.002
 
 
 class Checkpointer:
-    """Keeps the newest state of this rank in the memory of this host and of its peers (GEMINI, SOSP'23).
+    """A keeper of this rank's newest state in the memory of this host and of its peers (GEMINI, SOSP'23).
 
     Call `restore` once, before training, and `step` after every optimizer step; both on all ranks. A failure of a
     checkpoint is counted and warned of, and training goes on.
 
     Args:
-        model: of which the state is kept; out of DDP if it is in it. It may be sharded by FSDP2 (``fully_shard``).
-        optimizer: and everything else that has ``state_dict`` and ``load_state_dict``: ``scheduler``, ``scaler``, the
-            ``synchronizer`` that `thinwire.attach` returned, and ``data``, the position in the data.
+        model: the model to keep; taken out of DDP if wrapped in it. It may be sharded by FSDP2 (``fully_shard``).
+        optimizer: its optimizer; likewise all that has ``state_dict`` and ``load_state_dict``: ``scheduler``,
+            ``scaler``, the ``synchronizer`` that `thinwire.attach` returned, and ``data``, the position in the data.
         every: steps between two checkpoints.
-        replicas: copies of each state, that of its own machine included.
+        replicas: copies of each state, including the one on its own machine.
         run_id: names the run, the same after a restart. Default: the environment's THINWIRE_RUN_ID, or that of
             ``torchrun --rdzv-id``.
         persistent: a directory that all ranks see, for a checkpoint on a disk every ``persistent_every`` (seconds, or
             a text such as "3h"), of which the newest ``persistent_keep`` are kept; it is read when the memory of all
-            hosts has nothing, or nothing as new.
-        holder_socket: of the holder of this host (`thinwire holder`); default $THINWIRE_HOLDER. If all ranks are on
+            hosts has no version, or only older ones.
+        holder_socket: path of this host's holder (`thinwire holder`); default $THINWIRE_HOLDER. If all ranks are on
             one host, one is started where there is none.
         process_group: the ranks that train together; default all.
         timeout: how long ranks wait for each other; default 30 minutes.
@@ -118,7 +118,7 @@ class Checkpointer:
         self._restorer = Restorer(training, registration, self._tier, self._group, run_id, about, self._notices)
         self._cycle = Cycle(training, self._agreement, self._notices, about, every, overlap)
         self._run_id, self._max_age_steps, self._first = run_id, max_age_steps, 0
-        self._foreign: str | None = None  # topology of versions that are not needed once there are new ones
+        self._foreign: str | None = None  # topology of versions that become useless once there are new ones
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -132,21 +132,21 @@ class Checkpointer:
         return self._cycle.step
 
     def restore(self) -> int | None:
-        """Go back to the newest step of which every rank's state can be had, and say after how many steps it is.
+        """Restore the newest step of which every rank's state is available, and return the steps done until then.
 
-        In place, and the same on all ranks. None if there is nothing, so that training starts anew; a warning says why
-        if there are versions of the run that cannot be taken. Call it on all ranks, before the first `step`.
+        It loads in place, the same step on all ranks. None if there is no version, so that training starts afresh; a
+        warning says why if versions of the run cannot be used. Call it on all ranks, before the first `step`.
 
-        The number of ranks may be another one than before: docs/checkpoint.md says what each of them gets.
+        The number of ranks may differ from before: docs/checkpoint.md describes the state of each.
 
         Raises:
             ValueError: there are only versions of another model, or too few shards of those of another number of ranks.
-            ThinwireError: what was found could not be loaded.
+            ThinwireError: the versions could not be loaded.
         """
         cycle, agreement = self._cycle, self._agreement
         cycle.settle()
         cycle.drop_turn()
-        agreement.keep = -1  # what is trained from here on is another history
+        agreement.keep = -1  # training from here on is another history
         restored = self._restorer.restore()  # the worker has nothing to do now, so the group is free
         agreement.attempt, cycle.started, self._foreign = restored.attempt, True, restored.foreign
         if restored.step is not None:
@@ -156,10 +156,10 @@ class Checkpointer:
         return restored.step
 
     def step(self) -> None:
-        """Call it after every optimizer step, with the state as it is to be restored.
+        """Make a checkpoint if one is due. Call it after every optimizer step, with the state as it is to be restored.
 
-        When it returns, all may change but parameters and the optimizer's state: those in the next ``optimizer.step``,
-        which waits until they are copied (see ``overlap``).
+        When it returns, everything may change except parameters and the optimizer's state: those change in the next
+        ``optimizer.step``, which waits until they are copied (see ``overlap``).
 
         Raises:
             ThinwireError: the newest checkpoint that all ranks have is more than ``max_age_steps`` old.
@@ -181,9 +181,9 @@ class Checkpointer:
             )
 
     def flush(self, timeout_seconds: float = 60.0) -> bool:
-        """Have what is pending sent without regard for gaps, and wait until all peers have it; whether they do.
+        """Send pending versions without regard for gaps, wait, and return whether all peers have them.
 
-        For the end of a training, or a pause of it. Of this rank alone: it waits for no other rank.
+        For the end of a training, or a pause of it. It concerns this rank alone: it waits for no other rank.
         """
         self._cycle.settle()
         newest, attempt = self._cycle.records.newest_step, self._agreement.attempt
@@ -204,24 +204,25 @@ class Checkpointer:
         return False
 
     def records(self) -> list[VersionRecord]:
-        """What the last 1,000 checkpoints took."""
+        """Return the costs of the last 1,000 checkpoints."""
         return self._cycle.records.all()
 
     def stats(self) -> dict[str, float | str]:
-        """Of this rank. Slash names, for any metrics logger; ``grants`` and ``schedule`` are texts for people.
+        """Return the statistics of this rank, with slash names, for any metrics logger.
 
-        ``checkpoint/bytes`` are of one version, ``checkpoint/replicated_step`` is the newest that all ranks had
-        everywhere when the last one was made, ``checkpoint/blocking_seconds`` and ``checkpoint/copy_seconds`` are
-        medians (`VersionRecord`). ``checkpoint/bound_network_seconds`` and ``checkpoint/bound_copy_seconds`` are the
-        least that a version can take at the speed that was measured (`thinwire.checkpoint.pacing.bounds`),
-        ``checkpoint/idle_seconds`` of an iteration is what there is for it; ``checkpoint/iterations_needed`` is over
-        how many of them it is spread, ``checkpoint/schedule`` which bytes of it were granted when (Algorithm 2).
+        ``checkpoint/grants`` and ``checkpoint/schedule`` are texts for people. ``checkpoint/bytes`` are of one version,
+        ``checkpoint/replicated_step`` is the newest that all ranks had everywhere when the last one was made,
+        ``checkpoint/blocking_seconds`` and ``checkpoint/copy_seconds`` are medians (`VersionRecord`).
+        ``checkpoint/bound_network_seconds`` and ``checkpoint/bound_copy_seconds`` are the least cost of a version at
+        the measured speed (`thinwire.checkpoint.pacing.bounds`), ``checkpoint/idle_seconds`` the idle time of an
+        iteration; ``checkpoint/iterations_needed`` is the number of iterations over which a version is spread,
+        ``checkpoint/schedule`` which bytes of it were granted when (Algorithm 2).
         """
         found = statistics(self._cycle.records, self._agreement, self._registration, self._pacer, self._tier)
         return {"checkpoint/steps": float(self._cycle.step), **found}
 
     def close(self) -> None:
-        """End it. What the holders have stays there, and goes on to the peers; twice does nothing."""
+        """Close the connection. The holders keep their versions and send them on; a second call does nothing."""
         if self._group is None:
             return
         synchronizer = self._training.synchronizer
@@ -243,7 +244,7 @@ class Checkpointer:
         self._agreement.grant(num_bytes)
 
     def _forget_foreign(self) -> None:
-        """There is a version of this topology everywhere, so those of the one before only take memory."""
+        """A version of this topology is everywhere, so those of the one before only cost memory."""
         topology, self._foreign = self._foreign, None
         registration = self._registration
         if registration.client is not None and registration.holders.index(registration.here) == self._rank:

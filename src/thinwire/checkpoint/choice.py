@@ -1,8 +1,7 @@
-"""Which checkpoint to go back to, and who supplies each shard: a pure function of what all holders have.
+"""Choice of the checkpoint to restore, and of the supplier of each shard: a pure function of all holders' inventories.
 
 Every rank decides from the same gathered inventories, so that no second vote is needed. A shard is named by its owner,
-a rank of the stored topology, never by where it lies: a host that comes back under other ranks still supplies what it
-keeps.
+a rank of the stored topology, never by its location: a host that returns under other ranks still supplies its shards.
 """
 
 from __future__ import annotations
@@ -15,20 +14,20 @@ from thinwire.holder.version import Version
 
 MAX_REASONS = 20
 
-_Copies = dict[int, dict[str, Version]]  # of one step: for each owner, the copy of each holder that has one
+_Copies = dict[int, dict[str, Version]]  # of one step: for each owner, the copy by holder
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The step to restore, if there is one, and where from.
+    """The step to restore, if there is one, and the source of each shard.
 
     Args:
-        step: None if no step is complete; what follows is empty then.
-        attempt: that wrote it.
+        step: the step; None if no step is complete, and then the fields below are empty.
+        attempt: the attempt that wrote it.
         sources: for each owner, the address of the holder that supplies its shard.
-        versions: for each owner, the version that this holder has.
+        versions: for each owner, the version that this holder supplies.
         fetched: owners whose shard comes from another host than the one that they are on now.
-        reasons: why newer steps, and whatever else holders have, were not taken: sentences for a message.
+        reasons: why newer steps, and other versions of the holders, were not chosen: sentences for a message.
     """
 
     step: int | None
@@ -40,18 +39,18 @@ class Choice:
 
 
 def choose(inventories: Mapping[str, Iterable[Version]], holders: Sequence[str], run_id: str, topology: str) -> Choice:
-    """The newest step of which someone holds every owner's shard, of the newest attempt that has such a step.
+    """Return the newest step of which every owner's shard is held, of the newest attempt that has such a step.
 
     Steps of two attempts do not mix: after a restart from step 10, step 12 of the attempt before is another history
     than step 12 of this one. The source of a shard is its owner's own host if that has a copy; else the holder that has
-    fewest bytes to send, the first by name of those. Where copies of a shard differ, none of them is taken.
+    fewest bytes to send, the first by name of those. Where copies of a shard differ, none of them is used.
 
     Args:
-        inventories: for each holder, by its address, all that it has verified. A holder that is gone is left out.
-        holders: for each rank of the job that starts now, the address of its host's holder. There are as many as the
-            topology has ranks.
-        run_id: only versions of this run are taken.
-        topology: and only of this topology (`topology_digest`).
+        inventories: for each holder, by its address, the versions that it has verified, without holders that are gone.
+        holders: for each rank of the job that starts now, the address of its host's holder; one for each rank of the
+            topology.
+        run_id: only versions of this run count.
+        topology: only versions of this topology count (`topology_digest`).
 
     Example:
         >>> has = [Version(ShardId("run", "a1", owner), 7, 0, 100, "0123456789abcdef") for owner in (0, 1)]
@@ -79,7 +78,7 @@ def choose(inventories: Mapping[str, Iterable[Version]], holders: Sequence[str],
 def _sift(
     inventories: Mapping[str, Iterable[Version]], world_size: int, run_id: str, topology: str
 ) -> tuple[dict[tuple[int, int], _Copies], dict[tuple[int, int], set[int]], list[str]]:
-    """By attempt and step: copies, owners of whose copies some differ; and what is said about all else."""
+    """Copies and owners with differing copies, by attempt and step; and reasons for leaving out all other versions."""
     copies: dict[tuple[int, int], _Copies] = {}
     unlike: dict[tuple[int, int], set[int]] = {}
     left_out: Counter[str] = Counter()
@@ -118,7 +117,7 @@ def _contents(version: Version) -> tuple[int, str]:
 
 
 def _sources(copies: _Copies, holders: Sequence[str]) -> tuple[str, ...]:
-    """Own hosts first. Of the other shards, those that few holders have are given out first, then the large ones."""
+    """Own hosts first. Of the other shards, those that few holders have are assigned first, then the large ones."""
     sources = list(holders)
     sizes = {owner: next(iter(copies[owner].values())).payload_bytes for owner in range(len(holders))}
     elsewhere = [owner for owner, holder in enumerate(holders) if holder not in copies[owner]]

@@ -1,12 +1,10 @@
-"""Copies of tensors to slots in shared memory, beside the training.
-
-From a GPU to a slot: through a ring of page-locked sub-buffers, on a stream of its own, beside the training.
-
-Copies a state into a slot: at once what may change at any time, beside the training what only its optimizer changes.
+"""Copies of a state into a slot in shared memory: at once any tensor that may change, the rest beside the training.
 
 Parameters and the optimizer's state are written by ``optimizer.step`` alone. So they are copied on another thread while
 the next forward and backward run, and ``optimizer.step`` waits for the copy (GEMINI, SOSP'23: the checkpoint of a step
-is taken before the next update). All else is small, and copied before training goes on.
+is taken before the next update). The rest of the state is small, and copied before training goes on.
+
+A GPU's tensors pass through a ring of page-locked sub-buffers, on a stream of its own.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ class Piece:
 
 
 def fills(tensors: Sequence[tuple[int, Tensor]], sub_buffer_bytes: int) -> Iterator[list[Piece]]:
-    """What each sub-buffer is filled with: small tensors together, large ones cut. ``tensors`` are uint8 [n]."""
+    """Yield the pieces for each sub-buffer: small tensors together, large ones cut. ``tensors`` are uint8 [n]."""
     pieces: list[Piece] = []
     used = 0
     for offset, tensor in tensors:
@@ -63,7 +61,7 @@ def fills(tensors: Sequence[tuple[int, Tensor]], sub_buffer_bytes: int) -> Itera
 
 
 class SlotStaging:
-    """The ring of one device, page-locked at the first copy."""
+    """A ring of sub-buffers between one device and a slot, page-locked at the first copy."""
 
     def __init__(
         self, device: Device, sub_buffer_bytes: int = SUB_BUFFER_BYTES, sub_buffers: int = SUB_BUFFERS
@@ -72,13 +70,13 @@ class SlotStaging:
         self._buffers: list[Tensor] = []
 
     def record(self) -> DeviceEvent:
-        """The point up to which the training has given work to its stream; call it on the training's thread."""
+        """Record the end of the work given to the training's stream so far; call it on the training's thread."""
         return self._device.record()
 
     def copy(self, tensors: Sequence[tuple[int, Tensor]], written: DeviceEvent, payload: Tensor) -> None:
-        """Each tensor, as it is after ``written``, to its offset in the payload (uint8 [n] of the host).
+        """Copy each tensor, as it is after ``written``, to its offset in the payload (uint8 [n] of the host).
 
-        On any thread; it returns when all bytes are there. Nobody may write to the tensors, or free them, before that.
+        It runs on any thread and returns when all bytes are there. Do not write to the tensors, or free them, before.
         """
         self._buffers = self._buffers or [self._device.pinned(self._sub_buffer_bytes) for _ in range(self._count)]
         in_flight: deque[tuple[Tensor, list[Piece], DeviceEvent]] = deque()
@@ -104,12 +102,12 @@ class SlotStaging:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """uint8 [n], in order. A single element is contiguous whatever its stride is, so that is said anew."""
+    """uint8 [n], in order. A single element is contiguous with any stride, so the stride is set again."""
     tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
-LATER_BYTES = 64 << 10  # smaller tensors are copied at once: that costs less than looking after them
+LATER_BYTES = 64 << 10  # smaller tensors are copied at once: that costs less than tracking them
 _BATCH = 16
 _SEALING_SECONDS, _POLL_SECONDS = 600.0, 0.02
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -119,7 +117,7 @@ May = Callable[[TensorSlice, Tensor], bool]
 
 @dataclass
 class Copy:
-    """A copy that has begun: `finish` does the rest, on any thread."""
+    """A copy that has begun: `finish` copies the rest, on any thread."""
 
     seconds: float
     _later: list[tuple[Tensor, Tensor]]  # view of the slot, tensor
@@ -132,7 +130,7 @@ class Copy:
         return not self._later and not self._downloads
 
     def finish(self) -> bool:
-        """Copy what is left; whether nobody has written to it meanwhile, so that the copy is one state."""
+        """Copy the rest and return whether it was unchanged meanwhile, so that the copy is one state."""
         started = time.perf_counter()
         for staging, tensors, written in self._downloads:
             staging.copy(tensors, written, torch.frombuffer(self._payload, dtype=torch.uint8))
@@ -147,7 +145,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class _Split:
-    """Numbers of the slices that are copied at once, of those that can wait, and of those on each CUDA device."""
+    """Indices of the slices that are copied at once, of those that can wait, and of those on each CUDA device."""
 
     slices: tuple[TensorSlice, ...]
     now: list[int]
@@ -156,11 +154,11 @@ class _Split:
 
 
 class Copier:
-    """For one shard.
+    """A copier of the state of one shard.
 
     Args:
-        may_wait: whether a tensor is written by the optimizer's step alone.
-        staging_for: how a CUDA device copies to the host.
+        may_wait: returns whether a tensor is written by the optimizer's step alone.
+        staging_for: returns the ring through which a CUDA device copies to the host.
     """
 
     def __init__(
@@ -174,7 +172,7 @@ class Copier:
         self._views: dict[Hashable, tuple[tuple[TensorSlice, ...], list[Tensor]]] = {}
 
     def begin(self, encoded: Encoded, payload: memoryview, slot: Hashable) -> Copy:
-        """Copy what may change at any time; the rest is copied by `Copy.finish`, before the next ``optimizer.step``.
+        """Copy tensors that may change at any time; `Copy.finish` copies the rest, before the next ``optimizer.step``.
 
         ``slot`` names the memory of ``payload``: the same name, the same memory.
         """
@@ -197,11 +195,11 @@ class Copier:
         return Copy(time.perf_counter() - started, later, watched, downloads, payload)
 
     def forget_slots(self) -> None:
-        """They are gone, or there are other ones."""
+        """Drop the views of the slots, which were freed or replaced."""
         self._views.clear()
 
     def forget_split(self) -> None:
-        """Ask anew what may wait."""
+        """Drop the split, so that the next copy decides again which tensors may wait."""
         self._split = None
 
     def _split_of(self, encoded: Encoded) -> _Split:
@@ -231,7 +229,7 @@ class Copier:
     def _begin_download(
         self, device: torch.device, numbers: Sequence[int], encoded: Encoded, waiting: set[int]
     ) -> tuple[SlotStaging, list[tuple[int, Tensor]], DeviceEvent]:
-        """What cannot wait is copied on the device first, which costs the host nothing."""
+        """Tensors that cannot wait are copied on the device first, which costs the host nothing."""
         staging = self._stagings.get(device)
         if staging is None:
             staging = self._stagings[device] = self._staging_for(device)
@@ -246,9 +244,9 @@ class Copier:
 
 
 def copy_of(client: HolderClient | None, step: int, attempt: int) -> tuple[bytes, memoryview]:
-    """Layout and payload of the own version of that step, once it is complete; nobody else waits meanwhile.
+    """Return layout and payload of the own version of that step, once it is complete; no other thread waits meanwhile.
 
-    Raises ThinwireError if it does not come to be.
+    Raises ThinwireError if it does not become complete.
     """
     deadline = time.monotonic() + _SEALING_SECONDS
     while client is not None and client.shard is not None and time.monotonic() < deadline:

@@ -1,16 +1,13 @@
-"""A thread for the work of checkpoints, and the turns of one.
-
-A thread that does one job after the other, beside the training.
-
-A checkpoint from one optimizer step to the next: captured, agreed on, copied, published.
+"""The cycle of a checkpoint from one optimizer step to the next: captured, agreed on, copied, published.
 
     optimizer.step   checkpointer.step          forward, backward             optimizer.step
                      capture, small copy                                      fence
                                      [ copy of parameters ][ publish, grants ] [ next turn ]
 
-What is in brackets is on a thread of its own. The fence waits for the copy. The ranks agree on the next checkpoint
-once the peers have this one, at the latest while the optimizer computes: with 8 ranks of a machine with two cores that
-took 20 ms, which training now waits for only if sending takes the whole iteration.
+The steps in brackets run on a thread of its own, which does one job after the other. The fence waits for the copy. The
+ranks agree on the next checkpoint once the peers have this one, at the latest while the optimizer computes: with 8
+ranks of a machine with two cores that cost 20 ms, for which training now waits only if sending lasts the whole
+iteration.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ T = TypeVar("T")
 
 
 class Worker:
-    """A daemon, so that a job that waits for a dead peer does not keep the process alive."""
+    """A daemon thread that does one job after the other; a job that waits for a dead peer does not block the exit."""
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
@@ -57,7 +54,7 @@ class Worker:
         return future
 
     def close(self, seconds: float) -> bool:
-        """Whether all jobs were done within that time; what is left goes on, or is never done."""
+        """Stop and return whether all jobs were done within that time; the rest goes on, or is never done."""
         self._jobs.put(None)
         self._thread.join(seconds)
         return not self._thread.is_alive()
@@ -71,10 +68,10 @@ _CLOSE_SECONDS = 10.0
 
 
 class Cycle:
-    """For one training, on its thread.
+    """The cycle of checkpoints of one training, on its thread.
 
     ``about`` goes into each version, ``every`` is the number of steps between two, ``overlap`` whether parameters are
-    copied beside the training; it ends when they are written to meanwhile.
+    copied beside the training; that ends when they are written to meanwhile.
     """
 
     def __init__(
@@ -91,21 +88,21 @@ class Cycle:
         self._encoder, self._copier = StateEncoder(), Copier(self._may_wait)
         self._worker = Worker("thinwire-checkpoint")
         self._turn: Future[Turn] | None = None  # of the next checkpoint
-        self._needed = threading.Event()  # the turn, now
+        self._needed = threading.Event()  # set when the turn is needed now
         self._closing = False
-        self._copying: Future[tuple[float, str]] | None = None  # of the last one: seconds, why it is none
-        self.step = 0  # the last one
-        self.started = False  # so that all ranks may agree on something
+        self._copying: Future[tuple[float, str]] | None = None  # of the last one: seconds, why there is no version
+        self.step = 0  # the last step
+        self.started = False  # whether all ranks take part, so that they can agree
         self.broken = ""  # why there will be no more checkpoints
         self.records = Records()
         self._unhook = self._hook()
 
     def do(self, job: Callable[[], Any]) -> Any:
-        """Have a job done where the group of the ranks is used, and wait for it."""
+        """Run a job on the worker, where the group of the ranks is used, and wait for its result."""
         return self._worker.submit(job).result()
 
     def checkpoint(self) -> None:
-        """After an optimizer step, if one is due."""
+        """Count an optimizer step and make a checkpoint if one is due."""
         self.settle()
         self.step += 1
         if self.step % self._every or self.broken:
@@ -113,7 +110,7 @@ class Cycle:
         started = time.perf_counter()
         try:
             record = self._begin()
-        except FAILURES as error:  # of the group of the ranks: they cannot agree on anything any more
+        except FAILURES as error:  # an error of the ranks' group: they cannot agree any more
             self.broken = f"the ranks cannot agree any more: {error}"
             self._notices.add(f"no more checkpoints: {self.broken}")
             record = VersionRecord(self.step, skipped=self.broken)
@@ -135,7 +132,7 @@ class Cycle:
         self.records.amend(copy_seconds, time.perf_counter() - started, skipped)
 
     def drop_turn(self) -> None:
-        """What the ranks have agreed on for the next checkpoint is void."""
+        """Drop the ranks' agreement on the next checkpoint."""
         turn, self._turn = self._turn, None
         self._needed.set()
         if turn is not None:
@@ -145,7 +142,7 @@ class Cycle:
                     self.do(lambda: self._agreement.abandon(writer))
 
     def close(self) -> None:
-        """The last checkpoint is published; what ranks agree on after it is not waited for."""
+        """Publish the last checkpoint and stop, without waiting for the ranks' next agreement."""
         self.settle()
         if self._unhook is not None:
             self._unhook()
@@ -154,7 +151,7 @@ class Cycle:
         self._worker.close(_CLOSE_SECONDS)
 
     def _hook(self) -> Callable[[], None] | None:
-        """None if the optimizer cannot be told to wait."""
+        """None if the optimizer cannot be made to wait."""
         try:
             return self._training.optimizer.register_step_pre_hook(self._before_optimizer).remove  # type: ignore[union-attr]
         except AttributeError:  # no optimizer, or one around another
@@ -170,7 +167,7 @@ class Cycle:
             self._needed.set()
 
     def _take_early(self, step: int) -> Turn:
-        """On the worker: the next turn, when the last version is everywhere, so that nobody has to wait for it."""
+        """On the worker: the next turn, when the last version is everywhere, so that no rank waits for it."""
         self._agreement.wait_until_sent(self._needed)
         return Turn("the training ends") if self._closing else self._agreement.take_turn(step)
 
@@ -194,7 +191,7 @@ class Cycle:
         return VersionRecord(self.step, encoded.payload_bytes)
 
     def _encode(self) -> Encoded | None:
-        """The state now; what is wrong with it is an obstacle that the ranks learn of."""
+        """The state now; an error in it is an obstacle that the ranks learn of."""
         encoded, obstacle = None, ""
         try:
             encoded = self._encoder.encode(self._training.capture(self.step))
@@ -221,7 +218,7 @@ class Cycle:
         return Turn("there are no slots") if agreed.registers else agreed
 
     def _finish(self, turn: Turn, copy: Copy, encoded: Encoded) -> tuple[float, str]:
-        """On the worker: seconds that copying took, and why there is no version, or empty."""
+        """On the worker: seconds of copying, and why there is no version, or empty."""
         writer = turn.writer
         assert writer is not None
         try:

@@ -1,4 +1,4 @@
-"""Versions in memory that another number of ranks stored: which there are, and their shards, brought to this host."""
+"""Versions in memory that another number of ranks stored: their inventory, and their shards, fetched to this host."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from thinwire.holder.version import Version, start_order
 
 @dataclass(frozen=True)
 class ForeignVersion:
-    """A step of another topology. ``copies``: of each owner's shard, by the address of the holder."""
+    """A step of another topology. ``copies``: for each owner, its shard's copies by the address of the holder."""
 
     topology: str
     attempt: int
@@ -33,7 +33,7 @@ class ForeignVersion:
 
 
 def foreign_versions(inventories: Mapping[str, Sequence[Version]], run_id: str, topology: str) -> list[ForeignVersion]:
-    """All steps of a run that were stored in other topologies than this one, newest first.
+    """Return all steps of a run that were stored in other topologies than this one, newest first.
 
     Shards of which copies differ are left out.
     """
@@ -54,7 +54,7 @@ def foreign_versions(inventories: Mapping[str, Sequence[Version]], run_id: str, 
 def gather_layouts(
     version: ForeignVersion, registration: Registration, group: dist.ProcessGroup
 ) -> dict[int, StateLayout]:
-    """Layouts of the shards of a version, on all ranks; collective. What cannot be read is left out."""
+    """Gather the layouts of the shards of a version on all ranks; collective. Unreadable ones are left out."""
     mine: dict[str, str] = {}
     if registration.client is not None and registration.holders.index(registration.here) == registration.rank:
         for owner, copies in version.copies.items():
@@ -69,16 +69,16 @@ def gather_layouts(
 
 
 def is_whole(layouts: Mapping[int, StateLayout], about: Mapping[str, Any]) -> bool:
-    """Whether these are the shards of all ranks of a state, and of one that fits a training that says ``about``."""
+    """Return whether these are the shards of all ranks of one state, and fit a training described by ``about``."""
     sizes = {layout.about.get("world_size") for layout in layouts.values()}
     states = {layout.about.get("state") for layout in layouts.values()}
     return sizes == {len(layouts)} and set(layouts) == set(range(len(layouts))) and states == {about.get("state")}
 
 
 class ForeignShards:
-    """The shards of a version that each rank needs, brought to its host.
+    """The shards of a version that each rank needs, fetched to its host.
 
-    Making it is collective. Raises ThinwireError on all ranks if one of them cannot have what it needs, or has an
+    The constructor is collective. It raises ThinwireError on all ranks if one of them cannot get its shards, or has an
     ``error`` to report instead.
     """
 
@@ -114,7 +114,7 @@ class ForeignShards:
 
     @staticmethod
     def _fetch(version: ForeignVersion, needs: list[list[int]], registration: Registration) -> None:
-        """Ranks of a host share what it lacks."""
+        """Ranks of a host share the fetching of its missing shards."""
         here = [rank for rank, holder in enumerate(registration.holders) if holder == registration.here]
         lacking = sorted(
             {owner for rank in here for owner in needs[rank] if registration.here not in version.copies[owner]}
@@ -139,7 +139,7 @@ class ForeignShards:
         return [view_of(payload, slices[number]) for number in numbers]
 
     def verify(self) -> None:
-        """Compare all with its digests. Raises CorruptMessageError."""
+        """Compare all shards with their digests. Raises CorruptMessageError."""
         for reader in self._readers.values():
             reader.verify()
 

@@ -1,4 +1,4 @@
-"""What ranks say to each other about checkpoints: JSON and small numbers, over a Gloo group of their own."""
+"""Messages between ranks about checkpoints: JSON and small numbers, over a Gloo group of their own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from thinwire.comm.process_group import ProcessGroupExchange
 
 
 def new_group(parent: Group, timeout: timedelta) -> dist.ProcessGroup:
-    """A Gloo group of the same ranks, so that nothing else interleaves with what they agree on; collective."""
+    """Create a Gloo group of the same ranks, so that nothing interleaves with their agreements; collective."""
     parent = resolve_group(parent)
     ranks = dist.get_process_group_ranks(parent)
     some = len(ranks) < dist.get_world_size()
@@ -25,9 +25,9 @@ def new_group(parent: Group, timeout: timedelta) -> dist.ProcessGroup:
 
 
 def run_id_of(given: str | None) -> str:
-    """The name of the run: as given, or of the environment; torchrun's default is the same for all jobs, so no name.
+    """Return the name of the run: as given, or from the environment.
 
-    Raises ValueError if there is none.
+    The default of torchrun is the same for all jobs, so it is no name. Raises ValueError if there is none.
     """
     found = given or os.environ.get("THINWIRE_RUN_ID") or os.environ.get("TORCHELASTIC_RUN_ID", "")
     if found in ("", "none"):
@@ -39,17 +39,18 @@ def run_id_of(given: str | None) -> str:
 
 
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Gather what every rank passes, in rank order; collective."""
+    """Gather one value of every rank, in rank order; collective."""
     return agree.gather_json(ProcessGroupExchange(group), "checkpoint record", value)
 
 
 def failures_of(reason: str, group: dist.ProcessGroup) -> str:
-    """Why ranks failed, of at most four of them, or empty; collective. Each passes its own reason, or an empty one."""
+    """Return the reasons of at most four failed ranks, or an empty text; collective. A rank without failure passes
+    ""."""
     failed = [f"rank {rank}: {each}" for rank, each in enumerate(gather_json(reason, group)) if each]
     return "; ".join(failed[:4])
 
 
 def least(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """Return the least that any rank passes, for each place; collective."""
+    """Return the least value of all ranks at each index; collective."""
     gathered = agree.gather_numbers(ProcessGroupExchange(group), "checkpoint votes", values)
     return [int(min(votes)) for votes in zip(*gathered, strict=True)]

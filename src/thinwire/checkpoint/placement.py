@@ -1,8 +1,8 @@
-"""Which machines keep a copy of whose shard, and how likely a copy is left when machines are lost.
+"""Assignment of shards to the machines that hold their copies, and the probability that a copy survives.
 
 GEMINI (Wang et al., SOSP'23), section 4 and Algorithm 1, the mixed strategy: groups of ``replicas`` machines that keep
-each other's shards, and one ring of the machines that are left over. A group is a ring too, of as many machines as
-there are replicas: in every ring a machine keeps its own shard and sends it to the next ``replicas - 1``.
+each other's shards, and one ring of the remaining machines. A group is a ring too, of ``replicas``
+machines: in every ring a machine keeps its own shard and sends it to the next ``replicas - 1``.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ Holders = tuple[tuple[int, ...], ...]
 
 
 def placement(machines: int, replicas: int, domains: Sequence[Hashable] | None = None) -> Holders:
-    """For each machine, who holds its shard: itself first, then those that it sends to.
+    """Return the holders of each machine's shard: the machine itself first, then those to which it sends.
 
-    Every machine holds exactly ``replicas`` shards, sends ``replicas - 1`` and receives as many.
+    Every machine holds exactly ``replicas`` shards, sends ``replicas - 1`` and receives ``replicas - 1``.
 
     Args:
-        machines: how many there are, at least ``replicas``.
-        replicas: copies of each shard, the machine's own one included. 1 sends nothing.
-        domains: what each machine fails together with (a rack, a switch, a power supply): one label a machine. Machines
+        machines: number of machines, at least ``replicas``.
+        replicas: copies of each shard, including the machine's own. 1 sends nothing.
+        domains: the failure domain of each machine (a rack, a switch, a power supply): one label a machine. Machines
             that keep each other's shards are in different domains if some order of the machines allows that for all of
             them, and else dealt out so evenly that the loss of one domain leaves a copy of every shard if some order
-            allows that. `sharing_domains` says what is left to fear. The same labels give the same placement on every
+            allows that. `sharing_domains` lists the remaining risks. The same labels give the same placement on every
             rank; the order of the machines is kept where it is good already.
 
     Raises:
@@ -51,7 +51,7 @@ def placement(machines: int, replicas: int, domains: Sequence[Hashable] | None =
 
 
 def ring_sizes(machines: int, replicas: int) -> tuple[int, ...]:
-    """How many machines each ring has: groups of ``replicas``, the last one with the remainder.
+    """Return the number of machines in each ring: groups of ``replicas``, the last one with the remainder.
 
     Raises:
         ValueError: less than one replica, or more replicas than machines.
@@ -74,10 +74,10 @@ def ring_sizes(machines: int, replicas: int) -> tuple[int, ...]:
 def replicas_of_ranks(
     ranks_of_machines: Sequence[Sequence[int]], replicas: int, domains: Sequence[Hashable] | None = None
 ) -> Holders:
-    """For each rank, the ranks beside whose state its shard is held: itself first.
+    """Return for each rank the ranks beside whose state its shard is held: itself first.
 
     The j-th rank of a machine goes to the j-th ranks of other machines, so that all network interfaces work, and the
-    loss of a machine takes one copy of a shard, never two. To a machine with fewer ranks, j wraps around.
+    loss of a machine costs one copy of a shard, never two. To a machine with fewer ranks, j wraps around.
 
     Args:
         ranks_of_machines: the ranks on each machine, in the order of their local ranks.
@@ -101,13 +101,13 @@ def replicas_of_ranks(
 
 
 def survives(holders: Holders, failed: Collection[int]) -> bool:
-    """Whether every shard has a copy left when the machines ``failed`` are lost at once."""
+    """Return whether every shard has a copy left when the machines ``failed`` are lost at once."""
     lost = set(failed)
     return not any(lost.issuperset(hosts) for hosts in holders)
 
 
 def sharing_domains(holders: Holders, domains: Sequence[Hashable]) -> tuple[int, ...]:
-    """Machines of whose shard two copies are in one domain, so that one loss takes both.
+    """Return the machines whose shards have two copies in one domain, so that one loss costs both.
 
     Example:
         >>> sharing_domains(placement(4, 2), ["rack a", "rack a", "rack b", "rack c"])
@@ -119,11 +119,11 @@ def sharing_domains(holders: Holders, domains: Sequence[Hashable]) -> tuple[int,
 
 
 def recovery_probability(machines: int, replicas: int, failed: int) -> float:
-    """That every shard has a copy left, if ``failed`` of the machines are lost at once, any of them as likely.
+    """Return the probability that every shard has a copy left if any ``failed`` of the machines are lost at once.
 
-    Exact, for what `placement` gives, with any domains: integers up to the last division. It equals the bound of the
-    paper (Corollary 1) where ``replicas`` divides ``machines`` and less than two groups can be lost; that is a lower
-    bound elsewhere.
+    It is exact for the result of `placement`, with any domains: integers up to the last division. It equals the bound
+    of the paper (Corollary 1) where ``replicas`` divides ``machines`` and less than two groups can be lost; elsewhere
+    that is a lower bound.
 
     Raises:
         ValueError: `placement` refuses, or not 0 <= failed <= machines.
@@ -143,11 +143,11 @@ def recovery_probability(machines: int, replicas: int, failed: int) -> float:
 
 
 def ring_survivals(size: int, replicas: int, failed: int) -> int:
-    """In how many ways ``failed`` machines of one ring can be lost so that every shard has a copy left.
+    """Return the number of ways to lose ``failed`` machines of one ring such that every shard has a copy left.
 
     That is, no ``replicas`` neighbours are lost. Cut at a machine that is left, the ring is a sequence of runs of lost
-    machines, one after each machine that is left, all shorter than ``replicas``. Such sequences at all places to cut
-    meet every set once for each machine that is left.
+    machines, one after each machine that is left, all shorter than ``replicas``. Such sequences at all cuts meet
+    every set once for each machine that is left.
     """
     left = size - failed
     if left == 0:

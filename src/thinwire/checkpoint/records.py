@@ -1,4 +1,4 @@
-"""What checkpoints took, and what went wrong with them."""
+"""Records of the costs of checkpoints, and notices of their failures."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _KEPT = 1000
 
 @dataclass(frozen=True)
 class VersionRecord:
-    """What one checkpoint took on this rank. ``skipped`` says why there is none, or is empty.
+    """Costs of one checkpoint on this rank. ``skipped`` is the reason why there is none, or empty.
 
-    ``blocking_seconds`` is for how long training stood still: in `Checkpointer.step`, and in the next
-    ``optimizer.step`` if that had to wait. ``copy_seconds`` is what copying the state took, beside the training or not.
+    ``blocking_seconds`` is the time for which training stood still: in `Checkpointer.step`, and in the next
+    ``optimizer.step`` if that had to wait. ``copy_seconds`` is the time to copy the state, beside the training or not.
     """
 
     step: int
@@ -29,7 +29,7 @@ class VersionRecord:
 
 
 class Records:
-    """Of the last 1,000 checkpoints, and counts of all."""
+    """Records of the last 1,000 checkpoints, and counts of all."""
 
     def __init__(self) -> None:
         self._kept: deque[VersionRecord] = deque(maxlen=_KEPT)
@@ -40,7 +40,7 @@ class Records:
         self._count(record, 1)
 
     def amend(self, copy_seconds: float, blocking_seconds: float, skipped: str) -> None:
-        """Of the last one: what copying it took, for how much longer training stood still, and what became of it."""
+        """Complete the last record: the time to copy it, the additional time training stood still, and its outcome."""
         last = self._kept.pop()
         self._count(last, -1)
         blocking_seconds += last.blocking_seconds
@@ -55,21 +55,21 @@ class Records:
 
     @property
     def num_bytes(self) -> int:
-        """Of the newest version."""
+        """Size of the newest version in bytes, or 0 before the first one."""
         return next((record.num_bytes for record in reversed(self._kept) if not record.skipped), 0)
 
     @property
     def newest_step(self) -> int | None:
-        """Of the newest version."""
+        """Step of the newest version, or None before the first one."""
         return next((record.step for record in reversed(self._kept) if not record.skipped), None)
 
     @property
     def last_reason(self) -> str:
-        """Why the last one was skipped that was."""
+        """Reason of the last checkpoint that was skipped."""
         return next((record.skipped for record in reversed(self._kept) if record.skipped), "replicas are behind")
 
     def stats(self) -> dict[str, float]:
-        """Counts, and medians over those that were written."""
+        """Return counts, and medians over the checkpoints that were written."""
         written = [record for record in self._kept if not record.skipped]
         return {
             "checkpoint/versions": float(self.versions),
@@ -81,9 +81,10 @@ class Records:
 
 
 class Notices:
-    """What people have to know: logged at once, and warned of once for each text, when `deliver` is called.
+    """Notices for people: logged at once, and warned of once for each text, when `deliver` is called.
 
-    Not at once: a warning may be an error, and the ranks may be in the middle of agreeing on something.
+    Warnings are deferred because a warning may be an error, and the ranks may be in the middle of agreeing on
+    something.
     """
 
     def __init__(self, rank: int) -> None:
@@ -93,7 +94,7 @@ class Notices:
         self.last = ""
 
     def add(self, text: str) -> None:
-        """From any thread."""
+        """Log a notice and keep it for `deliver`; from any thread."""
         logger.warning("rank %s: %s", self._rank, text)
         self.last = text
         if text not in self._known:

@@ -1,4 +1,4 @@
-"""Going back to a checkpoint: what all holders have, which step all ranks take, and each rank's shard of it."""
+"""Recovery of a checkpoint: the inventories of all holders, the step that all ranks restore, and each rank's shard."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from thinwire.holder.version import NONCE_BITS, Version, next_attempt
 
 @dataclass(frozen=True)
 class Survey:
-    """What there is of a run in the memory of all hosts.
+    """Versions of a run in the memory of all hosts.
 
     Args:
-        choice: the step to go back to, and where each shard is.
-        attempt: for versions from now on, above all that were seen, and new each time.
-        seen: how many versions of the run there are, of whatever topology.
+        choice: the step to go back to, and the source of each shard.
+        attempt: the attempt of new versions, above all that were seen, and different each time.
+        seen: number of versions of the run, of any topology.
         inventories: for each holder that answered, its versions.
     """
 
@@ -40,7 +40,8 @@ class Survey:
 def survey(
     client: HolderClient | None, holders: Sequence[str], run_id: str, topology: str, group: dist.ProcessGroup
 ) -> Survey:
-    """Ask all holders what they have, and choose; collective, with the same result on all ranks.
+    """Gather the inventories of all holders and choose the step to restore; collective, with the same result on all
+    ranks.
 
     The first rank of each host asks, because the holder then compares all bytes with their digests.
     """
@@ -64,10 +65,10 @@ def survey(
 
 
 def load_shard(client: HolderClient, choice: Choice, rank: int, here: str, training: TrainingState) -> int:
-    """Bring the shard of this rank to this host if it is not here, load it in place, and say of which step it is.
+    """Fetch the shard of this rank to this host if it is missing, load it in place, and return its step.
 
-    What was loaded is compared with its digests once more: minutes can be between the survey and now, and a process
-    that was taken for dead may still write. Raises ThinwireError if its source is lost or its bytes are wrong: then
+    The loaded bytes are compared with their digests once more: minutes can be between the survey and now, and a process
+    that was considered dead may still write. Raises ThinwireError if its source is lost or its bytes are wrong: then
     survey again.
     """
     version, source = choice.versions[rank], choice.sources[rank]

@@ -1,4 +1,4 @@
-"""The ranks and their holders: who is on which host, whose replicas go where, and what becomes of a lost holder."""
+"""Registration of the ranks with their holders: hosts, destinations of replicas, and recovery from a lost holder."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _LOOPBACK = ("127.", "[::1]", "localhost")
 
 
 def room_bytes(payload_bytes: int) -> int:
-    """Of a slot, a little more than the state has now; the same for whatever fits into it."""
+    """Return the capacity of a slot in bytes, rounded up, so that states of similar size get the same slots."""
     return max(1, -(-payload_bytes // GRANULE_BYTES)) * GRANULE_BYTES
 
 
 def peers_of(rank: int, holders: Sequence[str], replicas: int) -> list[str]:
-    """Addresses of the holders that get a copy of a rank's shard. Ranks with the same holder are one machine."""
+    """Return the addresses of the holders that get a copy of a rank's shard. Ranks with one holder are one machine."""
     ranks_of: dict[str, list[int]] = {}
     for other, holder in enumerate(holders):
         ranks_of.setdefault(holder, []).append(other)
@@ -46,9 +46,9 @@ class Registration:
     ``client`` is None while this host has no holder. `connect`, `exchange` and `register` are collective.
 
     Args:
-        socket: of the holder of this host; None for the default place.
-        replicas: copies of each shard, the own one included.
-        num_tensors: of the model: the room for layouts goes by it.
+        socket: path of the holder of this host; None for the default path.
+        replicas: copies of each shard, including its own.
+        num_tensors: tensors of the model, which determine the room for layouts.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Registration:
         return self.holders.count(self.here)
 
     def _connect_all(self) -> None:
-        """Raises ValueError on all ranks if one of them has no holder, or if there are too few hosts."""
+        """Connect all ranks. Raises ValueError on all ranks if one has no holder, or if there are too few hosts."""
         error = ""
         try:
             self.client = self._connect(start=True)
@@ -101,7 +101,7 @@ class Registration:
                 stacklevel=4,
             )
             self.replicas = 1
-        peers_of(self.rank, self.holders, self.replicas)  # says what to do if there are too few machines
+        peers_of(self.rank, self.holders, self.replicas)  # raises an error with advice if there are too few machines
 
     def _connect(self, start: bool = False) -> HolderClient:
         """To the holder of this host, which is started if all ranks of the job are on this host."""
@@ -116,7 +116,7 @@ class Registration:
         return HolderClient.connect(self._path, load_secret(self._path))
 
     def exchange(self, error: str = "") -> None:
-        """Learn the addresses of all holders. Raises ValueError on all ranks if one of them is missing."""
+        """Gather the addresses of all holders. Raises ValueError on all ranks if one of them is missing."""
         address, error = "", error or "the holder of its host is lost"
         if self.client is not None:
             try:
@@ -137,21 +137,21 @@ class Registration:
             raise ValueError(f"other hosts cannot reach the holder at {local}: start it with --bind ADDRESS")
 
     def reconnect(self) -> bool:
-        """Whether there is a connection; not collective."""
+        """Reconnect if necessary and return whether there is a connection; not collective."""
         if self.client is None:
             with contextlib.suppress(ThinwireError, ValueError, OSError):
                 self.client = self._connect()
         return self.client is not None
 
     def lost(self) -> None:
-        """The holder is gone; not collective."""
+        """Close the connection to a holder that is gone; not collective."""
         self.registered = False
         client, self.client = self.client, None
         if client is not None:
             client.close()
 
     def register(self, payload_bytes: int, attempt: int) -> None:
-        """Have slots for a state of that size, here and on the peers; ranks that have them already keep them.
+        """Register slots for a state of that size, here and on the peers; ranks that have them already keep them.
 
         Raises ValueError on all ranks, with the reasons, if one of them did not get them.
         """

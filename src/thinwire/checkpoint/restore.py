@@ -1,4 +1,4 @@
-"""The way back: the newest state that can be had, from the memory of this host, of a peer, or from the disk."""
+"""Restoring the newest available state: from the memory of this host, of a peer, or from the disk."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from thinwire.holder.version import NONCE_BITS, next_attempt, start_order, topol
 
 logger = logging.getLogger("thinwire")
 
-_TRIES = 3  # of what is in memory, each with what is left after the failure before
+_TRIES = 3  # of versions in memory, each with those left after the failure before
 _MEMORY, _DISK = 1, 0
 
 
 @dataclass(frozen=True)
 class Restored:
-    """What was restored.
+    """Result of a restore.
 
     Args:
-        step: None for a fresh start.
-        attempt: of this start of the run, for versions from now on.
+        step: the restored step; None for a fresh start.
+        attempt: number of this start of the run, for new versions.
         in_slots: whether the version is in the slots of all ranks now.
-        foreign: the topology of the versions that it came from, if that was another one.
+        foreign: the topology of the restored versions, if it was another one.
     """
 
     step: int | None
@@ -49,7 +49,7 @@ class Restored:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """``order``: newest last; what is in memory goes before the same step on the disk."""
+    """``order``: newest last; a version in memory goes before the same step on the disk."""
 
     order: tuple[tuple[int, int], int]
     attempt: int
@@ -64,7 +64,7 @@ class _Candidate:
 
 
 class Restorer:
-    """For one training. Raises nothing that not all ranks raise."""
+    """A restorer of one training. It raises an error on all ranks or on none."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Restorer:
         self._attempt: int | None = None
 
     def survey(self) -> Survey:
-        """What the memory of all hosts has; collective."""
+        """Gather the versions in the memory of all hosts; collective."""
         registration = self._registration
         return survey(
             registration.client, registration.holders, self._run_id, topology_digest(self._topology), self._group
@@ -91,8 +91,8 @@ class Restorer:
     def restore(self) -> Restored:
         """Load the newest state that all ranks can have, in place; collective.
 
-        Raises ValueError if there are only versions of another model or of too few shards, ThinwireError if what there
-        is cannot be loaded.
+        Raises ValueError if there are only versions of another model or of too few shards, ThinwireError if none of
+        them can be loaded.
         """
         self._attempt, failure, spoiled, tries = None, "", set(), 0
         while tries < _TRIES:
@@ -129,7 +129,7 @@ class Restorer:
         return "" if done else failure or "another rank failed"
 
     def _candidates(self, found: Survey) -> tuple[list[_Candidate], list[str]]:
-        """All that can be restored, and why other things cannot; collective."""
+        """All versions that can be restored, and why others cannot; collective."""
         candidates, reasons = [], list(found.choice.reasons)
         choice = found.choice
         if choice.step is not None:
@@ -195,7 +195,7 @@ class Restorer:
         return candidates, reasons
 
     def _read(self, about: dict[str, Any]) -> None:
-        """A checkpoint on the disk, of as many ranks or of others."""
+        """A checkpoint on the disk, of the same number of ranks or of another."""
         assert self._tier is not None
         reach("disk")
         try:
@@ -216,7 +216,7 @@ class Restorer:
         self._adopt(state, shards.world_size)
 
     def _like(self, world_size: int) -> int:
-        """The old rank from which this one takes what is not in parts."""
+        """The old rank whose values this one uses for everything that is not in parts."""
         return self._rank % world_size
 
     def _adopt(self, state: dict[str, Any], world_size: int) -> None:
@@ -244,7 +244,7 @@ class Restorer:
         )
 
     def _refuse(self, found: Survey, reasons: list[str]) -> None:
-        """There is nothing to restore; say so if that is a surprise."""
+        """There is no version to restore; report it if that is a surprise."""
         if not found.seen and not any("another model" in reason for reason in reasons):
             return
         text = f"no checkpoint of run {self._run_id!r} can be restored: {'; '.join(reasons)}"

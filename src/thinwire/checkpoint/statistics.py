@@ -1,4 +1,4 @@
-"""What `Checkpointer.stats` says."""
+"""Statistics for `Checkpointer.stats`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from thinwire.checkpoint.registration import Registration
 def statistics(
     records: Records, agreement: Agreement, registration: Registration, pacer: Pacer, tier: PersistentTier | None
 ) -> dict[str, float | str]:
-    """With slash names; texts for people are ``checkpoint/grants`` and ``checkpoint/schedule``."""
+    """Return the statistics by slash name; ``checkpoint/grants`` and ``checkpoint/schedule`` are texts for people."""
     found = records.stats()
     return {
         **found,

@@ -1,4 +1,4 @@
-"""``thinwire analyze``: how sparse the gradients of a script are, and what each scheme would send and take."""
+"""``thinwire analyze``: the sparsity of a script's gradients, and the bytes and seconds that each scheme would cost."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def analyze(
 
 
 def parse_network(link: str, latency: str) -> AssumedLink:
-    """What ``--link`` and ``--latency`` say. Raises ValueError for a text that is no rate, or no time above 0."""
+    """Parse ``--link`` and ``--latency``. Raises ValueError for a text that is no rate, or no time above 0."""
     from thinwire.lab.analyze.prediction import AssumedLink
     from thinwire.lab.testbed.network import Link
 
@@ -94,7 +94,7 @@ def parse_network(link: str, latency: str) -> AssumedLink:
 
 
 def _script(command: list[str], model: str | None) -> tuple[str, Path]:
-    """Name and path of what to run."""
+    """Name and path of the script to run."""
     from thinwire.lab.analyze.run import MODELS
 
     if command and model is not None:
@@ -108,7 +108,7 @@ def _script(command: list[str], model: str | None) -> tuple[str, Path]:
 
 
 def _record(console: Console, watched: bool, path: Path, arguments: list[str], workers: int, steps: int) -> Recording:
-    """With a bar of the steps recorded so far, if that is ``watched``."""
+    """Record with a bar of the steps done so far, if ``watched``."""
     from thinwire.lab.analyze.run import run_script
 
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))

@@ -1,4 +1,4 @@
-"""``thinwire bench checkpoint``: what checkpoints cost, and what they save."""
+"""``thinwire bench checkpoint``: the costs of checkpoints, and the time that they save after a failure."""
 
 from __future__ import annotations
 

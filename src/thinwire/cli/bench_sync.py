@@ -73,7 +73,7 @@ def _names(schemes: str) -> tuple[str, ...]:
 
 
 def _small(workload: str) -> float:
-    """Some of the two hundred points send fifty times what the best one does."""
+    """A tenth of the default scale: some of the two hundred points send fifty times the bytes of the best one."""
     return get_recipe(workload).default_scale / 10
 
 

@@ -1,4 +1,4 @@
-"""``thinwire doctor``: should this training synchronize its gradients in another way at all?"""
+"""``thinwire doctor``: a diagnosis whether a training should synchronize its gradients in another way at all."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def _measure(
 
 
 def _at(measured: Measurement, link: str | None) -> Measurement:
-    """On the link that was asked for."""
+    """The measurement on the link that the user named."""
     from thinwire.lab.testbed.network import Link
 
     mbit = None if link is None else Link.parse(link).mbit

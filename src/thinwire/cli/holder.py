@@ -101,7 +101,7 @@ def _start(options: HolderOptions, console: Console, json_path: Path | None) -> 
 
 
 def _become(options: HolderOptions, json_path: Path | None) -> None:
-    """This process turns into the holder, which needs nothing of what has been imported here.
+    """Replace this process by the holder, which needs none of the modules imported here.
 
     Its first line on standard output is JSON: the address, when it is ready, or the error.
     """

@@ -12,10 +12,10 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 
 
 class LazyGroup(TyperGroup):
-    """A group that knows names and one-line descriptions, and where the commands are.
+    """A group that knows the names, one-line descriptions and modules of its commands.
 
-    Subclasses say for each name of a command its module, in which a `typer.Typer` called ``app`` is the command, and
-    its description.
+    Subclasses list for each command its module, in which a `typer.Typer` called ``app`` is the command, and its
+    description.
     """
 
     lazy: ClassVar[dict[str, tuple[str, str]]] = {}
@@ -24,7 +24,7 @@ class LazyGroup(TyperGroup):
         return list(self.lazy)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """What `--help` lists; `resolve_command` has what is called."""
+        """Return the entry that `--help` lists; `resolve_command` returns the command to call."""
         if cmd_name not in self.lazy:
             return None
         return TyperCommand(cmd_name, help=self.lazy[cmd_name][1])
@@ -35,16 +35,16 @@ class LazyGroup(TyperGroup):
 
 
 def load(module: str, name: str) -> Any:
-    """The command of a module, called ``name``."""
+    """Import the command of a module and name it ``name``."""
     command: Any = typer.main.get_command(import_module(module).app)
     command.name = name
     return command
 
 
 class ScriptCommand(TyperCommand):
-    """A command that takes a script and its arguments, as torchrun does.
+    """A command with a script and its arguments, as torchrun has.
 
-    What stands behind ``SCRIPT.py`` is the script's, but for options that are in this command's help and nowhere in the
+    Arguments behind ``SCRIPT.py`` go to the script, except options that are in this command's help and nowhere in the
     text of the script.
     """
 
@@ -52,7 +52,7 @@ class ScriptCommand(TyperCommand):
         return super().parse_args(ctx, self._sorted(args))
 
     def _sorted(self, args: list[str]) -> list[str]:
-        """Our options first, then ``--``, the script, and what is its own."""
+        """Our options first, then ``--``, the script, and its own arguments."""
         place = next((place for place, text in enumerate(args) if text == "--" or text.endswith(".py")), None)
         if place is None or args[place] == "--":
             return args
@@ -70,7 +70,7 @@ class ScriptCommand(TyperCommand):
         return [*ours, "--", args[place], *own]
 
     def _values_of(self, option: str, script: str) -> int | None:
-        """How many values an option of this command takes; None if it is none, or the script has it too."""
+        """Number of values of an option of this command; None if it is none, or the script has it too."""
         for param in self.params:
             if isinstance(param, TyperOption) and option in (*param.opts, *param.secondary_opts):
                 return None if _mentions(Path(script), option) else 0 if param.is_flag else param.nargs
@@ -78,7 +78,7 @@ class ScriptCommand(TyperCommand):
 
 
 def _mentions(script: Path, option: str) -> bool:
-    """Whether an option stands in the text of the script."""
+    """Whether the text of the script contains an option."""
     if not script.is_file():
         return False
     text = script.read_text(errors="replace")

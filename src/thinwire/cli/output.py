@@ -1,4 +1,4 @@
-"""What all subcommands share: how tables look, JSON to a file or standard output, errors without a traceback."""
+"""Common parts of all subcommands: style of tables, JSON to a file or standard output, errors without a traceback."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rich.table import Table
 
 STDOUT = Path("-")
 PIPE_COLUMNS = 160
-"""Of a pipe or a file, where nothing has to fit a window: no cell of a table is cut."""
+"""Width of a pipe or a file, where nothing has to fit a window: no cell of a table is cut."""
 is_command = False
 """Whether this process is the command, and not one that calls it."""
 
 
 def console_for(json_path: Path | None) -> Console:
-    """Where tables and progress go: standard output, or standard error when that carries the JSON."""
+    """Return the console for tables and progress: standard output, or standard error when that carries the JSON."""
     console = Console(stderr=json_path == STDOUT)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPE_COLUMNS
@@ -31,7 +31,7 @@ def console_for(json_path: Path | None) -> Console:
 
 
 def plain_table(title: str | None = None, caption: str | None = None, title_justify: JustifyMethod = "left") -> Table:
-    """A table without columns yet: one line, under the head, and no room at the edges."""
+    """Return a table without columns yet: one line under the head, and no padding at the edges."""
     return Table(
         title=title,
         caption=caption,
@@ -56,9 +56,9 @@ def write_json(result: dict[str, Any], path: Path | None) -> None:
 
 @contextmanager
 def clear_errors(*expected: type[Exception]) -> Iterator[None]:
-    """Turn the errors that a user can mend into one line and exit status 2.
+    """Turn errors that the user can correct into one line and exit status 2.
 
-    A command that lacks the right to make emulated hosts begins again where it has it, before it says so.
+    A command that lacks the right to make emulated hosts restarts where it has it, before it reports an error.
     """
     try:
         yield
@@ -73,7 +73,7 @@ def clear_errors(*expected: type[Exception]) -> Iterator[None]:
 
 
 def check_directories(paths: dict[str, Path | None]) -> None:
-    """Before anything is measured, whether the files that options name can be written.
+    """Check before any measurement that the files named by options can be written.
 
     Raises:
         typer.BadParameter: the folder of one does not exist, or it is a folder itself.

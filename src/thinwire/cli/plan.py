@@ -1,4 +1,4 @@
-"""``thinwire plan``: measure a training and its link, and write the plan that suits them."""
+"""``thinwire plan``: measure a training and its link, and write the best plan for them."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def show(
 def measure_target(
     target: str, hosts: int | None, ranks_per_host: int, link: str | None, how: How, console: Console
 ) -> Measurement:
-    """In the job that torchrun started, if it did; else on emulated hosts. Rank 0 says what it is at.
+    """Measure in the job that torchrun started, if any, else on emulated hosts. Rank 0 reports its progress.
 
     Raises:
         ValueError: options that do not fit; see `thinwire.lab.bench.measured`.
@@ -137,17 +137,17 @@ def measure_target(
 
 
 def in_job() -> bool:
-    """Whether torchrun, or something like it, started this process as one of several ranks."""
+    """Return whether torchrun, or a similar launcher, started this process as one of several ranks."""
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
 def is_first_rank() -> bool:
-    """Rank 0, or no rank at all."""
+    """Return whether this is rank 0, or no rank of a job."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
 def check_search(search: str) -> None:
-    """Before anything is measured, whether there is such a search."""
+    """Check before any measurement that there is such a search."""
     from thinwire.plan.planner import SEARCHES
 
     if search not in SEARCHES:
@@ -155,13 +155,13 @@ def check_search(search: str) -> None:
 
 
 def names_of(text: str) -> tuple[str, ...]:
-    """Of a comma-separated list; "none" is an empty one."""
+    """Return the names in a comma-separated list; "none" is an empty one."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     return () if names == ("none",) else names
 
 
 class status:  # used as a function
-    """A line on a terminal that says what is measured; nothing elsewhere, and on other ranks."""
+    """A line on a terminal that names the running measurement; nothing elsewhere, and on other ranks."""
 
     def __init__(self, console: Console) -> None:
         self._status = console.status("Starting ranks ...") if console.is_terminal and is_first_rank() else None
@@ -209,14 +209,14 @@ def _finish(
 
 
 def save_plan(best: Plan, output: Path, console: Console) -> None:
-    """And say how to use it."""
+    """Save a plan and print how to use it."""
     best.save(output)
     use = f'thinwire.attach(model, plan=thinwire.Plan.load("{output}"))'
     console.print(f"Plan: [bold]{output}[/]; {use}", highlight=False, soft_wrap=True)
 
 
 def print_measurement(measured: Measurement, console: Console) -> None:
-    """What was measured, in a few lines and a table of lines."""
+    """Print the measurement, in a few lines and a table of lines."""
     from thinwire.plan.explain import format_bytes, format_seconds
 
     console.print(
@@ -243,7 +243,7 @@ def print_measurement(measured: Measurement, console: Console) -> None:
 
 
 def print_doubts(measured: Measurement, console: Console) -> None:
-    """If something was measured badly, what to do."""
+    """Print advice if a measurement is doubtful."""
     doubts = measured.doubts()
     if doubts:
         console.print(
@@ -254,7 +254,7 @@ def print_doubts(measured: Measurement, console: Console) -> None:
 
 
 def print_costs(rows: Sequence[CostRow], link: Linear, world_size: int, size_bytes: float, console: Console) -> None:
-    """The textbook's table, with the alpha and beta of a link."""
+    """Print the textbook's table of costs, with the alpha and beta of a link."""
     from thinwire.plan.explain import format_bytes, format_seconds
 
     table = plain_table(

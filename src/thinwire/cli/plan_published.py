@@ -24,7 +24,7 @@ def show_published(
     output: Path | None,
     json_path: Path | None,
 ) -> None:
-    """Plan, print, write.
+    """Plan for a published model, print the plan, and write it.
 
     Raises:
         ValueError: an unknown model, link or number of hosts.

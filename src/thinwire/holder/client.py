@@ -16,11 +16,11 @@ from thinwire.holder.slots import Slot, SlotSize
 from thinwire.holder.version import Manifest, ShardId, Version, field, topology_digest
 
 DEFAULT_LAYOUT_BYTES = 1 << 20
-_SLOW_SECONDS = 600.0  # for what reads or moves whole versions
+_SLOW_SECONDS = 600.0  # for requests that read or move whole versions
 
 
 class SlotWriter:
-    """A slot being written. Nothing of it counts before ``publish``; ``abandon``, or dying, leaves no trace."""
+    """A slot that is being written. It counts only after ``publish``; ``abandon``, or dying, leaves no trace."""
 
     def __init__(self, client: HolderClient, slot: Slot, number: int, step: int) -> None:
         self._client, self._number, self.step = client, number, step
@@ -29,7 +29,7 @@ class SlotWriter:
         self._room_bytes = len(self.payload)
 
     def publish(self, layout: bytes, payload_bytes: int | None = None, wait: bool = False) -> None:
-        """Make it a version: the first ``payload_bytes`` of the payload (default all), described by ``layout``.
+        """Publish the first ``payload_bytes`` of the payload (default all) as a version described by ``layout``.
 
         Returns at once; the holder computes the digests, even if this process dies now. With ``wait``, returns when
         the version is complete on this host. Raises ValueError if it does not fit, ThinwireError if it failed.
@@ -46,7 +46,7 @@ class SlotWriter:
 
 
 class SlotReader:
-    """A version, mapped; it is not overwritten until ``close``. Writing to ``payload`` changes a private copy only.
+    """A mapped version that is not overwritten until ``close``. Writing to ``payload`` changes a private copy only.
 
     Example: with client.open(version) as reader: state = restore(reader.layout, reader.payload)
     """
@@ -63,11 +63,11 @@ class SlotReader:
         self.close()
 
     def verify(self) -> None:
-        """Raises CorruptMessageError if the payload does not match its digests now."""
+        """Raise CorruptMessageError if the payload does not match its digests now."""
         self._slot.verify()
 
     def close(self) -> None:
-        """The version may be overwritten from now on, so views of ``payload`` must not be used any more."""
+        """Let the version be overwritten from now on, so views of ``payload`` must not be used any more."""
         on_close, self._on_close = self._on_close, None
         if on_close is not None:
             with contextlib.suppress(BufferError):
@@ -97,7 +97,10 @@ class HolderClient:
 
     @classmethod
     def connect(cls, socket_path: str | Path, secret: bytes, timeout_seconds: float = 10.0) -> HolderClient:
-        """Raises LostPeerError if no holder listens there, PeerError if it has another secret."""
+        """Connect to the holder that listens at ``socket_path``.
+
+        Raises LostPeerError if no holder listens there, PeerError if it has another secret.
+        """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(timeout_seconds)
         try:
@@ -120,7 +123,7 @@ class HolderClient:
         self.close()
 
     def close(self) -> None:
-        """As if this process had died, for the holder: complete versions stay, and go on to the peers."""
+        """Close the connection, as if this process had died: complete versions stay, and go on to the peers."""
         self._connection.close()
         for slot in self._slots.values():
             slot.close()
@@ -129,7 +132,7 @@ class HolderClient:
     def request(
         self, op: str, content: dict[str, Any] | None = None, payload: bytes = b"", seconds: float | None = None
     ) -> dict[str, Any]:
-        """One question to the holder, and the JSON of its answer; its errors are raised here."""
+        """Send one request to the holder and return the JSON of its answer; its errors are raised here."""
         with self._lock:
             frame = self._connection.request(op, content or {}, payload, seconds)
             if frame.payload_bytes or frame.descriptors:
@@ -171,11 +174,11 @@ class HolderClient:
         self.shard, self.unreachable = shard, field(frame.json, "unreachable", dict)
 
     def mapped(self) -> list[memoryview]:
-        """The payloads of this shard's slots, for page-locking; the same memory at each ``slot`` call."""
+        """Return the payloads of this shard's slots, for page-locking; the same memory as in each ``slot`` call."""
         return [slot.payload() for slot in self._slots.values()]
 
     def slot(self, step: int, keep_step: int | None = None) -> SlotWriter | None:
-        """A slot to write the version of ``step`` to, or None if none may be overwritten now: then skip the version.
+        """Return a slot for the version of ``step``, or None if none may be overwritten now: then skip the version.
 
         ``keep_step`` is the newest step that all owners have everywhere; that version is never overwritten, older ones
         may be, newer ones once all replicas have them or are given up. It is remembered for later calls, and for the
@@ -190,11 +193,11 @@ class HolderClient:
         self._cast({"op": "grant", "bytes": num_bytes})
 
     def grant_all(self) -> None:
-        """Let it send all there is, until ``revoke``."""
+        """Let the holder send all pending versions, until ``revoke``."""
         self._cast({"op": "grant_all"})
 
     def revoke(self) -> None:
-        """Take back what is granted and not yet sent; what is in the network's buffers goes on."""
+        """Revoke the granted bytes that are not yet sent; bytes in the network's buffers go on."""
         self._cast({"op": "revoke"})
 
     def _cast(self, content: dict[str, Any]) -> None:
@@ -202,23 +205,23 @@ class HolderClient:
             self._connection.send(FrameKind.CAST, content)
 
     def status(self) -> dict[str, Any]:
-        """Of this shard: newest_local and newest_replicated (steps or None), free (whether ``slot`` gives one),
-        writing, bytes_pending, bytes_sent, dropped, last_error, versions, and replicas by address."""
+        """Return the status of this shard: newest_local and newest_replicated (steps or None), free (whether ``slot``
+        gives one), writing, bytes_pending, bytes_sent, dropped, last_error, versions, and replicas by address."""
         return self.request("status")
 
     def holder_status(self) -> dict[str, Any]:
-        """Of the whole holder: pid, address (for peers), budget_bytes, used_bytes, traffic, shards."""
+        """Return the status of the holder: pid, address (for peers), budget_bytes, used_bytes, traffic, shards."""
         return self.request("holder_status")
 
     def inventory(self, run_id: str | None = None, verify: bool = True) -> list[Version]:
-        """Complete versions of a run (default: of hello) on this host; with ``verify``, only those whose bytes match
-        their digests now."""
+        """Return the complete versions of a run (default: of hello) on this host; with ``verify``, only those whose
+        bytes match their digests now."""
         content = {"run_id": run_asked_for(run_id, self.shard), "verify": verify}
         answer = self.request("inventory", content, seconds=_SLOW_SECONDS)
         return [Version.from_json(version) for version in field(answer, "versions", list)]
 
     def fetch(self, version: Version, source: str) -> dict[str, Any]:
-        """Bring a version from the holder at ``source`` (``host:port``) into a slot here, checking every digest.
+        """Fetch a version from the holder at ``source`` (``host:port``) into a slot here, checking every digest.
 
         Returns ``bytes`` and ``seconds``; 0 bytes if it is here already. Raises ThinwireError if the source does not
         have it or is lost, CorruptMessageError if its bytes are wrong; then nothing has changed but the slot is empty.
@@ -226,12 +229,15 @@ class HolderClient:
         return self.request("fetch", {"version": version.to_json(), "source": source}, seconds=_SLOW_SECONDS)
 
     def keep(self, version: Version) -> None:
-        """Training goes on from this version of its shard: it is kept until a later ``keep_step`` says that a newer one
-        is everywhere. Raises ThinwireError if it is not on this host."""
+        """Mark the version of its shard from which training goes on: it is kept until a later ``keep_step`` says that a
+        newer one is everywhere.
+
+        Raises ThinwireError if it is not on this host.
+        """
         self.request("keep", {"version": version.to_json()})
 
     def open(self, version: Version) -> SlotReader:
-        """The version's layout and payload, mapped. Raises ThinwireError if it is not on this host.
+        """Map the version's layout and payload. Raises ThinwireError if it is not on this host.
 
         The payload was compared with its digests when the inventory was made; ``SlotReader.verify`` does it now.
         """
@@ -259,17 +265,20 @@ class HolderClient:
         return SlotReader(slot, manifest, layout, on_close)
 
     def forget(self, run_id: str, topology: str | None = None) -> int:
-        """Free all memory of a run (or of one topology of it) on this host. ValueError while a trainer uses it."""
+        """Free all memory of a run (or of one topology of it) on this host and return the number of shards freed.
+
+        Raises ValueError while a trainer uses one.
+        """
         return field(self.request("forget", {"run_id": run_id, "topology": topology}), "shards", int)
 
     def stop_holder(self) -> None:
-        """Ask the holder to send what is pending, for a few seconds, and end. It may be gone before it has answered."""
+        """Ask the holder to send pending versions for a few seconds, and end. It may be gone before it answers."""
         with contextlib.suppress(LostPeerError):
             self.request("stop")
 
 
 def run_asked_for(run_id: str | None, shard: ShardId | None) -> str:
-    """The run that was named, or else that of the registered shard. Raises ValueError if there is neither."""
+    """Return the run that was named, or else that of the registered shard. Raises ValueError if there is neither."""
     if run_id is not None:
         return run_id
     if shard is None:

@@ -73,4 +73,4 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
     status = main(json.loads(sys.argv[1]))
     sys.stdout.flush()
-    os._exit(status)  # threads that wait for a dead peer hold nobody up
+    os._exit(status)  # threads that wait for a dead peer delay nothing

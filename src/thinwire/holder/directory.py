@@ -1,4 +1,4 @@
-"""Slots as files in a tmpfs: local recovery without any holder, in the same format. There are no replicas here."""
+"""Slots as files in a tmpfs, in the holder's format: local recovery without a holder and without replicas."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from thinwire.holder.version import Manifest, ShardId, Version, topology_digest
 
 
 class FileWriter:
-    """As ``SlotWriter``; the digests are computed by the caller's own threads in ``publish``."""
+    """A slot that is being written, like ``SlotWriter``; ``publish`` computes the digests in the caller's threads."""
 
     def __init__(self, slots: SlotDirectory, slot: Slot, step: int) -> None:
         self._slots, self._slot, self.step = slots, slot, step
@@ -27,7 +27,7 @@ class FileWriter:
         self._room_bytes = len(self.payload)
 
     def publish(self, layout: bytes, payload_bytes: int | None = None, wait: bool = True) -> None:
-        """As ``SlotWriter.publish``, always complete on return. Raises ValueError if it does not fit."""
+        """Publish a version like ``SlotWriter.publish``, complete on return. Raises ValueError if it does not fit."""
         num_bytes = self._room_bytes if payload_bytes is None else payload_bytes
         self._slots.publish(self._slot, self.step, num_bytes, layout)
 
@@ -36,7 +36,7 @@ class FileWriter:
 
 
 class SlotDirectory:
-    """What a ``HolderClient`` does for local recovery, on files of a directory such as /dev/shm/thinwire-<run>.
+    """A stand-in for ``HolderClient`` for local recovery, on files of a directory such as /dev/shm/thinwire-<run>.
 
     The files survive every process, and are lost with the host, so ``fetch`` and replicas are refused. They stay until
     ``forget``. For one thread at a time.
@@ -61,7 +61,7 @@ class SlotDirectory:
         self.close()
 
     def close(self) -> None:
-        """The files stay."""
+        """Close the slots and release the shard; the files stay."""
         for slot in self._slots:
             slot.close()
         self._slots = []
@@ -79,8 +79,11 @@ class SlotDirectory:
         attempt: int = 0,
         layout_bytes: int = DEFAULT_LAYOUT_BYTES,
     ) -> None:
-        """As ``HolderClient.hello``. Raises ValueError for replicas, for a shard with another living owner, and if the
-        file system has too little room."""
+        """Register the owner of a shard like ``HolderClient.hello``.
+
+        Raises ValueError for replicas, for a shard with another living owner, and if the file system has too little
+        room.
+        """
         if replicas:
             raise ValueError("slots in a directory have no replicas: start a holder on each host, or give replicas=()")
         shard = ShardId(run_id, topology_digest(topology), owner)
@@ -90,7 +93,7 @@ class SlotDirectory:
         self.shard, self._attempt, self._keep = shard, attempt, None
         paths = [self._path(shard, size, number) for number in range(SLOTS_PER_SHARD)]
         for stale in set(self.path.glob(f"{_name(shard)}.*.slot")) - set(paths):
-            stale.unlink()  # of a state of another size, so of no use to this one
+            stale.unlink()  # for a state of another size, so useless for this one
         self._slots = [self._open(path, size) for path in paths]
         for slot in self._slots:
             if _manifest(slot) is None:
@@ -103,7 +106,7 @@ class SlotDirectory:
         except OSError as error:
             os.close(descriptor)
             raise ValueError(f"{shard} belongs to another process that is alive") from error
-        os.pwrite(descriptor, json.dumps(shard.to_json()).encode(), 0)  # whose the files are, for forget
+        os.pwrite(descriptor, json.dumps(shard.to_json()).encode(), 0)  # the owner of the files, for forget
         return descriptor
 
     def _path(self, shard: ShardId, size: SlotSize, number: int) -> Path:
@@ -123,7 +126,7 @@ class SlotDirectory:
             ) from error
 
     def slot(self, step: int, keep_step: int | None = None) -> FileWriter | None:
-        """As ``HolderClient.slot``."""
+        """Return a slot to write to, or None, like ``HolderClient.slot``."""
         manifests = [_manifest(slot) for slot in self._slots]
         orders = [m.order for m in manifests if m is not None and m.step == keep_step]
         self._keep = max(orders, default=self._keep) if keep_step is not None else self._keep
@@ -138,22 +141,22 @@ class SlotDirectory:
         return FileWriter(self, self._slots[index], step)
 
     def publish(self, slot: Slot, step: int, payload_bytes: int, layout: bytes) -> None:
-        """What ``FileWriter.publish`` does."""
+        """Publish the content of a slot for ``FileWriter.publish``."""
         if self.shard is None:
             raise ValueError("no shard is registered: call hello first")
         slot.publish(slot.digest(self.shard, step, self._attempt, payload_bytes, layout), layout)
 
     def grant(self, num_bytes: int) -> None:
-        """There is nobody to send to."""
+        """Do nothing: there is no peer to send to."""
 
     def grant_all(self) -> None:
-        """There is nobody to send to."""
+        """Do nothing: there is no peer to send to."""
 
     def revoke(self) -> None:
-        """There is nobody to send to."""
+        """Do nothing: there is no peer to send to."""
 
     def status(self) -> dict[str, Any]:
-        """As ``HolderClient.status``, of a shard without replicas."""
+        """Return the status like ``HolderClient.status``, for a shard without replicas."""
         manifests = sorted((m for m in map(_manifest, self._slots) if m is not None), key=lambda m: m.order)
         newest = manifests[-1].step if manifests else None
         versions = [manifest.listed("own").to_json() for manifest in manifests]
@@ -161,7 +164,7 @@ class SlotDirectory:
         return {"newest_local": newest, "newest_replicated": newest, "versions": versions, "replicas": {}, **nothing}
 
     def inventory(self, run_id: str | None = None, verify: bool = True) -> list[Version]:
-        """As ``HolderClient.inventory``."""
+        """Return the complete versions of a run like ``HolderClient.inventory``."""
         wanted = run_asked_for(run_id, self.shard)
         found = []
         for path in sorted(self.path.glob("*.slot")):
@@ -175,7 +178,7 @@ class SlotDirectory:
         raise ValueError("slots in a directory cannot be filled from another host: start a holder on each host")
 
     def open(self, version: Version) -> SlotReader:
-        """As ``HolderClient.open``."""
+        """Map a version's layout and payload like ``HolderClient.open``."""
         for path in sorted(self.path.glob(f"{_name(version.shard)}.*.slot")):
             slot = _mapped(path).slot
             with contextlib.suppress(CorruptMessageError):
@@ -194,7 +197,7 @@ class SlotDirectory:
         return done
 
     def forget(self, run_id: str, topology: str | None = None) -> int:
-        """Delete the files of a run that no process has registered, and say of how many shards."""
+        """Delete the files of a run that no process has registered and return the number of shards deleted."""
         gone = set()
         for path in sorted(self.path.glob("*.lock")):
             shard = ShardId.from_json(json.loads(path.read_text() or "{}"))
@@ -207,7 +210,7 @@ class SlotDirectory:
 
 
 class _mapped:
-    """A slot of a file, read-only: ``slot``, closed at the end of a ``with``."""
+    """A slot of a file, mapped read-only as ``slot`` and closed at the end of a ``with``."""
 
     def __init__(self, path: Path) -> None:
         payload_bytes, layout_bytes = map(int, path.name.split(".")[1:3])

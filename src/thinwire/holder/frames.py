@@ -32,14 +32,14 @@ _TAG_BYTES = 16
 _TCP_COUNTS, _TCP_COUNTS_OFFSET = struct.Struct("<Q40xQ"), 120  # tcpi_bytes_acked, tcpi_busy_time of <linux/tcp.h>
 _TCP_INFO_BYTES = 232
 _WAKE_BYTES = 128 << 10  # a link that brings less within the timeout counts as dead
-_STRANGER_JSON_BYTES = 4096  # of someone who has not yet proven anything
+_STRANGER_JSON_BYTES = 4096  # from a side that has not yet proven its secret
 MAX_JSON_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 64 << 20
 HANDSHAKE_SECONDS = 5.0
 
 
 class FrameKind(IntEnum):
-    """Of a frame. CAST asks for something without a reply; DATA is the next bytes of a payload."""
+    """Kind of a frame. CAST asks for something without a reply; DATA is the next bytes of a payload."""
 
     GREETING = 1
     REQUEST = 2
@@ -68,7 +68,7 @@ class Frame:
 
 
 class Connection:
-    """One end of a conversation; for one thread at a time, but for ``close``."""
+    """One end of a conversation, for one thread at a time except in ``close``."""
 
     def __init__(self, sock: socket.socket, timeout_seconds: float, take_descriptors: bool = False) -> None:
         self._socket, self._timeout_seconds = sock, timeout_seconds
@@ -79,7 +79,7 @@ class Connection:
         sock.settimeout(timeout_seconds)
 
     def greet(self, secret: bytes) -> None:
-        """The side that connected. Raises PeerError if the other does not prove that it knows the secret."""
+        """Shake hands as the side that connected. Raises PeerError if the other does not prove the secret."""
         mine = os.urandom(16).hex()
         self.send(FrameKind.GREETING, {"nonce": mine})
         answer = self._greeting()
@@ -90,7 +90,7 @@ class Connection:
         self._trust(secret, nonces, b"caller", b"listener")
 
     def welcome(self, secret: bytes) -> None:
-        """The side that was connected to. Raises PeerError if the caller does not know the secret."""
+        """Shake hands as the side that was connected to. Raises PeerError if the caller does not know the secret."""
         mine, theirs = os.urandom(16).hex(), _nonce(self._greeting())
         nonces = (theirs + mine).encode()
         self.send(FrameKind.GREETING, {"nonce": mine, "proof": _proof(secret, b"listener", nonces)})
@@ -117,7 +117,7 @@ class Connection:
         payload: bytes | memoryview = b"",
         descriptors: tuple[int, ...] = (),
     ) -> None:
-        """Raises LostPeerError if the other side is gone, or takes nothing for the timeout."""
+        """Send a frame. Raises LostPeerError if the other side is gone, or accepts nothing within the timeout."""
         text = json.dumps(content or {}, separators=(",", ":")).encode()
         if len(text) > MAX_JSON_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
             raise ValueError(f"a frame of {len(text)} + {len(payload)} bytes is too large")
@@ -135,7 +135,8 @@ class Connection:
             self._sent += 1
 
     def receive(self, first_seconds: float | None = None) -> Frame:
-        """The next frame. Waits ``first_seconds`` for its first byte (None: forever), then the timeout for the rest.
+        """Return the next frame. Waits ``first_seconds`` for its first byte (None: forever), then the timeout for the
+        rest.
 
         Raises LostPeerError if the other side is gone or stops in the middle, CorruptMessageError for anything that is
         not the next frame of this conversation. Either closes the connection: an answer that comes late must not be
@@ -182,13 +183,13 @@ class Connection:
         return first, tuple(descriptors)
 
     def read_payload(self, frame: Frame, limit_bytes: int) -> bytes:
-        """A small payload, such as a layout. Raises CorruptMessageError if it is longer than ``limit_bytes``."""
+        """Return a small payload, such as a layout. Raises CorruptMessageError if it exceeds ``limit_bytes``."""
         if frame.payload_bytes > limit_bytes:
             raise CorruptMessageError(f"a payload of {frame.payload_bytes} bytes where at most {limit_bytes} are legal")
         return self._read(frame.payload_bytes)
 
     def read_into(self, view: memoryview) -> None:
-        """The next ``len(view)`` bytes of a payload, straight into shared memory."""
+        """Read the next ``len(view)`` bytes of a payload, straight into shared memory."""
         done, is_large = 0, len(view) > _WAKE_BYTES
         with self._lost_peer("receive"):
             while done < len(view):
@@ -202,8 +203,8 @@ class Connection:
                 self._wake_at(1)
 
     def _wake_at(self, num_bytes: int) -> None:
-        """Sleep until so many bytes are there, at most _WAKE_BYTES: a wake-up at every packet took 1.3 ms of a core for
-        each MB, this takes 0.4."""
+        """Sleep until that many bytes are there, at most _WAKE_BYTES: this costs 0.4 ms of a core for each MB, and a
+        wake-up at every packet 1.3 ms."""
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, min(num_bytes, _WAKE_BYTES))
 
     def _read(self, num_bytes: int) -> bytes:
@@ -226,7 +227,7 @@ class Connection:
             raise LostPeerError(f"{what}: {'the connection was lost before' if closed else error}") from error
 
     def request(self, op: str, content: dict[str, Any], payload: bytes = b"", seconds: float | None = None) -> Frame:
-        """Ask and wait for the answer; an error of the other side is raised here as what it was there."""
+        """Send a request and return the answer; an error of the other side is raised here with its own class."""
         self.send(FrameKind.REQUEST, {"op": op, **content}, payload)
         return self.answer(self._timeout_seconds if seconds is None else seconds)
 
@@ -245,8 +246,8 @@ class Connection:
 
     @property
     def tcp_counts(self) -> tuple[int, float]:
-        """Bytes that the other side has acknowledged, and seconds in which some were on their way, as the kernel counts
-        them (in ticks of some milliseconds); zeros for what is not TCP."""
+        """Bytes that the other side has acknowledged, and seconds in which some were on their way, as counted by the
+        kernel (in ticks of some milliseconds); zeros if the connection is not TCP."""
         with contextlib.suppress(OSError, struct.error):
             counts = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
             acknowledged, busy_microseconds = _TCP_COUNTS.unpack_from(counts, _TCP_COUNTS_OFFSET)
@@ -255,8 +256,8 @@ class Connection:
 
     @property
     def lost(self) -> bool:
-        """Whether the other side has closed, as far as the socket knows; for when nothing is expected from it."""
-        poll = select.poll()  # recv would wait for the timeout, whatever its flags
+        """Whether the other side has closed, as far as the socket knows; only valid when no answer is expected."""
+        poll = select.poll()  # recv would wait for the timeout, regardless of its flags
         try:
             poll.register(self._socket, select.POLLIN)
             return bool(poll.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
@@ -264,7 +265,7 @@ class Connection:
             return True
 
     def close(self) -> None:
-        """Also wakes the thread that waits in ``receive``."""
+        """Close the connection, which also wakes the thread that waits in ``receive``."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

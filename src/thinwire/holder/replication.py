@@ -22,14 +22,17 @@ from thinwire.holder.version import Manifest, Version, field
 
 PIECE_BYTES = 1 << 20
 _BACKOFF_SECONDS = (0.1, 2.0)
-_RATE_VERSIONS = 4  # a speed is over so many: a link is not always as fast
+_RATE_VERSIONS = 4  # a speed is over that many versions: the speed of a link varies
 _IDLE_SECONDS = 1.0  # between looks at whether an idle peer is still there
 
 
 @dataclass(frozen=True)
 class PeerTimes:
-    """``timeout_seconds``: a peer that takes or says nothing for so long is lost. ``deadline_seconds``: a version that
-    made no progress with it for so long is given up."""
+    """Patience with a peer.
+
+    ``timeout_seconds``: a peer that accepts or sends nothing for that long is lost. ``deadline_seconds``: a version
+    that made no progress with it for that long is given up.
+    """
 
     timeout_seconds: float = 10.0
     deadline_seconds: float = 30.0
@@ -53,7 +56,7 @@ class Grants:
         self._set(0, False)
 
     def take(self, num_bytes: int, given_up: Callable[[], bool]) -> int:
-        """Wait until something is granted; at most ``num_bytes`` of it. 0 once it is ``given_up``."""
+        """Wait until bytes are granted and return how many to send, at most ``num_bytes``; 0 if ``given_up``."""
         with self._changed:
             self._changed.wait_for(lambda: self._unlimited or self._bytes > 0 or given_up())
             if given_up():
@@ -71,7 +74,7 @@ class Grants:
 
 
 def parse_address(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[host]:port``. Raises ValueError."""
+    """Return host and port of ``host:port`` or ``[host]:port``. Raises ValueError."""
     host, _, port = address.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
@@ -80,7 +83,7 @@ def parse_address(address: str) -> tuple[str, int]:
 
 
 def call(address: str, secret: bytes, timeout_seconds: float) -> Connection:
-    """A connection to the holder of a peer. Raises PeerError, LostPeerError."""
+    """Connect to the holder of a peer. Raises ThinwireError if it cannot be reached, PeerError, LostPeerError."""
     try:
         sock = socket.create_connection(parse_address(address), timeout=timeout_seconds)
     except OSError as error:
@@ -96,7 +99,7 @@ def call(address: str, secret: bytes, timeout_seconds: float) -> Connection:
 
 
 def tune(sock: socket.socket, timeout_seconds: float) -> None:
-    """No delay for small frames, and a silent peer is noticed; buffers are left to the kernel, which grows them."""
+    """Set a peer's socket to send small frames without delay and notice a silent peer; the kernel grows the buffers."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 3), (socket.TCP_KEEPCNT, 3)):
@@ -105,9 +108,10 @@ def tune(sock: socket.socket, timeout_seconds: float) -> None:
 
 
 def receive_payload(connection: Connection, slot: Slot, manifest: Manifest, idle_seconds: float | None) -> None:
-    """Into the slot, checking each chunk when it is there. Raises CorruptMessageError; LostPeerError if it breaks off.
+    """Receive a version's payload into the slot, checking each chunk on arrival.
 
-    After a wrong digest the conversation can go on; after any other error it cannot.
+    Raises CorruptMessageError for a wrong digest, LostPeerError if it breaks off. After a wrong digest the conversation
+    can go on; after any other error it cannot.
     """
     done, checked = 0, 0
     checks: list[Future[int]] = []
@@ -132,7 +136,7 @@ def receive_payload(connection: Connection, slot: Slot, manifest: Manifest, idle
 
 
 class Replicator:
-    """Keeps one peer's holder supplied with the versions of one shard, in a thread of its own, blocking nobody."""
+    """A sender that keeps one peer's holder supplied with the versions of one shard, in a thread of its own."""
 
     def __init__(
         self, store: Store, shard: Shard, address: str, secret: bytes, grants: Grants, times: PeerTimes
@@ -169,7 +173,7 @@ class Replicator:
         return digest in self._held or digest in self._given_up
 
     def bytes_pending(self) -> int:
-        """With the store's lock held."""
+        """Return the bytes still to be sent; call it with the store's lock held."""
         pending = 0
         for manifest in [holding.manifest for holding in self._lacking() if holding.manifest]:
             sent = self._sending[1] if self._sending and self._sending[0] == manifest.version.digest else 0
@@ -177,7 +181,7 @@ class Replicator:
         return pending
 
     def _lacking(self) -> list[Holding]:
-        """What the peer should get, oldest first."""
+        """The versions that the peer should get, oldest first."""
         found = [(holding, holding.manifest) for holding in self._shard.complete()]
         return [
             holding
@@ -192,13 +196,17 @@ class Replicator:
         return num_bytes + now[0], seconds + now[1]
 
     def bytes_per_second(self) -> float | None:
-        """Over the last versions, while bytes were on their way; None before the first one is there."""
+        """Return the speed over the last versions, while bytes were on their way; None before the first one."""
         (first, began), (last, ended) = self._marks[0], self._marks[-1]
         return (last - first) / (ended - began) if ended > began else None
 
     def status(self) -> dict[str, Any]:
-        """``seconds_sending`` are those in which bytes were on their way, not those in which they were handed to the
-        kernel, which takes a small version at once. ``seconds_of_last``: from a version's completion here to there."""
+        """Return the status of sending to this peer.
+
+        ``seconds_sending`` are those in which bytes were on their way, not those in which they were handed to the
+        kernel, which accepts a small version at once. ``seconds_of_last``: from a version's completion here to its
+        completion there.
+        """
         (acknowledged, seconds), rate = self._counts(), self.bytes_per_second()
         return {
             "connected": self._connection is not None,
@@ -213,7 +221,10 @@ class Replicator:
         }
 
     def connect(self) -> None:
-        """Have the peer make room, and learn what it has. ValueError if it has no room, ThinwireError if it is lost."""
+        """Connect to the peer, have it make room, and learn which versions it has.
+
+        Raises ValueError if it has no room, ThinwireError if it is lost.
+        """
         connection = call(self.address, self._secret, self._times.timeout_seconds)
         size = self._shard.size
         room = {"payload_bytes": size.payload_bytes, "layout_bytes": size.layout_bytes}
@@ -279,13 +290,13 @@ class Replicator:
                 else:
                     self._note(given_up=digest)
                 return
-            except Exception as error:  # of whatever kind: without this thread nothing would be sent any more
+            except Exception as error:  # of any kind: without this thread nothing would be sent any more
                 self._disconnect()
                 self.last_error = f"{self.address}: step {manifest.step}: {error}"
                 altered = isinstance(error, CorruptMessageError) and not self._store.verify(manifest.version)
             reached, self._sending = self._sending[1] if self._sending else 0, None
             if altered:
-                return  # here, so this is no version any more
+                return  # altered on this host, so this is no version any more
             if reached > best:
                 best, progress_at = reached, time.monotonic()
             if time.monotonic() - progress_at > self._times.deadline_seconds:
@@ -304,7 +315,7 @@ class Replicator:
             self._store.changed.notify_all()
 
     def _send(self, holding: Holding, manifest: Manifest) -> bool:
-        """Whether the peer has it now; it may have no use for it, having newer ones, or the training may have none."""
+        """Send one version; whether the peer has it now. It may not need it, or it may be unwanted by now."""
 
         def given_up() -> bool:
             return self._stopping.is_set() or not self._shard.is_wanted(manifest)
@@ -322,7 +333,7 @@ class Replicator:
             while done < manifest.payload_bytes:
                 count = self._grants.take(min(PIECE_BYTES, manifest.payload_bytes - done), given_up)
                 if count == 0:
-                    self._disconnect()  # in the middle of a version, so the peer has to be told
+                    self._disconnect()  # in the middle of a version, so the peer must notice
                     return False
                 with payload[done : done + count] as piece:
                     connection.send(FrameKind.DATA, {}, piece)
@@ -335,7 +346,7 @@ class Replicator:
 
 
 def send_payload(connection: Connection, slot: Slot, manifest: Manifest) -> None:
-    """All of it, as fast as the link takes it: for recovery."""
+    """Send a version's whole payload at the full speed of the link, for recovery."""
     with slot.payload(manifest.payload_bytes) as payload:
         for start in range(0, manifest.payload_bytes, PIECE_BYTES):
             with payload[start : min(start + PIECE_BYTES, manifest.payload_bytes)] as piece:

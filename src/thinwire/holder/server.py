@@ -1,4 +1,4 @@
-"""The holder: one process on each host that keeps checkpoint versions in memory, whatever becomes of the trainers."""
+"""The holder: one process on each host that keeps checkpoint versions in memory beyond the life of the trainers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ _WILDCARDS = {"0.0.0.0", "::", ""}
 
 @dataclass(frozen=True)
 class HolderConfig:
-    """``bind`` is the one address that peers reach; port 0 takes a free one. ``budget_bytes`` is of all slots."""
+    """Configuration of a holder.
+
+    ``bind`` is the one address that peers reach; port 0 picks a free one. ``budget_bytes`` is the limit for all slots
+    together.
+    """
 
     socket_path: Path
     secret: bytes
@@ -42,11 +46,11 @@ class HolderConfig:
 
 
 class AlreadyRunning(ThinwireError):
-    """Another holder has that socket."""
+    """Raised when another holder has that socket."""
 
 
 class Holder:
-    """Serves until ``stop``; every connection has a thread of its own.
+    """A server of checkpoint memory that runs until ``stop``; every connection has a thread of its own.
 
     Example: with Holder(config) as holder: print(holder.address)
     """
@@ -119,10 +123,10 @@ class Holder:
         layout: bytes,
         recovering: bool = False,
     ) -> Iterator[Holding]:
-        """A slot to receive a version into: a version when the block ends well, else nothing.
+        """Receive a version into a slot: it becomes a version if the block ends well, and nothing otherwise.
 
-        A replica never takes the place of a newer version; what is fetched when ``recovering`` may.
-        Raises ThinwireError if no slot is free, ValueError if it does not fit.
+        A replica never replaces a newer version; a version fetched when ``recovering`` may. Raises ThinwireError if no
+        slot is free, ValueError if it does not fit.
         """
         holding = self.store.begin(shard, keep, None if recovering else manifest.order, recovering)
         if holding is None:
@@ -147,7 +151,7 @@ class Holder:
             self._fetched = (self._fetched[0] + num_bytes, self._fetched[1] + seconds)
 
     def shard_status(self, shard: Shard) -> dict[str, Any]:
-        """Of one shard: what is here, what the replicas have, and how the sending goes."""
+        """Return the status of one shard: its versions here, those of its replicas, and the progress of sending."""
         with self.store.changed:
             replicas = {a: r.status() for a, r in shard.replicas.items() if isinstance(r, Replicator)}
             versions = [h.manifest.listed(shard.role).to_json() for h in shard.complete() if h.manifest]
@@ -172,7 +176,7 @@ class Holder:
             }
 
     def status(self) -> dict[str, Any]:
-        """Of the whole holder: memory, traffic, and every shard."""
+        """Return the status of the whole holder: memory, traffic, and every shard."""
         with self.store.changed:
             shards = [self.shard_status(shard) for shard in self.store.shards.values()]
         return {
@@ -191,7 +195,7 @@ class Holder:
         }
 
     def drain(self) -> None:
-        """Send what is pending, for at most ``drain_seconds``."""
+        """Send pending versions, for at most ``drain_seconds``."""
         deadline = time.monotonic() + self.config.drain_seconds
         with self.store.changed:
             for shard in self.store.shards.values():
@@ -234,7 +238,7 @@ def _traffic(name: str, total: tuple[int, float]) -> dict[str, Any]:
 
 
 def _claim(socket_path: Path) -> int:
-    """A lock that ends with this process, so that of two holders on one socket the second one is refused."""
+    """Lock the socket until this process ends, so that of two holders on one socket the second one is refused."""
     descriptor = os.open(f"{socket_path}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

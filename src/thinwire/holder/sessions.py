@@ -1,4 +1,4 @@
-"""What a holder does for those who are connected to it: local trainers, and the holders of peers."""
+"""Sessions of a holder with its callers: local trainers, and the holders of peers."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 log = logging.getLogger("thinwire.holder")
 
 _UNWANTED_SECONDS = 0.5  # for the sending of an unwanted version to end
-_TAKEOVER_SECONDS = 3.0  # for the predecessor of a trainer, or of a sender, to be noticed as gone
+_TAKEOVER_SECONDS = 3.0  # until the predecessor of a trainer, or of a sender, is noticed as gone
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Descriptors stay the holder's unless ``close_descriptors``."""
+    """An answer to a request. Descriptors stay the holder's unless ``close_descriptors``."""
 
     json: dict[str, Any] = field(default_factory=dict)
     payload: bytes = b""
@@ -64,7 +64,7 @@ class Session:
             self.end()
 
     def end(self) -> None:
-        """The other side is gone."""
+        """Clean up when the other side is gone."""
 
     def cast(self, content: dict[str, Any]) -> None:
         raise CorruptMessageError("nothing to cast here")
@@ -102,7 +102,7 @@ def _size(request: dict[str, Any]) -> SlotSize:
 
 
 class TrainerSession(Session):
-    """A process on this host, over the Unix socket: at most one shard is its own."""
+    """Session with a process on this host, over the Unix socket; it owns at most one shard."""
 
     with_layout: ClassVar[set[str]] = {"publish"}
 
@@ -115,7 +115,7 @@ class TrainerSession(Session):
         self.opened: dict[int, Holding] = {}
 
     def end(self) -> None:
-        """Death of a trainer: what is complete is kept, and sent without limit; what is half written is nothing."""
+        """Handle the death of a trainer: complete versions are kept, and sent without limit; others are dropped."""
         for holding in self.opened.values():
             self.store.unpin(holding)
         if self.writing is not None:
@@ -169,7 +169,7 @@ class TrainerSession(Session):
         return Reply(content, descriptors=tuple(holding.slot.descriptor for holding in shard.holdings))
 
     def _end_receiver(self, shard: Shard) -> None:
-        """What a peer is sending is left over from when the owner lived there, and would keep a slot from it."""
+        """End a peer's sending that is left over from when the owner lived there: it would hold a slot."""
         if shard.receiver is not None:
             shard.receiver.close()
         self.store.changed.wait_for(lambda: shard.receiver is None, _TAKEOVER_SECONDS)
@@ -208,7 +208,7 @@ class TrainerSession(Session):
         return unreachable
 
     def _resign(self, shard: Shard) -> None:
-        """The shard is not taken over after all; its memory goes if there is nothing in it."""
+        """Give the shard up after all; its memory is freed if it holds no version."""
         with self.store.changed:
             shard.trainer, shard.replicas, self.shard = None, {}, None
         if not shard.complete():
@@ -306,7 +306,7 @@ class TrainerSession(Session):
         return Reply()
 
     def _free_unwanted(self, shard: Shard) -> None:
-        """What was being sent and is of no use any more would keep its slot from the next version."""
+        """Wait for useless versions that are being sent: each would keep its slot from the next version."""
         self.store.changed.notify_all()
         self.store.changed.wait_for(
             lambda: not any(h.readers and h.manifest and not shard.is_wanted(h.manifest) for h in shard.holdings),
@@ -352,7 +352,7 @@ class TrainerSession(Session):
 
 
 class PeerSession(Session):
-    """The holder of another host, over TCP: it may have shards kept here, and read what is here."""
+    """Session with the holder of another host, over TCP: it keeps shards here, and reads the versions here."""
 
     with_layout: ClassVar[set[str]] = {"receive"}
 
@@ -388,7 +388,7 @@ class PeerSession(Session):
                 self.store.changed.notify_all()
 
     def _take_over(self, shard: Shard) -> None:
-        """A sender that calls again has given up its last call, even if that looks alive from here."""
+        """End the sender's last call: a sender that calls again has given it up, even if it looks alive here."""
         with self.store.changed:
             if shard.receiver is not None:
                 shard.receiver.close()

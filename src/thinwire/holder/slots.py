@@ -33,7 +33,7 @@ _DIGEST_THREADS = 4
 
 
 class State(IntEnum):
-    """Of a slot. WRITING: its bytes mean nothing yet, whoever writes them."""
+    """State of a slot. In WRITING its bytes mean nothing yet, regardless of the writer."""
 
     EMPTY = 0
     WRITING = 1
@@ -42,7 +42,7 @@ class State(IntEnum):
 
 @dataclass(frozen=True)
 class SlotSize:
-    """Room for ``payload_bytes`` of payload, and for a layout of ``layout_bytes`` beside the manifest."""
+    """Room of a slot: ``payload_bytes`` of payload, and a layout of ``layout_bytes`` beside the manifest."""
 
     payload_bytes: int
     layout_bytes: int
@@ -63,12 +63,12 @@ def _pages(num_bytes: int) -> int:
 
 @cache
 def digest_pool() -> ThreadPoolExecutor:
-    """Threads for CRC-32, which releases the interpreter's lock: 1 GB/s and more for each core."""
+    """Return the threads for CRC-32, which releases the interpreter's lock: 1 GB/s and more for each core."""
     return ThreadPoolExecutor(min(_DIGEST_THREADS, os.cpu_count() or 1), thread_name_prefix="digest")
 
 
 def chunk_crcs(payload: memoryview, chunk_bytes: int = CHUNK_BYTES) -> tuple[int, ...]:
-    """CRC-32 of each ``chunk_bytes`` of the payload."""
+    """Return the CRC-32 of each ``chunk_bytes`` of the payload."""
     chunks = [payload[start : start + chunk_bytes] for start in range(0, len(payload), chunk_bytes)]
     try:
         return tuple(digest_pool().map(zlib.crc32, chunks))
@@ -80,20 +80,20 @@ def chunk_crcs(payload: memoryview, chunk_bytes: int = CHUNK_BYTES) -> tuple[int
 class Slot:
     """One slot over a file descriptor of shared memory (a memfd, or a file in a tmpfs), which it owns.
 
-    Not thread-safe: whoever changes its state holds a lock.
+    Not thread-safe: change its state with a lock held.
     """
 
     def __init__(self, descriptor: int, size: SlotSize, writable: bool = True) -> None:
         self.descriptor, self.size = descriptor, size
         if os.fstat(descriptor).st_size < size.total_bytes:
             raise CorruptMessageError(f"the slot is smaller than the {size.total_bytes} bytes that it should have")
-        # a private map stays writable for whoever insists (torch does), without reaching the slot
+        # a private map stays writable for torch, which insists on it, without reaching the slot
         access = mmap.ACCESS_WRITE if writable else mmap.ACCESS_COPY
         self._map = mmap.mmap(descriptor, size.total_bytes, access=access)
 
     @classmethod
     def allocate(cls, size: SlotSize) -> Slot:
-        """An empty slot in anonymous shared memory. Raises OSError if there is none left."""
+        """Allocate an empty slot in anonymous shared memory. Raises OSError if there is none left."""
         descriptor = os.memfd_create("thinwire-slot", os.MFD_CLOEXEC)
         try:
             os.posix_fallocate(descriptor, 0, size.total_bytes)  # a full memory shows here, not as SIGBUS in a trainer
@@ -103,33 +103,33 @@ class Slot:
             raise
 
     def payload(self, num_bytes: int | None = None) -> memoryview:
-        """The first ``num_bytes`` of the payload, by default all there is room for."""
+        """Return the first ``num_bytes`` of the payload, by default its whole capacity."""
         start, room = self.size.payload_offset, self.size.payload_bytes
         return memoryview(self._map)[start : start + (room if num_bytes is None else num_bytes)]
 
     @property
     def state(self) -> State:
-        """As the header says; EMPTY if that is not a header."""
+        """State given by the header; EMPTY if there is no valid header."""
         with contextlib.suppress(CorruptMessageError):
             return State(self._header()[0])
         return State.EMPTY
 
     def begin(self) -> None:
-        """EMPTY or COMPLETE to WRITING: what was there is gone."""
+        """Change from EMPTY or COMPLETE to WRITING, which drops the previous content."""
         self._write_header(State.WRITING)
 
     def clear(self) -> None:
         self._write_header(State.EMPTY)
 
     def digest(self, shard: ShardId, step: int, attempt: int, payload_bytes: int, layout: bytes) -> Manifest:
-        """The manifest of the payload as it is now. Raises ValueError if there is no room for that much."""
+        """Return the manifest of the payload as it is now. Raises ValueError if there is no room for that much."""
         self.check_room(payload_bytes, len(layout))
         with self.payload(payload_bytes) as payload:
             crcs = chunk_crcs(payload)
         return Manifest(shard, step, attempt, payload_bytes, CHUNK_BYTES, crcs, len(layout), zlib.crc32(layout))
 
     def publish(self, manifest: Manifest, layout: bytes) -> None:
-        """WRITING to COMPLETE. The header is written last, in one store of a page that nobody else writes."""
+        """Change from WRITING to COMPLETE. The header is written last, in one store of a page without other writers."""
         self.check_room(manifest.payload_bytes, len(layout))
         text = json.dumps(manifest.to_json(), separators=(",", ":")).encode()
         if _PAGE + len(text) + len(layout) > self.size.payload_offset:
@@ -140,7 +140,7 @@ class Slot:
         reach("sealed", manifest.shard.owner, manifest.step)
 
     def read(self) -> tuple[Manifest, bytes]:
-        """Manifest and layout of a complete slot, CorruptMessageError for another; the payload is not looked at."""
+        """Return manifest and layout without reading the payload. Raises CorruptMessageError for an incomplete slot."""
         state, manifest_bytes, manifest_crc, layout_bytes, layout_crc = self._header()
         if state != State.COMPLETE:
             raise CorruptMessageError("the slot holds no complete version")
@@ -158,7 +158,7 @@ class Slot:
         return manifest, layout
 
     def verify(self) -> tuple[Manifest, bytes]:
-        """``read``, and every chunk of the payload against its digest."""
+        """Return manifest and layout like ``read``, after comparing every chunk of the payload with its digest."""
         manifest, layout = self.read()
         with self.payload(manifest.payload_bytes) as payload:
             crcs = chunk_crcs(payload, manifest.chunk_bytes)
@@ -171,7 +171,7 @@ class Slot:
         return manifest, layout
 
     def close(self) -> None:
-        """Give the memory back, once the last view of it is gone."""
+        """Free the memory, once the last view of it is gone."""
         with contextlib.suppress(BufferError):
             self._map.close()
         if self.descriptor >= 0:
@@ -179,7 +179,7 @@ class Slot:
             self.descriptor = -1
 
     def check_room(self, payload_bytes: int, layout_bytes: int) -> None:
-        """Raises ValueError if a version of that much does not fit."""
+        """Raise ValueError if a version of that size does not fit."""
         if not 0 <= payload_bytes <= self.size.payload_bytes or layout_bytes > self.size.layout_bytes:
             raise ValueError(
                 f"a version with {payload_bytes} bytes of payload and {layout_bytes} of layout does not fit a slot with"
@@ -205,7 +205,7 @@ class Slot:
 
 
 def parse_json(text: bytes) -> object:
-    """JSON from somewhere else; CorruptMessageError, also for what is nested too deeply."""
+    """Parse JSON from another process. Raises CorruptMessageError, also for JSON that is nested too deeply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -214,10 +214,10 @@ def parse_json(text: bytes) -> object:
 
 @dataclass(frozen=True)
 class SlotView:
-    """What the choice of a slot depends on. ``order`` is (attempt, step), of a complete version.
+    """State of a slot on which the choice of a slot depends.
 
-    ``busy``: being written or read. ``settled``: nothing more will be done for it (its replicas are acknowledged or
-    given up).
+    ``order``: (attempt, step) of a complete version. ``busy``: being written or read. ``settled``: nothing more will be
+    done for it (its replicas are acknowledged or given up).
     """
 
     order: tuple[int, int] | None
@@ -228,11 +228,11 @@ class SlotView:
 def choose_slot(
     slots: Sequence[SlotView], keep: tuple[int, int] | None = None, before: tuple[int, int] | None = None
 ) -> int | None:
-    """The slot to write the next version to, or None if none may be overwritten.
+    """Return the index of the slot for the next version, or None if none may be overwritten.
 
     An empty one is best. A complete one may go only if another complete one stays, and if it is not ``keep``, the
     newest version that every owner has everywhere; then those older than ``keep`` go first, and a newer one only once
-    it is settled. Without ``keep``, the oldest settled one goes. With ``before``, only what is older than that goes.
+    it is settled. Without ``keep``, the oldest settled one goes. With ``before``, only older versions than that go.
 
     Example: choose_slot([SlotView((0, 4), False), SlotView((0, 5), False)], keep=(0, 5)) == 0
     """

@@ -1,4 +1,4 @@
-"""Starting a holder, finding the one of this host, and stopping it; the secret that all of a job's holders share."""
+"""Start the holder of this host, connect to it, and stop it; load the secret that all of a job's holders share."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _LOOPBACK = ("127.", "::1", "localhost")
 
 @dataclass(frozen=True)
 class HolderOptions:
-    """How to start a holder; None for the defaults: half of the available memory, this user's socket, its secret.
+    """Options to start a holder; None for the defaults: half of the available memory, this user's socket, its secret.
 
-    ``bind`` is the address on which peers reach this host, ``port`` 0 takes a free one. With ``detach`` the holder
-    outlives whoever starts it, and logs to ``<socket>.log``. ``ready_file`` gets the address and the like, as JSON.
+    ``bind`` is the address on which peers reach this host, ``port`` 0 picks a free one. With ``detach`` the holder
+    outlives the process that starts it, and logs to ``<socket>.log``. ``ready_file`` gets the address and the like, as
+    JSON.
     """
 
     bind: str = "127.0.0.1"
@@ -48,7 +49,7 @@ class HolderOptions:
 
 
 def socket_path(given: str | Path | None = None) -> Path:
-    """Where the holder of this host listens: as given, or as $THINWIRE_HOLDER says, or in this user's own directory."""
+    """Return the socket of this host's holder: ``given``, else $THINWIRE_HOLDER, else in this user's own directory."""
     named = given or os.environ.get(SOCKET_VARIABLE)
     if named:
         path = Path(named).absolute()
@@ -64,7 +65,7 @@ def socket_path(given: str | Path | None = None) -> Path:
 
 
 def load_secret(socket: Path, secret_file: str | Path | None = None) -> bytes:
-    """The secret: of the file, else of $THINWIRE_SECRET, else the one generated beside the socket.
+    """Return the secret: of the file, else of $THINWIRE_SECRET, else the one generated beside the socket.
 
     Raises ValueError if there is none, or if others can read the file.
     """
@@ -103,7 +104,7 @@ def _secret_for(bind: str, socket: Path, secret_file: str | None) -> bytes:
 
 
 def budget_bytes(memory_budget: str | None) -> int:
-    """Of the text, or half of what is available. Raises BudgetError if that is more than what is available."""
+    """Return the bytes of the text, or half of the available memory. Raises BudgetError if more than available."""
     available = available_bytes()
     if memory_budget is None:
         return available // 2
@@ -117,7 +118,7 @@ def budget_bytes(memory_budget: str | None) -> int:
 
 
 def config_of(options: dict[str, Any]) -> Any:
-    """A ``HolderConfig`` of ``HolderOptions.to_json()``. Raises ValueError for options that cannot be."""
+    """Return the ``HolderConfig`` for ``HolderOptions.to_json()``. Raises ValueError for options that cannot be."""
     from thinwire.holder.replication import PeerTimes
     from thinwire.holder.server import HolderConfig
 
@@ -134,15 +135,15 @@ def config_of(options: dict[str, Any]) -> Any:
 
 
 def command(options: HolderOptions) -> list[str]:
-    """The command line of a holder's process. The secret is not in it: others can see command lines."""
+    """Return the command line of a holder's process. The secret is not in it: others can see command lines."""
     script = Path(__file__).with_name("daemon.py")
     return [sys.executable, "-P", str(script), json.dumps(options.to_json())]
 
 
 def start_holder(options: HolderOptions | None = None, timeout_seconds: float = 20.0) -> dict[str, Any]:
-    """Start a detached holder and wait until it is ready: ``pid``, ``socket``, ``address``, ``budget_bytes``.
+    """Start a detached holder, wait until it is ready, and return ``pid``, ``socket``, ``address``, ``budget_bytes``.
 
-    It runs in a session of its own and is nobody's child, so it outlives the trainers and whoever started them. Raises
+    It runs in a session of its own and is nobody's child, so it outlives the trainers and their launcher. Raises
     ValueError with the reason if it cannot start.
 
     Example: start_holder(HolderOptions(bind="10.0.0.1", secret_file="job.secret"))["address"]
@@ -161,7 +162,7 @@ def start_holder(options: HolderOptions | None = None, timeout_seconds: float = 
 
 
 def ensure_holder(options: HolderOptions | None = None, timeout_seconds: float = 20.0) -> HolderClient:
-    """A connection to the holder of this host, which is started if there is none; any number of ranks may call it.
+    """Connect to the holder of this host, which is started if there is none; any number of ranks may call it.
 
     Raises ValueError, PeerError (another secret). For torchrun, call it in each rank before anything else: the first
     one starts the holder, which then outlives the restarts of the workers.

@@ -1,8 +1,7 @@
-"""Shards in the memory of a holder, and how much memory that may be.
+"""Shards in the memory of a holder, with two slots each, within a budget of memory.
 
-How much memory the holder may take: what this machine and its control groups have left.
-
-What a holder holds: shards with two slots each, within a budget of memory. Knows nothing of sockets.
+The budget is limited by the memory that this machine and its control groups have left. This module knows nothing of
+sockets.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 
 class BudgetError(ValueError):
-    """The holder has no room for that: the message gives the bytes needed and available."""
+    """Raised when the holder has no room; the message gives the bytes needed and available."""
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as ``64GiB``, ``64G``, ``500 MB`` or ``1000``. Raises ValueError for anything else."""
+    """Parse a size in bytes such as ``64GiB``, ``64G``, ``500 MB`` or ``1000``. Raises ValueError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?b?", text.strip().lower())
     if match is None:
         raise ValueError(f"unknown size {text!r}; legal forms: '64GiB', '500MB', '1000000'")
@@ -36,7 +35,7 @@ def parse_bytes(text: str) -> int:
 
 
 def available_bytes(root: Path = Path("/")) -> int:
-    """Memory that can be taken now without swapping: MemAvailable, or less if a control group allows less."""
+    """Return the memory available without swapping: MemAvailable, or less if a control group allows less."""
     meminfo = (root / "proc/meminfo").read_text()
     match = re.search(r"^MemAvailable:\s+(\d+) kB", meminfo, re.MULTILINE)
     available = int(match[1]) * 1024 if match else 0
@@ -74,7 +73,7 @@ SLOTS_PER_SHARD = 2
 
 
 class Replica(Protocol):
-    """What a shard needs to know of one who sends its versions to a peer."""
+    """Interface between a shard and a sender of its versions to a peer."""
 
     def is_settled(self, digest: str) -> bool: ...
     def has(self, digest: str) -> bool: ...
@@ -83,7 +82,7 @@ class Replica(Protocol):
 
 @dataclass(eq=False)
 class Holding:
-    """A slot and what is in it. ``manifest`` is there exactly while the slot is complete, since ``sealed_at``."""
+    """A slot and its content. ``manifest`` is set exactly while the slot is complete, since ``sealed_at``."""
 
     slot: Slot
     number: int
@@ -102,9 +101,9 @@ class Holding:
 class Shard:
     """The slots of one shard on this host.
 
-    ``trainer``: whoever is connected as its owner. ``receiver``: the connection on which a version is arriving.
-    ``keep``: (attempt, step) of the newest version that the trainer says is complete everywhere, or that it went on
-    from. ``attempt``: of the trainer that wrote last.
+    ``trainer``: the session that is connected as its owner. ``receiver``: the connection on which a version is
+    arriving. ``keep``: (attempt, step) of the newest version that the trainer says is complete everywhere, or that it
+    went on from. ``attempt``: of the trainer that wrote last.
     """
 
     id: ShardId
@@ -119,12 +118,12 @@ class Shard:
     last_error: str = ""
 
     def complete(self) -> list[Holding]:
-        """Complete versions, newest last."""
+        """Return the complete versions, newest last."""
         found = [holding for holding in self.holdings if holding.manifest is not None]
         return sorted(found, key=lambda holding: holding.manifest.order if holding.manifest else ())
 
     def newest(self, replicated: bool = False) -> int | None:
-        """Step of the newest complete version, or of the newest that all replicas have too."""
+        """Return the step of the newest complete version, or of the newest that all replicas have too."""
         for holding in reversed(self.complete()):
             manifest = holding.manifest
             if manifest and (not replicated or all(r.has(manifest.version.digest) for r in self.replicas.values())):
@@ -132,7 +131,7 @@ class Shard:
         return None
 
     def order_of(self, step: int, attempt: int) -> tuple[int, int] | None:
-        """Of the version that a trainer in its ``attempt`` means: its own, or the one it went on from.
+        """Return the order of the version that a trainer in its ``attempt`` means: its own, or the one it went on from.
 
         There may be others of that step: of an attempt that was given up.
         """
@@ -141,22 +140,21 @@ class Shard:
         return next((order for order in meant if order in orders), None)
 
     def is_wanted(self, manifest: Manifest) -> bool:
-        """Whether training may go back to this version: to none from before ``keep``, nor to one that a former attempt
-        left behind."""
+        """Return whether training may go back to this version: not before ``keep``, nor left by a former attempt."""
         keep = self.keep
         return manifest.order == keep or (manifest.attempt >= self.attempt and (keep is None or manifest.order > keep))
 
     def is_superseded(self, order: tuple[int, int]) -> bool:
-        """Whether a version that a peer sends is of no use here: its owner lives here, or all slots hold newer ones.
+        """Return whether a version from a peer is useless here: its owner lives here, or all slots hold newer ones.
 
-        So a sender that was left behind, with versions of an attempt that was given up, cannot push out what the
-        training that goes on has.
+        So a sender that was left behind, with versions of an attempt that was given up, cannot replace the versions of
+        the training that goes on.
         """
         newer = all(holding.manifest is not None and holding.manifest.order > order for holding in self.holdings)
         return self.trainer is not None or newer
 
     def is_free(self) -> bool:
-        """Whether a version can be written now, if all owners have everywhere what this one has."""
+        """Return whether a version could be written now if all owners had everywhere the versions that this one has."""
         orders = [
             holding.manifest.order
             for holding in self.complete()
@@ -177,7 +175,7 @@ class Shard:
 
 
 class Store:
-    """All shards of a host. ``changed`` is the lock of all of it, and is notified when a version comes or goes."""
+    """All shards of a host. ``changed`` is the lock for all of them, and is notified when a version comes or goes."""
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
@@ -192,7 +190,7 @@ class Store:
             return sum(shard.size.total_bytes * len(shard.holdings) for shard in self.shards.values())
 
     def register(self, shard_id: ShardId, size: SlotSize) -> Shard:
-        """The shard, with slots of at least that size; those that are there stay, with what they hold.
+        """Return the shard, with slots of at least that size; existing slots stay, with their content.
 
         Raises BudgetError, ValueError if there are complete versions in slots that are too small.
         """
@@ -240,9 +238,9 @@ class Store:
         before: tuple[int, int] | None = None,
         recovering: bool = False,
     ) -> Holding | None:
-        """A slot to write to, no longer holding what it held; None if none may be overwritten (``choose_slot``).
+        """Return a slot to write to, its content dropped; None if none may be overwritten (``choose_slot``).
 
-        ``recovering``: whatever is not settled yet is of a history that was given up.
+        ``recovering``: versions that are not settled yet belong to a history that was given up.
         """
         with self.changed:
             views = [replace(view, settled=True) for view in shard.views()] if recovering else shard.views()
@@ -255,7 +253,7 @@ class Store:
             return holding
 
     def seal(self, holding: Holding, manifest: Manifest, layout: bytes) -> None:
-        """What is in the slot is a version from now on."""
+        """Make the content of the slot a version."""
         holding.slot.publish(manifest, layout)
         with self.changed:
             holding.manifest, holding.layout, holding.writing = manifest, layout, False
@@ -263,7 +261,7 @@ class Store:
             self.changed.notify_all()
 
     def abandon(self, holding: Holding) -> None:
-        """What was being written is not a version."""
+        """Drop an unfinished version."""
         with self.changed:
             if holding.writing:
                 holding.slot.clear()
@@ -272,7 +270,7 @@ class Store:
 
     @contextmanager
     def reading(self, version: Version) -> Iterator[Holding]:
-        """The slot with exactly this version, kept from being overwritten. Raises ThinwireError if it is not here."""
+        """Keep the slot with exactly this version from being overwritten. Raises ThinwireError if it is not here."""
         holding = self.pin(version)
         try:
             yield holding
@@ -294,14 +292,14 @@ class Store:
             self.changed.notify_all()
 
     def verified(self, run_id: str, verify: bool) -> list[Version]:
-        """Complete versions of a run; each slot is read and compared with its digests if ``verify``."""
+        """Return the complete versions of a run; with ``verify``, only those whose slots match their digests."""
         with self.changed:
             shards = [shard for shard in self.shards.values() if shard.id.run_id == run_id]
             listed = [h.manifest.listed(shard.role) for shard in shards for h in shard.complete() if h.manifest]
         return [version for version in listed if not verify or self.verify(version)]
 
     def verify(self, version: Version) -> bool:
-        """Whether this host has that version unaltered; what was altered is not a version any more."""
+        """Return whether this host has that version unaltered; an altered one is discarded."""
         try:
             with self.reading(version) as holding:
                 manifest, _ = holding.slot.verify()
@@ -324,7 +322,7 @@ class Store:
             self.changed.notify_all()
 
     def forget(self, run_id: str, topology: str | None = None) -> int:
-        """Free the shards of a run, or of one topology of it, and say how many. ValueError while a trainer uses one."""
+        """Free the shards of a run, or one topology of it; return their number. Raises ValueError if one is in use."""
         with self._registering:
             with self.changed:
                 shards = [
@@ -340,7 +338,7 @@ class Store:
             return len(shards)
 
     def remove(self, shard: Shard) -> None:
-        """Free the memory of a shard, stopping all that is done with it."""
+        """Free the memory of a shard, stopping all senders and receivers of it."""
         with self.changed:
             self.shards.pop(shard.id, None)
             self.changed.notify_all()

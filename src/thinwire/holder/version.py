@@ -1,4 +1,4 @@
-"""What a checkpoint version is called, and what is known of its bytes; strict about what others claim."""
+"""Names of checkpoint versions, and the digests of their bytes; strict about messages from others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from thinwire.errors import CorruptMessageError
 
-CHUNK_BYTES = 4 << 20  # a digest is over this much, still warm in the cache when it has just arrived
+CHUNK_BYTES = 4 << 20  # covered by one digest; still warm in the cache when it has just arrived
 MAX_PAYLOAD_BYTES = 1 << 44
 MAX_LAYOUT_BYTES = 64 << 20
 NONCE_BITS = 32
@@ -19,13 +19,13 @@ _MAX_NAME = 256
 
 
 def topology_digest(topology: dict[str, Any]) -> str:
-    """Name of a topology: 16 hexadecimal digits of the SHA-256 of its canonical JSON. Order of keys does not matter."""
+    """Return the name of a topology: 16 hexadecimal digits of the SHA-256 of its JSON, for any order of keys."""
     text = json.dumps(topology, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def next_attempt(seen: Iterable[int], nonce: int) -> int:
-    """The number of a new start of a run: above all that were ``seen``, and no other start's.
+    """Return the number of a new start of a run: above all that were ``seen``, and different from any other start's.
 
     Its upper bits count; the lower 32 are ``nonce``, random and the same on all ranks. Two starts that did not see each
     other's versions, because the hosts that have them were away, would else count to the same number, and their shards
@@ -35,12 +35,12 @@ def next_attempt(seen: Iterable[int], nonce: int) -> int:
 
 
 def start_order(attempt: int, step: int) -> tuple[int, int]:
-    """Newest last: which start of the run wrote a step, without what is random in ``attempt``, and the step."""
+    """Return a sort key, newest last: the start of the run that wrote a step, without the random bits, and the step."""
     return attempt >> NONCE_BITS, step
 
 
 def field(values: Any, name: str, kind: type, low: int = 0, high: int = 1 << 62) -> Any:
-    """A field of a JSON object; CorruptMessageError unless it is there, of that type, and in range.
+    """Return a field of a JSON object. Raises CorruptMessageError unless it is there, of that type, and in range.
 
     For texts, ``high`` bounds the length; a bool is no int.
     """
@@ -55,7 +55,7 @@ def field(values: Any, name: str, kind: type, low: int = 0, high: int = 1 << 62)
 
 @dataclass(frozen=True)
 class ShardId:
-    """The state of one rank: of which run, in which topology (see ``topology_digest``), and its global rank there."""
+    """The state of one rank, named by run, topology (see ``topology_digest``), and global rank in it."""
 
     run_id: str
     topology: str
@@ -66,7 +66,7 @@ class ShardId:
 
     @classmethod
     def from_json(cls, values: Any) -> ShardId:
-        """Raises CorruptMessageError for anything that is not a shard's name."""
+        """Parse a shard's name. Raises CorruptMessageError for anything else."""
         return cls(
             field(values, "run_id", str, 1, _MAX_NAME),
             field(values, "topology", str, 1, _MAX_NAME),
@@ -99,7 +99,7 @@ class Version:
 
     @classmethod
     def from_json(cls, values: Any) -> Version:
-        """Raises CorruptMessageError for anything that is not a version."""
+        """Parse a version. Raises CorruptMessageError for anything else."""
         return cls(
             ShardId.from_json(field(values, "shard", dict)),
             field(values, "step", int),
@@ -112,7 +112,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Manifest:
-    """All that is needed to check a copy: lengths in bytes, and the CRC-32 of the layout and of each payload chunk."""
+    """All data needed to check a copy: lengths in bytes, and the CRC-32 of the layout and of each payload chunk."""
 
     shard: ShardId
     step: int
@@ -128,7 +128,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, values: Any) -> Manifest:
-        """Raises CorruptMessageError if anything is missing, above all a digest: it fails closed."""
+        """Parse a manifest. Raises CorruptMessageError if anything is missing, above all a digest: it fails closed."""
         crcs = field(values, "chunk_crcs", list)
         if not all(type(crc) is int and 0 <= crc < 1 << 32 for crc in crcs):
             raise CorruptMessageError("a digest is not a CRC-32")
@@ -157,12 +157,12 @@ class Manifest:
 
     @property
     def order(self) -> tuple[int, int]:
-        """Newest last: a later attempt went on from a version of an earlier one."""
+        """Sort key, newest last: a later attempt went on from a version of an earlier one."""
         return self.attempt, self.step
 
 
 def _to_json(named: Version | Manifest) -> dict[str, Any]:
-    """Its fields; `dataclasses.asdict` takes ten times as long, and a holder needs this at every turn."""
+    """Its fields; `dataclasses.asdict` costs ten times as much, and a holder needs this at every turn."""
     values = {name: getattr(named, name) for name in named.__dataclass_fields__}
     return values | {"shard": named.shard.to_json()}
 

@@ -1,1 +1,1 @@
-"""Beside the library: demo, benchmarks, analysis, testbed and studies. It imports the library, never the reverse."""
+"""Programs beside the library: demo, benchmarks, analysis, testbed, studies. The library never imports them."""

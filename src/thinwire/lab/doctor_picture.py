@@ -1,4 +1,4 @@
-"""The doctor's picture: how long a step takes against the speed of the link, a line for each method."""
+"""The doctor's picture: step time against the speed of the link, one line for each method."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TITLE = "A step against the speed of the link"
 
 
 def draw(axes: Axes, diagnosis: Diagnosis) -> None:
-    """On empty axes of matplotlib."""
+    """Draw the curves on empty axes of matplotlib."""
     for place, curve in enumerate(diagnosis.curves):
         is_stock = curve.name == STOCK
         axes.plot(
@@ -59,7 +59,7 @@ def draw(axes: Axes, diagnosis: Diagnosis) -> None:
 
 
 def build_report(diagnosis: Diagnosis) -> Report:
-    """A page with the answers, the picture and the candidates; ``.write(path)`` makes the file."""
+    """Build a page with the answers, the picture and the candidates; ``.write(path)`` writes the file."""
     plan = diagnosis.plan
     report = Report("Does it pay to synchronize in another way?", diagnosis.title)
     report.figures(

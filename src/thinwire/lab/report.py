@@ -54,7 +54,7 @@ _NO_MATPLOTLIB = "Pictures need matplotlib: <code>pip install 'thinwire[plot]'</
 
 
 class Report:
-    """Parts of a page in the order they were added. All text is escaped."""
+    """A page whose parts are kept in the order in which they were added. All text is escaped."""
 
     def __init__(self, title: str, subtitle: str = "") -> None:
         self._title = title
@@ -63,16 +63,16 @@ class Report:
         self._pictures = 0
 
     def text(self, paragraph: str) -> None:
-        """A paragraph of plain text."""
+        """Add a paragraph of plain text."""
         self._parts.append(f"<p>{escape(paragraph)}</p>")
 
     def figures(self, values: Sequence[tuple[str, str]]) -> None:
-        """Figures of merit in large print: (what, value)."""
+        """Add figures of merit in large print: (what, value)."""
         cards = "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for what, value in values)
         self._parts.append(f'<section class="figures">{cards}</section>')
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
-        """A table; the first column is a heading, the others are aligned right."""
+        """Add a table; the first column is a heading, the others are aligned right."""
         head = "".join(f"<th>{escape(column)}</th>" for column in columns)
         body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
         self._parts.append(
@@ -81,7 +81,7 @@ class Report:
         )
 
     def picture(self, title: str, draw: Draw, note: str = "", height_inches: float = 3.2) -> None:
-        """A picture that ``draw`` paints on empty axes, 7 inches wide on a page that scales it."""
+        """Add a picture that ``draw`` paints on empty axes, 7 inches wide on a page that scales it."""
         try:
             svg = inline_svg(draw, height_inches, salt=f"picture-{self._pictures}")
         except ImportError:
@@ -90,7 +90,7 @@ class Report:
         self._parts.append(f"<figure><h2>{escape(title)}</h2>{_note(note)}{svg}</figure>")
 
     def html(self) -> str:
-        """The whole page."""
+        """Return the whole page."""
         return _PAGE.format(
             title=escape(self._title),
             subtitle=escape(self._subtitle),
@@ -108,7 +108,7 @@ def _note(note: str) -> str:
 
 
 def inline_svg(draw: Draw, height_inches: float = 3.2, salt: str = "picture") -> str:
-    """The picture as an ``<svg>`` in the page's own text colour. Raises ImportError without matplotlib."""
+    """Return the picture as an ``<svg>`` in the page's own text colour. Raises ImportError without matplotlib."""
     import matplotlib
 
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}):
@@ -123,7 +123,7 @@ def inline_svg(draw: Draw, height_inches: float = 3.2, salt: str = "picture") ->
 
 
 def save_picture(draw: Draw, path: str | Path, height_inches: float = 3.2, title: str = "") -> None:
-    """The picture as a file of its own, on white; its format is that of the file's ending: .png, .svg, .pdf.
+    """Write the picture to a file of its own, on white; the ending gives the format: .png, .svg, .pdf.
 
     Raises:
         ImportError: there is no matplotlib.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def density(ids: Tensor, num_rows: int) -> float:
-    """Share of the rows that are touched, between 0.0 and 1.0 (ZEN section 2.1).
+    """Return the share of the rows that are touched, between 0.0 and 1.0 (ZEN section 2.1).
 
     Raises ValueError unless `ids` is 1-D int64 within [0, num_rows).
 
@@ -26,7 +26,7 @@ def density(ids: Tensor, num_rows: int) -> float:
 
 
 def overlap_ratio(a: Tensor, b: Tensor) -> float:
-    """|a ∩ b| / min(|a|, |b|), between 0.0 and 1.0 (ZEN Definition 3).
+    """Return |a ∩ b| / min(|a|, |b|), between 0.0 and 1.0 (ZEN Definition 3).
 
     An empty set shares nothing with any set, itself included: the ratio is then 0.0.
     Raises ValueError unless both are 1-D int64.
@@ -43,9 +43,9 @@ def overlap_ratio(a: Tensor, b: Tensor) -> float:
 
 
 def densification(ids_per_rank: Sequence[Tensor]) -> float:
-    """Rows of the union over the mean rows of a rank, between 1.0 and the world size (ZEN Definition 4).
+    """Return the rows of the union over the mean rows of a rank, from 1.0 to the world size (ZEN Definition 4).
 
-    1.0 means that all ranks touched the same rows, the world size that no two shared one. 1.0 if nobody
+    1.0 means that all ranks touched the same rows, the world size that no two shared one. 1.0 if no rank
     touched any. Raises ValueError for no ranks at all, or ids that are not 1-D int64.
 
     >>> densification([torch.tensor([0, 1]), torch.tensor([1, 2])])
@@ -62,7 +62,7 @@ def densification(ids_per_rank: Sequence[Tensor]) -> float:
 
 
 def skewness(ids: Tensor, num_rows: int, partitions: int) -> float:
-    """Density of the densest of equal contiguous partitions, over the whole density (ZEN Definition 5).
+    """Return the density of the densest of equal contiguous partitions, over the whole density (ZEN Definition 5).
 
     Part j holds the rows [j * num_rows // partitions, (j + 1) * num_rows // partitions). 1.0 if no row is
     touched. Raises ValueError unless `ids` is 1-D int64 within [0, num_rows) and 1 <= partitions <= num_rows.
@@ -81,7 +81,7 @@ def skewness(ids: Tensor, num_rows: int, partitions: int) -> float:
 
 
 def imbalance_push(counts: Tensor) -> float:
-    """Fullest message over an even split: max over i, j of n * c_ij / sum_j c_ij (ZEN Definition 8).
+    """Return the fullest message over an even split: max over i, j of n * c_ij / sum_j c_ij (ZEN Definition 8).
 
     `counts` is an integer tensor [ranks, owners]: rows that rank i sends to owner j; n is the number of
     owners. Ranks that send nothing are skipped; 1.0 if all do. Raises ValueError for another shape or
@@ -100,7 +100,7 @@ def imbalance_push(counts: Tensor) -> float:
 
 
 def imbalance_pull(union_counts: Tensor) -> float:
-    """Fullest owner over an even share of the union: max_j n * u_j / sum u (ZEN Definition 8).
+    """Return the fullest owner over an even share of the union: max_j n * u_j / sum u (ZEN Definition 8).
 
     `union_counts` is an integer tensor [owners]: rows of the union that owner j holds; n is the number of
     owners. 1.0 if the union is empty. Raises ValueError for another shape or negative counts.

@@ -1,2 +1,1 @@
-"""`torch.distributed.checkpoint` beside checkpoints in memory: the tier on disk, and its reader and writer in
-memory."""
+"""In-memory checkpoints and `torch.distributed.checkpoint`: the tier on disk, and a reader and writer in memory."""

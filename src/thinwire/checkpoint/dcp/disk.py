@@ -2,13 +2,14 @@
 
     .metadata  thinwire.json  __0_0.distcp ...
 
-Tensors that are the same on all ranks are stored once, and parts of a DTensor as parts of one tensor, both under the
-names that they have in the state (``model.layer.weight``), so any reader of DCP finds them, on any number of ranks.
-What differs is ``rank1.optimizer...``.
+Tensors that are the same on all ranks are stored once, and parts of a DTensor as parts of one tensor, both under their
+names in the state (``model.layer.weight``), so any reader of DCP finds them, on any number of ranks. Tensors that
+differ are stored as ``rank1.optimizer...``.
 
-Neither DCP nor torch.load compares what it reads with a digest: one flipped bit of a weight comes back as it is (tried
+Neither DCP nor torch.load compares the bytes with a digest: one flipped bit of a weight comes back unnoticed (tried
 with torch 2.13). So ``thinwire.json``, written last, has the digests of ``.metadata`` and of each rank's
-``rank1.digests``, and those have the digests of all that the rank needs. What does not match is not loaded.
+``rank1.digests``, and those have the digests of all tensors that the rank needs. A tensor that does not match is not
+loaded.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ _FIELDS = (
 def write_shards(
     directory: Path, about: dict[str, Any], layout: StateLayout, tensors: Sequence[Tensor], group: dist.ProcessGroup
 ) -> None:
-    """The state of each rank, to an empty directory that all see; collective.
+    """Write the state of each rank to an empty directory that all ranks see; collective.
 
-    ``about`` has step, attempt, topology, state and world_size. Its file, which rank 0 writes last, makes a checkpoint
-    of the rest.
+    ``about`` has step, attempt, topology, state and world_size. Its file, which rank 0 writes last, makes the other
+    files a checkpoint.
     """
     rank = dist.get_rank(group)
     state = _named(layout, tensors, rank, group)
@@ -62,7 +63,8 @@ def write_shards(
 
 
 def _named(layout: StateLayout, tensors: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """What a rank saves: parts and what all ranks have the same under their own names, the rest under the rank's."""
+    """Tensors that a rank saves: parts, and those equal on all ranks, under their own names, others under the
+    rank's."""
     names = _names(layout)
     digests = {name: _digest(tensor) for name, tensor in zip(names, tensors, strict=True)}
     gathered = gather_json(digests, group)
@@ -77,7 +79,8 @@ def _named(layout: StateLayout, tensors: Sequence[Tensor], rank: int, group: dis
 
 
 def read_about(directory: Path, step: int) -> dict[str, Any]:
-    """Raises OSError, or CorruptMessageError for what is not of this step, was altered, or lacks a digest."""
+    """Read the description of a checkpoint. Raises OSError, or CorruptMessageError if it is of another step, was
+    altered, or lacks a digest."""
     about = parse_json((directory / _ABOUT).read_bytes())
     digest = field(about, "digest", str)
     assert isinstance(about, dict), "field has seen to it"
@@ -91,7 +94,7 @@ def read_about(directory: Path, step: int) -> dict[str, Any]:
 
 
 class DiskShards:
-    """The states of all ranks of a checkpoint. Any rank may read any of them; nothing is collective.
+    """The states of all ranks of a checkpoint on disk. Any rank may read any of them; nothing is collective.
 
     Raises OSError, ValueError, KeyError or CorruptMessageError wherever files are missing or altered.
     """
@@ -118,7 +121,7 @@ class DiskShards:
         return self._layouts[owner]
 
     def tensors(self, owner: int, numbers: Sequence[int]) -> list[Tensor]:
-        """Those of the slices of these numbers."""
+        """Read the tensors of the slices of these indices."""
         layout = self.layout(owner)
         names, wanted = _names(layout), []
         for number in numbers:
@@ -142,7 +145,7 @@ class DiskShards:
 
 
 def _names(layout: StateLayout) -> list[str]:
-    """What the tensors are called on the disk: their paths, which need not be unique."""
+    """Names of the tensors on the disk: their paths, with a suffix where those are not unique."""
     seen: set[str] = set()
     names = []
     for number, item in enumerate(layout.slices):

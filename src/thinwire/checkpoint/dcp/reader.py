@@ -34,21 +34,21 @@ from thinwire.errors import CorruptMessageError, ThinwireError
 
 
 class _Number(int):
-    """Of a slice, in the place of a tensor."""
+    """Index of a slice, in the position of a tensor."""
 
 
 @dataclass(frozen=True)
 class _Saved:
-    """What a `MemoryWriter` of one rank saved, with numbers of slices in the place of tensors."""
+    """Content of a `MemoryWriter`'s version of one rank, with indices of slices in the positions of tensors."""
 
     layout: StateLayout
     values: dict[str, Any]
-    items: list[tuple[str, Size, Size, int]]  # name, whole shape, offset, number
+    items: list[tuple[str, Size, Size, int]]  # name, whole shape, offset, index
     planner_data: dict[str, Any]
 
     @classmethod
     def of(cls, layout: StateLayout) -> _Saved:
-        """Raises CorruptMessageError for a layout of something else."""
+        """Parse a layout. Raises CorruptMessageError for a layout of anything else."""
         tree = unflatten(layout, [_Number(number) for number in range(len(layout.slices))])  # type: ignore[misc]
         try:
             items = [
@@ -61,14 +61,15 @@ class _Saved:
 
 
 class MemoryReader(MemoryStorage, StorageReader):
-    """Loads what a `MemoryWriter` of the run saved: ``dcp.load(state, storage_reader=MemoryReader("my-run"))``.
+    """A DCP reader of versions that a `MemoryWriter` of the run saved: ``dcp.load(state,
+    storage_reader=MemoryReader("my-run"))``.
 
-    The newest step of which the shards of all ranks that saved it are there, on whatever hosts, or the step that
-    ``checkpoint_id`` says. There may be another number of ranks than when it was saved: DCP reshards. Made on all
-    ranks, and used by all of them together (not with ``no_dist=True``, except in a job of one rank).
+    It reads the newest step of which the shards of all ranks that saved it are there, on any hosts, or the step that
+    ``checkpoint_id`` names. The number of ranks may differ from when it was saved: DCP reshards. Make it on all ranks,
+    and use it on all of them together (not with ``no_dist=True``, except in a job of one rank).
 
     Args:
-        run_id, holder_socket, process_group, timeout: as of `MemoryWriter`.
+        run_id, holder_socket, process_group, timeout: as in `MemoryWriter`.
 
     Raises:
         ValueError: as `MemoryWriter` does.
@@ -87,15 +88,15 @@ class MemoryReader(MemoryStorage, StorageReader):
         super().__init__(run_id, 1, holder_socket, process_group, timeout)
         self._version: ForeignVersion | None = None
         self._saved: Mapping[int, _Saved] = {}
-        self._places: dict[MetadataIndex, tuple[int, int]] = {}  # owner, number of the slice
+        self._places: dict[MetadataIndex, tuple[int, int]] = {}  # owner, index of the slice
 
     @property
     def step(self) -> int | None:
-        """That was read last."""
+        """Step that was read last, or None before the first read."""
         return None if self._version is None else self._version.step
 
     def read_metadata(self, *args: Any, **_: Any) -> Metadata:
-        """Put together of the layouts of all ranks; collective."""
+        """Build the metadata from the layouts of all ranks; collective."""
         registration, reasons = self._registration, []
         given, self._given = self._given, None  # DCP says nothing when it wants the newest
         found = survey(registration.client, registration.holders, self._run_id, "", self._group)
@@ -111,7 +112,7 @@ class MemoryReader(MemoryStorage, StorageReader):
         raise ThinwireError(f"{wanted} of run {self._run_id!r} in the memory of these hosts; {'; '.join(reasons[:8])}")
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """`read_metadata` has set it up, on every rank."""
+        """Do nothing: `read_metadata` has set up the reader on every rank."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -165,7 +166,7 @@ class MemoryReader(MemoryStorage, StorageReader):
                 tensors = shards.tensors(owner, range(len(saved.layout.slices)))
                 value = unflatten(saved.layout, tensors)["values"][name]
             pickled = io.BytesIO()
-            torch.save(value, pickled)  # what planners take; it was made here
+            torch.save(value, pickled)  # the form that planners accept; made in this process
             pickled.seek(0)
             planner.load_bytes(item, pickled)
             return

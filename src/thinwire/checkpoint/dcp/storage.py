@@ -1,4 +1,4 @@
-"""The holders' memory as a storage of torch.distributed.checkpoint (DCP): what is the same for writing and reading."""
+"""The holders' memory as a storage of torch.distributed.checkpoint (DCP): common base of writing and reading."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class MemoryStorage:
         return str(checkpoint_id).isdecimal()
 
     def close(self) -> None:
-        """End it; what was saved stays. Twice does nothing."""
+        """Close the storage; saved versions stay. A second call does nothing."""
         group, self._group = self._group, None
         if group is not None:
             self._registration.close()

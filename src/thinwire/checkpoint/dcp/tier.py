@@ -1,6 +1,6 @@
-"""The persistent tier: now and then a checkpoint on a disk, in the background.
+"""The persistent tier: a checkpoint on a disk at long intervals, in the background.
 
-DIRECTORY/step-00000042/    what `disk` describes: plain torch.distributed.checkpoint
+DIRECTORY/step-00000042/    plain torch.distributed.checkpoint, see `disk`
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Take = Callable[[], tuple[bytes, memoryview]]
 
 
 def parse_seconds(text: str | float) -> float:
-    """Seconds of a text such as ``3h``, ``30m`` or ``90s``, or of a number. Raises ValueError.
+    """Return the seconds of a text such as ``3h``, ``30m`` or ``90s``, or of a number. Raises ValueError.
 
     Example:
         >>> parse_seconds("3h")
@@ -47,14 +47,14 @@ def parse_seconds(text: str | float) -> float:
 
 
 class PersistentTier:
-    """Saves states of all ranks to a directory that all of them see, and finds them there.
+    """A store of states of all ranks in a directory that all of them see.
 
     Args:
-        directory: of this training alone.
-        every_seconds: between two checkpoints, by the clock of rank 0.
-        keep: how many of them; older ones are deleted.
+        directory: directory used by this training alone.
+        every_seconds: seconds between two checkpoints, by the clock of rank 0.
+        keep: number of checkpoints to keep; older ones are deleted.
         about: names of the training: ``topology``, ``state`` and ``world_size``.
-        group: of Gloo, of all ranks, used by nothing else: it is for the thread that saves.
+        group: Gloo group of all ranks, used only by the thread that saves.
     """
 
     def __init__(
@@ -70,14 +70,15 @@ class PersistentTier:
         self.last_error = ""
 
     def is_due(self) -> bool:
-        """Whether this rank would save now: the last one is done, and on rank 0 it is time."""
+        """Return whether this rank would save now: the last save is done, and on rank 0 the interval is over."""
         busy = self._thread is not None and self._thread.is_alive()
         return not busy and (self._rank != 0 or time.monotonic() - self._last >= self._every_seconds)
 
     def save(self, step: int, attempt: int, take: Take) -> None:
-        """Save what ``take`` returns, layout and payload of the slot. On all ranks, for the same step.
+        """Save the result of ``take``, layout and payload of the slot, in the background.
 
-        All in the background. Until ``take`` has returned ``obstacle`` says that slots must be left alone.
+        Call it on all ranks, for the same step. Until ``take`` has returned, ``obstacle`` says that slots must be left
+        alone.
         """
         self._last = time.monotonic()
         self.obstacle = f"step {step} is being copied for the disk"
@@ -123,12 +124,12 @@ class PersistentTier:
         return self.directory / f"step-{step:08d}"
 
     def _steps(self) -> list[int]:
-        """Of complete checkpoints, newest first."""
+        """Steps of complete checkpoints, newest first."""
         found = [re.fullmatch(r"step-(\d{8,})", path.name) for path in self.directory.glob("step-*")]
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def _expired(self) -> list[int]:
-        """Steps of all but the newest checkpoints; what is none is the oldest."""
+        """Steps of all but the newest checkpoints; a directory that is no checkpoint counts as the oldest."""
         orders = {step: (-1, step) for step in self._steps()}
         orders |= {about["step"]: start_order(about["attempt"], about["step"]) for about in self._readable()}
         return sorted(orders, key=lambda step: orders[step], reverse=True)[self._keep :]
@@ -143,16 +144,16 @@ class PersistentTier:
         return abouts
 
     def survey(self) -> list[dict[str, Any]]:
-        """What is said about the checkpoints that are there, as rank 0 sees them, highest step first; collective."""
+        """Return the descriptions of the checkpoints that rank 0 sees, highest step first; collective."""
         return gather_json(self._readable() if self._rank == 0 else [], self._group)[0]
 
     def open(self, about: dict[str, Any]) -> DiskShards:
-        """The states of one of those of `survey`; not collective. Raises ThinwireError for altered files."""
+        """Open the states of a checkpoint listed by `survey`; not collective. Raises ThinwireError for altered ones."""
         reach("disk", self._rank, about["step"])
         return DiskShards(self._path(about["step"]), about)
 
     def close(self) -> None:
-        """Wait until what is being saved is saved."""
+        """Wait until the running save is done, then close."""
         if self._thread is not None:
             self._thread.join()
         dist.destroy_process_group(self._group)

@@ -1,8 +1,8 @@
 """The holders' memory as a storage that torch.distributed.checkpoint (DCP) writes to.
 
-What a rank saves is a version like those of the Checkpointer: layout and raw bytes. DCP's metadata is not stored; who
-reads makes it of the layouts of all ranks. Values that are no tensors are stored as JSON, so the pickles that DCP makes
-of them do not leave the process.
+A rank saves a version like those of the Checkpointer: layout and raw bytes. DCP's metadata is not stored; the reader
+builds it from the layouts of all ranks. Values that are no tensors are stored as JSON, so the pickles that DCP makes of
+them do not leave the process.
 """
 
 from __future__ import annotations
@@ -34,27 +34,28 @@ from thinwire.errors import ThinwireError
 
 _TURN_SECONDS = 60.0
 _POLL_SECONDS = 0.005
-_LAYOUT_ROOM = 2  # times the first one: numbers get longer
+_LAYOUT_ROOM = 2  # times the first layout: numbers get longer
 
 
 class MemoryWriter(MemoryStorage, StorageWriter):
-    """Saves to the memory of this host and of its peers: ``dcp.save(state, storage_writer=MemoryWriter("my-run"))``.
+    """A DCP writer to the memory of this host and of its peers: ``dcp.save(state,
+    storage_writer=MemoryWriter("my-run"))``.
 
-    One for all saves of a training; made on all ranks. ``checkpoint_id`` is the step, a number that grows; without one
+    Make one for all saves of a training, on all ranks. ``checkpoint_id`` is the step, a number that grows; without one
     saves are counted. `torch.distributed.checkpoint.save` returns when the version is complete on each host; it goes on
     to the peers after that. Two versions are kept. A save waits, for at most a minute, while the one before is still on
     its way to the peers.
 
     Args:
         run_id: names the run, as in `Checkpointer`; take another one than a Checkpointer of the same training.
-        replicas: copies of each rank's part, that of its own machine included.
-        holder_socket: of the holder of this host; default $THINWIRE_HOLDER.
+        replicas: copies of each rank's part, including the one on its own machine.
+        holder_socket: path of the holder of this host; default $THINWIRE_HOLDER.
         process_group: the ranks that save; default all.
         timeout: how long ranks wait for each other; default 30 minutes.
 
     Raises:
         ValueError: as `Checkpointer` does; and in `torch.distributed.checkpoint.save`, for a value that JSON and
-            tensors cannot say, or a state that has outgrown the room of the first one.
+            tensors cannot express, or a state that has outgrown the room of the first one.
         ThinwireError: in `torch.distributed.checkpoint.save`: the holder is lost, or there was no free slot in time.
     """
 
@@ -74,7 +75,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
         self._step: int | None = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """There is nothing to set up: all ranks do the same."""
+        """Do nothing: all ranks do the same, so there is nothing to set up."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -100,10 +101,10 @@ class MemoryWriter(MemoryStorage, StorageWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """A checkpoint is complete once all ranks' versions are: nothing is written last."""
+        """Do nothing: a checkpoint is complete once all ranks' versions are, so nothing is written last."""
 
     def close(self) -> None:
-        """End it; what was saved stays. Twice does nothing."""
+        """Close the writer; saved versions stay. A second call does nothing."""
         self._pacer.close()
         super().close()
 
@@ -126,7 +127,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
         self._step = step
 
     def _turn(self, step: int, payload_bytes: int) -> Turn:
-        """With a slot, on all ranks. Raises ThinwireError on all ranks."""
+        """A turn with a slot, on all ranks. Raises ThinwireError on all ranks."""
         deadline = time.monotonic() + _TURN_SECONDS
         while True:
             turn = self._agreement.take_turn(step)
@@ -160,7 +161,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
 
 
 def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
-    """All that a rank saves. ``chunks`` are tensors, ``items`` their names, whole shapes and offsets."""
+    """State that a rank saves. ``chunks`` are tensors, ``items`` their names, whole shapes and offsets."""
     values, items, chunks = {}, [], []
     for item in plan.items:
         data = planner.resolve_data(item)
@@ -176,7 +177,7 @@ def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
 
 
 def _plain(item: WriteItem, data: io.BytesIO) -> Any:
-    """The value that a planner has made bytes of: those are of this process, and are not sent."""
+    """The value that a planner has pickled: the pickle is of this process, and is not sent."""
     data.seek(0)
     try:
         return torch.load(data, weights_only=True)

@@ -1,1 +1,1 @@
-"""When checkpoint bytes travel: in the gaps that a training leaves on its link."""
+"""Pacing of checkpoint bytes: in the gaps that a training leaves on its link."""

@@ -1,8 +1,8 @@
-"""What checkpoints in peers' memory can reach at best: seconds, memory, interval, and the time lost to failures.
+"""Bounds of checkpoints in peers' memory: seconds, memory, interval, and the time lost to failures.
 
 The cost model of GEMINI (Wang et al., SOSP'23), section 2, and bounds that follow from bandwidths. A machine sends and
 receives at once (full duplex). Bytes of a machine are those of all its devices together; every device copies its own
-shard to host memory and also what it received for its peers.
+shard to host memory and also the shards that it received for its peers.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from thinwire.checkpoint.placement import placement
 
-PERSISTENT_SECONDS = 3 * 3600.0  # between two checkpoints in the remote store, as BLOOM did it: the Strawman
+PERSISTENT_SECONDS = 3 * 3600.0  # between two checkpoints in the remote store, as for BLOOM: the Strawman
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class Hardware:
 
     Args:
         devices: accelerators (or processes of a CPU job) per machine, each with a shard of its own.
-        network_bytes_per_second: of the machine, in one direction.
-        copy_bytes_per_second: of one device from its memory to the host's and back (an A100 and pinned memory: 12.6e9).
+        network_bytes_per_second: bandwidth of the machine, in one direction.
+        copy_bytes_per_second: bandwidth of one device between its memory and the host's (A100, pinned memory: 12.6e9).
 
     Raises:
         ValueError: a value that is not positive.
@@ -39,15 +39,15 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Bounds:
-    """At best, for a job on a cluster; what was reached is printed beside it.
+    """Lower bounds for a job on a cluster; reports print the measured values beside them.
 
     Args:
-        network_seconds: to send a checkpoint to the peers.
-        copy_seconds: to copy it, and those of the peers, to host memory.
-        interval_iterations: between two checkpoints that do not slow down training: 1 is every iteration.
-        restore_local_seconds: after all processes died: every shard from the memory of its own machine.
-        restore_replaced_seconds: after a machine was replaced: its shards from a peer, and back to its devices.
-        memory_bytes: of host memory on each machine, for all versions of its own shards and of those that it keeps.
+        network_seconds: time to send a checkpoint to the peers.
+        copy_seconds: time to copy it, and those of the peers, to host memory.
+        interval_iterations: iterations between two checkpoints that do not slow down training: 1 is every iteration.
+        restore_local_seconds: time after all processes died: every shard from the memory of its own machine.
+        restore_replaced_seconds: time after a machine was replaced: its shards from a peer, and back to its devices.
+        memory_bytes: host memory on each machine, for all versions of its own shards and of those that it keeps.
     """
 
     network_seconds: float
@@ -68,15 +68,15 @@ def bounds(
     gamma: float = 1.0,
     versions: int = 2,
 ) -> Bounds:
-    """All bounds of a job.
+    """Return all bounds of a job.
 
     Args:
-        machine_bytes: of one checkpoint of one machine.
+        machine_bytes: size of one checkpoint of one machine.
         replicas: copies of it, its own included.
-        iteration_seconds: between two optimizer steps.
-        idle_seconds: of these, in which the network is idle.
+        iteration_seconds: seconds between two optimizer steps.
+        idle_seconds: part of these seconds in which the network is idle.
         gamma: the part of the idle time that is used.
-        versions: kept of each shard, the one that is written included.
+        versions: versions kept of each shard, including the one being written.
 
     Raises:
         ValueError: as the functions below do.
@@ -101,13 +101,13 @@ def bounds(
 
 
 def network_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> float:
-    """To send one checkpoint to ``replicas - 1`` peers."""
+    """Return the seconds to send one checkpoint to ``replicas - 1`` peers."""
     _check(machine_bytes, replicas)
     return (replicas - 1) * machine_bytes / hardware.network_bytes_per_second
 
 
 def copy_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> float:
-    """From all devices at once to host memory: of each its own shard, and ``replicas - 1`` that it received."""
+    """Return the seconds to copy, on all devices at once, each own shard and ``replicas - 1`` received ones."""
     _check(machine_bytes, replicas)
     return replicas * machine_bytes / hardware.devices / hardware.copy_bytes_per_second
 
@@ -115,7 +115,8 @@ def copy_seconds(machine_bytes: int, replicas: int, hardware: Hardware) -> float
 def interval_iterations(
     network_seconds: float, copy_seconds: float, iteration_seconds: float, idle_seconds: float, gamma: float = 1.0
 ) -> int:
-    """Iterations between two checkpoints such that sending fits into idle timespans, and copying between two steps.
+    """Return the iterations between two checkpoints such that sending fits into idle timespans, and copying between two
+    steps.
 
     Raises:
         ValueError: there is something to send and the network is never idle, gamma is not in (0, 1], or the idle time
@@ -132,26 +133,26 @@ def interval_iterations(
 
 
 def restore_local_seconds(machine_bytes: int, hardware: Hardware) -> float:
-    """From host memory to the devices, all devices at once."""
+    """Return the seconds to copy the shards from host memory to the devices, all devices at once."""
     return machine_bytes / hardware.devices / hardware.copy_bytes_per_second
 
 
 def restore_replaced_seconds(machine_bytes: int, hardware: Hardware) -> float:
-    """All shards of a machine over its network, then to the devices."""
+    """Return the seconds to fetch all shards of a machine over its network and copy them to the devices."""
     return machine_bytes / hardware.network_bytes_per_second + restore_local_seconds(machine_bytes, hardware)
 
 
 def memory_bytes(machine_bytes: int, replicas: int, versions: int = 2) -> int:
-    """Of host memory on each machine: it keeps ``replicas`` shards, its own one included, each ``versions`` times."""
+    """Return the host memory on each machine: ``replicas`` shards, its own included, each ``versions`` times."""
     _check(machine_bytes, replicas)
     return versions * replicas * machine_bytes
 
 
 def wasted_seconds(checkpoint_seconds: float, interval_seconds: float, retrieval_seconds: float) -> float:
-    """Training time that one failure costs on average: t_ckpt + 1 / (2 f) + t_rtvl.
+    """Return the training time that one failure costs on average: t_ckpt + 1 / (2 f) + t_rtvl.
 
-    The time until a checkpoint is complete, half the interval between two, and the time to read it back. Finding out,
-    replacing machines and starting processes come on top, for every method alike.
+    It is the time until a checkpoint is complete, half the interval between two, and the time to read it back.
+    Detecting the failure, replacing machines and starting processes come on top, for every method alike.
 
     Example:
         A checkpoint in each iteration of 65 s, complete within the next one:
@@ -165,7 +166,7 @@ def wasted_seconds(checkpoint_seconds: float, interval_seconds: float, retrieval
 def strawman_wasted_seconds(
     state_bytes: int, store_bytes_per_second: float, interval_seconds: float = PERSISTENT_SECONDS
 ) -> float:
-    """The same with a remote store that all machines share, a checkpoint every 3 hours (or as often as it can take)."""
+    """Return the wasted time with a shared remote store: a checkpoint every 3 hours, or at the store's speed."""
     transfer = state_bytes / store_bytes_per_second
     return wasted_seconds(transfer, max(interval_seconds, transfer), transfer)
 
@@ -173,7 +174,7 @@ def strawman_wasted_seconds(
 def high_frequency_wasted_seconds(
     state_bytes: int, store_bytes_per_second: float, iteration_seconds: float = 0.0
 ) -> float:
-    """The same with checkpoints as often as a remote store can take them: the paper's HighFreq.
+    """Return the wasted time with checkpoints as often as a remote store allows: the paper's HighFreq.
 
     With ``iteration_seconds`` the interval is a whole number of iterations.
     """
@@ -183,7 +184,7 @@ def high_frequency_wasted_seconds(
 
 
 def seconds_to_loss(machines: int, replicas: int, machine_mtbf_seconds: float, repair_seconds: float) -> float:
-    """Mean time until all copies of some shard are lost, so that only the persistent checkpoint is left.
+    """Return the mean time until all copies of some shard are lost, so that only the persistent checkpoint is left.
 
     As for disks in an array: a machine fails once in ``machine_mtbf_seconds``, independently of the others, and for
     ``repair_seconds`` after that its copies are missing. For 2 replicas it is MTBF^2 / (N MTTR) if N is even. Valid

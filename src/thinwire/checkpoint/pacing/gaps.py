@@ -1,6 +1,6 @@
-"""When checkpoints are sent: in the timespans in which training leaves the network idle, as profiled online.
+"""Pacing of checkpoints: they are sent in the timespans in which training leaves the network idle, as profiled online.
 
-GEMINI (Wang et al., SOSP'23), section 5.2. The lane of an attached synchronizer says when it is busy; what is left of
+GEMINI (Wang et al., SOSP'23), section 5.2. The lane of an attached synchronizer reports when it is busy; the rest of
 each iteration is idle. Without one nothing is known of the network, and bytes are paced evenly over the iteration.
 """
 
@@ -24,16 +24,16 @@ logger = logging.getLogger("thinwire")
 EVEN_GRANTS = 16
 LEAST_GAP = 0.05  # of an iteration: shorter pauses of the lane are part of its work
 EVEN_SHARE = 0.8  # of an iteration is used for even pacing, so that a version is complete before the next one
-DRIFT = 0.2  # of the length of an iteration: then the profile is of another training, and a new one is made
+DRIFT = 0.2  # of an iteration's length: beyond it the profile is out of date, and a new one is made
 _SHOWN_GRANTS = 8
 _FEW = 5
 
 
 @dataclass(frozen=True)
 class Grant:
-    """Bytes that may be sent from this moment on, counted from the end of an optimizer step.
+    """Permission to send bytes from this moment on, counted from the end of an optimizer step.
 
-    ``iteration``: how many steps after the one whose version it is.
+    ``iteration``: number of steps after the step of its version.
     """
 
     seconds: float
@@ -44,7 +44,7 @@ class Grant:
 def idle_timespans(
     busy: Sequence[tuple[float, float]], started: float, ended: float, least_gap: float = LEAST_GAP
 ) -> list[tuple[float, float]]:
-    """(start, length) of the gaps between the busy periods of an iteration, counted from its start.
+    """Return (start, length) of the gaps between the busy periods of an iteration, counted from its start.
 
     Example:
         >>> idle_timespans([(1.0, 2.0), (2.01, 3.0)], started=0.0, ended=4.0)
@@ -61,7 +61,7 @@ def idle_timespans(
 def even_grants(
     num_bytes: int, iteration_seconds: float, count: int = EVEN_GRANTS, past_seconds: float = 0.0
 ) -> list[Grant]:
-    """All bytes in ``count`` equal parts over what is left of an iteration.
+    """Return grants of all bytes in ``count`` equal parts over the rest of an iteration.
 
     Example:
         >>> even_grants(100, 10.0, count=2)
@@ -73,7 +73,8 @@ def even_grants(
 
 
 def gap_grants(found: IdleProfile, num_bytes: int, bytes_per_second: float) -> list[Grant]:
-    """Bytes for each gap, over as many iterations as it takes (Algorithm 2). ValueError if the network is never idle.
+    """Return grants for each gap, over the iterations needed (Algorithm 2). Raises ValueError if the network is never
+    idle.
 
     Example:
         >>> gap_grants(profile([[(0.5, 1.0)]]), num_bytes=150, bytes_per_second=100.0)
@@ -86,10 +87,10 @@ def gap_grants(found: IdleProfile, num_bytes: int, bytes_per_second: float) -> l
 
 
 class Pacer:
-    """Gives grants at their time, on a thread of its own.
+    """A thread that issues grants at their time.
 
     Args:
-        grant: what takes the bytes; a ThinwireError of it ends the grants of this version.
+        grant: function called with the granted bytes; a ThinwireError from it ends the grants of this version.
         every: iterations between two offers.
         watched: whether `note_busy` will be called with the times of the lane's jobs.
     """
@@ -99,8 +100,8 @@ class Pacer:
         self._changed = threading.Condition()
         self._grants: list[Grant] = []
         self._planned_grants: list[Grant] = []
-        self._iteration, self._origin = 0, 0.0  # its number, and when it began
-        self._offered = 0  # in which iteration
+        self._iteration, self._origin = 0, 0.0  # its number, and its start
+        self._offered = 0  # iteration of the last offer
         self._closed = False
         self._busy: list[tuple[float, float]] = []
         self._profiled: list[list[tuple[float, float]]] = []
@@ -108,14 +109,14 @@ class Pacer:
         self._lengths: list[float] = []
         self.profile: IdleProfile | None = None
         self.iterations_needed = 1
-        self._most_needed = every  # so far: more is warned of
-        self._sent_at = 0.0  # when what was offered should have been sent, by `time.perf_counter`
+        self._most_needed = every  # largest so far: a larger one is warned of
+        self._sent_at = 0.0  # when the offered bytes should have been sent, by `time.perf_counter`
         self._thread = threading.Thread(target=self._run, name="thinwire-pacer", daemon=True)
         self._thread.start()
 
     @property
     def how(self) -> str:
-        """For people: how bytes are granted now."""
+        """Text for people: how bytes are granted now."""
         if not self._watched:
             return "evenly: no synchronizer is attached, so the idle times of the network are not known"
         if self.profile is None:
@@ -126,7 +127,7 @@ class Pacer:
 
     @property
     def schedule(self) -> str:
-        """For people: which bytes of the last version were granted when (Algorithm 2)."""
+        """Text for people: which bytes of the last version were granted when (Algorithm 2)."""
         grants = self._planned_grants
         texts = [
             f"{each.num_bytes / 1e6:.3g} MB at {1e3 * each.seconds:.3g} ms"
@@ -137,21 +138,21 @@ class Pacer:
 
     @property
     def iteration_seconds(self) -> float:
-        """Median of the last 20 iterations, the shortest of fewer than 5: the first ones are slow. 0 before any."""
+        """Median of the last 20 iterations, or the shortest of fewer than 5 (the first ones are slow); 0 before any."""
         return (median if len(self._lengths) >= _FEW else min)(self._lengths) if self._lengths else 0.0
 
     @property
     def idle_seconds(self) -> float:
-        """Of an iteration, in which the network is idle, as far as is known."""
+        """Seconds of an iteration in which the network is idle, as far as known."""
         return sum(self.profile.spans) if self.profile is not None else self.iteration_seconds
 
     def note_busy(self, started: float, ended: float) -> None:
-        """A job of the lane ran from then to then (`time.perf_counter`)."""
+        """Record that a job of the lane ran from ``started`` to ``ended`` (`time.perf_counter`)."""
         with self._changed:
             self._busy.append((started, ended))
 
     def note_step(self) -> None:
-        """An optimizer step has ended: a new iteration begins."""
+        """Record the end of an optimizer step, which begins a new iteration."""
         now = time.perf_counter()
         with self._changed:
             started, self._origin = self._origin, now
@@ -166,12 +167,12 @@ class Pacer:
 
     @property
     def _is_drifting(self) -> bool:
-        """Whether iterations take another time than when they were profiled, or are profiled anew for that reason."""
+        """Whether iterations differ in length from the profiled ones, or are being profiled again for that reason."""
         moved = abs(self.iteration_seconds - self._profiled_seconds) > DRIFT * self._profiled_seconds
         return self.profile is not None and (bool(self._profiled) or moved)
 
     def _profile(self, timespans: list[tuple[float, float]]) -> None:
-        """One more iteration; the profile, if they are enough now. Until then an old one stays in use."""
+        """Add an iteration, and make the profile once there are enough. Until then an old one stays in use."""
         self._profiled.append(timespans)
         if len(self._profiled) < PROFILED_ITERATIONS:
             return
@@ -183,7 +184,7 @@ class Pacer:
         logger.info("checkpoints: bytes are granted %s", self.how)
 
     def offer(self, num_bytes: int, bytes_per_second: float | None) -> None:
-        """Grant so many bytes from now on; what is left of an earlier offer is void."""
+        """Grant that many bytes from now on; the rest of an earlier offer is void."""
         grants, needed = self._plan(num_bytes, bytes_per_second)
         if needed > self._most_needed:
             self._most_needed = needed
@@ -208,11 +209,11 @@ class Pacer:
 
     @property
     def seconds_left(self) -> float:
-        """Until what was offered should have been sent; infinite if that is in a later iteration."""
+        """Seconds until the offered bytes should have been sent; infinite if that is in a later iteration."""
         return max(0.0, self._sent_at - time.perf_counter())
 
     def _plan(self, num_bytes: int, bytes_per_second: float | None) -> tuple[list[Grant], int]:
-        """Grants, and the iterations that they take."""
+        """Grants, and the number of iterations that they span."""
         seconds = self.iteration_seconds
         if num_bytes <= 0:
             return [], 1
@@ -243,7 +244,7 @@ class Pacer:
                     self._grants = []
 
     def _due(self, grant: Grant) -> float | None:
-        """Seconds until a grant; None: not in this iteration."""
+        """Seconds until a grant; None if it is not in this iteration."""
         ahead = self._offered + grant.iteration - self._iteration
         if ahead > 0:
             return None

@@ -1,4 +1,4 @@
-"""Which bytes of a checkpoint are sent in which network-idle timespan, so that training does not wait for them.
+"""Schedule of a checkpoint's bytes over the network-idle timespans, so that training does not wait for them.
 
 GEMINI (Wang et al., SOSP'23), section 5: timespans are profiled over some iterations, discounted for how much they
 vary, and filled with chunks no larger than a sub-buffer (Algorithm 2). All seconds are of one machine's clock.
@@ -19,15 +19,15 @@ MAX_CHUNKS = 100_000
 
 @dataclass(frozen=True)
 class Budget:
-    """What sending takes, and how much of a timespan and of memory it may take.
+    """Costs of sending, and limits on the part of a timespan and of memory to use.
 
-    Sending n bytes takes alpha_seconds + n / bytes_per_second.
+    Sending n bytes costs alpha_seconds + n / bytes_per_second.
 
     Args:
-        bytes_per_second: of the link, in one direction.
-        alpha_seconds: of each chunk, however small.
+        bytes_per_second: bandwidth of the link, in one direction.
+        alpha_seconds: latency of each chunk of any size.
         gamma: the part of each timespan that is used, in (0, 1].
-        buffer_bytes: of the receiver, for chunks on their way to host memory.
+        buffer_bytes: buffer of the receiver, for chunks on their way to host memory.
         sub_buffers: parts of that buffer: one is received into while another is copied. A chunk fits into one.
 
     Raises:
@@ -52,24 +52,24 @@ class Budget:
 
     @property
     def chunk_bytes(self) -> int:
-        """The largest chunk."""
+        """Size of the largest chunk in bytes."""
         return self.buffer_bytes // self.sub_buffers
 
     def seconds(self, num_bytes: int) -> float:
-        """To send one chunk."""
+        """Return the seconds to send one chunk."""
         return self.alpha_seconds + num_bytes / self.bytes_per_second
 
     def bytes_within(self, seconds: float) -> int:
-        """The largest chunk that is sent in so much time; 0 if there is none."""
+        """Return the size of the largest chunk that is sent within ``seconds``; 0 if there is none."""
         sending = min(seconds - self.alpha_seconds, self.seconds(self.chunk_bytes))
         return min(self.chunk_bytes, max(0, math.floor(sending * self.bytes_per_second)))
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Bytes of a payload on their way to one holder.
+    """A range of a payload on its way to one holder.
 
-    ``replica`` is the place of the receiver among the holders of the shard (`placement`): 1 is the first peer.
+    ``replica`` is the index of the receiver among the holders of the shard (`placement`): 1 is the first peer.
     """
 
     replica: int
@@ -79,7 +79,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TransferPlan:
-    """Chunks of every timespan, in the order in which they are sent, and the iterations that they are sent in."""
+    """The chunks of every timespan, in sending order, and the number of iterations in which they are sent."""
 
     spans: tuple[tuple[Chunk, ...], ...]
     iterations: int = 1
@@ -89,20 +89,20 @@ class TransferPlan:
         return sum(chunk.length for chunks in self.spans for chunk in chunks)
 
     def seconds(self, budget: Budget) -> tuple[float, ...]:
-        """What the chunks of each timespan take."""
+        """Return the seconds that the chunks of each timespan cost."""
         return tuple(sum(budget.seconds(chunk.length) for chunk in chunks) for chunks in self.spans)
 
 
 def partition(spans: Sequence[float], payload_bytes: int, replicas: int, budget: Budget) -> TransferPlan:
-    """One checkpoint within one iteration: Algorithm 2.
+    """Plan one checkpoint within one iteration: Algorithm 2.
 
-    The last timespan takes whatever is left, however long that is, so that a checkpoint is always complete when the
-    iteration ends. `spread` never lets one run over.
+    The last timespan gets all remaining bytes, even if they exceed its length, so that a checkpoint is always complete
+    when the iteration ends. `spread` never lets one run over.
 
     Args:
         spans: seconds of each network-idle timespan of an iteration, in their order.
-        payload_bytes: of the shard.
-        replicas: copies of it, the machine's own one, which is not sent, included.
+        payload_bytes: size of the shard.
+        replicas: copies of it, including the machine's own, which is not sent.
 
     Returns:
         a plan with ``len(spans)`` timespans: every byte once for each of the replicas 1 to ``replicas - 1``.
@@ -119,7 +119,7 @@ def partition(spans: Sequence[float], payload_bytes: int, replicas: int, budget:
 
 
 def spread(spans: Sequence[float], payload_bytes: int, replicas: int, budget: Budget) -> TransferPlan:
-    """One checkpoint over as many iterations as it needs, without any timespan running over.
+    """Plan one checkpoint over the iterations that it needs, without any timespan running over.
 
     Returns:
         a plan with ``iterations`` times ``len(spans)`` timespans; 1 iteration if all fits into one.
@@ -168,7 +168,7 @@ def _check(spans: Sequence[float], payload_bytes: int, replicas: int, budget: Bu
 def _fill(
     spans: Sequence[float], payload_bytes: int, replicas: int, budget: Budget, sent: int = 0
 ) -> tuple[TransferPlan, int]:
-    """Chunks from byte ``sent`` of all that is to be sent, replica after replica; and the first byte that is left."""
+    """Chunks from byte ``sent`` on, replica after replica; and the index of the first byte that is left."""
     filled = []
     for span in spans:
         chunks, seconds = [], budget.gamma * span
@@ -186,7 +186,7 @@ def _fill(
 
 @dataclass(frozen=True)
 class Timespan:
-    """A time in which the network is idle, counted from the start of an iteration."""
+    """A period in which the network is idle, counted from the start of an iteration."""
 
     start_seconds: float
     length_seconds: float
@@ -194,12 +194,12 @@ class Timespan:
 
 @dataclass(frozen=True)
 class IdleProfile:
-    """What the timespans of an iteration are like.
+    """Profile of the idle timespans of an iteration.
 
     Args:
         timespans: medians over the profiled iterations.
         variation: standard deviation of their lengths over their median, all timespans together.
-        agreement: the part of the iterations that had as many timespans as most had; the others are left out.
+        agreement: the part of the iterations with the most common number of timespans; the others are left out.
     """
 
     timespans: tuple[Timespan, ...]
@@ -223,7 +223,7 @@ class IdleProfile:
 
 
 def profile(iterations: Sequence[Sequence[tuple[float, float]]]) -> IdleProfile:
-    """Medians of the network-idle timespans over some iterations (20 in the paper), and how much they vary.
+    """Return the medians of the network-idle timespans over some iterations (20 in the paper), and their variation.
 
     Args:
         iterations: for each, (start, length) in seconds of its timespans, in their order.

@@ -1,1 +1,1 @@
-"""A training's state as bytes, and back: layout, encoding, shards."""
+"""Conversion of a training's state to bytes and back: layout, encoding, shards."""

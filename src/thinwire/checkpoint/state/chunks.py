@@ -1,4 +1,4 @@
-"""Tensors and parts of tensors, to and from the storage of torch.distributed.checkpoint (DCP)."""
+"""Tensors and parts of tensors in the storage of torch.distributed.checkpoint (DCP), for writing and reading."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from thinwire.checkpoint.state.layout import ShardPart
 
 
 class PartsPlanner(DefaultSavePlanner):
-    """Saves tensors by name; those in ``parts`` are parts of a tensor that several ranks save under one name."""
+    """Planner that saves tensors by name; ``parts`` are those of which several ranks save parts under one name."""
 
     def __init__(self, parts: Mapping[str, ShardPart]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -47,7 +47,7 @@ class PartsPlanner(DefaultSavePlanner):
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """What is to be read into ``tensor``: as much of the tensor of that name, from ``offset`` on."""
+    """A box to read into ``tensor``: the elements of the named tensor from ``offset`` on, in its shape."""
 
     name: str
     offset: tuple[int, ...]
@@ -55,9 +55,9 @@ class Wanted:
 
 
 def read_chunks(reader: StorageReader, metadata: Metadata, wanted: Sequence[Wanted]) -> None:
-    """Fill all of ``wanted``. Raises KeyError for names that are not stored, ValueError for what is no tensor.
+    """Fill all of ``wanted`` from the stored parts, combined by DCP's resharding.
 
-    Whatever parts of it are stored are put together: DCP's resharding.
+    Raises KeyError for names that are not stored, ValueError for values that are no tensors.
     """
     planner = _Planner(metadata, wanted)
     plan = reader.prepare_local_plan(planner.create_local_plan())
@@ -89,11 +89,11 @@ class _Planner(LoadPlanner):
         raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """It is in its place already."""
+        """Do nothing: the tensor was filled in place."""
 
     def set_up_planner(
         self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:  # all is said to the constructor
+    ) -> None:  # the constructor has all arguments
         pass
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -104,7 +104,7 @@ class _Planner(LoadPlanner):
 
 
 def narrow(tensor: Tensor, offsets: Sequence[int], lengths: Sequence[int]) -> Tensor:
-    """The box of that many elements from there on, as a view."""
+    """Return the box of ``lengths`` elements from ``offsets`` on, as a view."""
     for dim, (offset, length) in enumerate(zip(offsets, lengths, strict=True)):
         tensor = tensor.narrow(dim, offset, length)
     return tensor

@@ -1,4 +1,4 @@
-"""From a layout and tensors back to a state, in place wherever the training has the tensor already."""
+"""Decoding of a layout and tensors to a state, in place wherever the training has the tensor already."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from thinwire.checkpoint.state.sharding import Meshes, local_of
 from thinwire.errors import CorruptMessageError
 from thinwire.holder.faultpoint import reach
 
-Targets = list[tuple[int, Tensor]]  # numbers of slices, and the tensor that each is for
+Targets = list[tuple[int, Tensor]]  # index of a slice, and the tensor to fill from it
 _Place = Callable[[int, Any], Any]
 _MISSING = object()
 
 
 def unflatten(layout: StateLayout, tensors: Sequence[Tensor]) -> Any:
-    """The state, with these tensors in it. Raises CorruptMessageError for a tree that ``flatten`` did not make."""
+    """Return the state with these tensors in it. Raises CorruptMessageError for a tree not made by ``flatten``."""
     return _guarded(layout, lambda number, _: tensors[number], None)
 
 
 def load_into(state: Any, layout: StateLayout, tensors: Sequence[Tensor]) -> Any:
-    """The stored state, copied into the tensors of ``state`` wherever one of the same shape and dtype is in its place.
+    """Copy the stored state into the tensors of ``state`` at the same keys, where shape and dtype match, and return it.
 
-    What is stored decides what is there: keys and items that ``state`` has besides are not in the result. Other
-    tensors are new ones, so nothing of the result is in the buffer. Values are returned, not changed in place: take the
-    result for everything that is not a tensor.
+    The stored state determines the keys and items: others of ``state`` are not in the result. Other tensors are new
+    ones, so nothing of the result is in the buffer. Values are returned, not changed in place: use the result for
+    everything that is not a tensor.
 
     Raises ValueError for parts of a DTensor that ``state`` holds in other parts, or that it cannot make.
 
@@ -48,9 +48,9 @@ def load_into(state: Any, layout: StateLayout, tensors: Sequence[Tensor]) -> Any
 
 
 def prepare(state: Any, layout: StateLayout) -> tuple[Any, Targets]:
-    """The stored state before its tensors are filled, and which of its tensors each slice is for.
+    """Return the stored state before its tensors are filled, and the target tensor of each slice.
 
-    Those are tensors of ``state`` where shape (of the whole, for parts) and dtype are the same, else new ones.
+    Targets are tensors of ``state`` where shape (of the whole, for parts) and dtype are the same, else new ones.
     """
     targets: Targets = []
     meshes = Meshes(_tensors(state))
@@ -131,7 +131,7 @@ def _plain(tag: str, value: Any) -> Any:
 
 
 def _item(existing: Any, key: Any) -> Any:
-    """What is in the same place of the existing state, if anything."""
+    """The value at the same key of the existing state, if any."""
     if isinstance(existing, dict):
         return existing.get(key, _MISSING)
     if isinstance(existing, (list, tuple)) and isinstance(key, int) and key < len(existing):

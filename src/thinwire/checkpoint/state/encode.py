@@ -1,4 +1,4 @@
-"""From a state to a layout and the tensors that are to be copied, again and again."""
+"""Encoding of a state, after every step, to a layout and the tensors that are to be copied."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _PLAIN_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 @dataclass(frozen=True, eq=False)
 class Encoded:
-    """A state, of which the values are encoded and the tensors are still those of the training.
+    """A state with encoded values, whose tensors are still those of the training.
 
     Args:
-        slices: the same object as long as names, shapes and places stay the same.
-        tensors: for each slice, what this rank holds.
-        originals: the same, where they are parts of DTensors the DTensors.
-        payload_bytes: of all slices.
+        slices: the same object as long as names, shapes and positions stay the same.
+        tensors: for each slice, the local tensor of this rank.
+        originals: for each slice, the tensor of the state: a DTensor where ``tensors`` has its local part.
+        payload_bytes: size of all slices.
     """
 
     slices: tuple[TensorSlice, ...]
@@ -38,16 +38,16 @@ class Encoded:
     _slices_text: str
 
     def to_bytes(self, about: dict[str, Any] | None = None) -> bytes:
-        """The layout, as JSON. Any thread may call it, whatever becomes of the state."""
+        """Return the layout, as JSON. Any thread may call it, even after the state has changed."""
         parts = [text for pair in zip(self._pieces, (*self._texts, ""), strict=True) for text in pair]
         tail = f'"payload_bytes":{self.payload_bytes},"about":{_dumps(about or {})}}}'
         return f'{{"tree":{"".join(parts)},"slices":{self._slices_text},{tail}'.encode()
 
 
 class StateEncoder:
-    """Encodes the state of a training after every step.
+    """An encoder of the state of a training after every step.
 
-    While keys, shapes and places stay the same, only numbers and the like are encoded anew: 9 ms instead of 120 for
+    While keys, shapes and positions stay the same, only numbers and the like are encoded again: 9 ms instead of 120 for
     a state of 4,000 tensors.
     """
 
@@ -55,7 +55,7 @@ class StateEncoder:
         self._form: _Form | None = None
 
     def encode(self, state: Any) -> Encoded:
-        """The state is made of dict, list, tuple, Tensor, int, float, str, bool, None and bytes.
+        """Encode a state made of dict, list, tuple, Tensor, int, float, str, bool, None and bytes.
 
         Subclasses of dict and tuple come back as dict and tuple. The same view of the same memory twice (tied weights)
         is stored once. Raises ValueError, with the path, for anything else.
@@ -72,7 +72,7 @@ class StateEncoder:
 
 
 def flatten(state: Any) -> tuple[StateLayout, list[Tensor]]:
-    """Layout of a state (`StateEncoder`), and its tensors in the order of the layout's slices; nothing is copied.
+    """Return the layout of a state (`StateEncoder`), and its tensors in the order of the slices; nothing is copied.
 
     Example: layout, tensors = flatten({"model": model.state_dict(), "step": 7})
     """
@@ -81,7 +81,7 @@ def flatten(state: Any) -> tuple[StateLayout, list[Tensor]]:
 
 
 def _scan(value: Any, structure: list[Any], leaves: list[Any]) -> None:
-    """Everything of a state in one order: what it is made of, and what is in it."""
+    """Everything of a state in one order: its structure, and its leaves."""
     if isinstance(value, dict):
         keys = tuple(value)
         structure.append((keys, tuple(map(type, keys))))
@@ -98,7 +98,7 @@ def _scan(value: Any, structure: list[Any], leaves: list[Any]) -> None:
 
 @dataclass(frozen=True)
 class _TensorLeaf:
-    """The place of a tensor among the leaves, and what it must be like to fit. ``first``: that it is tied to."""
+    """The index of a tensor among the leaves, and its required properties. ``first``: the leaf that it is tied to."""
 
     index: int
     number: int
@@ -115,7 +115,7 @@ class _TensorLeaf:
         return cls(index, number, first, type(tensor), local.shape, local.dtype, local.device, _spec(tensor))
 
     def local(self, tensor: Any) -> Tensor | None:
-        """What this rank holds of it; None if it does not fit."""
+        """The local tensor of this rank; None if it does not fit."""
         if type(tensor) is not self.kind:
             return None
         local = tensor
@@ -137,7 +137,7 @@ def _spec(tensor: Tensor) -> Any:
 
 
 class _Form:
-    """JSON of a state with holes for what changes, and the places of its tensors. Raises ValueError."""
+    """JSON of a state with holes for values that change, and the indices of its tensors. Raises ValueError."""
 
     def __init__(self, state: Any, structure: list[Any]) -> None:
         self.structure = structure
@@ -229,7 +229,7 @@ class _Form:
 
 
 def _view(tensor: Tensor) -> tuple[Any, ...]:
-    """The same for two tensors that are the same view of the same memory."""
+    """A key that is equal for two tensors that are the same view of the same memory."""
     flags = (tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), flags)
 

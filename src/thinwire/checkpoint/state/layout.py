@@ -2,9 +2,9 @@
 
     state  <->  Layout(tree, slices)  +  [tensor 0][padding to 64 bytes][tensor 1] ...
 
-In the tree a tensor is a number into the slices. What JSON cannot say is tagged: floats in hexadecimal (exact), bytes
-in base64, tuples, and dicts as lists of pairs, so that keys keep their types and order. ``encode`` makes layouts of
-states, ``decode`` states of layouts.
+In the tree a tensor is an index into the slices. Values that JSON lacks are tagged: floats in hexadecimal (exact),
+bytes in base64, tuples, and dicts as lists of pairs, so that keys keep their types and order. ``encode`` makes layouts
+of states, ``decode`` states of layouts.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class ShardPart:
-    """Of a tensor that several ranks hold in parts (a DTensor): the shape of all, and where in it this part begins.
+    """A part of a tensor that several ranks hold in parts (a DTensor): the shape of the whole, and this part's offset
+    in it.
 
-    ``placements``, one for each dimension of its mesh, and ``mesh``, their names if they have any, say how such a
-    tensor is made anew.
+    ``placements``, one for each dimension of its mesh, and ``mesh``, their names if they have any, serve to create such
+    a tensor again.
     """
 
     shape: tuple[int, ...]
@@ -48,7 +49,7 @@ class ShardPart:
 
 @dataclass(frozen=True)
 class TensorSlice:
-    """Where a tensor is in the payload: ``nbytes`` from ``offset``, contiguous. ``path`` is for people."""
+    """Position of a tensor in the payload: ``nbytes`` from ``offset``, contiguous. ``path`` is for people."""
 
     path: str
     dtype: str
@@ -65,9 +66,9 @@ class TensorSlice:
 
 @dataclass(frozen=True)
 class StateLayout:
-    """All of a state but the bytes of its tensors.
+    """A state without the bytes of its tensors.
 
-    ``payload_bytes`` is the size of the buffer for those, ``about`` whatever JSON says whose state it is.
+    ``payload_bytes`` is the size of the buffer for those bytes, ``about`` any JSON that identifies the state.
     """
 
     tree: Any
@@ -76,14 +77,14 @@ class StateLayout:
     about: dict[str, Any] = field(default_factory=dict)
 
     def to_bytes(self) -> bytes:
-        """JSON, in ASCII."""
+        """Return the layout as JSON, in ASCII."""
         slices = [item.to_json() for item in self.slices]
         content = {"tree": self.tree, "slices": slices, "payload_bytes": self.payload_bytes, "about": self.about}
         return json.dumps(content, separators=(",", ":")).encode()
 
     @classmethod
     def from_bytes(cls, text: bytes | memoryview) -> StateLayout:
-        """Raises CorruptMessageError for a text that is no layout, or points outside its payload."""
+        """Parse a layout. Raises CorruptMessageError for other texts, or if it points outside its payload."""
         try:
             content = json.loads(bytes(text))
             payload_bytes, about = content["payload_bytes"], content.get("about", {})
@@ -122,7 +123,7 @@ def _checked_part(item: dict[str, Any], shape: tuple[int, ...]) -> ShardPart:
 
 
 def view_of(buffer: memoryview, where: TensorSlice) -> Tensor:
-    """The tensor of a slice, as a view of the payload: writing to one writes to the other."""
+    """Return the tensor of a slice, as a view of the payload: writing to one writes to the other."""
     dtype = DTYPES[where.dtype]
     if where.nbytes == 0:
         return torch.empty(where.shape, dtype=dtype)
@@ -131,7 +132,7 @@ def view_of(buffer: memoryview, where: TensorSlice) -> Tensor:
 
 
 def write(layout: StateLayout, tensors: Sequence[Tensor], buffer: memoryview) -> None:
-    """Copy the tensors, from whatever device, into a payload of at least ``layout.payload_bytes`` bytes."""
+    """Copy the tensors, from any device, into a payload of at least ``layout.payload_bytes`` bytes."""
     if len(buffer) < layout.payload_bytes:
         raise ValueError(f"the buffer of {len(buffer)} bytes is smaller than the payload of {layout.payload_bytes}")
     for where, tensor in zip(layout.slices, tensors, strict=True):
@@ -140,7 +141,7 @@ def write(layout: StateLayout, tensors: Sequence[Tensor], buffer: memoryview) ->
 
 
 def views(layout: StateLayout, buffer: memoryview) -> list[Tensor]:
-    """The tensors of a payload, without a copy. Raises CorruptMessageError if the buffer is too small."""
+    """Return the tensors of a payload, without a copy. Raises CorruptMessageError if the buffer is too small."""
     if len(buffer) < layout.payload_bytes:
         raise CorruptMessageError(f"the buffer of {len(buffer)} bytes has no payload of {layout.payload_bytes}")
     return [view_of(buffer, where) for where in layout.slices]

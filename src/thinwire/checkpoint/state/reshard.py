@@ -1,8 +1,8 @@
-"""A state that another number of ranks stored: every rank puts its part together from theirs.
+"""Resharding of a state that another number of ranks stored: every rank builds its part from theirs.
 
-What ranks hold in parts (DTensors of FSDP2) is cut anew, by the resharding of torch.distributed.checkpoint. All else
-each rank takes from one of the old ranks, the one of its own number or, if there were fewer, of its number modulo
-theirs: under DDP that is the same on all of them, but for what is a rank's own.
+Tensors held in parts (DTensors of FSDP2) are cut again, by the resharding of torch.distributed.checkpoint. Everything
+else comes from one of the old ranks, the one of the same number or, if there were fewer, of this number modulo theirs:
+under DDP that is the same on all of them, except for values private to a rank.
 """
 
 from __future__ import annotations
@@ -26,34 +26,34 @@ from thinwire.checkpoint.state.sharding import local_of, part_of
 
 
 class Shards(Protocol):
-    """The stored states of all ranks."""
+    """Interface of the stored states of all ranks."""
 
     def tensors(self, owner: int, numbers: Sequence[int]) -> list[Tensor]:
-        """Of the state of a rank, those of the slices of these numbers."""
+        """Return the tensors of the slices of these indices, from the state of rank ``owner``."""
         ...
 
 
 @dataclass(frozen=True)
 class Move:
-    """Elements of a stored slice that go into a tensor of this rank; None: all of them."""
+    """Elements of a stored slice that go into a tensor of this rank; without ``box``, all of them."""
 
     owner: int
     number: int
     target: Tensor
-    box: tuple[Sequence[int], Sequence[int], Sequence[int]] | None = None  # from where, to where, how many
+    box: tuple[Sequence[int], Sequence[int], Sequence[int]] | None = None  # source offsets, target offsets, lengths
 
 
 def plan_moves(targets: Targets, layouts: Mapping[int, StateLayout], like: int) -> list[Move]:
-    """All that fills ``targets``, which `decode.prepare` made of the layout of rank ``like``.
+    """Return the moves that fill ``targets``, which `decode.prepare` made from the layout of rank ``like``.
 
     Args:
-        layouts: of all ranks that stored the state.
+        layouts: the layouts of all ranks that stored the state.
 
     Raises:
-        ValueError: elements that nobody has stored.
+        ValueError: elements that no rank has stored.
     """
     holders: dict[str, dict[tuple[int, ...], tuple[int, int]]] = defaultdict(dict)
-    for owner in sorted(layouts, key=lambda owner: owner != like):  # of equal parts, those of like
+    for owner in sorted(layouts, key=lambda owner: owner != like):  # rank like first, so equal parts come from it
         for number, item in enumerate(layouts[owner].slices):
             if item.part is not None and item.nbytes:
                 holders[item.path].setdefault((*item.part.offset, *item.shape), (owner, number))

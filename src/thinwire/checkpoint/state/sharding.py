@@ -1,4 +1,4 @@
-"""Tensors that ranks hold in parts: the DTensors of FSDP2 and tensor parallelism, seen as local tensors and back."""
+"""Conversion between tensors that ranks hold in parts (DTensors of FSDP2 and tensor parallelism) and local tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ except ImportError:  # FSDP2 over tensor parallelism is described by it, and by 
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor: the same memory."""
+    """Return the part of a tensor that this rank holds, in the same memory."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -28,7 +28,7 @@ def local_of(tensor: Tensor) -> Tensor:
 
 
 def part_of(tensor: DTensor) -> ShardPart:
-    """Which part of it this rank holds. Raises ValueError for sums that are still to be made."""
+    """Return the position of this rank's part of a tensor. Raises ValueError for pending sums."""
     mesh = tensor.device_mesh
     if any(isinstance(placement, Partial) for placement in tensor.placements) or mesh.get_coordinate() is None:
         raise ValueError(f"a DTensor with placements {tensor.placements} on {mesh} has no part of this rank to store")
@@ -58,7 +58,7 @@ def _placement(text: str) -> Placement:
 
 
 class Meshes:
-    """The meshes that the DTensors of a training are on, to make others there that it does not have yet."""
+    """The meshes of a training's DTensors, to create others on them that it does not have yet."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._found: dict[tuple[tuple[str, ...] | None, int], list[DeviceMesh]] = {}
@@ -71,7 +71,7 @@ class Meshes:
                     meshes.append(mesh)
 
     def empty(self, part: ShardPart, dtype: torch.dtype) -> DTensor:
-        """A DTensor of that kind, not filled. Raises ValueError if there is no such mesh, or more than one."""
+        """Return an uninitialized DTensor of that kind. Raises ValueError unless there is exactly one such mesh."""
         meshes = self._found.get((part.mesh, len(part.placements)), [])
         if len(meshes) != 1:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: the training state of one rank, gathered, and put back in place."""
+"""Content of a checkpoint: the training state of one rank, gathered, and put back in place."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from thinwire.checkpoint.state.layout import StateLayout, TensorSlice
 
 @dataclass(frozen=True)
 class TrainingState:
-    """All that training needs to go on as if nothing had happened. Whatever is None is left out.
+    """All state that training needs to continue as if uninterrupted.
 
-    Everything but the model has ``state_dict`` and ``load_state_dict``.
+    Everything but the model has ``state_dict`` and ``load_state_dict``; parts that are None are left out.
     """
 
     model: nn.Module
@@ -34,7 +34,7 @@ class TrainingState:
 
     @property
     def module(self) -> nn.Module:
-        """The model, out of DDP."""
+        """The model, without DDP around it."""
         return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
 
     def parts(self) -> dict[str, Any]:
@@ -48,12 +48,12 @@ class TrainingState:
         return {name: part for name, part in named.items() if part is not None}
 
     def capture(self, step: int) -> dict[str, Any]:
-        """The state after ``step`` steps. Its tensors are those of the training: copy them before they change."""
+        """Return the state after ``step`` steps. Its tensors are the training's own: copy them before they change."""
         states = {name: part.state_dict() for name, part in self.parts().items()}
         return {"model": self.module.state_dict(keep_vars=True), **states, "step": step, "random": random_states()}
 
     def is_stepped(self, where: TensorSlice, tensor: Tensor) -> bool:
-        """Whether ``optimizer.step`` alone writes to a tensor of the state: to its parameters, and to its own state."""
+        """Return whether ``optimizer.step`` alone writes to a tensor: a parameter, or the optimizer's own state."""
         if self.optimizer is None:
             return False
         if where.path.startswith("optimizer.state."):
@@ -61,9 +61,9 @@ class TrainingState:
         return any(tensor is parameter for group in self.optimizer.param_groups for parameter in group["params"])
 
     def load(self, layout: StateLayout, tensors: Sequence[Tensor]) -> int:
-        """Put a state back that this rank stored, tensors in place, and say after how many steps it was.
+        """Load a state that this rank stored, tensors in place, and return the number of steps before it.
 
-        Raises ValueError if it has not the parts that this training has.
+        Raises ValueError if its parts differ from those of this training.
         """
         existing = self.capture(0)
         state = load_into(existing, layout, tensors)
@@ -71,14 +71,14 @@ class TrainingState:
         return self.adopt(state)
 
     def prepare(self, layout: StateLayout) -> tuple[dict[str, Any], Targets]:
-        """A stored state for `adopt`, and its tensors, which are to be filled before that. Raises ValueError."""
+        """Return a stored state for `adopt`, and its tensors, to be filled before that. Raises ValueError."""
         existing = self.capture(0)
         state, targets = prepare(existing, layout)
         self._check(state, existing)
         return state, targets
 
     def adopt(self, state: dict[str, Any], keep: Sequence[str] = ()) -> int:
-        """Go on with a state, and say after how many steps it was. Of the parts in ``keep`` the own state stays."""
+        """Load a state and return the number of steps before it. Parts in ``keep`` keep their own state."""
         self.module.load_state_dict(state["model"])
         for name, part in self.parts().items():
             if name not in keep:
@@ -96,7 +96,7 @@ class TrainingState:
             )
 
     def describe(self) -> str:
-        """Digest of what a checkpoint of another model would differ in: names, shapes and dtypes, and the parts.
+        """Return a digest of everything in which checkpoints of other models differ: names, shapes, dtypes, parts.
 
         The same on all ranks, and on any number of them. Raises ValueError, with the path, for a state that cannot be
         stored.
@@ -113,7 +113,7 @@ class TrainingState:
 
 
 def random_states() -> dict[str, Any]:
-    """Of torch (and the current CUDA device, if it is in use), Python and numpy."""
+    """Return the random states of torch (and the current CUDA device, if it is in use), Python and numpy."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, last = np.random.get_state(legacy=True)
     on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -126,7 +126,7 @@ def random_states() -> dict[str, Any]:
 
 
 def set_random_states(states: dict[str, Any]) -> None:
-    """Back to what `random_states` returned."""
+    """Restore the random states that `random_states` returned."""
     version, internal, gauss = states["python"]
     name, keys, *others = states["numpy"]
     random.setstate((version, tuple(internal.tolist()), gauss))

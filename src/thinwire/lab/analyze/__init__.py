@@ -1,1 +1,1 @@
-"""Measure the sparsity of a training run, and predict from it what each scheme would send."""
+"""Measurement of the sparsity of a training run, and prediction of the bytes that each scheme would send."""

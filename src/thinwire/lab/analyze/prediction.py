@@ -1,6 +1,6 @@
-"""Expected bytes and seconds of every scheme on other numbers of ranks, and the pick.
+"""Expected bytes and seconds of every scheme on other numbers of ranks, and the predicted choice.
 
-Up to the recorded world size the rows are those that were measured; beyond, the union of n ranks is *extrapolated*,
+Up to the recorded world size the rows are the measured ones; beyond, the union of n ranks is *extrapolated*,
 with the densification n^a that fits the recorded curve best. Seconds are always *predicted*, for an assumed network.
 """
 
@@ -26,13 +26,13 @@ PREDICTED_RANKS = tuple(2**power for power in range(1, 11))
 
 @dataclass(frozen=True)
 class AssumedLink:
-    """The link assumed for each rank that nobody ran: its rate ``mbit``, and the latency between any two ranks."""
+    """The link assumed for each unmeasured rank: its rate ``mbit``, and the latency between any two ranks."""
 
     mbit: float = 10_000.0
     latency_seconds: float = 50e-6
 
     def machine(self, world_size: int) -> Machine:
-        """So many ranks on this network, with the kernels of this machine."""
+        """Return a machine of ``world_size`` ranks on this network, with the kernels of this machine."""
         return Machine.assumed(self.mbit, self.latency_seconds, world_size)
 
     def describe(self) -> str:
@@ -42,7 +42,7 @@ class AssumedLink:
         )
 
     def to_json(self, world_size: int) -> dict[str, Any]:
-        """The assumed machine on ``world_size`` ranks."""
+        """Return the assumed machine on ``world_size`` ranks, for JSON."""
         machine = asdict(self.machine(world_size))
         return {"assumed": self.describe(), "world_size": world_size, **asdict(self), **machine}
 
@@ -52,12 +52,12 @@ DEFAULT_LINK = AssumedLink()
 
 @dataclass(frozen=True)
 class Prediction:
-    """Expected bytes that a rank sends in a step and seconds that it takes, by scheme, on ``world_size`` ranks.
+    """Expected bytes that a rank sends in a step and their seconds, by scheme, on ``world_size`` ranks.
 
-    ``union`` are the rows that all ranks hold together; ``extrapolated``: more ranks than were recorded. Bytes are for
-    even loads, seconds for the busiest rank. ``pick`` is what thinwire would choose there, by seconds, and
-    ``explanation`` why. ``warning`` is not None where the numbers cannot be, so that nothing follows from them: then
-    the pick is dense, the only scheme with bytes and seconds.
+    ``union`` is the number of rows that all ranks hold together; ``extrapolated``: more ranks than were recorded. Bytes
+    are for even loads, seconds for the busiest rank. ``pick`` is the scheme that thinwire would choose there, by
+    seconds, and ``explanation`` the reason. ``warning`` is set if the numbers are impossible, so that nothing follows
+    from them: then the pick is dense, the only scheme with bytes and seconds.
     """
 
     world_size: int
@@ -79,7 +79,7 @@ def predict(
     network: AssumedLink = DEFAULT_LINK,
     ranks: Sequence[int] = PREDICTED_RANKS,
 ) -> tuple[Prediction, ...]:
-    """Every named scheme on these numbers of ranks and on as many as were recorded.
+    """Predict every named scheme on these numbers of ranks and on the recorded number.
 
     Args:
         curve: ``curve[n - 1]`` is the recorded growth of the density over n ranks.
@@ -97,7 +97,7 @@ def predict(
 
 
 def predict_one(demand: Demand, machine: Machine, extrapolated: bool) -> Prediction:
-    """Every named scheme for one demand."""
+    """Predict every named scheme for one demand."""
     pick, warning = _pick(demand, machine)
     schemes = {name: _without_list(scheme) for name, scheme in NAMED.items() if warning is None or scheme.is_dense}
     growth = demand.union / demand.held if demand.held else 1.0
@@ -118,7 +118,7 @@ def predict_one(demand: Demand, machine: Machine, extrapolated: bool) -> Predict
 
 
 def _pick(demand: Demand, machine: Machine) -> tuple[str, str | None]:
-    """The name of the choice, and the warning that came with it."""
+    """The name of the chosen scheme, and the warning that came with the choice."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         counts = [demand.held] * demand.world_size
@@ -127,7 +127,7 @@ def _pick(demand: Demand, machine: Machine) -> tuple[str, str | None]:
 
 
 def _explanation(demand: Demand, machine: Machine, warning: str | None) -> str:
-    """`explain` compares prices, which is not why dense is picked where nearly all rows are held, or numbers fail."""
+    """`explain` compares prices, which are not the reason for dense if nearly all rows are held or numbers fail."""
     if warning is not None:
         return f"dense: {warning}"
     if demand.held >= DENSE_SHARE * demand.num_rows:
@@ -144,10 +144,10 @@ def _even_bytes(scheme: Scheme, demand: Demand) -> float:
 
 
 def _without_list(scheme: Scheme) -> Scheme:
-    """An even deal is what `expected_bytes` assumes anyway."""
+    """An even deal, which `expected_bytes` assumes anyway."""
     return replace(scheme, ownership=Ownership.PERMUTATION) if is_hashed(scheme) else scheme
 
 
 def is_hashed(scheme: Scheme) -> bool:
-    """Whether the scheme needs a list of all ids of an owner."""
+    """Return whether the scheme needs a list of all ids of an owner."""
     return scheme.ownership is Ownership.HIERARCHICAL_HASH

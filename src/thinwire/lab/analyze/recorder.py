@@ -1,5 +1,5 @@
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with types, not with text.
-"""Watch the gradients of every DistributedDataParallel model of a process, before they are synchronized."""
+"""Recorder of the gradients of every DistributedDataParallel model of a process, before they are synchronized."""
 
 import sys
 from collections.abc import Callable
@@ -17,21 +17,21 @@ from thinwire.lab.analyze.recording import Table, TableSteps, save_rank
 from thinwire.sparse import Layout
 
 MIN_TABLE_BYTES = 16 * 1024
-"""Smaller gradients are not worth a scheme of their own: only their density is kept."""
+"""Smallest gradient with a scheme of its own; of smaller ones only the density is kept."""
 
 MAX_DENSITY = 0.5
-"""At more, dense values are sent: ids are not kept."""
+"""Density above which dense values are sent, so that ids are not kept."""
 
 
 class Watch(Protocol):
-    """What becomes the one communication hook of a DDP model."""
+    """Interface of the one communication hook of a DDP model."""
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]: ...
     def hand_over_to(self, state: object, hook: Callable[..., Any]) -> None: ...
 
 
 class ScriptWatcher(Protocol):
-    """What looks at the models of a script, and may end it."""
+    """Interface of a watcher of a script's models, which may end the script."""
 
     finished: bool
 
@@ -39,7 +39,7 @@ class ScriptWatcher(Protocol):
 
 
 class Recorder:
-    """Keeps the ids of non-zero rows, step by step; at the forward pass after the last step it ends the script.
+    """A recorder of the ids of non-zero rows, step by step; the forward pass after the last step ends the script.
 
     A step is a backward pass that DDP synchronizes, so accumulation under ``no_sync`` makes one step. With several
     models, the first to begin a step too many ends the script.
@@ -78,12 +78,12 @@ class Recorder:
         sys.exit(0)
 
     def save(self, path: Path) -> None:
-        """Leave what was seen for the parent process."""
+        """Write the recorded gradients to a file for the parent process."""
         save_rank(path, self.num_models, list(self._tables.values()))
 
 
 class ModelWatch:
-    """The one communication hook of a DDP model: records, then does what the script's hook or stock DDP does."""
+    """The one communication hook of a DDP model: it records, then synchronizes by the script's hook or as stock DDP."""
 
     def __init__(
         self, recorder: Recorder, model: DistributedDataParallel, prefix: str, on_step: Callable[[], None]
@@ -99,13 +99,13 @@ class ModelWatch:
         model.register_forward_pre_hook(self._before_forward)
 
     def hand_over_to(self, state: object, hook: Callable[..., Any]) -> None:
-        """From now on, synchronize by a hook of the script. Raises RuntimeError for a second one, as DDP does."""
+        """Synchronize by a hook of the script from now on. Raises RuntimeError for a second one, as DDP does."""
         if self._theirs is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._theirs = (state, hook)
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
-        """What DDP calls with every bucket, in the order that all ranks share."""
+        """Record and synchronize a bucket; DDP calls it with every bucket, in the order that all ranks share."""
         del state
         if self._steps < self._recorder.num_steps:
             gradients = [bucket.buffer()] if bucket.buffer().is_sparse else bucket.gradients()
@@ -127,7 +127,7 @@ class ModelWatch:
 
 
 def install(recorder: ScriptWatcher) -> Callable[[], None]:
-    """Have every DDP model that this process builds watched, until the returned function is called."""
+    """Watch every DDP model that this process builds, until the returned function is called."""
     build, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
     watches: WeakKeyDictionary[DistributedDataParallel, Watch] = WeakKeyDictionary()
 
@@ -151,7 +151,7 @@ def install(recorder: ScriptWatcher) -> Callable[[], None]:
 
 
 def nonzero_rows(gradient: Tensor) -> Tensor:
-    """Sorted unique ids, int64, of the rows that a sparse gradient names, or that are not zero in a dense one."""
+    """Return the sorted unique ids, int64, of the rows named by a sparse gradient, or non-zero in a dense one."""
     gradient, layout = gradient.detach(), Layout.of(gradient)
     if gradient.numel() == 0:
         return torch.empty(0, dtype=torch.int64)

@@ -1,4 +1,4 @@
-"""What was seen of a run's gradients, and the files in which the ranks leave it: .npz without pickled objects."""
+"""Recording of a run's gradients, and its files, one for each rank: .npz without pickled objects."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Table:
 
 @dataclass(frozen=True, eq=False)
 class TableSteps:
-    """One table on one rank, step by step: the share of non-zero rows, and their ids where they were kept."""
+    """One table on one rank, step by step: the share of non-zero rows, and their ids if they were kept."""
 
     table: Table
     densities: list[float]
@@ -48,23 +48,23 @@ class TableSteps:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """All ranks together. `traces` has the tables whose ids were kept in every step of every rank."""
+    """Recording of all ranks. `traces` has the tables whose ids were kept in every step of every rank."""
 
     world_size: int
     num_models: int
     tables: tuple[Table, ...]
     densities: dict[str, torch.Tensor]
-    """For each table, float64 [steps, ranks]."""
+    """Densities of each table, float64 [steps, ranks]."""
     traces: dict[str, IndexTrace]
 
     @property
     def num_steps(self) -> int:
-        """Steps of the table that saw most: a model of several may be trained more rarely."""
+        """Largest number of steps of any table: one model of several may be trained more rarely."""
         return max((densities.shape[0] for densities in self.densities.values()), default=0)
 
 
 def save_rank(path: Path, num_models: int, tables: Sequence[TableSteps]) -> None:
-    """Write what one rank saw; may raise OSError."""
+    """Write the recording of one rank; may raise OSError."""
     arrays = {}
     for place, seen in enumerate(tables):
         arrays[f"densities_{place}"] = np.array(seen.densities, np.float64)
@@ -77,7 +77,7 @@ def save_rank(path: Path, num_models: int, tables: Sequence[TableSteps]) -> None
 
 
 def load(paths: Sequence[Path]) -> Recording:
-    """The recording of all ranks, from one file each, in rank order.
+    """Load the recording of all ranks, from one file each, in rank order.
 
     Steps that some rank did not reach are left out. Raises ValueError if the ranks saw different parameters.
     """

@@ -1,4 +1,4 @@
-"""The analysis as a page: ``report.html``."""
+"""Report of the analysis as a page: ``report.html``."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_TABLES_PICTURED = 4
-"""Five pictures each: with more tables, the largest are shown and all are in the numbers."""
+"""Largest number of tables with pictures, five each; all tables are in the numbers."""
 
 _LINES = ("-", "--", ":")
 _SECONDS_OF = ("dense", "agsparse", "zen", "column_split")
-"""Of the many schemes, those whose seconds are drawn, beside the pick."""
+"""Schemes whose seconds are drawn, beside the pick."""
 
 
 def build_report(analysis: Analysis) -> Report:
-    """Figures, pictures of the largest sparse tables, and all numbers; ``.write(path)`` makes the file."""
+    """Build a page of figures, pictures of the largest sparse tables, and all numbers; ``.write(path)`` saves it."""
     report = Report("How sparse are the gradients?", analysis.conditions)
     if not analysis.sparse:
         report.text("No parameter has a sparse gradient: a dense all-reduce is right for all of them.")
@@ -57,7 +57,7 @@ def build_report(analysis: Analysis) -> Report:
 
 
 def overview(analysis: Analysis) -> tuple[list[str], list[list[str]], str]:
-    """Columns, one row per sparse table, and a note; for the page and for the terminal."""
+    """Return columns, one row per sparse table, and a note; for the page and for the terminal."""
     ranks = analysis.recording.world_size
     columns = ["parameter", "rows x width", "density", "overlap", f"gamma^{ranks}", "skew 8/128", "imbalance"]
     note = (

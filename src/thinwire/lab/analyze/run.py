@@ -1,4 +1,4 @@
-"""Run a training script on several ranks of this machine and collect what its gradients looked like."""
+"""Launcher that runs a training script on several ranks of this machine and collects the recording of its gradients."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from thinwire.lab.analyze.recording import Recording, load
 from thinwire.lab.analyze.worker import progress_file, rank_file
 
 MODELS = {"lstm-lm": Path(__file__).with_name("models") / "lstm_lm.py"}
-"""The built-in scripts."""
+"""Paths of the built-in scripts by name."""
 
 _WATCH_SECONDS = 0.1
 
 
 class ScriptFailed(RuntimeError):
-    """The training script ended with an error on some rank."""
+    """Raised when the training script ended with an error on some rank."""
 
 
 def run_script(
@@ -37,7 +37,7 @@ def run_script(
 ) -> Recording:
     """Run ``SCRIPT ARGUMENTS...`` as torchrun does, until ``steps`` training steps are done, and record them.
 
-    A script that ends earlier gives the steps that it did. ``on_step`` is told how many steps are recorded, from a
+    A script that ends earlier gives fewer steps. ``on_step`` is called with the number of recorded steps, from a
     thread of its own, about ten times a second while that number grows.
 
     Raises:
@@ -68,7 +68,7 @@ def run_script(
 
 @contextmanager
 def _watching(path: Path, on_step: Callable[[int], None] | None) -> Iterator[None]:
-    """Tell ``on_step`` of the bytes in ``path`` as they become more, the last of them before this ends."""
+    """Call ``on_step`` with the growing number of bytes in ``path``, the last time before this ends."""
     if on_step is None:
         yield
         return

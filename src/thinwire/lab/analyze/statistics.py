@@ -1,6 +1,6 @@
-"""What one table's ids say about synchronizing it: statistics of ZEN, and the bytes of every scheme.
+"""Statistics of one table's ids for its synchronization: those of ZEN, and the bytes of every scheme.
 
-Pure: equal traces give equal statistics, except for predicted seconds, for which kernels are measured.
+Pure functions: equal traces give equal statistics, except for predicted seconds, for which kernels are measured.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from thinwire.sync.named import NAMED
 
 SKEWNESS_PARTITIONS = (8, 128)
 MAX_HASHED_ELEMENTS = 1 << 22
-"""ZEN's hash needs a list of all ids of an owner: 12 s for a table of 15 million elements, so larger ones are left out
-of the exact bytes. Their expected bytes are those of the permutation, which deals as evenly without a list."""
+"""Largest table with exact bytes of ZEN's hash, which needs a list of all ids of an owner: 12 s for 15 million
+elements. Beyond, the expected bytes are those of the permutation, which deals evenly without a list."""
 QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 
 @dataclass(frozen=True)
 class Spread:
-    """Of a number over all steps and ranks."""
+    """Mean, minimum and maximum of a number over all steps and ranks."""
 
     mean: float
     min: float
@@ -39,9 +39,10 @@ class Spread:
 
 @dataclass(frozen=True)
 class OwnerLoad:
-    """How evenly a partition deals the rows to ``world_size`` owners. Means over steps; 1.0 is perfect balance.
+    """Evenness of a partition's deal of rows to ``world_size`` owners. Means over steps; 1.0 is perfect balance.
 
-    ``push_rows[j]`` are the rows that all ranks together hold of owner j's part, ``pull_rows[j]`` those of the union.
+    ``push_rows[j]`` is the number of rows that all ranks together hold of owner j's part, ``pull_rows[j]`` that of the
+    union.
     """
 
     imbalance_push: float
@@ -57,7 +58,7 @@ class TableStatistics:
     ``densification[n - 1]`` is the growth of the density over the first n ranks; ``densification_exponent`` is a in
     the fit n^a. ``skewness`` is by number of partitions, without those that exceed ``num_rows``. ``sent_bytes`` are
     exact for the recorded ids: means over steps and ranks, without hashed schemes for a table of more than
-    `MAX_HASHED_ELEMENTS`; ``lower_bound_bytes`` is what no scheme can go below.
+    `MAX_HASHED_ELEMENTS`; ``lower_bound_bytes`` is the least that any scheme can send.
     """
 
     name: str
@@ -83,17 +84,17 @@ class TableStatistics:
 
     @property
     def schemes(self) -> list[str]:
-        """Names of all schemes that anything is predicted for."""
+        """Names of all schemes with a prediction."""
         return list(dict.fromkeys(name for prediction in self.predictions for name in prediction.bytes))
 
     @property
     def overlap_quantiles(self) -> dict[float, float]:
-        """Of the overlap ratio, over pairs of ranks and steps."""
+        """Quantiles of the overlap ratio, over pairs of ranks and steps."""
         values = torch.tensor(self.overlaps, dtype=torch.float64)
         return {share: float(torch.quantile(values, share)) for share in QUANTILES}
 
     def prediction(self, world_size: int) -> Prediction:
-        """The one for so many ranks. Raises ValueError for a world size that was not predicted."""
+        """Return the prediction for ``world_size`` ranks. Raises ValueError if there is none."""
         for prediction in self.predictions:
             if prediction.world_size == world_size:
                 return prediction
@@ -107,7 +108,7 @@ def table_statistics(
     network: AssumedLink = DEFAULT_LINK,
     ranks: Sequence[int] = PREDICTED_RANKS,
 ) -> TableStatistics:
-    """All statistics of one table, predictions for ``ranks`` of them on ``network`` included.
+    """Return all statistics of one table, including predictions on ``ranks`` ranks each on ``network``.
 
     Raises:
         ValueError: fewer than 2 ranks, between which there is nothing to compare. (A trace has at least one step.)
@@ -147,15 +148,15 @@ def table_statistics(
 
 
 def densification_curve(steps: Sequence[Sequence[Tensor]]) -> tuple[float, ...]:
-    """The densification of the first n ranks for n = 1 .. W, mean over steps."""
+    """Return the densification of the first n ranks for n = 1 .. W, mean over steps."""
     return tuple(fmean(densification(step[:count]) for step in steps) for count in range(1, len(steps[0]) + 1))
 
 
 def fit_exponent(curve: Sequence[float]) -> float:
-    """The a for which n^a is closest to ``curve[n - 1]`` in least squares of the logarithms, in [0, 1].
+    """Return the a for which n^a is closest to ``curve[n - 1]`` in least squares of the logarithms, in [0, 1].
 
     ZEN (OSDI'25, section 2.1) publishes curves between n^0.3 and n^0.78. A power law overestimates the union of very
-    many ranks, because in truth the union saturates at the rows that occur at all.
+    many ranks, because the union saturates at the rows that occur at all.
     """
     logs = [(math.log(n), math.log(growth)) for n, growth in enumerate(curve, start=1) if n > 1]
     slope = sum(x * y for x, y in logs) / sum(x * x for x, _ in logs)
@@ -163,7 +164,7 @@ def fit_exponent(curve: Sequence[float]) -> float:
 
 
 def owner_load(steps: Sequence[Sequence[Tensor]], partition: Partition) -> OwnerLoad:
-    """Rows that each owner receives and returns under ``partition``, and their imbalance."""
+    """Return the rows that each owner receives and returns under ``partition``, and their imbalance."""
     owners = partition.world_size
     push = [torch.stack([_per_owner(ids, partition) for ids in step]) for step in steps]
     pull = [_per_owner(torch.cat(list(step)).unique(), partition) for step in steps]

@@ -1,8 +1,8 @@
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with types, not with text.
-"""Time the training steps of a script by hooks on its DDP model, and measure what its gradients would travel by.
+"""Recorder that times the training steps of a script by hooks on its DDP model, and measures its link and compressors.
 
-The script is not changed. While its steps are timed nothing is synchronized, so that what is timed is computing alone
-(the parameters of the ranks drift apart, and nobody trains with them afterwards).
+The script is not changed. While its steps are timed nothing is synchronized, so that the times are those of computing
+alone (the parameters of the ranks drift apart, and are not used afterwards).
 """
 
 import sys
@@ -21,14 +21,14 @@ from thinwire.plan.measurement import Measurement
 
 
 class StepRecorder:
-    """Watches the first DDP model of a script; when enough steps are timed it measures the rest and ends the script.
+    """Recorder of the first DDP model of a script; after enough timed steps it measures the rest and ends the script.
 
     Args:
-        how: what to measure.
-        on_stage: told what is measured next.
+        how: settings of the measurement.
+        on_stage: function called with the name of the next measurement.
 
     Attributes:
-        measurement: when the script has ended; None if it had no DDP model.
+        measurement: the result when the script has ended; None if it had no DDP model.
     """
 
     def __init__(self, how: How, on_stage: OnStage = lambda stage: None) -> None:
@@ -43,7 +43,7 @@ class StepRecorder:
         self._tables: list[str] = []
 
     def watch(self, model: DistributedDataParallel) -> "Unsynchronized":
-        """Called on all ranks for each model that is built."""
+        """Watch a model; called on all ranks for each model that is built."""
         self.num_models += 1
         if self._lane is None:
             self._lane = Lane(model.process_group)
@@ -54,11 +54,11 @@ class StepRecorder:
 
     @property
     def num_steps(self) -> int:
-        """That were timed so far."""
+        """Number of steps timed so far."""
         return 0 if self._watch is None else self._watch.num_steps
 
     def finish(self) -> None:
-        """Measure what is left; a collective call.
+        """Measure the link and the compressors; a collective call.
 
         Raises:
             ValueError: no steps were timed.
@@ -70,7 +70,7 @@ class StepRecorder:
         self.measurement = finish(self._lane, times, self._trained, self._tables, self.how, self._on_stage)
 
     def close(self) -> None:
-        """Let go of the ranks, however the script ended."""
+        """Close the lane to the other ranks, also after a failed script."""
         if self._lane is not None:
             self._lane.close()
             self._lane = None
@@ -84,7 +84,7 @@ class StepRecorder:
 
 
 class Unsynchronized:
-    """The communication hook of a DDP model that leaves gradients as they are."""
+    """Communication hook of a DDP model that leaves gradients as they are."""
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         del state
@@ -94,4 +94,4 @@ class Unsynchronized:
         return future
 
     def hand_over_to(self, state: object, hook: Callable[..., Any]) -> None:
-        """A hook of the script is not called."""
+        """Ignore a hook of the script."""

@@ -1,4 +1,4 @@
-"""Run a training script until some of its steps are timed, and measure what its gradients would travel by."""
+"""Launcher that runs a training script until some of its steps are timed, and measures its link and compressors."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def measure_script(script: Path, arguments: Sequence[str], workers: int, how: Ho
 
 
 def measure_script_in_job(script: Path, arguments: Sequence[str], how: How, on_stage: OnStage) -> Measurement:
-    """The same as a rank of a job that torchrun started, over its own network.
+    """Measure a script as a rank of a job that torchrun started, over its own network.
 
-    What the script prints goes to standard error.
+    The script's output goes to standard error.
 
     Raises:
-        FileNotFoundError, ValueError: as `measure_script`; and whatever the script raises.
+        FileNotFoundError, ValueError: as `measure_script`; and any error of the script.
     """
     _check_script(script)
     check(how.compressors)
@@ -61,9 +61,8 @@ def measure_script_in_job(script: Path, arguments: Sequence[str], how: How, on_s
 
 @record
 def main() -> None:
-    """``python -m thinwire.lab.analyze.steps DIRECTORY HOW SCRIPT [ARGS...]``, one rank in the environment of
-    torchrun."""
-    os.dup2(2, 1)  # what the script prints goes to standard error: standard output is for the JSON of the parent
+    """Run one rank of torchrun: ``python -m thinwire.lab.analyze.steps DIRECTORY HOW SCRIPT [ARGS...]``."""
+    os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
     directory, how, script, *arguments = sys.argv[1:]
     measurement = run_watched(StepRecorder(How(**json.loads(how))), Path(script), arguments)
     if os.environ["RANK"] == "0":
@@ -74,7 +73,7 @@ def main() -> None:
 
 
 def run_watched(recorder: StepRecorder, script: Path, arguments: Sequence[str]) -> Measurement | None:
-    """Run a script in this process until the recorder has seen enough; whatever happens, its lane is closed.
+    """Run a script in this process until the recorder has enough steps; its lane is always closed.
 
     Raises:
         ValueError: it ended before that, and closed its process group.
@@ -87,7 +86,7 @@ def run_watched(recorder: StepRecorder, script: Path, arguments: Sequence[str]) 
                     f"{script.name} ended before {WARM_STEPS + recorder.how.steps} training steps were timed: let it"
                     " train longer, or ask for fewer --steps"
                 )
-            recorder.finish()  # with the steps that there are
+            recorder.finish()  # with the steps so far
         return recorder.measurement
     finally:
         recorder.close()

@@ -1,4 +1,4 @@
-"""What `thinwire analyze` hands on: plain values for JSON, and the facts of a run in words."""
+"""Results of `thinwire analyze`: plain values for JSON, and the facts of a run in words."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Analysis:
 
     @property
     def conditions(self) -> str:
-        """The run in one line."""
+        """Description of the run in one line."""
         recording = self.recording
         steps = f"{recording.num_steps} steps"
         if recording.num_steps < self.steps_wanted:
@@ -54,7 +54,7 @@ class Analysis:
         return f"{self.script} on {recording.world_size} workers, {steps}: {tables}"
 
     def largest_trace(self) -> IndexTrace:
-        """The ids of the largest sparse table. Raises ValueError if there is none."""
+        """Return the ids of the largest sparse table. Raises ValueError if there is none."""
         if not self.sparse:
             raise ValueError(
                 "no parameter has a sparse gradient (2-D, at least 16 KiB, fewer than half of the rows non-zero in"
@@ -63,7 +63,7 @@ class Analysis:
         return self.recording.traces[self.sparse[0].name]
 
     def to_json(self) -> dict[str, Any]:
-        """The figures of ``thinwire analyze --json``; bytes and seconds are per rank and step."""
+        """Return the figures of ``thinwire analyze --json``; bytes and seconds are per rank and step."""
         return {
             "script": self.script,
             "workers": self.recording.world_size,
@@ -83,13 +83,13 @@ class Analysis:
 
 
 def warnings_of(table: TableStatistics) -> list[str]:
-    """In words, once each: why some numbers cannot be, so that dense is picked."""
+    """Return in words, once each, why some numbers are impossible, so that dense is picked."""
     warned = dict.fromkeys(prediction.warning for prediction in table.predictions if prediction.warning)
     return [f"Warning: {warning}." for warning in warned]
 
 
 def explanations(table: TableStatistics) -> list[str]:
-    """Why thinwire would choose what it would: on the recorded ranks, and wherever fewer ranks pick otherwise."""
+    """Return the reasons for thinwire's choice: on the recorded ranks, and wherever fewer ranks pick otherwise."""
     lines, before = [], None
     for prediction in table.predictions:
         changed = before is not None and before != prediction.pick
@@ -110,6 +110,6 @@ def _sparse_json(table: TableStatistics) -> dict[str, Any]:
 
 
 def _prediction_json(prediction: Prediction, table: TableStatistics) -> dict[str, Any]:
-    """With the exact bytes of the recorded ids beside the expected ones, where there are recorded ids."""
+    """The prediction, with the exact bytes of the recorded ids if it is for the recorded number of ranks."""
     recorded = prediction.world_size == table.world_size
     return {**asdict(prediction), "exact_bytes": table.sent_bytes if recorded else None}

@@ -1,5 +1,4 @@
-"""One rank: ``python -m thinwire.lab.analyze.worker DIRECTORY STEPS SCRIPT [ARGS...]``, in the environment of
-torchrun."""
+"""One rank of torchrun: ``python -m thinwire.lab.analyze.worker DIRECTORY STEPS SCRIPT [ARGS...]``."""
 
 from __future__ import annotations
 
@@ -16,19 +15,19 @@ from thinwire.lab.analyze.recorder import Recorder, ScriptWatcher, install
 
 
 def rank_file(directory: Path, rank: int) -> Path:
-    """Where a rank leaves what it saw."""
+    """Return the file in which a rank leaves its recording."""
     return directory / f"rank{rank}.npz"
 
 
 def progress_file(directory: Path) -> Path:
-    """To which rank 0 adds a byte after every step."""
+    """Return the file to which rank 0 adds a byte after every step."""
     return directory / "progress"
 
 
 @record
 def main() -> None:
     """Run the script as its own main program, and write the recording when it ends well, by itself or by us."""
-    os.dup2(2, 1)  # what the script prints goes to standard error: standard output is for the JSON of the parent
+    os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
     directory, steps, script, *arguments = sys.argv[1:]
     rank = int(os.environ["RANK"])
     recorder = Recorder(int(steps), partial(_add_byte, progress_file(Path(directory))) if rank == 0 else lambda: None)

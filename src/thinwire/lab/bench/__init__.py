@@ -1,1 +1,1 @@
-"""Repeatable benchmarks: the workloads, what is timed, and how it is reported."""
+"""Repeatable benchmarks: workloads, timed runs, and reports."""

@@ -10,10 +10,10 @@ from thinwire.wire import FORMATS, Format
 
 
 def points() -> list[Scheme]:
-    """All combinations of the dimensions, ownership, unit and pull that have a meaning, in a fixed order.
+    """Return all meaningful combinations of the dimensions, ownership, unit and pull, in a fixed order.
 
-    Formats are all of them, or dense only where nothing else has a meaning. The switch to dense and the number of
-    servers, which go with many of the points, are left as they are.
+    Formats are all of them, or dense only where no other is meaningful. The switch to dense and the number of servers,
+    which combine with many of the points, keep their defaults.
 
     Example:
         >>> label(points()[0])
@@ -32,7 +32,7 @@ def points() -> list[Scheme]:
 
 
 def label(scheme: Scheme) -> str:
-    """The name of a scheme, or its dimensions and what else is not as usual.
+    """Return the name of a scheme, or its dimensions and unusual settings.
 
     Example:
         >>> label(replace(ZEN, communication="ring"))
@@ -84,7 +84,7 @@ def _legal(
 def _usual_formats(
     communication: Communication, ownership: Ownership | None
 ) -> tuple[tuple[Format, ...], tuple[Format, ...]]:
-    """Of push and pull: all of them, or dense where nothing else has a meaning."""
+    """Formats of push and pull: all of them, or dense where no other is meaningful."""
     dense = (Format.DENSE,)
     if communication is Communication.NATIVE:
         return dense, dense

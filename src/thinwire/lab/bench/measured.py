@@ -1,4 +1,4 @@
-"""Measure a training on emulated hosts, or as a rank of a job: of the jobs by name, or of a user's own factory."""
+"""Measurement of a training on emulated hosts, or as a rank of a job: a named job, or a user's own factory."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from thinwire.measure.training import How, Training, check, measure_training
 from thinwire.plan.measurement import Measurement
 
 OnStage = Callable[[str], None]
-"""Told what is measured next."""
+"""Function called with the name of the next measurement."""
 
 
 @dataclass(frozen=True)
 class TrainingTarget:
-    """What is trained: a job by name, or ``module:function``.
+    """Training to measure: a job by name, or ``module:function``.
 
     The function is called without arguments on every rank. It returns a model, a function that makes a batch, a loss (a
-    function of the model and a batch) and, if it likes, an optimizer.
+    function of the model and a batch) and, optionally, an optimizer.
 
     Raises:
         ValueError: neither; the message says what is legal.
@@ -51,7 +51,7 @@ class TrainingTarget:
         return JOBS.get(self.text)
 
     def training(self, rank: int, world_size: int, data: Data | None = None) -> Training:
-        """On one rank.
+        """Create the training on one rank.
 
         Raises:
             ValueError: there is no such function, or it returns something else.
@@ -67,7 +67,7 @@ class TrainingTarget:
 def measure_on_hosts(
     target: TrainingTarget, how: How, hosts: int, ranks_per_host: int, link: Link, on_stage: OnStage
 ) -> Measurement:
-    """On emulated hosts with a link each, or without one as processes of this machine.
+    """Measure on emulated hosts with a link each, or without a link as processes of this machine.
 
     Raises:
         ValueError: fewer than two ranks; see `TrainingTarget.training` and
@@ -105,15 +105,15 @@ def measure_on_hosts(
 def measure_rank(
     context: RankContext, target: TrainingTarget, data: Data | None, how: How, path: tuple[str, ...]
 ) -> Any:
-    """What each rank does; in the default process group."""
-    sys.path[:] = path  # a factory is found where the command was called
+    """Measure on one rank, in the default process group."""
+    sys.path[:] = path  # a factory is imported from the command's directory
     training = target.training(context.rank, context.world_size, data)
     tell = context.send if context.rank == 0 else lambda stage: None
     return measure_training(training, how, on_stage=tell).to_json()
 
 
 def measure_in_job(target: TrainingTarget, how: How, on_stage: OnStage) -> Measurement:
-    """As a rank of a job that torchrun started, over its own network: in the default process group.
+    """Measure as a rank of a job that torchrun started, over its own network, in the default process group.
 
     Raises:
         ValueError: see `measure_on_hosts`.

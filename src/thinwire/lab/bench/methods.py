@@ -1,4 +1,4 @@
-"""What `thinwire bench sync` can measure, and the texts that name it."""
+"""Methods that `thinwire bench sync` can measure, and the texts that name them."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TWO_LEVEL_PREFIX, TwoLevel
 
 AGSPARSE_TORCH = "agsparse_torch"
-"""Not a scheme of thinwire: torch's own all_reduce of a sparse tensor over Gloo, as the baseline."""
+"""Name of the baseline: torch's own all_reduce of a sparse tensor over Gloo, not a scheme of thinwire."""
 METHODS = (*NAMED, AUTO, AGSPARSE_TORCH)
 
 
 @lru_cache(maxsize=1)
 def design_space() -> dict[str, Scheme]:
-    """Every point of the design space by its label, and the named ones that are none of its points."""
+    """Return every point of the design space by its label, and the named schemes outside it."""
     named = {name: scheme for name, scheme in NAMED.items() if label(scheme) == name}
     return {label(scheme): scheme for scheme in points()} | named
 
 
 def scheme_of(method: str) -> Scheme | TwoLevel | None:
-    """The scheme that a text names; None for "auto".
+    """Return the scheme that a text names; None for "auto".
 
     Raises:
         ValueError: an unknown text; the message says what is legal.

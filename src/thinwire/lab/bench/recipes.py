@@ -49,7 +49,8 @@ class Target:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A sparse gradient [num_rows, width] by its law (module docstring). ValueError for an impossible one.
+    """A sparse gradient [num_rows, width] defined by its law (module docstring). Raises ValueError for an impossible
+    one.
 
     >>> get_recipe("lstm").scaled(0.01).num_rows
     7935
@@ -86,7 +87,7 @@ class Recipe:
         return min(1.0, wanted / self.dense_bytes)
 
     def scaled(self, scale: float) -> Recipe:
-        """The same law on scale * num_rows rows, but at least 64; width and density stay.
+        """Return the same law on scale * num_rows rows, but at least 64; width and density stay.
 
         The offset shrinks with the table so that row i of the small one stands for the middle of the 1/scale
         rows it replaces. Densification and skewness then move by less than 0.1 % down to some 1,000 rows.
@@ -159,7 +160,7 @@ RECIPES: dict[str, Recipe] = {
         ),
     )
 }
-"""The workloads of ZEN's table of models, by name. What the law with one exponent reaches, in expectation:
+"""The workloads of ZEN's table of models, by name. In expectation, the law with one exponent reaches:
 
 - `lstm`: skewness 71.0 over 128 partitions, densification 13.7 at 128 ranks. Both targets, one exponent.
 - `nmt`, `bert`: densification fitted exactly; 72 % of the non-zeros fall in the first of 8 partitions (over
@@ -176,7 +177,7 @@ RECIPES: dict[str, Recipe] = {
 
 
 def get_recipe(name: str) -> Recipe:
-    """The full-size recipe of that name. Raises ValueError with the legal names and the nearest one.
+    """Return the full-size recipe of that name. Raises ValueError with the legal names and the nearest one.
 
     >>> get_recipe("lstm").width
     512
@@ -189,10 +190,10 @@ def get_recipe(name: str) -> Recipe:
 
 
 def row_ids(recipe: Recipe, rank: int, seed: int) -> Tensor:
-    """The ids of the rows in one rank's gradient: 1-D int64, strictly increasing, possibly empty.
+    """Return the ids of the rows in one rank's gradient: 1-D int64, strictly increasing, possibly empty.
 
-    A function of its arguments alone; ranks and seeds are independent streams (0 <= rank, seed < 2^32, else
-    ValueError). 64M rows take 1 to 2 s on one core and 80 MB. Machines agree, unless
+    It depends on its arguments alone; ranks and seeds are independent streams (0 <= rank, seed < 2^32, else
+    ValueError). 64M rows cost 1 to 2 s on one core and 80 MB. Machines agree, unless
     numpy changes its streams or the last bit of an exp() decides a draw (a chance below 1e-8 per gradient).
 
     >>> row_ids(get_recipe("bert"), rank=0, seed=0).dtype
@@ -212,9 +213,9 @@ def row_ids(recipe: Recipe, rank: int, seed: int) -> Tensor:
 
 
 def row_values(num_ids: int, width: int, rank: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Gradient values [num_ids, width], normal with standard deviation 1e-2 and no exact zero.
+    """Return gradient values [num_ids, width], normal with standard deviation 1e-2 and no exact zero.
 
-    Drawn in float32 and then cast; independent of `row_ids` of the same rank and seed. Raises ValueError for
+    They are drawn in float32 and then cast, independent of `row_ids` of the same rank and seed. Raises ValueError for
     a dtype that is not floating point.
     """
     if not dtype.is_floating_point:
@@ -226,7 +227,7 @@ def row_values(num_ids: int, width: int, rank: int, seed: int, dtype: torch.dtyp
 
 
 def gradient(recipe: Recipe, rank: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """One rank's sparse gradient: `row_ids` [k] int64 and `row_values` [k, width] of `dtype`.
+    """Return one rank's sparse gradient: `row_ids` [k] int64 and `row_values` [k, width] of `dtype`.
 
     >>> ids, values = gradient(get_recipe("bert"), rank=0, seed=0)
     >>> values.shape == (len(ids), 768)
@@ -237,7 +238,7 @@ def gradient(recipe: Recipe, rank: int, seed: int, dtype: torch.dtype = torch.fl
 
 
 def expected_densification(recipe: Recipe, world_size: int) -> float:
-    """Expected rows in the union of n ranks over those of one: sum 1 - (1 - p)^n over sum p."""
+    """Return the expected rows in the union of n ranks over those of one: sum 1 - (1 - p)^n over sum p."""
     if world_size < 1:
         raise ValueError(f"world_size must be at least 1; got {world_size}")
     ids, counts = _blocks(recipe.num_rows)
@@ -247,7 +248,7 @@ def expected_densification(recipe: Recipe, world_size: int) -> float:
 
 
 def expected_skewness(recipe: Recipe, partitions: int) -> float:
-    """Expected density of the first of equal partitions (p falls, so the densest) over the whole one."""
+    """Return the expected density of the first of equal partitions (p falls, so the densest) over the whole density."""
     if not 1 <= partitions <= recipe.num_rows:
         raise ValueError(f"partitions must be between 1 and num_rows = {recipe.num_rows}; got {partitions}")
     first = recipe.num_rows // partitions

@@ -33,7 +33,7 @@ DTYPES = {name: getattr(torch, name) for name in ("float32", "float64", "bfloat1
 
 @dataclass(frozen=True)
 class SyncBenchmark:
-    """What to measure.
+    """Settings of the benchmark.
 
     Raises:
         ValueError: an unknown method, dtype, recipe or trace, or numbers below one; the message lists what is legal.
@@ -69,7 +69,7 @@ class SyncBenchmark:
 
     @property
     def ranks_of_hosts(self) -> Hosts:
-        """Consecutive ranks are on one host."""
+        """Ranks of each host: consecutive ranks share one."""
         starts = range(0, self.world_size, self.ranks_per_host)
         return tuple(tuple(range(start, start + self.ranks_per_host)) for start in starts)
 
@@ -78,7 +78,7 @@ class SyncBenchmark:
 
 
 def run(benchmark: SyncBenchmark, on_progress: Callable[[str], None]) -> dict[str, Any]:
-    """Measure, and return ``{"environment": {...}, "rows": [...]}``; the fields are in docs/benchmarks.md.
+    """Run the benchmark and return ``{"environment": {...}, "rows": [...]}``; the fields are in docs/benchmarks.md.
 
     ``on_progress(method)`` is called whenever rank 0 finished a run of a method.
 
@@ -188,7 +188,7 @@ def _common(
 def predicted_pairs(
     method: str, chosen: str, hosts: Hosts, ids: Sequence[Tensor], num_rows: int, width: int, dtype: torch.dtype
 ) -> list[list[int]]:
-    """Bytes that each rank sends to each, before anything is sent; torch's own method by the algorithm that it runs.
+    """Return the bytes that each rank sends to each, predicted; torch's own method by the algorithm that it runs.
 
     ``chosen`` is the name of the scheme that ran, which for "auto" depends on the machine.
     """
@@ -206,7 +206,7 @@ def predicted_pairs(
 def _predicted_seconds(
     benchmark: SyncBenchmark, measurements: list[RankMeasurement], ids: list[Tensor], sent_bytes: int
 ) -> float | None:
-    """By the machine as measured before the first method, and the bytes predicted.
+    """Seconds predicted from the machine as measured before the first method, and the bytes predicted.
 
     Null for two levels and torch's, and where the machine could not be measured.
     """
@@ -222,7 +222,7 @@ def _predicted_seconds(
 
 
 def _between_hosts_max(hosts: Hosts, pairs: list[list[int]], measurements: list[RankMeasurement]) -> int:
-    """Bytes that the ranks of a host together sent to other hosts: of the host with most. By formula if not counted."""
+    """Bytes that the ranks of one host sent to other hosts, for the busiest host; by formula if not counted."""
     host = host_of_ranks(hosts)
     sent = [measurement.sent_between_hosts_bytes for measurement in measurements]
     for rank, row in enumerate(pairs):
@@ -234,7 +234,7 @@ def _between_hosts_max(hosts: Hosts, pairs: list[list[int]], measurements: list[
 def _imbalance(
     chosen: str, hosts: Hosts, ids: list[Tensor], num_rows: int, width: int, dtype: torch.dtype
 ) -> dict[str, float | None]:
-    """Imbalance of push and pull (ZEN, Definition 8); null where nobody owns a part, and for two levels."""
+    """Imbalance of push and pull (ZEN, Definition 8); null for schemes without owners, and for two levels."""
     scheme = None if chosen == AGSPARSE_TORCH else _scheme(chosen, hosts)
     if not isinstance(scheme, Scheme) or scheme.balance is None:
         return {"imbalance_push": None, "imbalance_pull": None}
@@ -255,7 +255,7 @@ def _shares_of_union(
 ) -> tuple[Tensor, Tensor]:
     """Values that each rank pushes to each of the others, and values that each owner adds up.
 
-    What an owner has itself does not count: it is dealt rows that it holds.
+    Rows that an owner holds itself do not count: it is dealt rows that it holds.
     """
     held, by_columns = tuple(part.numel() for part in ids), scheme.ownership is Ownership.COLUMNS
     plan = UnionPlan(held, num_rows, width, dtype.itemsize, scheme.push_format, by_columns)

@@ -1,4 +1,4 @@
-"""One rank of `thinwire bench sync`: run every method in turn, and report what each took and gave."""
+"""One rank of `thinwire bench sync`: it runs every method in turn, and reports the cost and result of each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from thinwire.sync.scheme import Scheme
 from thinwire.sync.synchronize import agree, chosen, dense_all_reduce, synchronize
 from thinwire.sync.two_level import TwoLevel
 
-_HEAD_START_SECONDS = 0.05  # a broadcast of 8 bytes takes 5 to 15 ms
+_HEAD_START_SECONDS = 0.05  # a broadcast of 8 bytes lasts 5 to 15 ms
 
 
 _WARM_UP_ROWS = 64
@@ -37,11 +37,11 @@ Run = Callable[[], SparseRows | Tensor]
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """What one rank saw of one method. Times are of the machine's monotonic clock, comparable between ranks."""
+    """Measurement of one method on one rank. Times are of the machine's monotonic clock, comparable between ranks."""
 
     started: tuple[float, ...]
     ended: tuple[float, ...]
-    sent_bytes: int | None  # of one run; None where torch moves the bytes and nobody counts them
+    sent_bytes: int | None  # of one run; None if torch moves the bytes, uncounted
     sent_between_hosts_bytes: int | None
     chosen: str
     digest: str
@@ -52,9 +52,9 @@ class RankMeasurement:
 def measure(
     context: RankContext, workload: Workload, methods: tuple[str, ...], repeat: int, ranks_per_host: int | None
 ) -> dict[str, RankMeasurement]:
-    """Run each method ``repeat`` times, interleaved, after a warm-up on a few rows. Returns a measurement for each.
+    """Run each method ``repeat`` times, interleaved, after a warm-up on a few rows, and return a measurement for each.
 
-    With ``ranks_per_host`` so many consecutive ranks say that they are on one host, where nothing emulates hosts.
+    With ``ranks_per_host`` that many consecutive ranks pretend to share a host, without emulated hosts.
     """
     if ranks_per_host is not None:
         os.environ[HOST_VARIABLE] = str(context.rank // ranks_per_host)
@@ -113,7 +113,7 @@ def _once(run: Run, lane: Lane) -> _Run:
 
 
 def _few(rows: SparseRows) -> SparseRows:
-    """Those of the first rows: enough to open connections and load code."""
+    """The first few rows: enough to open connections and load code."""
     count = int((rows.ids < _WARM_UP_ROWS).sum())
     return SparseRows(rows.ids[:count], rows.values[:count], min(rows.num_rows, _WARM_UP_ROWS))
 
@@ -136,7 +136,7 @@ Point = Scheme | TwoLevel | str
 
 
 def _point(method: str, lane: Lane, rows: SparseRows) -> Point:
-    """What a method runs. For "auto" what it takes after a first step, as in training, where it knows the union."""
+    """The scheme that a method runs. For "auto" the one chosen after a first step, when the union is known."""
     if method == AGSPARSE_TORCH:
         return method
     scheme = scheme_of(method)
@@ -155,7 +155,7 @@ def _known(point: Point) -> Scheme | TwoLevel:
 
 
 def _runner(point: Point, lane: Lane, rows: SparseRows) -> Run:
-    """Makes, outside of the timing, what a scheme needs for one run: a fresh copy where it works in place."""
+    """Prepare, outside of the timing, a scheme's input for one run: a fresh copy where it works in place."""
     if isinstance(point, str):
         return _torch_run(rows)
     if point == DENSE:
@@ -197,7 +197,7 @@ def _torch_run(rows: SparseRows) -> Run:
 
 
 def _errors(workload: Workload, results: dict[str, SparseRows]) -> dict[str, float]:
-    """The largest deviation of each result from the sum in float64, rows that are missing or too many included."""
+    """The largest deviation of each result from the sum in float64, including missing and superfluous rows."""
     ranks = [workload.rows(rank) for rank in range(workload.world_size)]
     union = torch.cat([rows.ids for rows in ranks]).unique()
     exact = torch.zeros(union.numel(), ranks[0].width, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Index traces of real runs: which rows each rank's gradient touched, step by step.
+"""Index traces of real runs: the rows that each rank's gradient touched, step by step.
 
 A trace is an .npz file with the integer scalars `num_rows` and `width` and one integer array
 `ids_<step>_<rank>` for every step and rank, both counted from 0. No pickled objects are written or read.
@@ -68,7 +68,7 @@ def save_trace(path: str | os.PathLike[str], trace: IndexTrace) -> None:
 
 
 def load_trace(path: str | os.PathLike[str]) -> IndexTrace:
-    """Read a trace. Raises ValueError that says what is wrong with the file, FileNotFoundError for no file.
+    """Read a trace. Raises ValueError that names the defect of the file, FileNotFoundError for no file.
 
     >>> load_trace("run.npz").world_size  # doctest: +SKIP
     8

@@ -1,4 +1,4 @@
-"""What a benchmark synchronizes: one gradient per rank, from a recipe or from a recorded trace."""
+"""Workload of a benchmark: one gradient per rank, from a recipe or from a recorded trace."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Workload:
 
     Args:
         source: the name of a recipe, or the path of a trace.
-        is_trace: whether ``source`` is a path. Of a trace the last recorded step is used.
-        scale: shrinks the rows of a recipe; None takes its default. Ignored for traces.
-        seed: of ids (recipes) and values.
+        is_trace: whether ``source`` is a path. The last recorded step of a trace is used.
+        scale: factor for the rows of a recipe; None for its default. Ignored for traces.
+        seed: seed of ids (recipes) and values.
     """
 
     source: str
@@ -31,7 +31,7 @@ class Workload:
     dtype: torch.dtype = torch.float32
 
     def shape(self) -> tuple[int, int]:
-        """(num_rows, width) of the dense gradient."""
+        """Return (num_rows, width) of the dense gradient."""
         if self.is_trace:
             trace = load_trace(self.source)
             return trace.num_rows, trace.width
@@ -39,7 +39,7 @@ class Workload:
         return recipe.num_rows, recipe.width
 
     def ids(self, rank: int) -> Tensor:
-        """Sorted row ids of a rank, int64.
+        """Return the sorted row ids of a rank, int64.
 
         Raises:
             ValueError: an unknown recipe (the message lists them), or a trace of fewer ranks.
@@ -55,7 +55,7 @@ class Workload:
         return trace.steps[-1][rank]
 
     def rows(self, rank: int) -> SparseRows:
-        """The gradient of a rank: ids and values."""
+        """Return the gradient of a rank: ids and values."""
         num_rows, width = self.shape()
         ids = self.ids(rank)
         return SparseRows(ids, row_values(ids.numel(), width, rank, self.seed, self.dtype), num_rows)

@@ -1,4 +1,4 @@
-"""Run the same training under stock DDP and under thinwire on several workers, and compare."""
+"""Comparison of the same training under stock DDP and under thinwire on several workers."""
 
 import json
 import os
@@ -21,17 +21,17 @@ from thinwire.lab.demo.stock import ring_bytes
 from thinwire.lab.demo.train import MODES, RankResult, TrainConfig, TrainJob, train_worker
 
 OnStep = Callable[[str, int, float], None]
-"""Called with (mode, steps done, last loss of rank 0), a few times a second."""
+"""Function called with (mode, steps done, last loss of rank 0), a few times a second."""
 
 Launch = Callable[[TrainJob, int], float | None]
-"""Trains a job on so many workers to its end; returns the measured link in Mbit/s, None without one."""
+"""Function that trains a job on that many workers and returns the measured link in Mbit/s, or None without one."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
 class ModeResult:
-    """One mode, over all ranks. Arrays are float64 ``[steps]`` and hold means over ranks."""
+    """Measurements of one mode, over all ranks. Arrays are float64 ``[steps]`` and hold means over ranks."""
 
     loss: Floats
     step_seconds: Floats
@@ -57,7 +57,7 @@ class ModeResult:
         return float(self.bytes_by_rank.max() / mean) if mean else 1.0
 
     def bytes_by_parameter(self, separate: Collection[str]) -> dict[str, float]:
-        """Bytes per step of the parameters named in ``separate``, and of "all others" together."""
+        """Return the bytes per step of the parameters in ``separate``, and of "all others" together."""
         sent = dict.fromkeys((*separate, "all others"), 0.0)
         for row in self.table:
             name = row.get("name") if row.get("name") in sent else "all others"
@@ -69,7 +69,7 @@ class ModeResult:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Both modes and the conditions. ``link_mbit`` is the *measured* link, None on plain loopback."""
+    """Measurements of both modes, and the conditions. ``link_mbit`` is the *measured* link, None on plain loopback."""
 
     config: TrainConfig
     workers: int
@@ -91,11 +91,11 @@ class Comparison:
 
     @property
     def dense_ddp_bytes_per_step(self) -> float:
-        """What DDP would send with ``sparse=False``: a ring all-reduce of all. Computed, not run."""
+        """Bytes that DDP would send with ``sparse=False``: a ring all-reduce of all. Computed, not run."""
         return ring_bytes(4 * parameter_count(self.config.model(self.num_words)), self.workers)
 
     def to_json(self) -> dict[str, Any]:
-        """The figures of ``thinwire demo --json``; seconds are medians over steps, of means over ranks."""
+        """Return the figures of ``thinwire demo --json``; seconds are medians over steps, of means over ranks."""
         return {
             "steps": self.config.steps,
             "workers": self.workers,
@@ -125,7 +125,7 @@ class Comparison:
 
 
 def parameter_count(model: ModelConfig) -> int:
-    """Parameters of the language model: two tables, one LSTM layer, the projection."""
+    """Return the number of parameters of the language model: two tables, one LSTM layer, the projection."""
     tables = 2 * model.num_words * model.embedding_dim
     lstm = 4 * model.hidden_size * (model.embedding_dim + model.hidden_size + 2)
     return tables + lstm + (model.hidden_size + 1) * model.embedding_dim
@@ -165,7 +165,7 @@ def launch_on_loopback(job: TrainJob, workers: int) -> None:
 
 
 def _torchrun(workers: int) -> LaunchConfig:
-    """As ``torchrun --standalone --nproc-per-node WORKERS``: c10d rendezvous on a free port, no restarts."""
+    """Settings of ``torchrun --standalone --nproc-per-node WORKERS``: c10d rendezvous on a free port, no restarts."""
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -3,7 +3,7 @@
 A word is a run of word characters (an identifier, keyword, number, or a word of a comment) or a single
 punctuation mark: the pattern ``\\w+|[^\\w\\s]``. On CPython 3.11.7 with its tests that gives 7,068,167 tokens
 and 119,788 distinct words, of which 42 % occur once. Nothing is folded into an "unknown" word: the long tail
-is what makes the gradients of the tables sparse.
+is why the gradients of the embedding tables are sparse.
 """
 
 import json
@@ -24,17 +24,17 @@ import numpy as np
 import numpy.typing as npt
 
 CACHE_VERSION = 1
-"""Raise it when the pattern, the order of the files or the layout of the cache changes."""
+"""Version of the cache: raise it when the pattern, the order of the files or the layout of the cache changes."""
 
 WORD_PATTERN = re.compile(r"\w+|[^\w\s]")
 INSTALLED_PACKAGES = frozenset({"site-packages", "dist-packages"})
 
 Progress = Callable[[int, int], None]
-"""Called with (files done, files in all)."""
+"""Function called with (files done, files in all)."""
 
 
 class CorruptCacheError(Exception):
-    """The cached corpus is missing, incomplete or does not match its own checksum."""
+    """Raised when the cached corpus is missing, incomplete or does not match its own checksum."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Corpus:
 
     @property
     def num_words(self) -> int:
-        """Distinct words."""
+        """Number of distinct words."""
         return len(self.vocabulary)
 
 
 def load(source: Path | None = None, cache: Path | None = None, progress: Progress | None = None) -> Corpus:
-    """The corpus of ``source`` (default: the standard library), from the cache where that is sound.
+    """Return the corpus of ``source`` (default: the standard library), from the cache if that is sound.
 
     A missing or corrupt cache is rebuilt (about 4 s for 31 MB of source) and written atomically. A cache that
     cannot be written (read-only home) is not an error: the corpus is tokenized again next time.
@@ -77,12 +77,12 @@ def load(source: Path | None = None, cache: Path | None = None, progress: Progre
 
 
 def standard_library() -> Path:
-    """Where the source of this Python's standard library lies."""
+    """Return the directory of the source of this Python's standard library."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def source_files(source: Path) -> list[Path]:
-    """Every ``*.py`` below ``source`` in the order of its relative path, without installed packages."""
+    """List every ``*.py`` below ``source`` in the order of its relative path, without installed packages."""
     relative = (path.relative_to(source) for path in source.rglob("*.py") if path.is_file())
     kept = sorted(path.as_posix() for path in relative if INSTALLED_PACKAGES.isdisjoint(path.parts))
     if not kept:
@@ -111,7 +111,7 @@ def _ranked_by_frequency(tokens: npt.NDArray[np.int32], words: list[str]) -> Cor
 
 
 def cache_directory(source: Path | None = None, cache: Path | None = None) -> Path:
-    """One directory per Python release, cache version and source directory, below the user's cache."""
+    """Return the directory of a Python release, cache version and source directory, below the user's cache."""
     base = cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
     release = ".".join(map(str, sys.version_info[:3]))
     place = zlib.crc32(str((source or standard_library()).resolve()).encode())
@@ -119,12 +119,12 @@ def cache_directory(source: Path | None = None, cache: Path | None = None) -> Pa
 
 
 def tokens_file(directory: Path) -> Path:
-    """The word ids in a cache directory: int32, to be mapped by ``numpy.load(..., mmap_mode="r")``."""
+    """Return the file of word ids in a cache directory: int32, to be mapped by ``numpy.load(..., mmap_mode="r")``."""
     return directory / "tokens.npy"
 
 
 def read_cache(directory: Path) -> Corpus:
-    """Read a cached corpus; raises :class:`CorruptCacheError` unless every byte is as it was written."""
+    """Read a cached corpus. Raises :class:`CorruptCacheError` unless every byte is as it was written."""
     try:
         tokens = np.load(tokens_file(directory), mmap_mode="r", allow_pickle=False)
         text = np.load(directory / "vocabulary.npy", allow_pickle=False)

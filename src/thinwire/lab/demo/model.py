@@ -1,4 +1,4 @@
-"""A word-level LSTM language model whose two word tables have sparse gradients.
+"""A word-level LSTM language model whose two embedding tables have sparse gradients.
 
 The input table gets gradients for the words of the batch; the output table for the target words and a sample
 of other words, because the softmax is *sampled* (Jean et al. 2015, "On Using Very Large Target Vocabulary for
@@ -27,7 +27,7 @@ class ModelConfig:
 class LogUniform:
     """The Zipfian distribution P(word) = log((word + 2) / (word + 1)) / log(num_words + 1) over words.
 
-    A draw takes the draws of one step and keeps each word once.
+    A sample makes the draws of one step and keeps each word once.
 
     >>> words = LogUniform(num_words=1000, draws=64).sample(seed=0, step=3)      # int64, sorted, at most 64
     """
@@ -39,7 +39,7 @@ class LogUniform:
         self.draws = draws
 
     def sample(self, seed: int, step: int) -> Tensor:
-        """Candidates of one step, int64, sorted, unique.
+        """Return the candidates of one step, int64, sorted, unique.
 
         The generator depends on seed and step only, so all ranks share the candidates, as is usual for large
         tables: the sampled part of the output table's gradient then overlaps completely between ranks.
@@ -51,14 +51,14 @@ class LogUniform:
         return words.clamp_(max=self.num_words - 1).unique()
 
     def log_inclusion(self, words: Tensor) -> Tensor:
-        """Log of the probability that a word is a candidate, log(1 - (1 - P(word))^draws), float32."""
+        """Return the log of the probability that a word is a candidate, log(1 - (1 - P(word))^draws), float32."""
         rank = words.double()
         probability = torch.log1p(1 / (rank + 1)) / math.log(self.num_words + 1)
         return torch.log(-torch.expm1(self.draws * torch.log1p(-probability))).float()
 
 
 class LanguageModel(nn.Module):
-    """Predicts each next word: embedding, LSTM, projection, sampled softmax.
+    """Model that predicts each next word: embedding, LSTM, projection, sampled softmax.
 
     Both tables are ``nn.Embedding(num_words, embedding_dim, sparse=True)``.
     """
@@ -71,7 +71,7 @@ class LanguageModel(nn.Module):
         self.words_out = _word_table(config)
 
     def forward(self, words: Tensor, candidates: Tensor, sampler: LogUniform) -> Tensor:
-        """Mean loss over ``words``, int64 ``[batch, time + 1]``: each word predicts the one after it.
+        """Return the mean loss over ``words``, int64 ``[batch, time + 1]``: each word predicts the one after it.
 
         ``candidates`` are the sampled words of this step, int64 ``[num_candidates]``.
         """
@@ -105,7 +105,7 @@ def sampled_softmax_loss(
     target_log_inclusion: Tensor,
     candidate_log_inclusion: Tensor,
 ) -> Tensor:
-    """Cross entropy of the target against the candidates, a scalar of ``context``'s dtype.
+    """Return the cross entropy of the target against the candidates, a scalar of ``context``'s dtype.
 
     ``context`` and ``target_rows`` are ``[n, dim]``, ``candidate_rows`` ``[m, dim]``, ``targets`` ``[n]`` and
     ``candidates`` ``[m]`` (distinct), the log inclusion probabilities ``[n]`` and ``[m]``. Each logit is

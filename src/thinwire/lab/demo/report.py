@@ -1,4 +1,4 @@
-"""The comparison as a page: ``report.html``."""
+"""Report of the comparison as a page: ``report.html``."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ _COLORS = {"ddp": PALETTE[0], "thinwire": PALETTE[1], "ddp_dense": PALETTE[2]}
 
 
 def build_report(comparison: Comparison) -> Report:
-    """Figures, tables and five pictures; ``.write(path)`` makes the file."""
+    """Build a page of figures, tables and five pictures; ``.write(path)`` writes the file."""
     report = Report("One language model, trained twice", conditions(comparison))
     figures = comparison.to_json()
     sent = figures["bytes_per_step"]

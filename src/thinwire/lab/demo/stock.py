@@ -1,6 +1,6 @@
-"""Stock DDP with a measuring tape: the collectives it uses without a hook, plus their times and bytes.
+"""Stock DDP with measurement: its own collectives, with their times and bytes.
 
-DDP gives a registered communication hook the work of its reducer, so this hook does what the reducer does:
+DDP gives a registered communication hook the work of its reducer, so this hook repeats the reducer's steps:
 divide by the world size, then all-reduce each bucket asynchronously. Losses are bit for bit those of DDP
 without a hook (``tests/ranks/test_demo.py``).
 """
@@ -15,16 +15,16 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 METADATA_BYTES = 9 * 8
-"""Gloo's sparse all-reduce first gathers 9 int64 per rank: the sizes and the number of non-zeros."""
+"""Bytes that Gloo's sparse all-reduce gathers first from each rank: 9 int64, the sizes and the number of non-zeros."""
 
 
 def ring_bytes(num_bytes: int, world_size: int) -> float:
-    """Bytes that each rank sends in a ring all-reduce of ``num_bytes``: 2 (n - 1) / n of them."""
+    """Return the bytes that each rank sends in a ring all-reduce of ``num_bytes``: 2 (n - 1) / n of them."""
     return 2 * (world_size - 1) / world_size * num_bytes
 
 
 def gathered_bytes(rows: int, row_bytes: int, world_size: int) -> float:
-    """Bytes that each rank sends in Gloo's sparse all-reduce ("AGsparse"), ``rows`` distinct rows per rank.
+    """Return the bytes that each rank sends in Gloo's sparse all-reduce ("AGsparse"), ``rows`` distinct rows per rank.
 
     Every rank's rows go to the n - 1 others: an int64 id and the values of each, after the metadata. With
     different counts per rank this is exact for the mean over ranks, since a rank forwards the others' rows.
@@ -46,7 +46,7 @@ class ParameterTotals:
 
 @dataclass
 class StockMeter:
-    """What :func:`attach` returns: same ``stats`` and ``table`` as a thinwire synchronizer.
+    """Meter returned by :func:`attach`: same ``stats`` and ``table`` as a thinwire synchronizer.
 
     Times are measured, from the launch of a collective to its completion; bytes follow from the formulas
     above, because Gloo keeps no count.
@@ -58,12 +58,12 @@ class StockMeter:
     totals: dict[str, ParameterTotals] = field(default_factory=lambda: defaultdict(_dense_totals))
 
     def stats(self) -> dict[str, float]:
-        """Totals since :func:`attach`: bytes this rank sent, seconds in which a collective was under way."""
+        """Return totals since :func:`attach`: bytes this rank sent, seconds in which a collective was under way."""
         sent = sum(total.sent_bytes for total in self.totals.values())
         return {"comm/bytes_sent": sent, "comm/seconds": covered_seconds(self.intervals)}
 
     def table(self) -> list[dict[str, str | float]]:
-        """One row per parameter, means per step."""
+        """Return one row per parameter, means per step."""
         return [
             {
                 "name": name,
@@ -90,7 +90,7 @@ def attach(model: DistributedDataParallel) -> StockMeter:
 
 
 def stock_hook(meter: StockMeter, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """The reducer's own all-reduce of one bucket, timed and counted."""
+    """Run the reducer's own all-reduce of one bucket, timed and counted."""
     gradient = bucket.buffer()
     if gradient.is_sparse:
         gradient.div_(meter.world_size)
@@ -132,12 +132,12 @@ def _count_dense(meter: StockMeter, bucket: dist.GradBucket) -> None:
 
 
 def distinct_rows(gradient: Tensor) -> int:
-    """Rows of a sparse COO gradient, repeated ids counted once, without adding up the values."""
+    """Return the number of rows of a sparse COO gradient, counting repeated ids once, without adding up the values."""
     return gradient._indices()[0].unique().numel()
 
 
 def covered_seconds(intervals: list[tuple[float, float]]) -> float:
-    """Length of the union of time intervals: buckets in flight together count once."""
+    """Return the length of the union of time intervals: buckets in flight together count once."""
     covered, end = 0.0, float("-inf")
     for start, stop in sorted(intervals):
         covered += max(0.0, stop - max(start, end))

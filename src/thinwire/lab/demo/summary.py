@@ -1,4 +1,4 @@
-"""The comparison in words and table rows, for the terminal and for the report."""
+"""Summary of the comparison in words and table rows, for the terminal and for the report."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from thinwire.lab.demo.train import LOOPBACK_SCHEME, MODES
 
 
 def format_bytes(value: float) -> str:
-    """``format_bytes(4_831_080) == '4.83 MB'`` (decimal units)."""
+    """Format a number of bytes: ``format_bytes(4_831_080) == '4.83 MB'`` (decimal units)."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if abs(value) >= size:
             return f"{value / size:.3g} {unit}"
@@ -18,12 +18,12 @@ def format_bytes(value: float) -> str:
 
 
 def format_seconds(value: float) -> str:
-    """``format_seconds(0.1234) == '123 ms'``."""
+    """Format a time: ``format_seconds(0.1234) == '123 ms'``."""
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
 def conditions(comparison: Comparison) -> str:
-    """Workers, link, model, text: one line."""
+    """Return workers, link, model and text in one line."""
     config = comparison.config
     mbit = comparison.link_mbit
     link = "loopback" if mbit is None else f"emulated hosts, {mbit:.0f} Mbit/s measured"
@@ -35,7 +35,7 @@ def conditions(comparison: Comparison) -> str:
 
 
 def conclusion(comparison: Comparison) -> str:
-    """One honest sentence."""
+    """Return one honest sentence on bytes and step times."""
     ddp, thinwire = (comparison.modes[mode] for mode in MODES)
     fewer = ddp.bytes_per_step / thinwire.bytes_per_step
     faster = float(np.median(ddp.step_seconds) / np.median(thinwire.step_seconds))
@@ -49,7 +49,7 @@ def conclusion(comparison: Comparison) -> str:
 
 
 def summary_rows(comparison: Comparison) -> list[list[str]]:
-    """Rows of (what, stock DDP, thinwire); cells that span both modes repeat their text."""
+    """Return rows of (what, stock DDP, thinwire); cells that span both modes repeat their text."""
     results = [comparison.modes[mode] for mode in MODES]
     difference = f"{comparison.loss_difference.max():.1e}"
 

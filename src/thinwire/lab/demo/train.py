@@ -1,4 +1,4 @@
-"""What one rank does: train the language model for some steps and write down what happened."""
+"""One rank of the demo: train the language model for some steps and record losses, times and bytes."""
 
 import hashlib
 import json
@@ -21,16 +21,16 @@ from thinwire.lab.demo import stock
 from thinwire.lab.demo.model import LanguageModel, LogUniform, ModelConfig
 
 LOOPBACK_SCHEME = "zen"
-"""The demo is about bytes, and on loopback "auto" finds out that they cost nothing there, and saves none."""
+"""Scheme on loopback: the demo is about bytes, which cost nothing there, so that "auto" would save none."""
 MODES = ("ddp", "thinwire")
 
 INITIAL_ACCUMULATOR = 0.1
-"""Keeps Adagrad's first steps smooth: from 0 it would take a full step for a gradient of rounding noise."""
+"""Initial accumulator of Adagrad: from 0 a gradient of rounding noise would cause a full step."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One training run: ``batch_size`` sequences of ``sequence_length`` words per rank and step."""
+    """Settings of a training run: ``batch_size`` sequences of ``sequence_length`` words per rank and step."""
 
     steps: int = 120
     seed: int = 0
@@ -42,7 +42,7 @@ class TrainConfig:
     candidates: int = 4096
 
     def model(self, num_words: int) -> ModelConfig:
-        """Sizes of the model for a vocabulary."""
+        """Return the sizes of the model for a vocabulary."""
         return ModelConfig(num_words, self.embedding_dim, self.hidden_size, self.candidates)
 
     def __post_init__(self) -> None:
@@ -52,7 +52,7 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class TrainJob:
-    """A run as the workers get it: text and results lie in the directory ``results``."""
+    """A run as sent to the workers: text and results are in the directory ``results``."""
 
     config: TrainConfig
     num_words: int
@@ -61,20 +61,20 @@ class TrainJob:
 
     @property
     def tokens_file(self) -> Path:
-        """The text: ``.npy``, int32 word ids below ``num_words``."""
+        """Path of the text: ``.npy``, int32 word ids below ``num_words``."""
         return self.results / "tokens.npy"
 
     def result_file(self, mode: str, rank: int) -> Path:
-        """Where a rank leaves its :class:`RankResult` as JSON."""
+        """Return the path at which a rank leaves its :class:`RankResult` as JSON."""
         return self.results / f"{mode}-rank{rank}.json"
 
     def progress_file(self, mode: str) -> Path:
-        """Where rank 0 appends its loss, one float64 per step done."""
+        """Return the path at which rank 0 appends its loss, one float64 per finished step."""
         return self.results / f"{mode}-progress.f64"
 
 
 class DemoSynchronizer(Protocol):
-    """What the two modes have in common: bytes, seconds and one table row per parameter."""
+    """Common interface of the two modes: bytes, seconds and one table row per parameter."""
 
     def stats(self) -> dict[str, float]: ...
 
@@ -83,7 +83,7 @@ class DemoSynchronizer(Protocol):
 
 @dataclass(frozen=True)
 class RankResult:
-    """What a rank reports of one mode; lists hold one number per step, of this rank alone."""
+    """Report of a rank about one mode; lists hold one number per step, of this rank alone."""
 
     loss: list[float]
     step_seconds: list[float]
@@ -99,7 +99,7 @@ class RankResult:
 
 @record
 def train_worker(job: TrainJob) -> None:
-    """Entry point of a worker that torchrun started: join the process group, then train."""
+    """Join the process group and train, as a worker that torchrun started."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker at once, without four tracebacks
     dist.init_process_group("gloo")
     try:
@@ -109,15 +109,15 @@ def train_worker(job: TrainJob) -> None:
 
 
 def train_on_host(_context: object, job: TrainJob) -> None:
-    """Entry point of a rank on an emulated host, where the testbed has made the process group."""
+    """Train as a rank on an emulated host, where the testbed has made the process group."""
     train_rank(job)
 
 
 def train_rank(job: TrainJob, modes: tuple[str, ...] = MODES) -> None:
     """Train the same seed once per mode in the default process group, and write the result files.
 
-    The modes take turns step by step, and change who is first, so that a load on the machine that comes and
-    goes does not fall on one of them alone.
+    The modes take turns step by step, and alternate in going first, so that a temporary load on the machine
+    does not fall on one of them alone.
     """
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
     # Adagrad builds sparse tensors; saying "no checks" aloud silences torch's warning that there are none.
@@ -131,7 +131,7 @@ def train_rank(job: TrainJob, modes: tuple[str, ...] = MODES) -> None:
 
 
 class DemoTraining:
-    """One mode's model, optimizer and synchronizer, and what was measured so far."""
+    """One mode's model, optimizer and synchronizer, and its measurements so far."""
 
     def __init__(self, job: TrainJob, mode: str) -> None:
         self.job, self.mode = job, mode
@@ -148,7 +148,7 @@ class DemoTraining:
         self.records: list[dict[str, float]] = []
 
     def step(self, step: int) -> None:
-        """Train one step, record it, and tell the progress file."""
+        """Train one step, record it, and append to the progress file."""
         config = self.job.config
         words = batch(self.tokens, config, step, dist.get_rank(), dist.get_world_size())
         before = self.synchronizer.stats()
@@ -162,7 +162,7 @@ class DemoTraining:
                 file.write(np.float64(record["loss"]).tobytes())
 
     def write_result(self) -> None:
-        """Leave the :class:`RankResult` where the parent finds it."""
+        """Write the :class:`RankResult` for the parent."""
         columns = {name: [record[name] for record in self.records] for name in self.records[0]}
         result = RankResult(
             **columns,
@@ -190,7 +190,7 @@ def timed_step(
     seed: int,
     step: int,
 ) -> dict[str, float]:
-    """One training step with the seconds of its parts; synchronization happens inside backward."""
+    """Make one training step and return the seconds of its parts; synchronization happens inside backward."""
     start = time.perf_counter()
     optimizer.zero_grad()
     loss = model(words, sampler.sample(seed, step), sampler)
@@ -209,7 +209,7 @@ def timed_step(
 
 
 def batch(tokens: npt.NDArray[np.int32], config: TrainConfig, step: int, rank: int, world_size: int) -> Tensor:
-    """The words of one rank and step, int64 ``[batch_size, sequence_length + 1]``.
+    """Return the words of one rank and step, int64 ``[batch_size, sequence_length + 1]``.
 
     The text is cut into ``world_size * batch_size`` streams of equal length; each step reads on in every
     stream, and starts again where a stream ends.
@@ -225,7 +225,7 @@ def batch(tokens: npt.NDArray[np.int32], config: TrainConfig, step: int, rank: i
 
 
 def digest(model: nn.Module) -> str:
-    """Hash of the bytes of every parameter, in order of their names."""
+    """Return a hash of the bytes of every parameter, in order of their names."""
     state = hashlib.blake2b(digest_size=16)
     for name, parameter in sorted(model.named_parameters()):
         state.update(name.encode())

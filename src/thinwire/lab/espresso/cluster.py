@@ -1,4 +1,4 @@
-"""A cluster in numbers: hosts of several ranks each, a link inside a host and a link between hosts.
+"""Description of a cluster: hosts of several ranks each, a link inside a host and a link between hosts.
 
 Three kinds of collectives run on it (Espresso, EuroSys'23, section 2.1): inside each host ("intra"), between hosts
 ("inter": equal local ranks of all hosts together, side by side on the host's one link), and over all ranks ("flat").
@@ -48,15 +48,15 @@ _FREE = Linear(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts with the same number of ranks each.
+    """A cluster of hosts with the same number of ranks each.
 
     Args:
-        hosts: 1 or more.
-        ranks_per_host: 1 or more; one accelerator each.
-        intra: of one rank's link to the others of its host.
-        inter: of one host's link to the others, which its ranks share.
-        host_copy: of moving a tensor between accelerator and host memory, for what the processor compresses.
-        name: for tables.
+        hosts: number of hosts, 1 or more.
+        ranks_per_host: ranks of each host, 1 or more; one accelerator each.
+        intra: cost of one rank's link to the others of its host.
+        inter: cost of one host's link to the others, which its ranks share.
+        host_copy: cost of moving a tensor between accelerator and host memory, for compression by processors.
+        name: name for tables.
 
     Raises:
         ValueError: numbers below 1, or costs that are no Linear.
@@ -88,21 +88,21 @@ class Cluster:
         return self.hosts * self.ranks_per_host
 
     def participants(self, level: str) -> int:
-        """Ranks of one collective."""
+        """Return the number of ranks in one collective."""
         return {INTRA: self.ranks_per_host, INTER: self.hosts, FLAT: self.world_size}[level]
 
     def link(self, level: str) -> str:
-        """The link that a collective of this level keeps busy: "intra" or "inter"."""
+        """Return the link that a collective of this level keeps busy: "intra" or "inter"."""
         return INTRA if level == INTRA or self.hosts == 1 else INTER
 
     def seconds(self, level: str, routine: str, size_bytes: Numbers, ranks: int = 1) -> Numbers:
-        """What one collective takes.
+        """Return the seconds of one collective.
 
         Args:
             level: "intra", "inter" or "flat".
             routine: "all_reduce", "reduce_scatter", "all_gather", "all_to_all", "gather", "broadcast" or "reduce".
-            size_bytes: what one rank puts in, or an array of that; of all_gather and gather its piece.
-            ranks: of level "inter": so many ranks of a host do the same at once, on one link.
+            size_bytes: input of one rank, or an array of inputs; of all_gather and gather its piece.
+            ranks: for level "inter": number of ranks of a host that do the same at once, on one link.
 
         Raises:
             KeyError: another level or routine.
@@ -115,7 +115,7 @@ class Cluster:
         return collective(self.participants(level), size_bytes, _shared(self.inter, share))
 
     def _crossing(self, routine: str) -> float:
-        """Bytes on a host's link over bytes on a rank's link: of a flat collective, ranks numbered host by host."""
+        """Bytes on a host's link over bytes on a rank's link in a flat collective, ranks numbered host by host."""
         away = self.world_size - self.ranks_per_host
         if routine == "all_to_all":  # each rank of the host sends to each rank of the others
             return self.ranks_per_host * away / (self.world_size - 1)
@@ -124,5 +124,5 @@ class Cluster:
 
 @cache
 def _shared(link: Linear, ranks: float) -> Linear:
-    """A link of which each of so many ranks has its part."""
+    """The share of each of ``ranks`` ranks in a link."""
     return Linear(link.alpha, link.beta * ranks)

@@ -1,4 +1,4 @@
-"""What a collective costs in the alpha-beta model: closed forms, each with its formula and where it is from.
+"""Costs of collectives in the alpha-beta model: closed forms, each with its formula and source.
 
 p is ``world_size``, m ``size_bytes``, alpha and beta those of ``link``: seconds a message, and seconds a byte through
 the link of one rank. Links are full duplex, ranks are alike, and the summing itself is left out, as in the sources:
@@ -8,8 +8,8 @@ the link of one rank. Links are full duplex, ranks are alike, and the summing it
 - Bruck et al.: Efficient algorithms for all-to-all communications in multiport systems, IEEE TPDS 1997.
 - Wang: Communication Primitives for Distributed Training Algorithms, lecture of ECE 826.
 
-A message's size is what one rank puts in, before the collective: of an all-gather and a gather the piece of one rank,
-of all others the whole tensor. One rank alone takes 0 seconds. ``size_bytes`` may be an array of sizes.
+A message's size is the input of one rank, before the collective: of an all-gather and a gather the piece of one rank,
+of all others the whole tensor. One rank alone costs 0 seconds. ``size_bytes`` may be an array of sizes.
 
 All raise ValueError for less than one rank, or for sizes that are not finite or below 0.
 """
@@ -27,52 +27,52 @@ Numbers = float | np.ndarray
 """Bytes or seconds of one message, or of many that are priced at once."""
 
 Collective = Callable[[int, Numbers, Linear], Numbers]
-"""(world_size, size_bytes, link) -> seconds."""
+"""Function of (world_size, size_bytes, link) that returns seconds."""
 
 
 def parameter_server(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """2 alpha + 2 p m beta: one server gathers p gradients and broadcasts to p ranks (the lecture's table)."""
+    """Return 2 alpha + 2 p m beta: one server gathers p gradients and broadcasts to p ranks (the lecture's table)."""
     _check(world_size, size_bytes)
     return 2 * (world_size > 1) * (link.alpha + world_size * size_bytes * link.beta)
 
 
 def sharded_parameter_server(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """2 alpha + 2 (p - 1)/p m beta: a server on every rank, with an equal part each (BytePS, OSDI'20, section 2)."""
+    """Return 2 alpha + 2 (p - 1)/p m beta: a server on every rank, with equal parts (BytePS, OSDI'20, section 2)."""
     _check(world_size, size_bytes)
     return 2 * (world_size > 1) * (link.alpha + (world_size - 1) / world_size * size_bytes * link.beta)
 
 
 def ring_all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """2 (p - 1) alpha + 2 (p - 1)/p m beta (Patarasuk and Yuan; the lecture's table)."""
+    """Return 2 (p - 1) alpha + 2 (p - 1)/p m beta (Patarasuk and Yuan; the lecture's table)."""
     _check(world_size, size_bytes)
     return 2 * (world_size - 1) * (link.alpha + size_bytes / world_size * link.beta)
 
 
 def tree_all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """2 ceil(log2 p) (alpha + m beta): a binomial tree up and the same tree down (Thakur et al., 3.2 and 3.5)."""
+    """Return 2 ceil(log2 p) (alpha + m beta): a binomial tree up and then down (Thakur et al., 3.2 and 3.5)."""
     _check(world_size, size_bytes)
     return 2 * _rounds(world_size) * (link.alpha + size_bytes * link.beta)
 
 
 def recursive_doubling_all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """log2 p (alpha + m beta): whole tensors swapped with a partner twice as far each time (Thakur et al., 3.6).
+    """Return log2 p (alpha + m beta): whole tensors swapped with a partner twice as far each time (Thakur et al., 3.6).
 
-    Of p that is no power of two, the ranks beyond one hand theirs over before and get the sum after: two steps more.
+    If p is no power of two, the ranks beyond one hand over their tensors before and get the sum after: two more steps.
     """
     _check(world_size, size_bytes)
     return (_halvings(world_size) + 2 * _is_odd(world_size)) * (link.alpha + size_bytes * link.beta)
 
 
 def halving_doubling_all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """2 log2 p alpha + 2 (p - 1)/p m beta: recursive halving, then doubling (Rabenseifner; Thakur et al., 3.6).
+    """Return 2 log2 p alpha + 2 (p - 1)/p m beta: recursive halving, then doubling (Rabenseifner; Thakur et al., 3.6).
 
-    Of p that is no power of two it is that of the largest one below, and two whole messages more.
+    If p is no power of two, the cost is that of the largest one below, and two more whole messages.
     """
     return 2 * halving_reduce_scatter(world_size, size_bytes, link)
 
 
 def all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """The best of ring, tree, recursive doubling and halving-doubling: what a tuned library takes at each size."""
+    """Return the best of ring, tree, recursive doubling and halving-doubling, as a tuned library chooses."""
     algorithms = (tree_all_reduce, recursive_doubling_all_reduce, halving_doubling_all_reduce)
     least = ring_all_reduce(world_size, size_bytes, link)
     for algorithm in algorithms:
@@ -81,14 +81,14 @@ def all_reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
 
 
 def ring_reduce_scatter(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """(p - 1) alpha + (p - 1)/p m beta: half a ring all-reduce (Patarasuk and Yuan)."""
+    """Return (p - 1) alpha + (p - 1)/p m beta: half a ring all-reduce (Patarasuk and Yuan)."""
     return ring_all_reduce(world_size, size_bytes, link) / 2
 
 
 def halving_reduce_scatter(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """log2 p alpha + (p - 1)/p m beta: recursive halving (Thakur et al., 3.4).
+    """Return log2 p alpha + (p - 1)/p m beta: recursive halving (Thakur et al., 3.4).
 
-    Of p that is no power of two it is that of the largest one below, and a whole message more.
+    If p is no power of two, the cost is that of the largest one below, and one more whole message.
     """
     _check(world_size, size_bytes)
     steps, share = _halvings(world_size), 1 - 0.5 ** _halvings(world_size)
@@ -96,25 +96,25 @@ def halving_reduce_scatter(world_size: int, size_bytes: Numbers, link: Linear) -
 
 
 def reduce_scatter(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """The better of a ring and recursive halving."""
+    """Return the better of a ring and recursive halving."""
     ring = ring_reduce_scatter(world_size, size_bytes, link)
     return np.minimum(ring, halving_reduce_scatter(world_size, size_bytes, link))
 
 
 def ring_all_gather(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """(p - 1) (alpha + m beta) for pieces of m bytes (Thakur et al., 3.1)."""
+    """Return (p - 1) (alpha + m beta) for pieces of m bytes (Thakur et al., 3.1)."""
     _check(world_size, size_bytes)
     return (world_size - 1) * (link.alpha + size_bytes * link.beta)
 
 
 def all_gather(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """ceil(log2 p) alpha + (p - 1) m beta for pieces of m bytes (Bruck et al.; Thakur et al., 3.1)."""
+    """Return ceil(log2 p) alpha + (p - 1) m beta for pieces of m bytes (Bruck et al.; Thakur et al., 3.1)."""
     _check(world_size, size_bytes)
     return _rounds(world_size) * link.alpha + (world_size - 1) * size_bytes * link.beta
 
 
 def all_to_all(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """The better of pairwise exchange and Bruck's algorithm (Thakur et al., 3.3).
+    """Return the better of pairwise exchange and Bruck's algorithm (Thakur et al., 3.3).
 
     (p - 1) alpha + (p - 1)/p m beta, or ceil(log2 p) (alpha + m/2 beta), for m bytes on each rank.
     """
@@ -124,12 +124,12 @@ def all_to_all(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
 
 
 def gather(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """ceil(log2 p) alpha + (p - 1) m beta: a binomial tree to the root, for pieces of m bytes (Thakur et al., 3.2)."""
+    """Return ceil(log2 p) alpha + (p - 1) m beta: a binomial tree, for pieces of m bytes (Thakur et al., 3.2)."""
     return all_gather(world_size, size_bytes, link)
 
 
 def broadcast(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """The better of a binomial tree, and scatter then all-gather (Thakur et al., 3.2).
+    """Return the better of a binomial tree, and scatter then all-gather (Thakur et al., 3.2).
 
     ceil(log2 p) (alpha + m beta), or 2 ceil(log2 p) alpha + 2 (p - 1)/p m beta.
     """
@@ -140,7 +140,7 @@ def broadcast(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
 
 
 def reduce(world_size: int, size_bytes: Numbers, link: Linear) -> Numbers:
-    """The better of a binomial tree, and reduce-scatter then gather: the costs of a broadcast (Thakur et al., 3.5)."""
+    """Return the better of a binomial tree, and reduce-scatter then gather: as a broadcast (Thakur et al., 3.5)."""
     return broadcast(world_size, size_bytes, link)
 
 
@@ -162,7 +162,7 @@ def _halvings(world_size: int) -> int:
 
 
 def _is_odd(world_size: int) -> bool:
-    """Whether ranks are left over beyond that."""
+    """Whether p is no power of two, so that ranks are left over."""
     return world_size & (world_size - 1) != 0
 
 
@@ -171,7 +171,7 @@ class CostRow:
     """One all-reduce algorithm of the cost table: seconds = rounds * alpha + link_bytes * beta.
 
     Attributes:
-        bandwidth, latency: what is multiplied with beta and with alpha, as formulas of p and d (bytes of the tensor).
+        bandwidth, latency: the factors of beta and alpha, as formulas of p and d (bytes of the tensor).
         link_bytes, rounds: the same in numbers.
     """
 
@@ -192,7 +192,7 @@ _TABLE: tuple[tuple[str, Collective, str, str], ...] = (
 
 
 def cost_table(world_size: int, size_bytes: float, link: Linear) -> tuple[CostRow, ...]:
-    """The lecture's table for a link: parameter server, ring, tree and recursive doubling.
+    """Return the lecture's table for a link: parameter server, ring, tree and recursive doubling.
 
     The formula of recursive doubling is that of powers of two; its numbers are right for any ``world_size``.
 

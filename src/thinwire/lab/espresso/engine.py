@@ -6,8 +6,8 @@ tensor's first. The backward passes of the tensors follow one another on the com
 take their turn between them. When a tensor's backward pass is done its `Chain` starts, task after task, so that the
 phases of different tensors overlap. Ranks are alike, so one of them stands for all.
 
-A few hundred tensors take a millisecond. An `Engine` is faster still at what a search asks: the same strategy but for
-a few tensors.
+A few hundred tensors cost a millisecond. An `Engine` is faster still for the queries of a search: the same strategy
+except for a few tensors.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ TRACKS = ("compute", "cpu", "intra", "inter")
 LINKS = (INTRA, INTER)
 
 Chain = tuple[tuple[int, float], ...]
-"""(resource, seconds) of each task of a tensor after its backward pass."""
+"""Pairs (resource, seconds) of each task of a tensor after its backward pass."""
 
 BACKWARD = -1
-"""The stage of a backward pass."""
+"""Stage of a backward pass."""
 
 _NEVER = float("inf")
 
 
 class Served(NamedTuple):
-    """One task in the timeline; ``stage`` is its place in the tensor's chain, or `BACKWARD`."""
+    """One task in the timeline; ``stage`` is its index in the tensor's chain, or `BACKWARD`."""
 
     tensor: int
     stage: int
@@ -44,14 +44,14 @@ class Served(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """The state just before a backward pass takes its turn: nothing in it comes from later tensors.
+    """The state just before a backward pass has its turn: nothing in it comes from later tensors.
 
     Attributes:
         waiting: a heap of (ready, tensor, stage): at most one task of each tensor.
-        free: of each resource, when it is.
-        spent: of each resource, seconds of the work served so far.
+        free: for each resource, the time from which it is free.
+        spent: for each resource, seconds of the work served so far.
         end_seconds: the latest end so far.
-        served: how many tasks have been.
+        served: number of tasks served so far.
     """
 
     waiting: list[tuple[float, int, int]]
@@ -62,7 +62,7 @@ class Moment(NamedTuple):
 
 
 def iteration_seconds(backward_seconds: Sequence[float], chains: Sequence[Chain]) -> float:
-    """F(S): from the start of backward until the last task is done.
+    """Return F(S): the seconds from the start of backward until the last task is done.
 
     Example:
         >>> iteration_seconds([1.0, 1.0], [((INTER, 3.0),), ((INTER, 3.0),)])
@@ -75,11 +75,11 @@ class Engine:
     """The timeline of a strategy, and F(S) of others that differ from it in a few tensors.
 
     Args:
-        backward_seconds: of each tensor, in backward order.
-        chains: of each tensor.
+        backward_seconds: backward time of each tensor, in backward order.
+        chains: chain of each tensor.
 
     Attributes:
-        chains: of the strategy as it is now.
+        chains: chains of the current strategy.
         seconds: its F(S).
         served: its tasks, in the order in which they became ready.
     """
@@ -96,10 +96,10 @@ class Engine:
         self.seconds = self._serve(first, self._work, _NEVER, record=True)
 
     def trial(self, changes: Mapping[int, Chain], limit: float = _NEVER) -> float:
-        """F(S) with these chains in place of the tensors' own; the strategy stays as it is.
+        """Return F(S) with these chains instead of the tensors' own; the strategy stays as it is.
 
         Args:
-            limit: once F(S) is known to be above, the search has no use for it: something above is returned.
+            limit: once F(S) is known to be above, the search does not need it: some value above is returned.
         """
         if not changes:
             return self.seconds
@@ -110,7 +110,7 @@ class Engine:
         return seconds
 
     def change(self, changes: Mapping[int, Chain]) -> None:
-        """Make these chains the strategy's."""
+        """Replace chains of the strategy."""
         if changes:
             self._work = self._put(changes)
             moment = self._moments[min(changes)]
@@ -132,9 +132,9 @@ class Engine:
         record: bool = False,
         changed: Mapping[int, Chain] | None = None,
     ) -> float:
-        """Serve what waits, task after task, until nothing does, or no more than ``limit`` can be known.
+        """Serve the waiting tasks one after another until none is left, or F(S) is known to exceed ``limit``.
 
-        One loop, and long, because it is where the time of every search goes: 0.5 us a task.
+        It is one long loop, because every search spends its time here: 0.5 us a task.
         """
         waiting, free, end = moment.waiting.copy(), moment.free.copy(), moment.end_seconds
         left = list(map(sub, work, moment.spent))
@@ -178,7 +178,7 @@ class Engine:
     def _as_before(
         self, tensor: int, waiting: list[tuple[float, int, int]], free: list[float], changed: Mapping[int, Chain] | None
     ) -> bool:
-        """Whether everything from here on is as in the strategy without the changes, and its end is yet to come."""
+        """Whether everything from here on equals the strategy without the changes, and its end is yet to come."""
         moment = self._moments[tensor]
         return (
             waiting == moment.waiting
@@ -197,11 +197,11 @@ def _work(chains: Iterable[Chain]) -> list[float]:
 
 
 def last_bubbles(served: Sequence[Served]) -> dict[int, float]:
-    """Of each link: when its last bubble begins; minus infinity where there is none.
+    """Return for each link the begin of its last bubble; minus infinity if there is none.
 
     A bubble is a gap between two communications in which the link waits for computation: the next one's tensor has not
-    waited for a link so far. What was communicated before it is hidden: done sooner, it only widens the gap (Espresso,
-    property 1). A gap that other communication causes is none: that may be what there is to gain.
+    waited for a link so far. Communication before it is hidden: done sooner, it only widens the gap (Espresso,
+    property 1). A gap that other communication causes is none: it may be the possible gain.
     """
     begins = dict.fromkeys(LINKS, -_NEVER)
     busy_until: dict[int, float] = {}
@@ -219,11 +219,11 @@ def last_bubbles(served: Sequence[Served]) -> dict[int, float]:
 
 
 def events(served: Sequence[Served], names: Sequence[str], labels: Sequence[Sequence[str]]) -> tuple[Event, ...]:
-    """The timeline for `thinwire.observe.trace.chrome_trace`: a track for each resource.
+    """Return the timeline for `thinwire.observe.trace.chrome_trace`: a track for each resource.
 
     Args:
-        names: of the tensors.
-        labels: of each tensor's tasks, in order of its chain.
+        names: names of the tensors.
+        labels: labels of each tensor's tasks, in order of its chain.
     """
     return tuple(
         Event(

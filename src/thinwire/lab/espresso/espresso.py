@@ -1,4 +1,4 @@
-"""Espresso: which gradients to compress, how, and where (Wang et al., EuroSys'23).
+"""Espresso: the choice of gradients to compress, of methods, and of devices (Wang et al., EuroSys'23).
 
 Algorithm 1 starts from no compression. A tensor that is communicated before a bubble is never worth compressing, and
 bubbles are looked for again after every decision. The others are decided in order of size, the largest first; of equal
@@ -29,18 +29,18 @@ from thinwire.observe.trace import Event
 
 @dataclass(frozen=True)
 class Strategy:
-    """What Espresso decided, and what that is worth.
+    """Decision of Espresso, and its gain.
 
     Attributes:
-        job: what for.
-        choices: of each tensor, in backward order.
+        job: the planned job.
+        choices: option of each tensor, in backward order.
         iteration_seconds: F(S): from the start of backward until the last tensor is there.
         published_seconds: F(S) after Algorithms 1 and 2, before it was refined.
         gpu_seconds: F(S) after Algorithm 1, before anything was offloaded.
         dense_seconds: F(S) without compression.
         upper_bound_seconds: no plan beats this: see `thinwire.lab.espresso.upper_bound`.
-        offloaded: what Algorithm 2 did; None if it was not asked to.
-        refined: what the addition found, which is the strategy where it is shorter; None if it was not asked to.
+        offloaded: result of Algorithm 2; None if it was not run.
+        refined: result of the addition, which is the strategy if it is shorter; None if it was not run.
         trials: timelines that Algorithm 1 evaluated.
         selection_seconds, offload_seconds, refine_seconds: processor time of the two algorithms and the addition.
     """
@@ -61,22 +61,22 @@ class Strategy:
 
     @property
     def compressed(self) -> tuple[int, ...]:
-        """Tensors that are."""
+        """Indices of the compressed tensors."""
         return tuple(tensor for tensor, option in enumerate(self.choices) if option.compressions)
 
     @property
     def from_upper_bound(self) -> float:
-        """How much less throughput than at the upper bound, forward included: 0.1 is 10 % (the paper's figure 14)."""
+        """Loss of throughput against the upper bound, forward included: 0.1 is 10 % (the paper's figure 14)."""
         step = self.job.step_seconds
         return 1 - step(self.upper_bound_seconds) / step(self.iteration_seconds)
 
     @property
     def speedup(self) -> float:
-        """Of a whole step, over no compression."""
+        """Speed-up of a whole step, over no compression."""
         return self.job.step_seconds(self.dense_seconds) / self.job.step_seconds(self.iteration_seconds)
 
     def events(self) -> tuple[Event, ...]:
-        """The timeline, for `thinwire.observe.trace.chrome_trace`."""
+        """Return the timeline, for `thinwire.observe.trace.chrome_trace`."""
         pricer = Pricer(self.job.size_bytes, self.job.cluster, self.job.compression)
         works = [pricer.works(option, size) for option, size in zip(self.choices, self.job.size_bytes, strict=True)]
         chains = [tuple((work.resource, work.seconds) for work in tensor) for tensor in works]
@@ -85,7 +85,7 @@ class Strategy:
         return events(served, names, [[work.label for work in tensor] for tensor in works])
 
     def explain(self) -> str:
-        """The decision in words, a line for each option that is used."""
+        """Return the decision in words, a line for each option that is used."""
         job, cluster = self.job, self.job.cluster
         step, dense, best = (
             1e3 * job.step_seconds(seconds)
@@ -115,20 +115,20 @@ def espresso(
     bound: bool = True,
     refining: bool = True,
 ) -> Strategy:
-    """The best strategy that Algorithms 1 and 2 find, refined.
+    """Return the best strategy that Algorithms 1 and 2 find, refined.
 
     Args:
         tree: options to choose from, as from `thinwire.lab.espresso.options.options`. Those of the accelerator by
         default, all
             174; Algorithm 2 adds the processors.
-        offloading: whether it may.
-        rounds: 1 as published. More decide every tensor again, compressed or not, until nothing changes or so many
+        offloading: whether Algorithm 2 is run.
+        rounds: 1 as published. More decide every tensor again, compressed or not, until nothing changes or that many
             rounds are over.
         exhaustive: try every option of the tree. Otherwise those are left out that need no less of any resource than
-            another: of 174 about a dozen remain, and the plans are as good but for 3 % at most on the published models.
-        bound: work out the upper bound too; without, it is 0.
-        refining: look for a faster one than Algorithms 1 and 2 find, which takes up to a few seconds. False: as
-            published.
+            another: of 174 about a dozen remain, and the plans lose at most 3 % on the published models.
+        bound: whether to compute the upper bound; otherwise it is 0.
+        refining: whether to search for a faster strategy than that of Algorithms 1 and 2, for up to a few seconds.
+            False: as published.
 
     Raises:
         ValueError: no options, or less than one round.
@@ -174,7 +174,7 @@ def espresso(
 
 
 def _refinable(tree: Sequence[Option], offloading: bool) -> tuple[Option, ...]:
-    """No compression, the tree, and what Algorithm 2 may make of it, here of every encoding and decoding by itself."""
+    """No compression, the tree, and its options with any encoding and decoding moved to the processors."""
     return tuple(dict.fromkeys((DENSE, *(with_processors(tree) if offloading else tree))))
 
 
@@ -213,7 +213,7 @@ class _Search:
         }
 
     def _best(self, tensor: int, again: bool) -> PricedOption | None:
-        """The option with the shortest timeline; of equal ones that with the least work, and as it is before all."""
+        """The option with the shortest timeline; of equal ones the current one, else that with the least work."""
         size, best, limit = self._sizes[tensor], None, self.engine.seconds * (1 - LEAST_GAIN)
         for choice in (*((self._dense[size],) if again else ()), *self._menu(size)):
             if choice.chain != self.choices[tensor].chain:

@@ -1,4 +1,4 @@
-"""What Espresso plans for: a model's backward pass, a compression, and the cluster that it runs on."""
+"""Input of Espresso: a model's backward pass, a compression, and a cluster."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from thinwire.lab.espresso.collectives import Numbers
 
 @dataclass(frozen=True)
 class KernelCosts:
-    """max(launch, beta * size_bytes) seconds: a kernel that works while the next is launched, or waits for launches.
+    """Cost max(launch, beta * size_bytes) in seconds: a kernel that works while the next is launched, or waits for
+    launches.
 
     Args:
-        launch: seconds, of a tensor however small.
-        beta: seconds a byte, of large ones.
+        launch: seconds for a tensor of any small size.
+        beta: seconds a byte, for large ones.
 
     Raises:
         ValueError: numbers that are not finite or below 0.
@@ -40,7 +41,7 @@ class KernelCosts:
         return max(self.launch, self.beta * size_bytes)
 
     def linear(self, size_bytes: Sequence[float]) -> Linear:
-        """The line nearest to it at these sizes, by relative error: for planners that need alpha and beta."""
+        """Return the nearest line at these sizes, by relative error: for planners that need alpha and beta."""
         return Linear.fit(size_bytes, [self(size) for size in size_bytes], relative=True)
 
 
@@ -50,7 +51,7 @@ _FREE = Linear(0.0, 0.0)
 
 
 def seconds_of(cost: Cost, size_bytes: Numbers) -> Numbers:
-    """The cost of one size, or of an array of sizes."""
+    """Return the cost of one size, or of an array of sizes."""
     if isinstance(cost, KernelCosts):
         return np.maximum(cost.launch, cost.beta * size_bytes)
     return cost.alpha + cost.beta * size_bytes
@@ -58,14 +59,14 @@ def seconds_of(cost: Cost, size_bytes: Numbers) -> Numbers:
 
 @dataclass(frozen=True)
 class CompressionCosts:
-    """What a compressor costs, on either device.
+    """Costs of a compressor, on either device.
 
     Args:
-        name: for tables.
+        name: name for tables.
         ratio: bytes on the wire over bytes of the gradient, from 0 to 1. Size and costs must not depend on the values:
-            a method whose size does has no fixed place in a timeline.
-        encode, decode: on the accelerator, of the bytes of the gradient that one rank encodes or decodes at once.
-        cpu_encode, cpu_decode: on a host's processors, of the bytes of all ranks of the host together.
+            a method whose size does has no fixed position in a timeline.
+        encode, decode: costs on the accelerator, of the gradient bytes that one rank encodes or decodes at once.
+        cpu_encode, cpu_decode: costs on a host's processors, of the bytes of all ranks of the host together.
         further_payload: decoding n payloads of one region into one sum is a pass over bytes * (1 + (n - 1) * this).
             1 where each payload is a whole pass (signs); about the density where only the first is (sparse).
 
@@ -90,7 +91,7 @@ class CompressionCosts:
                 raise ValueError(f"{what} of {self.name} is {getattr(self, what)!r}: give a Linear or a Kernel")
 
     def free(self) -> CompressionCosts:
-        """The same on the wire, at no cost to encode and decode."""
+        """Return the same compression at no cost to encode and decode."""
         return replace(self, encode=_FREE, decode=_FREE, cpu_encode=_FREE, cpu_decode=_FREE)
 
 
@@ -99,12 +100,12 @@ class EspressoJob:
     """One training job for Espresso.
 
     Args:
-        backward_seconds: of each tensor, in backward order: from the gradient before it to its own.
-        size_bytes: of each tensor's gradient.
-        compression: what may be done to a tensor.
-        cluster: where.
-        names: of the tensors, or empty.
-        other_seconds: forward and optimizer, which no plan changes. No part of what is planned: see `step_seconds`.
+        backward_seconds: for each tensor, in backward order: seconds from the gradient before it to its own.
+        size_bytes: size of each tensor's gradient.
+        compression: the compressor that may be used.
+        cluster: the cluster that it runs on.
+        names: names of the tensors, or empty.
+        other_seconds: forward and optimizer, which no plan changes and none includes: see `step_seconds`.
 
     Raises:
         ValueError: no tensors, other lengths, or numbers that are not finite or below 0.
@@ -140,9 +141,9 @@ class EspressoJob:
         return self.names[tensor] if self.names else f"tensor {tensor}"
 
     def step_seconds(self, iteration_seconds: float) -> float:
-        """A whole step: forward and optimizer, and what the timeline says."""
+        """Return the seconds of a whole step: forward and optimizer, and the timeline's iteration."""
         return self.other_seconds + iteration_seconds
 
     def scaling_factor(self, iteration_seconds: float) -> float:
-        """Throughput per rank over that of one rank alone, which communicates nothing."""
+        """Return the throughput per rank over that of one rank alone, which communicates nothing."""
         return self.step_seconds(sum(self.backward_seconds)) / self.step_seconds(iteration_seconds)

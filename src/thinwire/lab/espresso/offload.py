@@ -1,8 +1,8 @@
-"""Espresso's Algorithm 2: which compressed tensors the host's processors compress instead of the accelerator.
+"""Espresso's Algorithm 2: the choice of tensors that the host's processors compress instead of the accelerator.
 
 Tensors of one size with one option are a group. Lemma 1 of the paper: of a group, if q tensors are offloaded, the best
 q are those farthest from the output layer, whose gradients are ready first: the longer their encoding can overlap with
-the rest. So only how many of each group matters: the product of (members + 1) plans.
+the rest. So only the number of each group matters: the product of (members + 1) plans.
 
 The lemma is an intuition, not a law of this timeline: where the link is the bottleneck and idle until the first tensor,
 that one is better encoded where that is sooner done. On 400 random instances of up to 7 tensors it cost something in
@@ -21,7 +21,7 @@ from typing import NamedTuple
 from thinwire.lab.espresso.engine import Chain, Engine
 
 LEAST_GAIN = 1e-6
-"""A plan has to be so much faster than another, relatively, to be taken instead."""
+"""Least relative gain by which a plan replaces another."""
 
 MAX_SUBSETS = 1024
 MAX_COUNTS = 1024
@@ -31,10 +31,10 @@ Groups = Sequence[Sequence[int]]
 
 
 class Offload(NamedTuple):
-    """What to offload.
+    """Result of Algorithm 2.
 
     Attributes:
-        tensors: in backward order.
+        tensors: the tensors to offload, in backward order.
         method: "subsets" (optimal), "counts" (optimal under lemma 1) or "descent" (neither is proven).
         trials: timelines evaluated.
     """
@@ -45,11 +45,11 @@ class Offload(NamedTuple):
 
 
 def offload(engine: Engine, groups: Groups, on_cpu: Mapping[int, Chain]) -> Offload:
-    """The best tensors to offload from the engine's strategy, which stays as it is.
+    """Return the best tensors to offload from the engine's strategy, which stays as it is.
 
     Args:
-        groups: of the tensors that may be.
-        on_cpu: of each of them, its chain if it is.
+        groups: groups of the tensors that may be offloaded.
+        on_cpu: for each of them, its chain when offloaded.
     """
     search = _Search(engine, on_cpu)
     if 2 ** sum(map(len, groups)) <= MAX_SUBSETS:
@@ -74,7 +74,7 @@ class _Search:
         self.trials = 0
 
     def best_of(self, plans: Iterator[tuple[int, ...]]) -> None:
-        """Of plans as fast as one another the first counts."""
+        """Try all plans; among equally fast ones the first counts."""
         for tensors in plans:
             self.trials += 1
             limit = self.seconds * (1 - LEAST_GAIN)

@@ -2,12 +2,12 @@
 
 An option is a path from the root of the tree to a leaf: a series of action tasks, of eight kinds (the paper's table 3),
 that takes a rank's gradient to the sum of all ranks'. Three rules prune the tree: a task may only follow certain others
-(`FOLLOWS`), a communication must be the step that its place asks for (`STEPS`, `PATTERNS`), and the two steps of a
+(`FOLLOWS`), a communication must be the step that its position requires (`STEPS`, `PATTERNS`), and the two steps of a
 divisible scheme pair (`PAIRS`).
 
 The paper leaves the valid connections out "due to space limitations" and says that 4341 options remain. The tree here,
-rebuilt from its figure 8, has exactly so many: 5 flat indivisible, 58 flat divisible, 338 hierarchical indivisible and
-3940 hierarchical divisible.
+rebuilt from its figure 8, has exactly that number: 5 flat indivisible, 58 flat divisible, 338 hierarchical indivisible
+and 3940 hierarchical divisible.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from thinwire.lab.espresso.cluster import FLAT, INTER, INTRA
 
 GPU, CPU = "gpu", "cpu"
 
-# Table 3: the eight kinds of action tasks and what each may be. Kinds with _comp communicate compressed data.
+# Table 3: the eight kinds of action tasks and the routines of each. Kinds with _comp communicate compressed data.
 KINDS: dict[str, tuple[str, ...]] = {
     "comp": (GPU, CPU),
     "decomp": (GPU, CPU),
@@ -35,7 +35,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "comm2_comp": ("all_gather", "broadcast"),
 }
 
-# Rule 1: what may come right after what. An option ends after its last communication, uncompressed.
+# Rule 1: kinds that may follow each kind. An option ends after its last communication, uncompressed.
 FOLLOWS: dict[str, tuple[str, ...]] = {
     "start": ("comm", "comm1", "comp"),
     "comp": ("comm_comp", "comm1_comp", "comm2_comp"),
@@ -76,7 +76,7 @@ PAPER_OPTIONS = 4341  # section 4.4.1
 
 
 class ActionTask(NamedTuple):
-    """One action task: its kind, the device or the collective, and where the collective runs ("" for a device)."""
+    """One action task: its kind, the device or the collective, and the level of the collective ("" for a device)."""
 
     kind: str
     routine: str
@@ -85,19 +85,19 @@ class ActionTask(NamedTuple):
 
 @dataclass(frozen=True)
 class Option:
-    """A path of the tree: what one tensor goes through, in order."""
+    """A path of the tree: the tasks of one tensor, in order."""
 
     pattern: str
     tasks: tuple[ActionTask, ...]
 
     @cached_property
     def compressions(self) -> int:
-        """How many times it is encoded: each time with an error."""
+        """Number of times the tensor is encoded: each time with an error."""
         return sum(task.kind == "comp" for task in self.tasks)
 
     @cached_property
     def compressed_levels(self) -> frozenset[str]:
-        """Where compressed data travels: of "intra", "inter" and "flat"."""
+        """Levels on which compressed data travels: of "intra", "inter" and "flat"."""
         return frozenset(task.level for task in self.tasks if task.kind.endswith("_comp"))
 
     @cached_property
@@ -105,7 +105,7 @@ class Option:
         return frozenset(task.routine for task in self.tasks if not task.level)
 
     def on(self, device: str) -> Option:
-        """The same path with all encoding and decoding on one device.
+        """Return the same path with all encoding and decoding on one device.
 
         Example:
             >>> next(option for option in options() if option.compressions).on("cpu").devices
@@ -128,13 +128,13 @@ def options(
     patterns: tuple[str, ...] = tuple(PATTERNS),
     compressed_levels: frozenset[str] | None = None,
 ) -> tuple[Option, ...]:
-    """All paths of the tree, or those that are left when users restrict it.
+    """Return all paths of the tree, or those that are left when users restrict it.
 
     Args:
-        devices: that encode and decode.
-        max_compressions: encode a tensor at most so many times. None: no limit.
+        devices: devices that encode and decode.
+        max_compressions: largest number of times to encode a tensor. None: no limit.
         patterns: keys of `PATTERNS`.
-        compressed_levels: compressed data travels only there. None: anywhere.
+        compressed_levels: levels on which compressed data may travel. None: all.
 
     Raises:
         ValueError: devices or patterns that the tree does not have, or a number below 0.
@@ -190,7 +190,7 @@ def _routines(kind: str, level: str, path: tuple[ActionTask, ...]) -> tuple[str,
 
 
 def count_by_pattern(devices: tuple[str, ...] = (GPU, CPU)) -> dict[str, int]:
-    """How many options each communication pattern has.
+    """Return the number of options of each communication pattern.
 
     Example:
         >>> count_by_pattern()["hierarchical indivisible"]
@@ -200,7 +200,7 @@ def count_by_pattern(devices: tuple[str, ...] = (GPU, CPU)) -> dict[str, int]:
 
 
 def with_processors(tree: Sequence[Option]) -> tuple[Option, ...]:
-    """The options, and each with some or all of its encoding and decoding on the host's processors instead.
+    """Return the options, and each with some or all of its encoding and decoding on the host's processors.
 
     Example:
         >>> set(with_processors(options(devices=("gpu",)))) == set(options())
@@ -221,12 +221,14 @@ DENSE = Option(
         ActionTask("comm2", "all_gather", INTRA),
     ),
 )
-"""No compression: reduce-scatter inside the host, all-reduce between hosts, all-gather inside."""
+"""Option without compression: reduce-scatter inside the host, all-reduce between hosts, all-gather inside."""
 
 
 def between_hosts(device: str, divisible: bool = False) -> Option:
-    """Compress only between hosts, what systems before Espresso do: a reduce-scatter inside the host, the shard encoded
-    and all-gathered between hosts, or its parts exchanged, summed, encoded again and all-gathered; all-gather inside.
+    """Return the option that compresses only between hosts, as systems before Espresso do.
+
+    It is a reduce-scatter inside the host, the shard encoded and all-gathered between hosts, or its parts exchanged,
+    summed, encoded again and all-gathered; all-gather inside.
 
     Example:
         >>> between_hosts("gpu") in options() and between_hosts("cpu", divisible=True) in options()
@@ -243,7 +245,7 @@ def between_hosts(device: str, divisible: bool = False) -> Option:
 
 
 def over_all_ranks(device: str) -> Option:
-    """Encode, all-gather among all ranks, decode.
+    """Return the option that encodes, all-gathers among all ranks, and decodes.
 
     Example:
         >>> over_all_ranks("gpu") in options()

@@ -33,12 +33,12 @@ _TEXTS = {
 
 @dataclass(frozen=True)
 class PublishedPlan:
-    """What was found.
+    """Plans for a published model.
 
     Args:
-        model, cluster: for what.
-        plan: the best by fusion, under the timeline of one channel.
-        strategy: Espresso's, which compresses tensor by tensor on links of two levels.
+        model, cluster: the planned model and cluster.
+        plan: the best plan by fusion, under the timeline of one channel.
+        strategy: Espresso's strategy, which compresses tensor by tensor on links of two levels.
     """
 
     model: PublishedModel
@@ -48,7 +48,7 @@ class PublishedPlan:
 
 
 def published_cluster(hosts: int, ranks_per_host: int, mbit: float, inside: str = "pcie") -> Cluster:
-    """Hosts on links of a rate, of which TCP gets four fifths; accelerators on PCIe or NVLink.
+    """Return hosts on links of a rate, of which TCP gets four fifths; accelerators on PCIe or NVLink.
 
     Raises:
         ValueError: other numbers or links.
@@ -68,8 +68,7 @@ def published_cluster(hosts: int, ranks_per_host: int, mbit: float, inside: str 
 
 
 def plan_published(name: str, cluster: Cluster) -> PublishedPlan:
-    """The best plan for a model of `thinwire.lab.espresso.models`, with the compressor that Espresso's figures train
-    it with.
+    """Return the best plan for a model of `thinwire.lab.espresso.models`, with the compressor of Espresso's figures.
 
     Raises:
         ValueError: an unknown model; the message says which there are.
@@ -89,13 +88,13 @@ def plan_published(name: str, cluster: Cluster) -> PublishedPlan:
 
 
 def _line(seconds: Callable[[float], float], model: PublishedModel) -> Linear:
-    """Through nothing and the whole model."""
+    """The line through the costs of nothing and of the whole model."""
     total, alpha = sum(model.size_bytes), seconds(0.0)
     return Linear(alpha, (seconds(total) - alpha) / total)
 
 
 def _coded_line(model: PublishedModel, cluster: Cluster) -> tuple[str, Linear]:
-    """The faster exchange of payloads over all ranks; of a payload's bytes, as `PublishedModel.profile` counts them."""
+    """The faster exchange of payloads over all ranks, as a line in a payload's bytes (see `PublishedModel.profile`)."""
 
     def gathered(payload: float) -> float:
         return float(cluster.seconds(FLAT, "all_gather", payload))
@@ -107,7 +106,7 @@ def _coded_line(model: PublishedModel, cluster: Cluster) -> tuple[str, Linear]:
     if isinstance(code, Summable):
         return "all_reduce", _line(lambda payload: float(cluster.seconds(FLAT, "all_reduce", payload)), model)
     lines = {"all_gather": _line(gathered, model)}
-    if not isinstance(code, Sparsifier):  # two shots would choose again among what was chosen
+    if not isinstance(code, Sparsifier):  # two shots would choose again among the chosen values
         lines["two_shot"] = _line(in_two_shots, model)
     exchange = min(lines, key=lambda name: lines[name](compression(model.algorithm).ratio * sum(model.size_bytes)))
     return exchange, lines[exchange]

@@ -1,18 +1,18 @@
 """An addition to Espresso: a plan that starts from the prices of the linear programme, improved tensor by tensor.
 
-Algorithm 1 decides one tensor after the other, from no compression, and each for the shortest timeline as it is then.
-Where two tensors must change together to gain anything it stands still, and it fills the resource that is free first,
-which others need later. Algorithm 2 moves all encoding and decoding of a tensor to the processors, or none. Here
+Algorithm 1 decides one tensor after the other, from no compression, and each for the currently shortest timeline.
+Where two tensors must change together to gain anything it stops, and it fills the resource that is free first, which
+others need later. Algorithm 2 moves all encoding and decoding of a tensor to the processors, or none. Here
 
 1. each tensor gets the option that is cheapest at the prices of the relaxation, among those that can be done by the
    time that Algorithms 1 and 2 reach: all resources are weighed against one another at once, and an option may use
    both devices;
 2. in Algorithm 1's order each tensor is given every option that is cheapest at some prices, and keeps it where the
-   timeline gets shorter, or stays as long and the option is cheaper: what that frees lets another tensor gain;
+   timeline gets shorter, or stays as long and the option is cheaper: the freed resources let another tensor gain;
 3. that again, until a pass gains less than 0.2 %, or the bound is as near;
-4. what is compressed for nothing is left uncompressed, the smallest first: as little as possible gets inexact.
+4. tensors that are compressed without gain are left uncompressed, the smallest first: as few as possible are inexact.
 
-`espresso` takes the result where it is shorter by as much.
+`espresso` uses the result where it is shorter by that share.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from thinwire.lab.espresso.relaxation import Relaxation
 from thinwire.lab.espresso.tasks import PricedOption, Pricer
 
 ENOUGH = 2e-3
-"""So near to the bound, relatively, nothing is left to look for; and what gains less is worth no change."""
+"""Relative distance to the bound at which the search ends, and least relative gain of a useful pass."""
 
 
 class Refinement(NamedTuple):
-    """What was found.
+    """Result of the refinement.
 
     Attributes:
-        choices: of each tensor; empty where the plan before was near enough to the bound.
-        seconds: its F(S); of the plan before where there is no other.
+        choices: option of each tensor; empty if the previous plan was near enough to the bound.
+        seconds: its F(S), or that of the previous plan if there is no other.
         proven_seconds: no strategy of the same options is done before that.
         trials: timelines evaluated.
     """
@@ -48,7 +48,7 @@ class Refinement(NamedTuple):
 
 
 def refine(job: EspressoJob, tree: Sequence[Option], seconds: float) -> Refinement:
-    """A strategy made of these options, better than one that takes so long where the search finds any.
+    """Return a strategy made of these options that is faster than ``seconds``, if the search finds one.
 
     Example:
         >>> from thinwire.lab.espresso.models import MODELS
@@ -89,7 +89,7 @@ class _Descent:
         self.trials = 0
 
     def improve_all(self) -> bool:
-        """One pass; whether another is worth it."""
+        """One pass; whether another is useful."""
         before = self.engine.seconds
         for tensor in self._order:
             if self.engine.seconds <= self._enough:
@@ -98,7 +98,7 @@ class _Descent:
         return self.engine.seconds < before * (1 - ENOUGH)
 
     def undo_all(self) -> None:
-        """Leave uncompressed what makes the timeline no longer."""
+        """Leave tensors uncompressed if that does not lengthen the timeline."""
         for tensor in reversed(self._order):
             if self.choices[tensor].option.compressions:
                 dense = self._dense[self._sizes[tensor]]

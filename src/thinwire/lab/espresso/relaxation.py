@@ -1,6 +1,6 @@
-"""What any strategy needs at least: the linear programme behind Espresso's bounds and behind its refinement.
+"""Lower bounds of any strategy: the linear programme behind Espresso's bounds and behind its refinement.
 
-The gradients j .. N are ready at G_j or later; after that, each resource has to serve what they need of it. All are
+The gradients j .. N are ready at G_j or later; after that, each resource has to serve their work. All are
 done at the end, so that for weights w of the resources, which sum to 1,
 
     F >= G_j + sum over l >= j of min over options o of (sum over resources r of w_r seconds_r(o, l))
@@ -36,12 +36,12 @@ class Relaxation:
     """The programme of one job. Options that need no less of any resource than another are left out.
 
     Args:
-        options: any of them for any tensor.
-        resources: of the engine, that have a weight.
-        steps: a weight is a multiple of 1 / steps.
+        options: options for any tensor.
+        resources: resources of the engine that have a weight.
+        steps: number of steps of a weight, which is a multiple of 1 / steps.
 
     Attributes:
-        alone_seconds: when all tensors can be there, were each of them alone.
+        alone_seconds: time at which all tensors could be there, were each of them alone.
 
     Example:
         >>> from thinwire.lab.espresso.models import MODELS
@@ -68,11 +68,11 @@ class Relaxation:
         self.alone_seconds = max(float(self._ready[kind.tensors[-1]] + kind.chains[0]) for kind in self._kinds.values())
 
     def seconds(self, deadline: float = np.inf) -> float:
-        """No strategy that is done by the deadline is done before this: infinite where a tensor cannot be at all."""
+        """Return a time before which no strategy that keeps the deadline is done; infinite if none can keep it."""
         return float(max(self._bounds(deadline).max(), self._ready[-1]))
 
     def proven_seconds(self) -> float:
-        """No strategy is done before this: the latest deadline that is known to be missed, to 1 in 100,000."""
+        """Return a time before which no strategy is done: the latest deadline known to be missed, to 1 in 100,000."""
         missed = kept = max(self.seconds(), self.alone_seconds)
         while self.seconds(kept) > kept:
             missed, kept = kept, 2 * kept
@@ -82,11 +82,11 @@ class Relaxation:
         return missed
 
     def prices(self, deadline: float) -> np.ndarray:
-        """[resources]: the weights that give the bound."""
+        """Return the weights that give the bound, [resources]."""
         return self._weights[int(self._bounds(deadline).max(0).argmax())]
 
     def cheapest(self, prices: Sequence[float], deadline: float) -> list[PricedOption]:
-        """Of each tensor the cheapest option at these prices that it can use by the deadline, the shortest if none."""
+        """Return each tensor's cheapest option at these prices that keeps the deadline, else its shortest."""
         choices: list[PricedOption] = []
         for tensor, size in enumerate(self._sizes):
             kind = self._kinds[size]
@@ -96,7 +96,7 @@ class Relaxation:
         return choices
 
     def menu(self, size: float, prices: Sequence[float]) -> tuple[PricedOption, ...]:
-        """The options that are the cheapest at some weights, the cheapest at these prices first."""
+        """Return the options that are the cheapest at some weights, the cheapest at these prices first."""
         kind = self._kinds[size]
         rows = np.unique(kind.weighted.argmin(0))
         ordered = rows[np.argsort((kind.totals[rows] * np.asarray(prices)).sum(1), kind="stable")]
@@ -114,8 +114,8 @@ class _Kind:
     """The tensors of one size.
 
     Attributes:
-        tensors: in backward order.
-        rows: of the options that count, the shortest chain first.
+        tensors: the tensors, in backward order.
+        rows: indices of the options that count, the shortest chain first.
         totals: [rows, resources], seconds; chains: [rows], their sum.
         weighted: [rows, weights].
         least: [rows + 1, weights]: of the first n rows; infinite of none.
@@ -131,7 +131,7 @@ class _Kind:
         self.least = np.minimum.accumulate(np.concatenate([nothing, self.weighted]), 0)
 
     def fitting(self, spare_seconds: np.ndarray) -> np.ndarray:
-        """How many rows fit in so much time."""
+        """The number of rows that fit in that time."""
         return np.searchsorted(self.chains, spare_seconds * (1 + _ROUNDING), side="right")
 
 

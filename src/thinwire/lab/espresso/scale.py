@@ -1,12 +1,12 @@
-"""Published models on clusters from 2 to 4096 ranks: what Espresso, Cupcake and the systems before them would take.
+"""Step times of published models on clusters from 2 to 4096 ranks, by Espresso, Cupcake and the systems before them.
 
 The others are strategies on the same timeline, at the same costs:
 
 - dense: every tensor alone as it gets ready (WFBP), hierarchical, uncompressed. BytePS without compression.
 - layer_wise: every tensor encoded on the GPU and all-gathered among all ranks.
 - hi_top_k_comm: every tensor's shard encoded on the GPU, all-gathered between hosts (HiTopKComm, MLSys'21).
-- hi_press: between hosts and on the GPU too, divisible or not, but a tensor only where that takes less wall time than
-  not to; interactions among tensors are not looked at (HiPress, SOSP'21).
+- hi_press: between hosts and on the GPU too, divisible or not, but a tensor only if that costs less wall time than no
+  compression; interactions among tensors are ignored (HiPress, SOSP'21).
 - byteps_compress: between hosts by the host's processors, a server on each host, tensors of 64 KiB or more
   (BytePS-Compress: BYTEPS_MIN_COMPRESS_BYTES).
 - cupcake: groups of tensors, each compressed as by hi_top_k_comm; the groups that its policy finds best.
@@ -39,7 +39,7 @@ WORLDS: tuple[tuple[int, int], ...] = (
     (2, 4),
     *((hosts, 8) for hosts in (2, 4, 8, 16, 32, 64, 128, 256, 512)),
 )
-"""(hosts, ranks per host): 2 to 4096 ranks."""
+"""Sizes of clusters as (hosts, ranks per host): 2 to 4096 ranks."""
 
 
 def _same(job: EspressoJob, choose: Callable[[Pricer, float], PricedOption]) -> float:
@@ -81,7 +81,7 @@ def _cupcake(job: EspressoJob) -> float:
 
 
 def _group_profile(job: EspressoJob) -> Profile:
-    """What a group costs, as lines near to it from the smallest tensor to all."""
+    """Costs of a group, as nearest lines from the smallest tensor to all."""
     sizes = [float(2**power) for power in range(10, int(sum(job.size_bytes)).bit_length() + 1)]
     pricer = Pricer(sizes, job.cluster, job.compression)
     chains = [pricer.choice(between_hosts(GPU), size).chain for size in pricer.sizes]
@@ -105,18 +105,18 @@ METHODS: dict[str, Callable[[EspressoJob], float]] = {
     "espresso": lambda job: espresso(job, bound=False, refining=False).iteration_seconds,
     "upper_bound": lambda job: upper_bound(job, options(devices=(GPU,))),
 }
-"""Seconds of an iteration of a job, by name."""
+"""Functions from a job to the seconds of its iteration, by the name of the method."""
 
 
 @dataclass(frozen=True)
 class ScaleRow:
-    """One method on one cluster.
+    """Result of one method on one cluster.
 
     Attributes:
-        iteration_seconds: from the start of backward until the last gradient is there.
-        step_seconds: with the forward pass.
+        iteration_seconds: seconds from the start of backward until the last gradient is there.
+        step_seconds: the same with the forward pass.
         scaling_factor: throughput over that of one rank times their number.
-        speedup: of a step, over dense.
+        speedup: speed-up of a step, over dense.
     """
 
     model: str
@@ -135,15 +135,15 @@ class ScaleRow:
 def simulate(
     model: str, cluster: Cluster, algorithm: str | None = None, methods: Sequence[str] = tuple(METHODS)
 ) -> tuple[ScaleRow, ...]:
-    """A published model on a cluster, by each method.
+    """Simulate a published model on a cluster, by each method.
 
     Args:
-        model: of `thinwire.lab.espresso.models.MODELS`.
+        model: a key of `thinwire.lab.espresso.models.MODELS`.
         algorithm: the compressor; by default that of the paper's figures.
-        methods: of `METHODS`.
+        methods: keys of `METHODS`.
 
     Raises:
-        ValueError: a model or method that there is not.
+        ValueError: an unknown model or method.
 
     Example:
         >>> from thinwire.lab.espresso.models.published import nvlink_100g
@@ -183,14 +183,14 @@ def at_scale(
     worlds: Sequence[tuple[int, int]] = WORLDS,
     methods: Sequence[str] = tuple(METHODS),
 ) -> Iterator[ScaleRow]:
-    """A published model from 2 to 4096 ranks, on the links of a testbed of the paper: "nvlink_100g" or "pcie_25g"."""
+    """Simulate a published model from 2 to 4096 ranks on the links of a testbed: "nvlink_100g" or "pcie_25g"."""
     for hosts, ranks_per_host in worlds:
         yield from simulate(model, TESTBEDS[testbed](hosts, ranks_per_host), methods=methods)
 
 
 @dataclass(frozen=True)
 class PublishedComparison:
-    """A published result beside what the timeline says.
+    """Comparison of a published result with the timeline.
 
     Attributes:
         published, predicted: throughput of each method, both relative to the published first.
@@ -202,7 +202,7 @@ class PublishedComparison:
 
     @property
     def pairs(self) -> tuple[tuple[str, str, bool], ...]:
-        """Of every two methods: the one that is faster as published, the other, and whether it is here too."""
+        """Every two methods: the one that is faster as published, the other, and whether it is here too."""
         names = [name for name, _ in self.result.throughput]
         found = []
         for first, second in combinations(range(len(names)), 2):

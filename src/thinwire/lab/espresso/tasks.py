@@ -1,8 +1,8 @@
-"""What an option of Espresso's tree costs a tensor: the chain of tasks that the timeline runs.
+"""Costs of an option of Espresso's tree for a tensor: the chain of tasks that the timeline runs.
 
 A rank holds a region of the tensor, uncompressed or as payloads: one after encoding, one of each rank after an
 indivisible communication, until decoding sums them to one again. Collectives split the region, join it or bring more
-payloads of it; `TaskHolding` follows that, and `thinwire.lab.espresso.cluster` prices what moves.
+payloads of it; `TaskHolding` follows that, and `thinwire.lab.espresso.cluster` prices the transfers.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from thinwire.lab.espresso.options import CPU, ActionTask, Option
 
 @dataclass(frozen=True)
 class TaskHolding:
-    """What one rank holds between two tasks.
+    """State of one rank between two tasks.
 
     Attributes:
-        region: bytes of the gradient that it holds something of; an array prices many tensors at once.
-        payloads: of that region, from as many ranks, not summed yet; 1 of what is summed.
-        compressed: whether as codes.
+        region: bytes of the gradient of which it holds a part; an array prices many tensors at once.
+        payloads: number of payloads of that region, from different ranks, not summed yet; 1 if summed.
+        compressed: whether the payloads are codes.
         shares: different regions, or different gradients, on one host. Of one host's ranks that hold the same, one
             works on the processors and on the host's link for all.
     """
@@ -55,7 +55,7 @@ class PricedOption(NamedTuple):
     """An option for one tensor, priced.
 
     Attributes:
-        seconds: of all its tasks together.
+        seconds: cost of all its tasks together.
     """
 
     option: Option
@@ -72,7 +72,7 @@ class _Priced(NamedTuple):
 
 
 class Pricer:
-    """Prices options of tensors of these sizes, all sizes at once, each path of the tree as far as it is new."""
+    """Pricer of options of tensors of these sizes, all sizes at once; each beginning of a path is priced once."""
 
     def __init__(self, sizes: Sequence[float], cluster: Cluster, compression: CompressionCosts) -> None:
         self.sizes = tuple(sorted(set(sizes)))
@@ -81,7 +81,7 @@ class Pricer:
         self._known: dict[tuple[ActionTask, ...], tuple[tuple[_Priced, ...], TaskHolding]] = {(): ((), start)}
 
     def works(self, option: Option, size: float) -> tuple[TaskWork, ...]:
-        """The tasks in order. What takes no time is left out; neighbours on one resource become one."""
+        """Return the tasks in order. Tasks of no cost are left out; neighbours on one resource are merged."""
         place = self.sizes.index(size)
         all_works = (
             TaskWork(resource, float(seconds[place]), label) for resource, seconds, label in self._walk(option.tasks)
@@ -94,10 +94,10 @@ class Pricer:
         return PricedOption(option, chain, sum(seconds for _, seconds in chain))
 
     def menus(self, options: Sequence[Option], exhaustive: bool) -> Callable[[float], tuple[PricedOption, ...]]:
-        """Of a size, the options to try, least work first; worked out when it is first asked for.
+        """Return a function from a size to the options to try, least work first, computed on its first call.
 
         Args:
-            exhaustive: all; otherwise those that no other one equals or beats on every resource.
+            exhaustive: whether to keep all; otherwise those that no other one equals or beats on every resource.
         """
         totals = self.totals(options)
 
@@ -110,7 +110,7 @@ class Pricer:
         return menu
 
     def totals(self, options: Sequence[Option]) -> np.ndarray:
-        """[options, sizes, resources]: seconds."""
+        """Return seconds, [options, sizes, resources]."""
         totals = np.zeros((len(options), len(self.sizes), len(engine.TRACKS)))
         for row, option in enumerate(options):
             for resource, seconds, _ in self._walk(option.tasks):
@@ -121,7 +121,7 @@ class Pricer:
         return self.after(tasks)[0]
 
     def after(self, tasks: tuple[ActionTask, ...]) -> tuple[tuple[_Priced, ...], TaskHolding]:
-        """The beginning of a path priced, and what a rank holds then."""
+        """Return the price of the beginning of a path, and the state of a rank after it."""
         if tasks not in self._known:
             works, held = self.after(tasks[:-1])
             price = _communicate if tasks[-1].level else _code
@@ -131,12 +131,12 @@ class Pricer:
 
 
 def least_work_first(totals: np.ndarray) -> list[int]:
-    """The rows of [options, resources] by their sum."""
+    """Return the rows of [options, resources] sorted by their sum."""
     return np.argsort(totals.sum(1), kind="stable").tolist()
 
 
 def undominated(totals: np.ndarray) -> list[int]:
-    """Of [options, resources], least work first, the rows that no earlier one equals or beats everywhere."""
+    """Return the rows of [options, resources], least work first, that no earlier one equals or beats everywhere."""
     kept: list[int] = []
     left = np.array(least_work_first(totals))
     while len(left):
@@ -176,7 +176,7 @@ def _communicate(
 
 
 def _moved(task: ActionTask, held: TaskHolding, participants: int, ranks_per_host: int) -> TaskHolding:
-    """What a rank that goes on holds after a collective: the root of a reduce or gather, any rank of the others."""
+    """State after a collective of a rank that goes on: the root of a reduce or gather, any rank of the others."""
     region, payloads, shares = held.region, held.payloads, held.shares
     on_host = task.level in (INTRA, FLAT)
     if task.kind in ("comm1", "comm1_comp"):

@@ -1,7 +1,7 @@
-"""Steps that no plan can beat: Espresso's Upper Bound, where compression is free, and one with what it costs.
+"""Bounds that no plan can beat: Espresso's Upper Bound, where compression is free, and one with its costs.
 
 The paper runs its timeline with compression at no cost. Here the bound is proven instead, so that it holds for every
-strategy, whatever a search finds: `thinwire.lab.espresso.relaxation` has the formula.
+strategy, with any result of a search: `thinwire.lab.espresso.relaxation` has the formula.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _NOTHING = Linear(0.0, 0.0)
 
 
 def upper_bound(job: EspressoJob, options: Sequence[Option]) -> float:
-    """Seconds of an iteration that no strategy made of these options can beat, were compression free.
+    """Return seconds of an iteration that no strategy made of these options can beat, were compression free.
 
-    Where to encode makes no difference then: options of one device say it for all.
+    The device of encoding makes no difference then: options of one device suffice.
     """
     free = replace(job, compression=job.compression.free(), cluster=replace(job.cluster, host_copy=_NOTHING))
     relaxation = Relaxation(free, options, engine.LINKS, _LINK_STEPS)
@@ -30,8 +30,8 @@ def upper_bound(job: EspressoJob, options: Sequence[Option]) -> float:
 
 
 def attainable_bound(job: EspressoJob, options: Sequence[Option]) -> float:
-    """Seconds of an iteration that no strategy made of these options, as they are, can beat at what they cost.
+    """Return seconds of an iteration that no strategy made of these options can beat at their costs.
 
-    Between this and the upper bound nothing is to be found; half a second for the whole tree.
+    No strategy lies between the upper bound and this; the whole tree costs half a second.
     """
     return Relaxation(job, options).proven_seconds()

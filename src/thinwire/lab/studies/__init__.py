@@ -1,1 +1,1 @@
-"""What papers say in formulas, next to what the library does."""
+"""Formulas of papers, next to the library's own behaviour."""

@@ -25,13 +25,13 @@ class _Branch:
 
     ends: tuple[int, ...] = (0,)
     delay: float = 0.0  # compression so far
-    channel: float = 0.0  # when it is free
+    channel: float = 0.0  # time from which it is free
     decoding: float = 0.0  # decompression so far
     decoded: float = 0.0  # when that would be done if it had not to wait for backward
 
 
 def branch_and_bound(profile: Profile) -> Groups:
-    """The groups with the least `thinwire.plan.iteration_seconds`, by an exhaustive search: up to 20 tensors or so."""
+    """Return the groups with the least `thinwire.plan.iteration_seconds`, exhaustively: up to some 20 tensors."""
     best_seconds, best = math.inf, _Branch()
 
     def explore(branch: _Branch) -> None:
@@ -51,7 +51,7 @@ def branch_and_bound(profile: Profile) -> Groups:
 
 
 def _grown(profile: Profile, branch: _Branch, end: int) -> _Branch:
-    """With one more group, of all tensors before ``end``."""
+    """The branch with one more group, of all tensors before ``end``."""
     size = profile.end_bytes[end] - profile.end_bytes[branch.ends[-1]]
     delay = branch.delay + profile.compress(size)
     channel = max(branch.channel, profile.ready_seconds[end] + delay) + profile.communicate(size)
@@ -61,7 +61,7 @@ def _grown(profile: Profile, branch: _Branch, end: int) -> _Branch:
 
 
 def _least_seconds(profile: Profile, branch: _Branch) -> float:
-    """Of an iteration that begins so; exact at the end. The rest is one group at least."""
+    """Least seconds of an iteration that begins so; exact at the end. The rest is one group at least."""
     rest = profile.end_bytes[-1] - profile.end_bytes[branch.ends[-1]]
     backward = profile.ready_seconds[-1] + branch.delay + branch.decoding
     if branch.ends[-1] == profile.num_tensors:
@@ -75,7 +75,7 @@ def _least_seconds(profile: Profile, branch: _Branch) -> float:
 
 
 def _fuses_more(profile: Profile, branch: _Branch, end: int) -> bool:
-    """Whether a group that ends before ``end`` is no better than one that takes that tensor too."""
+    """Whether a group that ends before ``end`` is no better than one that includes that tensor too."""
     start = branch.ends[-1]
     size = profile.end_bytes[end + 1] - profile.end_bytes[start]
     if profile.ready_seconds[end + 1] + branch.delay + profile.compress(size) > branch.channel:

@@ -1,11 +1,11 @@
-"""The communication costs of schemes as the papers state them: bytes on the link of the busiest rank.
+"""Communication costs of schemes as stated in papers: bytes on the link of the busiest rank.
 
 Time is bytes over bandwidth per rank and direction; phases follow one another. As in ZEN (OSDI'25, section 2.3 and
 appendix B.1) elements are 4 bytes, an index in COO is 4 bytes too, headers, padding and latency are left out, ranks
-are alike and links are full duplex. `thinwire.sync.ledger` gives what thinwire really sends.
+are alike and links are full duplex. `thinwire.sync.ledger` gives the bytes that thinwire really sends.
 
-Throughout, n is ``world_size``, M ``num_bytes`` of the dense tensor, d ``density`` of what one rank holds, and gamma
-``densification``: the density of what several ranks hold together over d, from 1 to their number.
+Throughout, n is ``world_size``, M ``num_bytes`` of the dense tensor, d ``density`` of one rank's elements, and gamma
+``densification``: the density of several ranks' elements together over d, from 1 to their number.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ import math
 from collections.abc import Callable
 
 Densification = Callable[[int], float]
-"""How much denser the sum of so many ranks is than what one holds: 1 for one rank."""
+"""Function from a number of ranks to the density of their sum over that of one: 1 for one rank."""
 
 
 def independent_densification(overlap: float) -> Densification:
-    """Of ranks that hold independent uniform sets of elements, any two of which overlap by this ratio, in (0, 1].
+    """Return the densification of ranks with independent uniform sets of elements.
 
-    The overlap ratio of two such sets is their density d, so that k ranks hold (1 - (1 - d)^k) / d times as much.
+    ``overlap`` in (0, 1] is the overlap ratio of any two of them, which is their density d, so that k ranks hold
+    (1 - (1 - d)^k) / d times the elements of one.
 
     Example:
         >>> independent_densification(0.5)(2)
@@ -30,14 +31,14 @@ def independent_densification(overlap: float) -> Densification:
 
 
 def balanced_parallelism(world_size: int, num_bytes: float, density: float, densification: float) -> float:
-    """(n - 1) / n (gamma + 1) 2 M d: ZEN, equation 1. ``densification`` of all ranks."""
+    """Return (n - 1) / n (gamma + 1) 2 M d: ZEN, equation 1. ``densification`` is that of all ranks."""
     return sparse_ps(world_size, num_bytes, density, densification, skewness=1.0)
 
 
 def hierarchical_centralization(
     world_size: int, num_bytes: float, density: float, densification: Densification
 ) -> float:
-    """Sum over i = 1 .. log2 n of gamma(2^(i - 1)) 2 M d: ZEN, equation 2.
+    """Return the sum over i = 1 .. log2 n of gamma(2^(i - 1)) 2 M d: ZEN, equation 2.
 
     Raises:
         ValueError: ``world_size`` is not a power of two.
@@ -51,10 +52,10 @@ def hierarchical_centralization(
 
 
 def sparse_ps(world_size: int, num_bytes: float, density: float, densification: float, skewness: float) -> float:
-    """2 (n - 1) (d + d_n) s M / n: ZEN, appendix B.1. A server on each rank, with an equal range of the elements.
+    """Return 2 (n - 1) (d + d_n) s M / n: ZEN, appendix B.1. A server on each rank has an equal range of the elements.
 
     Args:
-        densification: of all ranks.
+        densification: densification of all ranks.
         skewness: s, the density of the densest range over that of the whole tensor, from 1 to n.
     """
     summed = densification * density
@@ -69,7 +70,7 @@ def sparse_ps_broadcast(
     skewness: float,
     scatter_allgather: bool = False,
 ) -> float:
-    """2 (n - 1) s d M / n + 2 r d_n M: Sparse PS whose servers broadcast their sums (ZEN, appendix B.1).
+    """Return 2 (n - 1) s d M / n + 2 r d_n M: Sparse PS whose servers broadcast their sums (ZEN, appendix B.1).
 
     r is ceil(log2 n) for binomial trees, and 2 (n - 1) / n for scatter and all-gather.
     """
@@ -79,12 +80,12 @@ def sparse_ps_broadcast(
 
 
 def agsparse(world_size: int, num_bytes: float, density: float) -> float:
-    """(n - 1) 2 d M: every rank receives what every other one holds. More than a dense ring from n = 1 / d on."""
+    """Return (n - 1) 2 d M: every rank receives all others' elements. From n = 1 / d on, more than a dense ring."""
     return (world_size - 1) * 2 * density * num_bytes
 
 
 def dense_ring(world_size: int, num_bytes: float) -> float:
-    """2 (n - 1) / n M: also halving and doubling, and a dense parameter server on the ranks themselves."""
+    """Return 2 (n - 1) / n M: also halving and doubling, and a dense parameter server on the ranks themselves."""
     return 2 * (world_size - 1) / world_size * num_bytes
 
 
@@ -97,7 +98,7 @@ def omnireduce(
     summed_skewness: float = 1.0,
     block_bytes: int = 1024,
 ) -> float:
-    """(n - 1) / n (s d + s_n d_n) M (1 + 4 / block bytes): OmniReduce with an aggregator on each rank.
+    """Return (n - 1) / n (s d + s_n d_n) M (1 + 4 / block bytes): OmniReduce with an aggregator on each rank.
 
     The paper has no closed form. Densities and skewness are of blocks that are not zero, before and after the sum;
     each block has an index of 4 bytes.
@@ -110,9 +111,10 @@ def omnireduce(
 def zen_published(
     world_size: int, num_bytes: float, density: float, densification: float, value_bits: int = 32
 ) -> float:
-    """(n - 1) / n ((1 + 32 / b) d + gamma d + 1 / b) M for values of b bits: COO in the push, hash bitmaps in the pull.
+    """Return (n - 1) / n ((1 + 32 / b) d + gamma d + 1 / b) M for values of b bits: COO in the push, hash bitmaps in
+    the pull.
 
-    ZEN, sections 2.3 and 3.3: 2 d and 1/32 for FP32, 3 d and 1/16 for 16-bit values, where M is half as much.
+    See ZEN, sections 2.3 and 3.3: 2 d and 1/32 for FP32, 3 d and 1/16 for 16-bit values, where M is half.
     """
     push = (1 + 32 / value_bits) * density
     pull = densification * density + 1 / value_bits
@@ -122,16 +124,17 @@ def zen_published(
 def ring_incremental_parallelism_push(
     world_size: int, num_bytes: float, density: float, densification: Densification
 ) -> float:
-    """2 M / n times the sum over i = 1 .. n - 1 of d_i, the density of what i ranks hold together: ZEN, appendix B.1.
+    """Return 2 M / n times the sum over i = 1 .. n - 1 of d_i, the density of i ranks' elements (ZEN, appendix B.1).
 
-    Only the push; the pull is that of `balanced_parallelism`.
+    Only the push is included; the pull is that of `balanced_parallelism`.
     """
     merged = sum(densification(ranks) for ranks in range(1, world_size))
     return 2 * density * merged * num_bytes / world_size
 
 
 def byteps(world_size: int, num_bytes: float, servers: int) -> float:
-    """max(M, n M / k): a dense parameter server on k machines of their own, as BytePS prices it (OSDI'20, section 2).
+    """Return max(M, n M / k): a dense parameter server on k machines of their own, as BytePS prices it (OSDI'20,
+    section 2).
 
     A worker sends M and receives M, a server n M / k each way. Pushes and pulls of different parts overlap, so each
     direction of a link counts once.

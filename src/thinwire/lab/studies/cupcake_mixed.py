@@ -1,4 +1,4 @@
-"""Cupcake where a group may also be sent as it is: which tensors travel together, and which groups are compressed."""
+"""Cupcake with optional compression: the choice of tensors that travel together, and of groups to compress."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from thinwire.fuse.search import Mode, search
 from thinwire.fuse.timeline import iteration_seconds
 
 STATES = 8192
-"""That a search keeps in all: 8 tensors need 100 at most, and 314 take a second with so many."""
+"""Number of states that a search keeps in all: 8 tensors need 100 at most, and 314 cost a second with this number."""
 
 _FREE = Linear(0.0, 0.0)
 _MIN_WIDTH = 16
@@ -19,13 +19,13 @@ _MIN_WIDTH = 16
 
 @dataclass(frozen=True)
 class Mixed:
-    """A plan, and how good it is.
+    """A plan, and its quality.
 
     Args:
-        groups: which tensors travel together.
-        compressed: of each group, whether it is compressed.
-        seconds: of the iteration.
-        least_seconds: no plan takes less.
+        groups: the tensors that travel together.
+        compressed: for each group, whether it is compressed.
+        seconds: seconds of the iteration.
+        least_seconds: lower bound of any plan.
     """
 
     groups: Groups
@@ -35,12 +35,12 @@ class Mixed:
 
     @property
     def is_optimal(self) -> bool:
-        """Whether this is proven; otherwise it is within seconds / least_seconds of the best."""
+        """Whether the plan is proven optimal; otherwise it is within seconds / least_seconds of the best."""
         return self.seconds <= self.least_seconds * (1 + 1e-9)
 
 
 def mixed(profile: Profile, dense: Linear, states: int = STATES) -> tuple[Groups, tuple[bool, ...]]:
-    """Groups, and which of them to compress, with the least `thinwire.plan.iteration_seconds`.
+    """Return groups, and which of them to compress, with the least `thinwire.plan.iteration_seconds`.
 
     For arguments and errors see `best_mixed`, which also tells how far from the optimum the plan can be.
 
@@ -54,18 +54,18 @@ def mixed(profile: Profile, dense: Linear, states: int = STATES) -> tuple[Groups
 
 
 def best_mixed(profile: Profile, dense: Linear, coded: Mode | None = None, states: int = STATES) -> Mixed:
-    """The best plan in which each group is compressed or is not, of all 2^(N - 1) groupings x 2^groups choices.
+    """Return the best plan with or without compression of each group, of all 2^(N - 1) groupings x 2^groups choices.
 
     Compressing one group delays all that follow, so the compute clock is no longer fixed by the number of groups, and
     states form a Pareto frontier. How many matter at once depends on the profile: trading compute for communication is
-    a knapsack problem. While they are few enough, the plan is exact; what is dropped beyond ``states`` still bounds it.
+    a knapsack problem. While they are few enough, the plan is exact; states dropped beyond ``states`` still bound it.
 
     Args:
         profile: costs of compressed groups.
-        dense: what communicating a group costs that is not compressed.
+        dense: costs of communicating a group that is not compressed.
         coded: costs of compressed groups that are not linear, instead of the profile's.
-        states: how many to keep in all, the most promising for each number of tensors. The choice is the same on all
-            ranks, and never worse than `thinwire.fuse.cupcake` with all groups compressed, or with none.
+        states: number of states to keep in all, the most promising for each number of tensors. The choice is the same
+            on all ranks, and never worse than `thinwire.fuse.cupcake` with all groups compressed, or with none.
 
     Raises:
         ValueError: fewer than one state.

@@ -1,4 +1,4 @@
-"""Faults that strike a chosen rank at a chosen step, to test what the other ranks do about it."""
+"""Faults that strike a chosen rank at a chosen step, to test the reaction of the other ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Literal
 
 
 class InjectedFault(RuntimeError):
-    """What `Faults.fail` makes a rank raise."""
+    """Error that `Faults.fail` makes a rank raise."""
 
 
 @dataclass(frozen=True)
@@ -37,25 +37,25 @@ class Faults:
     for step in range(10):
         faults.strike(context.rank, step)
 
-    Whoever has points within a step that a fault can strike at calls `strike` there too, with the name of the point.
+    Code with points within a step at which a fault can strike calls `strike` there too, with the name of the point.
     """
 
     planned: tuple[Fault, ...] = ()
 
     def kill(self, rank: int, step: int, at: str = "") -> Faults:
-        """`rank` sends itself SIGKILL: the machine is gone, nothing is cleaned up."""
+        """Plan that `rank` sends itself SIGKILL: the machine is gone, nothing is cleaned up."""
         return self._and(Fault("kill", rank, step, at=at))
 
     def fail(self, rank: int, step: int, at: str = "") -> Faults:
-        """`rank` raises InjectedFault: an error in the program."""
+        """Plan that `rank` raises InjectedFault: an error in the program."""
         return self._and(Fault("fail", rank, step, at=at))
 
     def pause(self, rank: int, step: int, seconds: float, at: str = "") -> Faults:
-        """`rank` sleeps: a straggler."""
+        """Plan that `rank` sleeps: a straggler."""
         return self._and(Fault("pause", rank, step, seconds, at))
 
     def strike(self, rank: int, step: int, at: str = "") -> None:
-        """Do to the calling process what is planned for `rank` at this point of `step`, in the order of planning."""
+        """Execute the faults planned for `rank` at this point of `step`, in the order of planning."""
         for fault in self.planned:
             if (fault.rank, fault.step, fault.at) == (rank, step, at):
                 _strike(fault)

@@ -1,4 +1,4 @@
-"""Run a function on N ranks, each a process of its own, and get back what every rank returned.
+"""Launcher that runs a function on N ranks, each a process of its own, and returns the result of every rank.
 
     def work(context: RankContext, scale: float) -> float:
         total = torch.tensor([scale * context.rank])
@@ -8,8 +8,8 @@
     outcomes = run_ranks(work, 2.0, world_size=4)
 
 The processes are forked from a server that has torch imported and kernels loaded: 8 ranks with their process group
-start and end in 0.4 s. What crosses the pipes between a rank and its parent is pickled by value; it never leaves the
-machine.
+start and end in 0.4 s. Messages through the pipes between a rank and its parent are pickled by value; they never leave
+the machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = ["Outcome", "RankContext", "RanksFailed", "run_ranks"]
 
 
 class RanksFailed(RuntimeError):
-    """Some ranks failed. The text has the root cause first; `outcomes` has all ranks in order."""
+    """Raised when ranks failed. The text has the root cause first; `outcomes` has all ranks in order."""
 
     def __init__(self, message: str, outcomes: list[Outcome]) -> None:
         super().__init__(message)
@@ -54,9 +54,9 @@ def run_ranks(
 
     Every rank has one torch thread, the environment that torchrun would give it (RANK, WORLD_SIZE, LOCAL_RANK,
     MASTER_ADDR ...) and, with `init_process_group`, a Gloo process group. With a `network`, consecutive blocks
-    of `ranks_per_host` ranks (default: as few as reach) live on its hosts. `on_message(rank, message)` gets
-    what the ranks pass to `context.send`. `function` and `args` must be picklable: define the function at the
-    top of a module.
+    of `ranks_per_host` ranks (default: as few as suffice) live on its hosts. `on_message(rank, message)`
+    gets the messages that the ranks pass to `context.send`. `function` and `args` must be picklable: define the
+    function at the top of a module.
 
     With `check`, the first failure gives the other ranks 5 s to report theirs, and RanksFailed is raised.
     Without, the ranks run to their end or to the timeout, and failures are read from the outcomes. At the
@@ -80,7 +80,7 @@ def run_ranks(
 
 
 def preload(module: str) -> None:
-    """Have the server that ranks are forked from import a module too; before the first `run_ranks`.
+    """Have the server from which ranks are forked import a module too; call it before the first `run_ranks`.
 
     The constructor of DDP imports ``torch._dynamo``, for example: 1.2 s in every rank otherwise.
     """

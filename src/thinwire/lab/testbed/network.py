@@ -47,7 +47,7 @@ _STALL_SECONDS = 10.0
 
 
 class NetAdminError(RuntimeError):
-    """The process may not make network namespaces."""
+    """Raised when the process may not make network namespaces."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Link:
 
     @classmethod
     def parse(cls, text: str) -> Link:
-        """`Link.parse("100mbit")`, `"1gbit"`, `"2.5gbit"` or `"none"`; anything else is a ValueError."""
+        """Parse a text such as "100mbit", "1gbit", "2.5gbit" or "none". Raises ValueError for anything else."""
         normalized = text.strip().lower()
         if normalized == "none":
             return cls(None)
@@ -76,7 +76,8 @@ class Link:
 def enter_namespace(path: str) -> None:
     """Move the calling thread into the network namespace at `path` (see `EmulatedNetwork.namespace`).
 
-    Call it before the process makes any socket or thread: sockets stay where they were made. Raises OSError.
+    Call it before the process makes any socket or thread: sockets stay in the namespace of their creation. Raises
+    OSError.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -121,10 +122,10 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 def restart_as_root_of_a_user_namespace() -> None:
-    """Begin the command of this process again, in a user namespace where it may make network namespaces.
+    """Restart the command of this process in a user namespace where it may make network namespaces.
 
-    There the user has the identity of root and no right that the user has not. By another program, because the kernel
-    lets only a process of one thread enter. Returns if this process is the one that was begun again.
+    There the user has the identity of root and no additional right. Another program does it, because the kernel lets
+    only a process of one thread enter. Returns if this process is the restarted one.
     """
     if _RESTARTED not in os.environ:
         os.environ[_RESTARTED] = "1"
@@ -133,10 +134,10 @@ def restart_as_root_of_a_user_namespace() -> None:
 
 
 class EmulatedNetwork:
-    """`hosts` network namespaces on one bridge; a context manager, which raises NetAdminError if not allowed.
+    """A network of `hosts` namespaces on one bridge; a context manager, which raises NetAdminError if not allowed.
 
     Each host has an interface `interface` (MTU 1500) with the address `address(host)` and a loopback. A token
-    bucket at both ends of its cable limits what it sends and what it receives to `link` each, headers included.
+    bucket at both ends of its cable limits sending and receiving to `link` each, headers included.
     """
 
     interface = "eth0"
@@ -162,19 +163,19 @@ class EmulatedNetwork:
         self._close()
 
     def address(self, host: int) -> str:
-        """The IPv4 address of `host`."""
+        """Return the IPv4 address of `host`."""
         self._check(host)
         return f"10.77.0.{host + 1}"
 
     def namespace(self, host: int) -> str:
-        """A path for `enter_namespace` in any process of the same user, valid while the network is open."""
+        """Return a path for `enter_namespace`, for any process of the same user, valid while the network is open."""
         self._check(host)
         if not self._namespace_fds:
             raise RuntimeError("the emulated network is closed; use it inside its `with` block")
         return f"/proc/{os.getpid()}/fd/{self._namespace_fds[host]}"
 
     def cut(self, host: int) -> None:
-        """From now on nothing goes to `host` or comes from it, and nobody is told: its cable stays up."""
+        """Drop all traffic to and from `host` from now on, unnoticed: its cable stays up."""
         self._plug(host, plugged=False)
 
     def mend(self, host: int) -> None:
@@ -182,7 +183,7 @@ class EmulatedNetwork:
         self._plug(host, plugged=True)
 
     def _plug(self, host: int, plugged: bool) -> None:
-        """The port of a host into the switch, or out of it; taken down instead, it would need a second to come back."""
+        """Connect a host's port to the switch, or disconnect it; once down, a port needs a second to come back."""
         self._check(host)
 
         def plug() -> None:
@@ -193,7 +194,7 @@ class EmulatedNetwork:
         in_namespace(f"/proc/{os.getpid()}/fd/{self._namespace_fds[-1]}", plug)
 
     def wire_bytes_sent(self, host: int) -> int:
-        """Bytes that `host` has put on its link so far, with Ethernet, IP and TCP headers of every packet.
+        """Return the bytes that `host` has put on its link so far, with Ethernet, IP and TCP headers.
 
         It is the counter of the queue, which knows the packets that a large segment is cut into; the counter
         of the interface sees one header per segment of up to 64 KB.
@@ -201,7 +202,7 @@ class EmulatedNetwork:
         return in_namespace(self.namespace(host), _queue_bytes_sent)
 
     def measure(self, seconds: float = 1.0) -> float:
-        """TCP goodput in Mbit/s of streams host i -> (i + 1) % hosts, all at once; the minimum over hosts.
+        """Return the TCP goodput in Mbit/s of streams host i -> (i + 1) % hosts, all at once; the minimum over hosts.
 
         A warm-up empties the token buckets first. With one host the stream stays on its loopback.
         """
@@ -224,7 +225,7 @@ class EmulatedNetwork:
     def _build(self) -> None:
         for _ in range(self.hosts):
             self._namespace_fds.append(_new_namespace())
-        # The switch is last. Nobody else enters it, and it lives as long as the cables of the hosts do.
+        # The switch is last. No other process enters it, and it lives as long as the cables of the hosts.
         self._namespace_fds.append(_new_namespace())
         switch = f"/proc/{os.getpid()}/fd/{self._namespace_fds[-1]}"
         in_namespace(switch, lambda: _build_switch(self._namespace_fds[: self.hosts], self.link))
@@ -261,13 +262,13 @@ def _system_call(name: str, *arguments: int) -> None:
 
 
 def _in_new_thread(function: Callable[[], Result]) -> Result:
-    """Run `function` in a thread of its own, which takes its change of namespace with it when it ends."""
+    """Run `function` in a thread of its own, so that its change of namespace ends with it."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(function).result()
 
 
 def in_namespace(path: str, function: Callable[[], Result]) -> Result:
-    """The result of `function`, run in a thread that is inside the network namespace at `path`."""
+    """Return the result of `function`, run in a thread that is inside the network namespace at `path`."""
 
     def run() -> Result:
         enter_namespace(path)

@@ -1,4 +1,4 @@
-"""What a rank's process does: enter its host, tie its life to the launcher, call the function, report."""
+"""Process of a rank: enter its host, tie its life to the launcher, call the function, report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 @dataclass(frozen=True)
 class RankContext:
-    """What the function of a rank is told; `send(message)` hands a picklable message to the parent."""
+    """Arguments of a rank's function; `send(message)` hands a picklable message to the parent."""
 
     rank: int
     world_size: int
@@ -38,7 +38,7 @@ class RankContext:
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What a rank's process needs to know before it can call the function."""
+    """Settings that a rank's process needs before it can call the function."""
 
     rank: int
     world_size: int
@@ -52,12 +52,12 @@ class RankSetup:
 
 
 def stacks_path(directory: str, rank: int) -> Path:
-    """Where `rank` writes the Python stacks of its threads when it gets SIGUSR1."""
+    """Return the file to which `rank` writes the Python stacks of its threads when it gets SIGUSR1."""
     return Path(directory) / f"stacks-{rank}"
 
 
 def rank_main(setup: RankSetup, connection: Connection, payload: bytes) -> None:
-    """The target of a rank's process. Reports ("value", v) or ("error", text), and messages before that."""
+    """Run the process of a rank. It reports ("value", v) or ("error", text), and messages before that."""
     _die_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher, which ends its ranks
     if setup.namespace is not None:
@@ -93,7 +93,7 @@ def _call(setup: RankSetup, payload: bytes, send: Callable[[str, Any], None], co
     )
     with _process_group(setup) if setup.init_process_group else contextlib.nullcontext():
         send("value", function(context, *args))
-        # The launcher's word that all ranks have returned: one that leaves early resets connections which the
+        # The launcher's signal that all ranks have returned: one that leaves early resets connections which the
         # others still set up or read from (1 of 20 runs of an empty function failed so).
         connection.recv_bytes()
 
@@ -114,7 +114,7 @@ def _process_group(setup: RankSetup) -> Iterator[None]:
 
 
 def _die_with_launcher() -> None:
-    """Have the kernel kill this process when the fork server or the launcher ends, in whatever way.
+    """Have the kernel kill this process when the fork server or the launcher ends in any way.
 
     The fork server is the parent in the eyes of the kernel, and it lives as long as its children do; so the
     launcher is watched through the pipe that it holds open, whose end raises SIGKILL instead of SIGIO.

@@ -1,4 +1,4 @@
-"""The launcher's side of running ranks: take their messages, see their ends, stop those that must not go on."""
+"""The launcher's side of running ranks: receive their messages, notice their ends, stop those that must not go on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _GRACE_SECONDS = 5.0  # for the other ranks, after one has failed
 _LEAVE_SECONDS = 2.0  # for a rank that has returned, when others are stopped
 _STACK_DUMP_SECONDS = 0.5
 
-# What Gloo says when the process at the other end has gone, or has stopped answering.
+# Errors of Gloo when the process at the other end has gone, or has stopped answering.
 _PEER_LOST = (
     "by peer",
     "Connection refused",
@@ -33,7 +33,7 @@ _PEER_LOST = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """How one rank ended: its return value, or the traceback of its error.
+    """Result of one rank: its return value, or the traceback of its error.
 
     A rank killed by a signal has `exit_code == -signal` and no error text of its own.
     """
@@ -63,7 +63,7 @@ class RankProcess:
         return [self.process.sentinel, self.connection] if self.reporting else [self.process.sentinel]
 
     def attend(self, on_message: Callable[[int, Any], None]) -> None:
-        """Take the messages that are there, then see whether the process has ended."""
+        """Receive the pending messages, then check whether the process has ended."""
         ended = bool(wait([self.process.sentinel], timeout=0))
         while self.reporting and self.connection.poll():
             try:
@@ -160,7 +160,7 @@ def _stop_at_timeout(running: list[RankProcess], directory: str, timeout_seconds
 
 
 def _kill(ranks: list[RankProcess]) -> None:
-    """Kill all that work before any is waited for, so that none can still see another's end."""
+    """Kill all working ranks before waiting for any, so that none can still see another's end."""
     for rank in ranks:
         if not rank.returned:
             _signal(rank, signal.SIGKILL)
@@ -174,7 +174,7 @@ def _signal(rank: RankProcess, number: signal.Signals) -> None:
 
 
 def describe(ranks: list[RankProcess]) -> str:
-    """All failures, in full where they are a cause, in a line where they repeat or follow from another rank's."""
+    """Describe all failures: in full if they are a cause, in a line if they repeat or follow from another rank's."""
     failed = sorted((rank for rank in ranks if rank.failed), key=lambda rank: (_is_consequence(rank), rank.failed_at))
     lines = [f"{len(failed)} of {len(ranks)} ranks failed; first rank {failed[0].number}"]
     told: set[str] = set()
@@ -189,7 +189,7 @@ def describe(ranks: list[RankProcess]) -> str:
 
 
 def _is_consequence(rank: RankProcess) -> bool:
-    """Whether the rank failed because another one did: it lost its peer, or did not end in the grace."""
+    """Whether the rank failed because another one did: it lost its peer, or did not end in the grace period."""
     text = rank.error or ""
     return text.startswith("killed ") or any(sign in text for sign in _PEER_LOST)
 

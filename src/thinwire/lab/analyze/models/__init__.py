@@ -1,1 +1,1 @@
-"""Built-in scripts, alone in their directory: a script's own directory comes first on the path of imports."""
+"""Built-in scripts, alone in their directory, because a script's own directory comes first on the path of imports."""

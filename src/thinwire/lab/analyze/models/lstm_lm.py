@@ -1,4 +1,4 @@
-"""The built-in script of ``thinwire analyze``: the language model of the demo, on as many ranks as torchrun starts."""
+"""The built-in script of ``thinwire analyze``: the language model of the demo, on the ranks that torchrun starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from thinwire.lab.demo.train import INITIAL_ACCUMULATOR, TrainConfig, batch, tim
 
 
 def main() -> None:
-    """Train without end: whoever runs this stops it."""
+    """Train without end, until the process is stopped."""
     dist.init_process_group("gloo")
     config = TrainConfig()
     rank, world_size = dist.get_rank(), dist.get_world_size()

@@ -1,1 +1,1 @@
-"""`thinwire bench checkpoint`: what checkpoints cost a training, and what they save when it is killed."""
+"""`thinwire bench checkpoint`: the costs of checkpoints to a training, and their benefit when it is killed."""

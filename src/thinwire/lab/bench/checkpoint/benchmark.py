@@ -1,4 +1,4 @@
-"""`thinwire bench checkpoint`: the cost of checkpoints by several methods, and what they save, on emulated hosts."""
+"""`thinwire bench checkpoint`: the cost of checkpoints by several methods, and their benefit, on emulated hosts."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ from thinwire.lab.testbed.network import Link
 SLOTS = 2  # of each shard, on each host that holds it
 
 OnProgress = Callable[[str], None]
-"""Told what was just done, once for each of `CheckpointBenchmark.parts`."""
+"""Function called with the name of each finished part, once for each of `CheckpointBenchmark.parts`."""
 
 
 @dataclass(frozen=True)
 class CheckpointBenchmark:
-    """What to measure.
+    """Settings of the benchmark.
 
     Args:
         steps: iterations of a block; each method has a block in each of ``repeat`` turns.
-        replicas: copies of each host's state, its own one included.
-        kills: how often all trainers of a method are killed before a host is lost too; 0 leaves recovery out.
-        traced: also look at what the links carry, for a picture.
+        replicas: copies of each host's state, including its own.
+        kills: number of times all trainers of a method are killed before a host is lost too; 0 skips recovery.
+        traced: whether to sample the traffic of the links too, for a picture.
 
     Raises:
         ValueError: an unknown method or job, fewer hosts than replicas, numbers below one, or more state than there is
@@ -76,17 +76,18 @@ class CheckpointBenchmark:
 
     @property
     def recovering(self) -> list[str]:
-        """Methods that are killed."""
+        """Methods whose trainings are killed."""
         return [method for method in self.methods if method != NONE] if self.kills else []
 
     @property
     def parts(self) -> int:
-        """How often progress is told."""
+        """Number of progress reports."""
         return len(self.methods) * (self.repeat + 1) + len(self.recovering) * (self.kills + 2)
 
 
 def run(benchmark: CheckpointBenchmark, on_progress: OnProgress) -> dict[str, Any]:
-    """Measure, and return ``{"environment": {...}, "rows": [...]}``; the fields are in docs/bench-checkpoint.md.
+    """Run the benchmark and return ``{"environment": {...}, "rows": [...]}``; the fields are in
+    docs/bench-checkpoint.md.
 
     With ``traced`` there is a "timeline" too.
 

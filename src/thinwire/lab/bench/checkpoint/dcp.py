@@ -1,7 +1,7 @@
-"""torch.distributed.checkpoint to a directory, as it comes: sync, and async on its thread.
+"""Baselines by torch.distributed.checkpoint to a directory: synchronous, and asynchronous on its own thread.
 
 A rank's state is a shard of its own, as it is under ZeRO or FSDP, so its tensors are named after the rank: nothing is
-left out because another rank has the same. The tree of names and numbers is one tensor more, so nothing is pickled.
+left out because another rank has the same. The tree of names and numbers is another tensor, so nothing is pickled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _METADATA = ".metadata"  # written last: without it there is no checkpoint
 
 
 class DcpSync:
-    """A checkpoint of which every rank waits for the end."""
+    """A synchronous checkpoint: every rank waits for its end."""
 
     name = "dcp_sync"
 
@@ -88,14 +88,14 @@ class DcpSync:
         return [int(path.parent.name.removeprefix("step-")) for path in self._directory.glob(f"step-*/{_METADATA}")]
 
     def _remove_old(self, before: int) -> None:
-        """By rank 0, once ``before`` is complete; and what is there of steps that were trained before a restart."""
+        """On rank 0, once ``before`` is complete; also removes steps that were trained before a restart."""
         if self._rank == 0:
             for step in sorted(set(self._steps()) - {before})[: 1 - _KEPT]:
                 shutil.rmtree(self._path(step), ignore_errors=True)
 
 
 class DcpAsync(DcpSync):
-    """Staged in memory at the step, written by a thread; the next step waits for it, if it is not done by then."""
+    """A checkpoint staged in memory at the step and written by a thread, for which the next step waits if necessary."""
 
     name = "dcp_async"
 

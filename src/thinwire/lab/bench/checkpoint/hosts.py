@@ -21,9 +21,9 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 class HolderHosts:
-    """``hosts`` holders, each in the network namespace of its host; with an unlimited link all are on loopback.
+    """Holders on ``hosts`` hosts, each in its host's network namespace; with an unlimited link all are on loopback.
 
-    A context manager. However it is left, no process stays behind: a holder dies with the thread that started it.
+    It is a context manager, and leaves no process behind: a holder dies with the thread that started it.
 
     Raises:
         NetAdminError: a link is asked for, but the process may not make network namespaces.
@@ -60,11 +60,11 @@ class HolderHosts:
 
     @property
     def sockets(self) -> tuple[str, ...]:
-        """Of the holders, host by host."""
+        """Socket paths of the holders, host by host."""
         return tuple(str(self._directory / f"host-{host}.sock") for host in range(self.hosts))
 
     def start(self, host: int) -> None:
-        """A holder with nothing in it."""
+        """Start an empty holder."""
         address = "127.0.0.1" if self.network is None else self.network.address(host)
         options = HolderOptions(
             bind=address, socket=self.sockets[host], secret_file=f"{self.sockets[host]}.secret", drain_seconds=0.0
@@ -77,13 +77,13 @@ class HolderHosts:
             raise ValueError(f"the holder of host {host} did not start: {said.get('error', 'it gave no reason')}")
 
     def lose(self, host: int) -> None:
-        """SIGKILL to its holder: all that it held is gone."""
+        """Kill the holder of a host with SIGKILL, which loses all its versions."""
         process = self._processes.pop(host)
         process.kill()
         process.communicate()
 
     def connect(self, host: int) -> HolderClient:
-        """As a process of that host would."""
+        """Connect to the holder like a process of that host."""
         socket = Path(self.sockets[host])
         return HolderClient.connect(socket, load_secret(socket, f"{socket}.secret"))
 
@@ -92,13 +92,13 @@ class HolderHosts:
             return client.holder_status()
 
     def forget(self, run_id: str) -> None:
-        """Free what all holders have of a run."""
+        """Free the memory that all holders use for a run."""
         for host in range(self.hosts):
             with self.connect(host) as client:
                 client.forget(run_id)
 
     def link_bytes_counter(self, host: int) -> int:
-        """A descriptor of the host's table of interfaces; read it with `link_bytes`, and close it."""
+        """Return a descriptor of the host's table of interfaces; read it with `link_bytes`, and close it."""
         assert self.network is not None
         path = "/proc/thread-self/net/dev"
         return self._threads[host].submit(os.open, path, os.O_RDONLY | os.O_CLOEXEC).result()
@@ -113,7 +113,7 @@ class HolderHosts:
 
 
 def link_bytes(counter: int) -> int:
-    """Bytes that the host has put on its link so far, headers included."""
+    """Return the bytes that the host has put on its link so far, headers included."""
     for line in os.pread(counter, 1 << 16, 0).decode().splitlines():
         name, found, counters = line.partition(":")
         if found and name.strip() == EmulatedNetwork.interface:

@@ -1,4 +1,4 @@
-"""The methods that are compared, each behind the same few calls; all of them save the same state."""
+"""Checkpoint methods to compare, each behind the same few calls; all of them save the same state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ IN_PEERS = (BLOCKING, THINWIRE)
 
 @dataclass(frozen=True)
 class Place:
-    """Where checkpoints go: the sockets of the holders, host by host, and a directory that all hosts see."""
+    """Destination of checkpoints: the sockets of the holders, host by host, and a directory that all hosts see."""
 
     sockets: tuple[str, ...]
     directory: str
@@ -27,36 +27,39 @@ class Place:
 
 @dataclass(frozen=True)
 class Call:
-    """Of `CheckpointMethod.step`: for how long training stood still, and whether there was a checkpoint."""
+    """Result of `CheckpointMethod.step`: the time for which training stood still, and whether a checkpoint was made."""
 
     blocking_seconds: float
     made: bool
 
 
 class CheckpointMethod(Protocol):
-    """Checkpoints of one rank's state. All calls are made on all ranks, but `finish` waits for this rank alone."""
+    """Interface of a method that saves one rank's state.
+
+    All calls are made on all ranks, but `finish` waits for this rank alone.
+    """
 
     def step(self, step: int) -> bool:
-        """After so many optimizer steps. Whether a checkpoint was begun."""
+        """Take a turn after ``step`` optimizer steps and return whether a checkpoint was begun."""
         ...
 
     def finish(self) -> float | None:
-        """Wait until the last checkpoint is safe, and say how long it took from the call of `step` until it was."""
+        """Wait until the last checkpoint is safe, and return the seconds from its call of `step` until then."""
         ...
 
     def account(self, calls: list[Call]) -> list[Call]:
-        """The last calls of `step`, with what is known of them after `finish`."""
+        """Return the last calls of `step`, completed with the results known after `finish`."""
         ...
 
     def restore(self) -> int | None:
-        """Go back to the newest checkpoint: after how many steps that was, None if there is none."""
+        """Restore the newest checkpoint and return the number of steps before it; None if there is none."""
         ...
 
     def close(self) -> None: ...
 
 
 def make(method: str, trainer: Trainer, place: Place, rank: int) -> CheckpointMethod:
-    """The method of that name, on all ranks. Raises ValueError for an unknown name."""
+    """Create the method of that name, on all ranks. Raises ValueError for an unknown name."""
     if method == NONE:
         return NoCheckpoints()
     if method == THINWIRE:
@@ -71,7 +74,7 @@ def make(method: str, trainer: Trainer, place: Place, rank: int) -> CheckpointMe
 
 
 class NoCheckpoints:
-    """The training by itself."""
+    """A method without checkpoints: the training by itself."""
 
     def step(self, step: int) -> bool:
         del step
@@ -87,11 +90,11 @@ class NoCheckpoints:
         return None
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to free."""
 
 
 class InPeers:
-    """`thinwire.checkpoint.Checkpointer`, sending in the gaps of the lane."""
+    """The method of `thinwire.checkpoint.Checkpointer`, which sends in the gaps of the lane."""
 
     name = THINWIRE
 
@@ -118,7 +121,7 @@ class InPeers:
         return not self.checkpointer.records()[-1].skipped
 
     def finish(self) -> float | None:
-        """The version is safe when all peers have acknowledged it."""
+        """Wait until all peers have acknowledged the version, and return the seconds until it was safe."""
         written = [record for record in self.checkpointer.records() if not record.skipped]
         if not written or not self.checkpointer.flush():
             return None
@@ -127,7 +130,7 @@ class InPeers:
         return written[-1].blocking_seconds + max(seconds, default=0.0)
 
     def account(self, calls: list[Call]) -> list[Call]:
-        """With the time for which the next ``optimizer.step`` waited for the copy."""
+        """Return the calls including the time for which the next ``optimizer.step`` waited for the copy."""
         records = self.checkpointer.records()[-len(calls) :]
         return [Call(record.blocking_seconds, not record.skipped) for record in records]
 
@@ -145,8 +148,8 @@ class InPeers:
 
 
 class Blocking(InPeers):
-    """The same, but training waits at each step until the peers have the version: what gaps and the holder's sending
-    beside the training are compared with (the paper's figure 16)."""
+    """A variant of `InPeers` in which training waits at each step until the peers have the version (the paper's figure
+    16): the baseline for gaps and for the holder's sending beside the training."""
 
     name = BLOCKING
 
@@ -168,7 +171,7 @@ class Blocking(InPeers):
 
 @dataclass(frozen=True)
 class StateOnly:
-    """A synchronizer's state without its lane: whoever waits has no use for gaps."""
+    """A synchronizer's state without its lane: a training that waits has no use for gaps."""
 
     synchronizer: Any
 

@@ -1,4 +1,4 @@
-"""What checkpoints cost: one training whose steps go through all methods in turn, block after block."""
+"""Measurement of the cost of checkpoints: one training whose steps go through all methods in turn, in blocks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TRACED_STEPS = 5
 
 @dataclass(frozen=True)
 class Overhead:
-    """Blocks of ``steps`` iterations of each method, ``repeat`` times; ``traced`` adds some for a picture."""
+    """Plan of ``repeat`` blocks of ``steps`` iterations for each method; ``traced`` adds some for a picture."""
 
     work: TrainingWork
     methods: tuple[str, ...]
@@ -33,13 +33,13 @@ class Overhead:
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive iterations under one method, as one rank saw them; times in seconds.
+    """Consecutive iterations under one method, measured on one rank; times in seconds.
 
     Args:
-        iterations: from the end of one step, its checkpoint included, to the end of the next.
+        iterations: seconds from the end of one step, its checkpoint included, to the end of the next.
         blocking: the part of each in which training stood still for the method.
-        versions: checkpoints that were made, not skipped.
-        checkpoint_seconds: from the last call until that checkpoint was safe; None where the call itself was it.
+        versions: number of checkpoints made, not skipped.
+        checkpoint_seconds: seconds from the last call to a safe checkpoint; None if the call itself made it safe.
     """
 
     method: str
@@ -52,7 +52,7 @@ class Block:
 
 @dataclass
 class OverheadRecord:
-    """``gaps`` are ``stats`` of the Checkpointer; ``traced`` when each traced step's checkpoint began and ended."""
+    """Measurements of one rank. ``gaps``: ``stats`` of the Checkpointer; ``traced``: begin and end of traced steps."""
 
     state_bytes: int = 0
     blocks: list[Block] = field(default_factory=list)
@@ -61,7 +61,7 @@ class OverheadRecord:
 
 
 def order_of(methods: Sequence[str], turn: int) -> list[str]:
-    """The methods in the order of a turn: each is first, second, ... equally often.
+    """Return the methods in the order of a turn: each is first, second, ... equally often.
 
     Example:
         >>> order_of(["a", "b", "c"], 1)
@@ -72,7 +72,7 @@ def order_of(methods: Sequence[str], turn: int) -> list[str]:
 
 
 def measure(context: RankContext, plan: Overhead, data: Data | None) -> OverheadRecord:
-    """One rank. ``context.send`` is told ("progress", method, turn) after each block, and ("trace", if it runs now)."""
+    """Measure on one rank, sending ("progress", method, turn) after each block, and ("trace", whether it runs)."""
     trainer = Trainer(plan.work, data, context.rank, context.world_size)
     trainer.step()  # the optimizer's state is there from now on
     layout, _ = flatten(trainer.training.capture(0))

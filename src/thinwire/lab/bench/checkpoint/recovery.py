@@ -1,5 +1,5 @@
-"""What checkpoints save: one training is killed again and again, at last with a host, and compared with one that was
-not."""
+"""Measurement of recovery: a training is killed repeatedly, at last with a host, and compared with an undisturbed
+one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS_BETWEEN_KILLS = 6
 
 @dataclass(frozen=True)
 class Run:
-    """One start of the training, which goes on to ``steps`` unless it is killed."""
+    """One start of the training, which runs up to ``steps`` unless it is killed."""
 
     work: TrainingWork
     method: str
@@ -37,14 +37,14 @@ class Run:
 
 @dataclass(frozen=True)
 class RankStarted:
-    """A rank's process is there."""
+    """Message that a rank's process has started."""
 
     pid: int
 
 
 @dataclass(frozen=True)
 class RankRestored:
-    """A rank went back to the state after ``step`` steps (0: it starts anew), and was ready to train after so long."""
+    """Message that a rank restored the state after ``step`` steps (0: fresh start), and the seconds that it needed."""
 
     step: int
     seconds: float
@@ -52,7 +52,7 @@ class RankRestored:
 
 @dataclass(frozen=True)
 class Stepped:
-    """A rank has made its optimizer step; ``at`` by `time.perf_counter`, which all processes of a machine share."""
+    """Message that a rank has made its optimizer step; ``at`` by `time.perf_counter`, common to all processes."""
 
     step: int
     loss: float
@@ -60,7 +60,7 @@ class Stepped:
 
 
 def train(context: RankContext, run: Run, data: Data | None) -> str:
-    """One rank of a run: tells what it does by ``context.send``, and returns the digest of its parameters."""
+    """Run one rank of a run, report its progress by ``context.send``, and return the digest of its parameters."""
     context.send(RankStarted(os.getpid()))
     trainer = Trainer(run.work, data, context.rank, context.world_size)
     dist.barrier()
@@ -78,12 +78,12 @@ def train(context: RankContext, run: Run, data: Data | None) -> str:
 
 @dataclass
 class Watcher:
-    """What the ranks of a run told, and the hand that kills them all.
+    """Receiver of the messages of a run's ranks, which kills them all at the planned moment.
 
     Args:
-        kill_at: once all ranks have made so many steps; 0 never.
-        delay_seconds: after that, so that death comes at any point of an iteration.
-        also: called at once with the ranks' death: what else is lost.
+        kill_at: number of steps on all ranks before the kill; 0 for never.
+        delay_seconds: delay after that, so that death comes at any point of an iteration.
+        also: function called together with the kill, to lose more than the ranks.
     """
 
     world_size: int
@@ -107,7 +107,7 @@ class Watcher:
                 self._kill()
 
     def reached(self) -> int:
-        """Optimizer steps that all ranks have made."""
+        """Return the optimizer steps that all ranks have made."""
         if len(self.steps) < self.world_size:
             return 0
         return min(steps[-1].step for steps in self.steps.values())
@@ -121,27 +121,27 @@ class Watcher:
             self.also()
 
     def progress(self, iteration_seconds: float) -> float:
-        """Iterations that were done when the ranks were killed, the running one in part."""
+        """Return the iterations done when the ranks were killed, including the fraction of the running one."""
         assert self.killed_at is not None
         reached = self.reached()
         begun = max(next(each.at for each in steps if each.step == reached) for steps in self.steps.values())
         return reached + min(1.0, max(0.0, self.killed_at - begun) / iteration_seconds)
 
     def losses(self) -> dict[tuple[int, int], str]:
-        """Of each rank and step, exactly."""
+        """Return the exact loss of each rank and step."""
         return {(rank, each.step): each.loss.hex() for rank, steps in self.steps.items() for each in steps}
 
 
 @dataclass(frozen=True)
 class Recovery:
-    """How a method came back.
+    """Results of a method's recovery.
 
     Args:
-        processes_seconds: for each time that all trainers were killed: until the slowest rank could train again, from
-            the moment when all processes were there.
-        host_seconds: the same after the last host was lost too, with all that its holder had.
-        iterations_lost: each time that all trainers were killed: iterations done, less the step that was restored.
-        fetched_bytes_per_second: of the lost host's state, from its peer; None where it was not fetched.
+        processes_seconds: for each kill of all trainers: from the moment when all processes had started until the
+            slowest rank could train again.
+        host_seconds: the same after the last host was lost too, with its holder's memory.
+        iterations_lost: for each kill of all trainers: iterations done, less the step that was restored.
+        fetched_bytes_per_second: speed of fetching the lost host's state from its peer; None if it was not fetched.
         bitwise_equal: all losses of all ranks, and the parameters at the end, are those of the undisturbed training.
     """
 
@@ -160,11 +160,11 @@ class Undisturbed:
 
 @dataclass(frozen=True)
 class Campaign:
-    """Kills the trainings of one benchmark: ``kills`` times all trainers, then all trainers and a host.
+    """Series of kills in one benchmark: ``kills`` times all trainers, then all trainers and a host.
 
     Args:
-        iteration_seconds: about; trainers die at any point of an iteration.
-        on_kill: told (method, kills so far).
+        iteration_seconds: approximate length of an iteration; trainers die at any point of it.
+        on_kill: function called with (method, kills so far).
     """
 
     work: TrainingWork
@@ -181,13 +181,13 @@ class Campaign:
         return STEPS_BETWEEN_KILLS * (self.kills + 2)
 
     def undisturbed(self) -> Undisturbed:
-        """The training that nothing happens to. Raises RanksFailed."""
+        """Run the training without any kill. Raises RanksFailed."""
         watcher = Watcher(self.hosts.hosts)
         digests = self._run(NONE, watcher)
         return Undisturbed(watcher.losses(), digests)
 
     def recover(self, method: str, undisturbed: Undisturbed) -> Recovery:
-        """A training by one method, in ``kills + 2`` runs. Raises RanksFailed if a rank fails by itself."""
+        """Run a training by one method, in ``kills + 2`` runs. Raises RanksFailed if a rank fails by itself."""
         draw, lost_host = random.Random(0), self.hosts.hosts - 1
         watchers: list[Watcher] = []
         digests: tuple[str, ...] = ()
@@ -208,7 +208,7 @@ class Campaign:
         return self._judge(watchers, digests, undisturbed, rate)
 
     def _run(self, method: str, watcher: Watcher) -> tuple[str, ...]:
-        """Digests of the ranks that came to the end."""
+        """Digests of the ranks that completed."""
         run = Run(self.work, method, self.place, self.steps)
         outcomes = run_ranks(
             train,

@@ -1,4 +1,4 @@
-"""The comparison as a page, and the picture of the links."""
+"""Report of the comparison as a page, and the picture of the links."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTE = (
 
 
 def build_report(result: dict[str, Any]) -> Report:
-    """Figures, a table and the pictures; ``.write(path)`` makes the file."""
+    """Build the page of figures, a table and the pictures; ``.write(path)`` writes the file."""
     report = Report("Checkpoints: what they cost and what they save", conditions(result))
     ratios = [(row["method"], row["overhead_ratio"]) for row in result["rows"] if row["overhead_ratio"] is not None]
     report.figures([(f"{method}: iteration time to that without", f"{ratio:.3f}x") for method, ratio in ratios[1:6]])
@@ -37,7 +37,7 @@ def write_report(result: dict[str, Any], path: Path) -> None:
 
 
 def write_picture(result: dict[str, Any], path: Path) -> None:
-    """The picture of the links alone, as its name's ending says (PNG, SVG, PDF).
+    """Write the picture of the links alone, in the format of the file name's ending (PNG, SVG, PDF).
 
     Raises:
         ValueError: the links were not looked at.
@@ -53,7 +53,7 @@ def _height(result: dict[str, Any]) -> float:
 
 
 def draw_timeline(axes: Axes, result: dict[str, Any]) -> None:
-    """Gradients and checkpoints of each host against time."""
+    """Draw gradients and checkpoints of each host against time."""
     timeline, link_mbit = result["timeline"], result["rows"][0]["link_mbit"]
     for place, host in enumerate(timeline["hosts"]):
         seconds = host["seconds"]

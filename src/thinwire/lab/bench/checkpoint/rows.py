@@ -1,4 +1,4 @@
-"""Rows of `thinwire bench checkpoint`, made from what the ranks saw. Pure functions."""
+"""Rows of `thinwire bench checkpoint`, computed from the ranks' records. Pure functions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from thinwire.lab.bench.checkpoint.recovery import Recovery
 def row_of(
     method: str, records: Sequence[OverheadRecord], recovery: Recovery | None, link_mbit: float | None
 ) -> dict[str, Any]:
-    """One row, as documented in docs/bench-checkpoint.md."""
+    """Return one row, as documented in docs/bench-checkpoint.md."""
     seconds = _seconds(records, method, "iterations")
     blocking = None if method == NONE else statistics.median(_flat(_seconds(records, method, "blocking")))
     state_bytes = max(record.state_bytes for record in records)
@@ -43,9 +43,9 @@ def row_of(
 
 
 def overhead_ratio(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> float | None:
-    """Iteration time over that without checkpoints, in pairs: the median over turns of the ratio of their medians.
+    """Return iteration time over that without checkpoints: the median over turns of the ratio of their medians.
 
-    Turn by turn, what disturbs the machine for longer than a turn cancels out. None without the plain turns.
+    Turn by turn, disturbances of the machine longer than a turn cancel out. None without the plain turns.
 
     Example:
         >>> overhead_ratio([[1.1, 1.1], [2.2, 2.4]], [[1.0, 1.0], [2.0, 2.0]])
@@ -59,7 +59,7 @@ def overhead_ratio(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[fl
 
 
 def checkpoint_seconds(method: str, records: Sequence[OverheadRecord]) -> float | None:
-    """From the call of `step` until the checkpoint was safe: median over turns of the slowest rank."""
+    """Return the seconds from the call of `step` to a safe checkpoint: median over turns of the slowest rank."""
     if method == NONE:
         return None
     turns = _turns(records, method)
@@ -69,14 +69,14 @@ def checkpoint_seconds(method: str, records: Sequence[OverheadRecord]) -> float 
 
 
 def interval_iterations(method: str, records: Sequence[OverheadRecord]) -> float | None:
-    """Iterations between two checkpoints, on average; None if there was none."""
+    """Return the average number of iterations between two checkpoints; None if there was none."""
     turns = _turns(records, method)
     versions = sum(min(block.versions for block in turn) for turn in turns)
     return sum(len(turn[0].iterations) for turn in turns) / versions if versions else None
 
 
 def _wasted(method: str, records: Sequence[OverheadRecord], recovery: Recovery | None) -> float | None:
-    """With the time to get back after a host was lost."""
+    """Includes the time to recover after a host was lost."""
     interval, seconds = interval_iterations(method, records), checkpoint_seconds(method, records)
     if recovery is None or interval is None or seconds is None:
         return None
@@ -87,9 +87,10 @@ def _wasted(method: str, records: Sequence[OverheadRecord], recovery: Recovery |
 def bounds_of(
     records: Sequence[OverheadRecord], methods: Sequence[str], replicas: int, link_mbit: float | None
 ) -> dict[str, Any] | None:
-    """What checkpoints in peers' memory can reach at best, and what they reached; None without a link.
+    """Return the lower bounds of checkpoints in peers' memory, and the measured values; None without a link.
 
-    The network is idle as long as the lane of the gradients says, and a copy is as fast as the fastest that was made.
+    The idle time of the network is the one measured on the lane of the gradients, and the speed of a copy is that of
+    the fastest copy.
     """
     if link_mbit is None or THINWIRE not in methods:
         return None
@@ -114,7 +115,7 @@ def bounds_of(
 def baselines(
     records: Sequence[OverheadRecord], methods: Sequence[str], link_mbit: float | None
 ) -> dict[str, float | None]:
-    """Wasted time with a remote store that is reached at the speed of one link, by all hosts together."""
+    """Return the wasted time with a remote store that all hosts together reach at the speed of one link."""
     if link_mbit is None:
         return {"strawman_wasted_seconds": None, "high_frequency_wasted_seconds": None}
     all_bytes, speed = sum(record.state_bytes for record in records), link_mbit * 1e6 / 8
@@ -132,13 +133,13 @@ def _link_share(recovery: Recovery | None, link_mbit: float | None) -> float | N
 
 
 def _turns(records: Sequence[OverheadRecord], method: str) -> list[list[Block]]:
-    """The blocks of a method, turn by turn, each as all ranks saw it."""
+    """The blocks of a method, turn by turn, each with the records of all ranks."""
     own = [[block for block in record.blocks if block.method == method] for record in records]
     return [list(turn) for turn in zip(*own, strict=True)]
 
 
 def _seconds(records: Sequence[OverheadRecord], method: str, name: str) -> list[list[float]]:
-    """Turn by turn, of each iteration the mean over ranks."""
+    """Turn by turn, the mean over ranks of each iteration."""
     return [
         [statistics.fmean(ranks) for ranks in zip(*(getattr(block, name) for block in turn), strict=True)]
         for turn in _turns(records, method)

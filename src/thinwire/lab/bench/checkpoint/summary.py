@@ -1,4 +1,4 @@
-"""The comparison in words and table rows, for the terminal and for the report. Pure functions."""
+"""Summary of the comparison in words and table rows, for the terminal and for the report. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CAPTION = (
 
 
 def table_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Cells under `COLUMNS`."""
+    """Return the cells under `COLUMNS`."""
     return [
         [
             row["method"],
@@ -38,7 +38,7 @@ def _text(value: float | None, form: str) -> str:
 
 
 def conditions(result: dict[str, Any]) -> str:
-    """Job, hosts, link, iterations: one line."""
+    """Return job, hosts, link and iterations in one line."""
     first, environment = result["rows"][0], result["environment"]
     link = f"links of {first['link_mbit']:.1f} Mbit/s measured" if first["link_mbit"] else "no link (loopback)"
     return (
@@ -49,7 +49,7 @@ def conditions(result: dict[str, Any]) -> str:
 
 
 def sentences(result: dict[str, Any]) -> list[str]:
-    """The bound beside what was reached, and what rarer checkpoints would cost."""
+    """Return sentences on the bound and the measured values, and on the cost of rarer checkpoints."""
     return [*_bound(result["environment"]["bounds"]), *_baselines(result)]
 
 

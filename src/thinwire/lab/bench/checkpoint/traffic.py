@@ -1,4 +1,4 @@
-"""What each host's link carries while checkpoints are made, looked at every few milliseconds."""
+"""Traffic on each host's link while checkpoints are made, sampled every few milliseconds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEADERS = 1514 / 1448  # bytes of a full Ethernet frame, and of the payload in 
 
 @dataclass(frozen=True)
 class TrafficSample:
-    """Of one host, since it was started: bytes on its link, and of checkpoints those that peers have acknowledged."""
+    """Counters of one host since its start: bytes on its link, and checkpoint bytes acknowledged by peers."""
 
     at: float
     link_bytes: int
@@ -28,7 +28,7 @@ class TrafficSample:
 
 
 class Sampler:
-    """Looks at all hosts of an emulated network from `start` to `stop`, on a thread of its own."""
+    """Thread that samples all hosts of an emulated network from `start` to `stop`."""
 
     def __init__(self, hosts: HolderHosts) -> None:
         self._hosts, self._stopping = hosts, threading.Event()
@@ -64,9 +64,10 @@ def _acknowledged(client: HolderClient) -> int:
 def rates(
     samples: Sequence[TrafficSample], started: float, ended: float
 ) -> tuple[list[float], list[float], list[float]]:
-    """Middles of bins in seconds from ``started``, and in each the Mbit/s of everything but checkpoints, and of those.
+    """Return the middles of bins in seconds from ``started``, and the Mbit/s of other traffic and of checkpoints in
+    each.
 
-    Both with headers. A byte counts between the samples around it, evenly.
+    Both include headers. A byte counts between the samples around it, evenly.
 
     Example:
         >>> rates([Sample(0.0, 0, 0), Sample(0.02, 5000, 1448)], 0.0, 0.02)
@@ -87,7 +88,7 @@ def rates(
 
 
 def _at(samples: Sequence[TrafficSample], at: float, name: str) -> float:
-    """A counter at a moment, between samples interpolated."""
+    """Value of a counter at a moment, interpolated between samples."""
     before = max((sample for sample in samples if sample.at <= at), key=lambda sample: sample.at, default=samples[0])
     after = min((sample for sample in samples if sample.at >= at), key=lambda sample: sample.at, default=samples[-1])
     low, high = getattr(before, name), getattr(after, name)
@@ -99,10 +100,10 @@ def _at(samples: Sequence[TrafficSample], at: float, name: str) -> float:
 def timeline(
     samples: Sequence[Sequence[TrafficSample]], steps: Sequence[Sequence[tuple[float, float]]]
 ) -> dict[str, Any]:
-    """For JSON and for the picture: rates of each host, and when its rank was in `Checkpointer.step`.
+    """Return the data of the picture, for JSON: rates of each host, and its rank's times in `Checkpointer.step`.
 
     Args:
-        steps: for each rank, when each call began and ended.
+        steps: for each rank, begin and end of each call.
     """
     started = min(begin for marks in steps for begin, _ in marks)
     ended = max(end for marks in steps for _, end in marks)

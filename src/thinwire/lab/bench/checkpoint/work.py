@@ -1,4 +1,4 @@
-"""What is trained while checkpoints are made: a model of a given size that mostly waits, or a job of `bench train`."""
+"""Training during which checkpoints are made: a model of a given size that mostly waits, or a job of `bench train`."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ _BATCH_SIZE = 4
 
 @dataclass(frozen=True)
 class TrainingWork:
-    """What each rank trains.
+    """Settings of the training on each rank.
 
     Args:
         job: SYNTHETIC, or a name of `thinwire.lab.bench.jobs`.
-        state_bytes: of the synthetic model and its optimizer, about; every rank has such a state.
-        compute_seconds: of a step in which a rank sleeps, a third of it in forward and the rest in backward: the time
-            of an accelerator, which takes nothing from the cores of the machine that plays all hosts.
+        state_bytes: approximate size of the synthetic model and its optimizer, on every rank.
+        compute_seconds: part of a step in which a rank sleeps, a third of it in forward and the rest in backward: the
+            time of an accelerator, which uses no core of the machine that plays all hosts.
 
     Raises:
         ValueError: an unknown job, too small a state, or negative seconds.
@@ -47,13 +47,14 @@ class TrainingWork:
             raise ValueError(f"a state of {self.state_bytes} bytes and {self.compute_seconds} s of compute cannot be")
 
     def load(self) -> Data | None:
-        """The data that all ranks read; None for the synthetic model. Raises ImportError."""
+        """Load the data that all ranks read; None for the synthetic model. Raises ImportError."""
         return None if self.job == SYNTHETIC else get_job(self.job).load()
 
 
 class Accelerator:
-    """An accelerator that takes its time whatever else the machine does: a host that wakes up late from one piece of
-    work sleeps less for the next, as one that launches kernels ahead of time is not waited for."""
+    """An emulated accelerator whose work lasts a fixed time under any load of the machine: a host that wakes up late
+    from one piece of work sleeps less for the next, just as an accelerator does not wait for a host that launches
+    kernels ahead of time."""
 
     def __init__(self) -> None:
         self._free_at = 0.0
@@ -62,13 +63,13 @@ class Accelerator:
         self._free_at = time.perf_counter()
 
     def work(self, seconds: float) -> None:
-        """Sleep until this piece of work is done, which began when the one before it was."""
+        """Sleep until this piece of work is done, which began at the end of the previous one."""
         self._free_at += seconds
         time.sleep(max(0.0, self._free_at - time.perf_counter()))
 
 
 class Compute(torch.autograd.Function):
-    """The identity, for which an accelerator needs so long in forward, and twice as long in backward."""
+    """Identity function at a cost of some accelerator seconds in forward, and twice that in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, accelerator: Accelerator, seconds: float) -> Tensor:
@@ -83,7 +84,7 @@ class Compute(torch.autograd.Function):
 
 
 class WaitingNet(nn.Module):
-    """Linear layers, each followed by its share of the time that an accelerator would take, and dropout."""
+    """Linear layers, each followed by its share of an accelerator's time, and dropout."""
 
     def __init__(self, width: int, accelerator: Accelerator, compute_seconds: float) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class WaitingNet(nn.Module):
 
 
 class Batches:
-    """The batches of a rank; its state is how many were taken, so that a restored training goes on with the next."""
+    """Batches of a rank; the state is their number so far, so that a restored training goes on with the next."""
 
     def __init__(self, job: Job, data: Data, rank: int, world_size: int) -> None:
         self._arguments = (job, data, rank, world_size)
@@ -123,10 +124,10 @@ class Batches:
 
 
 class Trainer:
-    """One rank of the training: the same parameters on all ranks, other data on each.
+    """One rank of the training: the same parameters on all ranks, different data on each.
 
     The model is not in DDP, which sums in another order once it has rebuilt its buckets, so that no restart could be
-    bitwise the same; `thinwire.attach` averages the gradients.
+    bitwise equal; `thinwire.attach` averages the gradients.
     """
 
     def __init__(self, work: TrainingWork, data: Data | None, rank: int, world_size: int) -> None:
@@ -151,7 +152,7 @@ class Trainer:
         return model, job.optimizer(model.parameters())
 
     def step(self) -> Tensor:
-        """One training step; returns the loss of this rank's batch."""
+        """Make one training step and return the loss of this rank's batch."""
         self._accelerator.begin_step()
         self.optimizer.zero_grad()
         loss = self._loss()

@@ -14,7 +14,7 @@ from thinwire.lab.bench.jobs.text import load_text
 
 @dataclass(frozen=True)
 class GptJob(Job):
-    """Pre-norm transformer blocks over learned positions, the word table tied to the output (GPT-2, made small).
+    """Pre-norm transformer blocks over learned positions, with the embedding table tied to the output (a small GPT-2).
 
     1.15 million parameters, 4.6 MB of gradients: 31 % of them of the table, all dense.
     """
@@ -38,7 +38,7 @@ class GptJob(Job):
 
 
 class GptModel(nn.Module):
-    """Logits of the next word, float32 ``[batch, length, num_words]``, from words ``[batch, length]``."""
+    """Model of the next word: float32 logits ``[batch, length, num_words]`` for words ``[batch, length]``."""
 
     def __init__(self, job: GptJob) -> None:
         super().__init__()

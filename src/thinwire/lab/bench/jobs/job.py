@@ -1,4 +1,4 @@
-"""What a training job is: samples, a model, and the settings with which stock DDP trains it well."""
+"""Base of training jobs: samples, a model, and the settings with which stock DDP trains it well."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LAST_LEARNING_RATE = 0.05  # of the first, so that a run that goes on after its
 
 @dataclass(frozen=True, eq=False)
 class Samples:
-    """Inputs and what they should give: the first dimension of both counts samples. Small dtypes travel faster."""
+    """Inputs and their targets: the first dimension of both counts samples. Small dtypes travel faster."""
 
     inputs: Tensor
     targets: Tensor
@@ -26,13 +26,13 @@ class Samples:
         return len(self.inputs)
 
     def take(self, ids: Tensor) -> Samples:
-        """The samples of these numbers, with targets as int64."""
+        """Return the samples of these indices, with targets as int64."""
         return Samples(self.inputs[ids], self.targets[ids].long())
 
 
 @dataclass(frozen=True, eq=False)
 class Data:
-    """What is trained on, and what is held out and only measured."""
+    """Data for training, and held-out data that is only measured."""
 
     train: Samples
     held_out: Samples
@@ -40,17 +40,17 @@ class Data:
 
 @dataclass(frozen=True)
 class Job(ABC):
-    """A training of a classifier: of images, or of the next word at every place of a text.
+    """A training of a classifier: of images, or of the next word at every position of a text.
 
     Stochastic gradient descent with Nesterov momentum; the learning rate rises over ``warm_up_steps`` and falls to a
     twentieth by a half cosine. The settings were searched for stock DDP alone.
 
     Args:
-        steps: by default.
+        steps: default number of steps.
         batch_size: samples a rank and step.
-        learning_rate: the highest.
-        clip_norm: of the synchronized gradient; None leaves it alone.
-        label_smoothing: in training and in measuring.
+        learning_rate: the highest learning rate.
+        clip_norm: largest norm of the synchronized gradient; None leaves it alone.
+        label_smoothing: smoothing of labels in training and in measuring.
     """
 
     name = ""
@@ -65,20 +65,20 @@ class Job(ABC):
 
     @abstractmethod
     def load(self) -> Data:
-        """The data, the same on every machine with the same Python (and scikit-learn)."""
+        """Load the data, the same on every machine with the same Python (and scikit-learn)."""
 
     @abstractmethod
     def network(self) -> nn.Module:
-        """A new model, its parameters drawn from torch's default generator. Gives logits, classes last."""
+        """Create a model with parameters drawn from torch's default generator. It returns logits, classes last."""
 
     def model(self, seed: int) -> nn.Module:
-        """The model with the initial parameters of a seed; the state of torch's generator is left as it was."""
+        """Create the model with the initial parameters of a seed; the state of torch's generator is left as it was."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return self.network()
 
     def batches(self, data: Data, rank: int, world_size: int, seed: int) -> Iterator[Samples]:
-        """Without end: each epoch in an order drawn from the seed, dealt to the ranks in turn.
+        """Yield batches without end: each epoch in an order drawn from the seed, dealt to the ranks in turn.
 
         Raises:
             ValueError: more ranks than there are batches in the data.
@@ -94,14 +94,14 @@ class Job(ABC):
                 yield data.train.take(order[first : first + self.batch_size])
 
     def loss(self, model: nn.Module, batch: Samples) -> Tensor:
-        """Mean cross entropy in nats, a scalar."""
+        """Return the mean cross entropy in nats, a scalar."""
         logits = model(batch.inputs)
         return functional.cross_entropy(
             logits.flatten(end_dim=-2), batch.targets.flatten(), label_smoothing=self.label_smoothing
         )
 
     def optimizer(self, parameters: Iterable[Tensor] | Iterable[dict[str, Any]]) -> torch.optim.SGD:
-        """At the highest learning rate; multiply it by `learning_rate_share`."""
+        """Create the optimizer at the highest learning rate; multiply it by `learning_rate_share`."""
         return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=self.momentum, nesterov=self.momentum > 0.0)
 
     def clip(self, model: nn.Module) -> None:
@@ -110,7 +110,7 @@ class Job(ABC):
             nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm)
 
     def learning_rate_share(self, step: int, steps: int) -> float:
-        """Of the highest learning rate, at a step (from 0) of a run of so many; constant after its end."""
+        """Return the share of the highest learning rate at a step (from 0) of a run; constant after its end."""
         rise = min(1.0, (step + 1) / max(1, self.warm_up_steps))
         fall = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / steps)))
         return rise * (_LAST_LEARNING_RATE + (1.0 - _LAST_LEARNING_RATE) * fall)

@@ -13,7 +13,7 @@ from thinwire.lab.bench.jobs.text import load_text
 
 @dataclass(frozen=True)
 class LstmJob(Job):
-    """Embedding, one LSTM layer, a projection back to the embedding, whose table is also the output's (tied).
+    """Embedding, one LSTM layer, and a projection back to the embedding, whose table is also the output's (tied).
 
     1.19 million parameters, 4.8 MB of gradients, all dense: 22 % of them of the table, which is a ``Linear`` and so is
     compressed like any other matrix (an ``Embedding`` would be synchronized as rows).
@@ -37,7 +37,7 @@ class LstmJob(Job):
 
 
 class LstmModel(nn.Module):
-    """Logits of the next word, float32 ``[batch, length, num_words]``, from words ``[batch, length]``."""
+    """Model of the next word: float32 logits ``[batch, length, num_words]`` for words ``[batch, length]``."""
 
     def __init__(self, num_words: int, embedding_dim: int, hidden_size: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The jobs by name."""
+"""Registry of the jobs by name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ JOBS: dict[str, Job] = {job.name: job for job in (LstmJob(), DigitsJob(), GptJob
 
 
 def get_job(name: str) -> Job:
-    """Raises ValueError for an unknown name; the message lists the names."""
+    """Return the job of that name. Raises ValueError for an unknown name; the message lists the names."""
     if name not in JOBS:
         raise ValueError(f"unknown job {name!r}; legal are {', '.join(JOBS)}")
     return JOBS[name]

@@ -12,11 +12,11 @@ _HELD_OUT_EVERY = 16
 
 
 def load_text(num_words: int, length: int, num_samples: int, num_held_out: int) -> Data:
-    """Samples of ``length`` words, each to be predicted from those before it; int16 ``[samples, length]``.
+    """Return samples of ``length`` words, each to be predicted from those before it; int16 ``[samples, length]``.
 
-    The ``num_words - 1`` most frequent words have numbers of their own; all others are the last one, so that the
-    gradients of word tables are dense (a full softmax touches every row anyway). The text is cut into pieces, of which
-    evenly spread ones are kept; every sixteenth of these may be held out.
+    The ``num_words - 1`` most frequent words have ids of their own; all others share the last one, so that the
+    gradients of embedding tables are dense (a full softmax touches every row anyway). The text is cut into pieces, of
+    which evenly spread ones are kept; every sixteenth of these may be held out.
     """
     if not 1 < num_words <= 2**15:
         raise ValueError(f"the vocabulary has 2 to {2**15} words, not {num_words}")

@@ -1,4 +1,4 @@
-"""What a method tells of its traffic, and how to ask it."""
+"""Statistics of a method's traffic, and the interface that returns them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Account:
-    """Totals of one rank since the method was attached. None is what a method cannot tell.
+    """Totals of one rank since the method was attached. None stands for a value that a method cannot report.
 
-    ``groups`` is how many groups gradients travel in now, and ``tensor_missing_rate`` the part of the tensors of which
-    a sparsifier chose nothing.
+    ``groups`` is the number of groups in which gradients travel now, and ``tensor_missing_rate`` the part of the
+    tensors of which a sparsifier chose nothing.
     """
 
     encode_seconds: float | None = None
@@ -25,19 +25,19 @@ class Account:
 
 
 class Attached(Protocol):
-    """A method on a model."""
+    """Interface of a method attached to a model."""
 
     def account(self) -> Account:
-        """Asked after each step."""
+        """Return the statistics so far; called after each step."""
         ...
 
     def close(self) -> None:
-        """Called on all ranks after the last step."""
+        """Detach the method; called on all ranks after the last step."""
         ...
 
 
 def covered_seconds(intervals: Sequence[tuple[float, float]]) -> float:
-    """Length of the union of intervals: what is in flight together counts once."""
+    """Return the length of the union of intervals: simultaneous transfers count once."""
     covered, end = 0.0, float("-inf")
     for start, stop in sorted(intervals):
         covered += max(0.0, stop - max(start, end))
@@ -46,8 +46,9 @@ def covered_seconds(intervals: Sequence[tuple[float, float]]) -> float:
 
 
 def interface_bytes_sent(interface: str) -> int:
-    """Bytes that an interface of this process's host has sent so far: acknowledgements and Ethernet, IP and TCP headers
-    included, of which a segment of up to 64 KB counts one.
+    """Return the bytes that an interface of this process's host has sent so far.
+
+    Acknowledgements and Ethernet, IP and TCP headers are included; a segment of up to 64 KB counts one header.
 
     Raises:
         ValueError: there is no such interface.

@@ -21,18 +21,18 @@ from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 
 OnStep = Callable[[str, int, int, float], None]
-"""Called with (method, seed, steps done, loss of rank 0's batch)."""
+"""Function called with (method, seed, steps done, loss of rank 0's batch)."""
 
 
 @dataclass(frozen=True)
 class TrainBenchmark:
-    """What to train and compare.
+    """Trainings and methods to compare.
 
     Args:
-        job: its name.
-        methods: as `methods.method_of` reads them; "ddp" is run first wherever it stands.
-        steps: None takes the job's own number.
-        seeds: so many, from 0: of the initial parameters and of the order of the data.
+        job: name of the job.
+        methods: texts for `methods.method_of`; "ddp" is always run first.
+        steps: number of steps; None for the job's own number.
+        seeds: number of seeds, from 0, for the initial parameters and for the order of the data.
         extra: share of the steps that a method may train on, at the last learning rate, to reach the loss of ddp.
 
     Raises:
@@ -68,17 +68,17 @@ class TrainBenchmark:
 
     @property
     def max_steps(self) -> int:
-        """Of one run, with the extra ones."""
+        """Largest number of steps of one run, including the extra ones."""
         return self.num_steps + round(self.extra * self.num_steps)
 
     @property
     def ordered_methods(self) -> list[str]:
-        """Stock DDP first: the others are measured by its final loss."""
+        """Methods with stock DDP first: the others are measured by its final loss."""
         return sorted(self.methods, key=lambda method: method != DDP)
 
 
 def run(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
-    """Train, and return ``{"environment": {...}, "rows": [...]}``; the fields are in docs/bench-train.md.
+    """Run the trainings and return ``{"environment": {...}, "rows": [...]}``; the fields are in docs/bench-train.md.
 
     Every run has fresh processes; for each seed the methods follow one another.
 

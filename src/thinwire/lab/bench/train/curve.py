@@ -6,21 +6,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 EVALUATIONS = 30
-"""Of a run without its extra steps; the last tenth of them is the end of the run."""
+"""Number of evaluations in a run without its extra steps; the last tenth of them is the end of the run."""
 
 
 def evaluation_steps(steps: int) -> tuple[int, ...]:
-    """After which steps (from 1) the held-out loss is measured: thirty times, evenly, the last after the last step."""
+    """Return the steps (from 1) after which the held-out loss is measured: thirty, evenly spread up to the last."""
     return tuple(sorted({max(1, round(steps * (i + 1) / EVALUATIONS)) for i in range(EVALUATIONS)}))
 
 
 def window_of(steps: int) -> int:
-    """Evaluations in the last tenth of a run, at least one: the width of the smoothing."""
+    """Return the number of evaluations in the last tenth of a run, at least one: the width of the smoothing."""
     return sum(step > 0.9 * steps for step in evaluation_steps(steps))
 
 
 def smoothed(losses: Sequence[float], window: int) -> list[float]:
-    """Trailing means of ``window`` losses; the first ones of as many as there are.
+    """Return trailing means of ``window`` losses; the first ones over fewer losses.
 
     >>> smoothed([3.0, 1.0, 2.0], 2)
     [3.0, 2.0, 1.5]
@@ -30,13 +30,13 @@ def smoothed(losses: Sequence[float], window: int) -> list[float]:
 
 @dataclass(frozen=True)
 class LossCurve:
-    """Held-out losses, each after so many steps and seconds of training.
+    """Held-out losses with the steps and seconds of training before each.
 
     Args:
         steps: strictly increasing; those beyond ``planned_steps`` are extra.
-        seconds: of training, without the evaluations.
-        losses: in nats.
-        planned_steps: of the run without the extra ones.
+        seconds: seconds of training, without the evaluations.
+        losses: losses in nats.
+        planned_steps: number of steps without the extra ones.
     """
 
     steps: tuple[int, ...]
@@ -46,7 +46,7 @@ class LossCurve:
 
     @property
     def smoothed(self) -> list[float]:
-        """The losses, smoothed as wide as the end of the run: 10 % of its steps."""
+        """Losses smoothed over the number of evaluations in the last 10 % of the steps."""
         return smoothed(self.losses, window_of(self.planned_steps))
 
     @property
@@ -55,7 +55,7 @@ class LossCurve:
         return self.smoothed[sum(step <= self.planned_steps for step in self.steps) - 1]
 
     def seconds_to(self, loss: float) -> float | None:
-        """When the smoothed loss first was at most this, interpolated between evaluations; None if it never was."""
+        """Return the time at which the smoothed loss first was at most ``loss``, interpolated; None if it never was."""
         reached, points = self.smoothed, list(self.seconds)
         for i, value in enumerate(reached):
             if value <= loss:

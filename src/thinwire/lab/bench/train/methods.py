@@ -1,7 +1,7 @@
-"""The methods of `thinwire bench train` by name, and the settings that each runs with.
+"""Methods of `thinwire bench train` by name, and their settings.
 
-``NAME`` takes the settings of the table below; ``NAME:density=0.001`` changes some of them. Every method of thinwire
-also takes ``warm_up``, the share of the steps over which `thinwire.compress.warm_up` leads to it, and ``exchange``,
+``NAME`` has the settings of the table below; ``NAME:density=0.001`` changes some of them. Every method of thinwire
+also accepts ``warm_up``, the share of the steps over which `thinwire.compress.warm_up` leads to it, and ``exchange``,
 ``fuse`` and ``ahead``, which are passed on to `thinwire.attach`. With ``fuse``, ``ahead=False`` and ``plan`` the model
 is a plain module, whose gradients can travel in any groups; see `thinwire.lab.bench.train.planned`.
 """
@@ -30,11 +30,11 @@ class Method:
     """A method ready for one job.
 
     Args:
-        attach: puts it on a model; called on all ranks, once.
-        compresses: whether it compresses a parameter of this name. The next three are about those only.
-        optimizer_momentum: whether the optimizer keeps the job's momentum; not where the method has it.
-        clips_after_sum: whether the job's clipping of the synchronized gradient stays; not where the method clips.
-        learning_rate_scale: for methods whose steps have another length than the gradient.
+        attach: attaches it to a model; called on all ranks, once.
+        compresses: returns whether it compresses a parameter of this name. The next three concern those only.
+        optimizer_momentum: whether the optimizer keeps the job's momentum; False if the method has it.
+        clips_after_sum: whether the job's clipping of the synchronized gradient stays; False if the method clips.
+        learning_rate_scale: factor for methods whose steps have another length than the gradient.
         one_bucket: whether DDP must put all gradients into one bucket.
         is_plain: whether the model is a plain module, and not under DDP.
         planning: makes the plan before the first step, which then decides how the model is synchronized.
@@ -52,7 +52,7 @@ class Method:
 
 @dataclass(frozen=True)
 class MethodSetting:
-    """How a constructor of `thinwire.compress` is called: with ``arguments``, and what ``of_run`` makes of the run."""
+    """Arguments for a constructor of `thinwire.compress`: fixed ``arguments``, and ``of_run``'s for the run."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
     of_run: Callable[[Job, int, int], dict[str, Any]] | None = None
@@ -62,7 +62,7 @@ class MethodSetting:
 
 
 def _dgc_of_run(job: Job, steps: int, world_size: int) -> dict[str, Any]:
-    """The job's momentum, its clipping as section 3.2 of the paper has it, and a warm-up over a tenth of the run."""
+    """The job's momentum, its clipping as in section 3.2 of the paper, and a warm-up over a tenth of the run."""
     clip_norm = None if job.clip_norm is None else job.clip_norm / math.sqrt(world_size)
     steps_per_epoch = max(1, steps // 40)
     return {"momentum": job.momentum, "nesterov": True, "clip_norm": clip_norm, "steps_per_epoch": steps_per_epoch}
@@ -93,14 +93,14 @@ SETTINGS: dict[str, MethodSetting] = {
     "ok_topk": MethodSetting({"density": 0.01}),
     "hi_top_k": MethodSetting({"density": 0.01}),
 }  # fmt: skip
-"""Of thinwire's own methods. What is not given here is the constructor's default."""
+"""Settings of thinwire's own methods; arguments not given here have the constructor's defaults."""
 
 
 def method_of(text: str, job: Job, steps: int, world_size: int) -> Method:
-    """The method that a text names, for a job of so many steps on so many ranks.
+    """Return the method that a text names, for a job of ``steps`` steps on ``world_size`` ranks.
 
     Raises:
-        ValueError: an unknown name, or settings that it does not take; the message says what is legal.
+        ValueError: an unknown name, or settings that it does not have; the message says what is legal.
     """
     name, settings = parse(text)
     if name in TORCH_METHODS:
@@ -130,7 +130,7 @@ def method_of(text: str, job: Job, steps: int, world_size: int) -> Method:
 
 
 def method_of_plan(plan: Plan, planning: Planning) -> Method:
-    """What a plan says: stock DDP, if that is to do nothing."""
+    """Return the method that executes a plan: stock DDP, if the plan is to do nothing."""
     if plan.does_nothing:
         return _torch_method(DDP, {})
     return Method(lambda model: ThinwireMethod(model, plan=plan, **planning.attach_settings), is_plain=True)
@@ -141,7 +141,7 @@ def _unplanned(model: object) -> NoReturn:
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
-    """``"top_k:density=0.001"`` as a name and settings; values are Python literals, or else texts.
+    """Parse ``"top_k:density=0.001"`` into a name and settings; values are Python literals, or else texts.
 
     Raises:
         ValueError: an unknown name or a setting without a value.
@@ -178,7 +178,7 @@ def _warmed_up(compressor: Any, steps: int) -> Any:
 
 
 def _compressed_by(compressor: Any) -> Callable[[str, Tensor], bool]:
-    """As `thinwire.attach` decides, for models without tables of embeddings."""
+    """The decision of `thinwire.attach`, for models without embedding tables."""
     from thinwire.compress import leave_small
     from thinwire.compress.base import Parameter
 
@@ -187,7 +187,7 @@ def _compressed_by(compressor: Any) -> Callable[[str, Tensor], bool]:
 
 
 class ThinwireMethod:
-    """`thinwire.attach` on a model, with its settings; without ``compress`` the exact synchronization."""
+    """Method that attaches thinwire to a model, with its settings; exact synchronization without ``compress``."""
 
     def __init__(self, model: nn.Module, **settings: Any) -> None:
         import thinwire

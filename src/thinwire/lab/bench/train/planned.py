@@ -1,8 +1,8 @@
-"""Methods whose gradients travel in groups of a policy or a plan, as their texts say it.
+"""Methods whose gradients travel in groups of a policy or a plan, as given by their texts.
 
 ``fuse=cupcake``, ``fuse=byte_cap(mb=4)``, ``fuse=safusion(align=False;adapt=False)``: a policy of `thinwire.fuse`.
-``ahead=False`` compresses a group as one flat tensor. ``plan`` measures the job before its first step and takes the
-best plan, which may be to do nothing; ``plan:file=plan.json`` takes one that is there.
+``ahead=False`` compresses a group as one flat tensor. ``plan`` measures the job before its first step and uses the
+best plan, which may be to do nothing; ``plan:file=plan.json`` uses a saved one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from thinwire.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Planning:
-    """What is planned.
+    """Settings of a plan.
 
     Args:
-        file: a plan to take; empty to measure, on all ranks.
-        compressors: texts of `thinwire.compress.named.parse` that may be in the plan; None for those that are usual.
+        file: a saved plan to use; empty to measure, on all ranks.
+        compressors: texts of `thinwire.compress.named.parse` that may be in the plan; None for the usual ones.
         attach_settings: passed on to `thinwire.attach`.
     """
 
@@ -34,10 +34,11 @@ class Planning:
 
     @classmethod
     def of(cls, settings: dict[str, Any]) -> Planning:
-        """From the settings of a method: ``file``, ``compressors`` (with "+" between them, or "none"), ``fallback``.
+        """Create from the settings of a method: ``file``, ``compressors`` (with "+" between them, or "none"),
+        ``fallback``.
 
         Raises:
-            ValueError: settings that there are not; a file that is no plan; a compressor that cannot be planned with.
+            ValueError: unknown settings; a file that is no plan; a compressor that cannot be planned with.
         """
         unknown = set(settings) - {"file", "compressors", "fallback"}
         if unknown:
@@ -50,7 +51,7 @@ class Planning:
         return cls(file, compressors, {"fallback": bool(settings.get("fallback", False))})
 
     def plan(self, job: Job, model: nn.Module, batch: Callable[[], Any]) -> Plan:
-        """The plan for a model; a collective call. The model stays as it is.
+        """Return the plan for a model; a collective call. The model stays as it is.
 
         Raises:
             ValueError: the job cannot be measured: one rank.
@@ -67,10 +68,10 @@ class Planning:
 
 
 def grouping(settings: dict[str, Any]) -> tuple[dict[str, Any], bool]:
-    """Takes ``fuse`` and ``ahead`` out of the settings of a method.
+    """Remove ``fuse`` and ``ahead`` from the settings of a method and return their arguments for `thinwire.attach`.
 
     Returns:
-        What `thinwire.attach` is passed for them, and whether it needs a plain module.
+        The arguments for `thinwire.attach`, and whether they need a plain module.
 
     Raises:
         ValueError: an unknown policy, or settings that it does not take.
@@ -86,7 +87,7 @@ def grouping(settings: dict[str, Any]) -> tuple[dict[str, Any], bool]:
 
 
 def colons(text: str) -> str:
-    """``byte_cap(mb=4;first_mb=1)`` as ``byte_cap:mb=4:first_mb=1``: within a method, colons are between settings."""
+    """Return ``byte_cap(mb=4;first_mb=1)`` as ``byte_cap:mb=4:first_mb=1``: in a method, colons separate settings."""
     return text.replace("(", ":").replace(";", ":").rstrip(")")
 
 

@@ -1,4 +1,4 @@
-"""What one rank does: train a job by one method, with a clock, and look at the held-out loss now and then."""
+"""One rank of `thinwire bench train`: it trains a job by one method, with a clock, and measures the held-out loss."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class JobTraining:
     """One run of a job.
 
     Args:
-        steps: planned; the final loss is that at their end.
-        extra_steps: at most so many more, while the smoothed held-out loss is above ``target_loss``.
-        target_loss: of stock DDP; None for no extra steps.
-        interface: whose sent bytes are counted; None where the host has none of its own.
+        steps: planned number of steps; the final loss is that at their end.
+        extra_steps: largest number of additional steps, while the smoothed held-out loss is above ``target_loss``.
+        target_loss: final loss of stock DDP; None for no extra steps.
+        interface: network interface whose sent bytes are counted; None if the host has none of its own.
     """
 
     job: Job
@@ -45,7 +45,7 @@ class JobTraining:
 
 @dataclass
 class StepRecord:
-    """Seconds of one step on one rank; the last four are what the method tells, None if it does not."""
+    """Seconds of one step on one rank; the last four come from the method, None if it does not report them."""
 
     compute_seconds: float
     exposed_seconds: float
@@ -62,7 +62,7 @@ class StepRecord:
 
 @dataclass
 class RankRecord:
-    """What one rank saw of a training. Losses are of all held-out samples, the same on all ranks."""
+    """Measurements of a training on one rank. Losses are of all held-out samples, the same on all ranks."""
 
     parameters: int = 0
     steps: list[StepRecord] = field(default_factory=list)
@@ -75,7 +75,7 @@ class RankRecord:
 
 
 def train(context: RankContext, training: JobTraining, data: Data) -> RankRecord:
-    """Train in the default process group. ``context.send`` is told each step done and its loss.
+    """Train in the default process group. ``context.send`` gets each finished step and its loss.
 
     Raises:
         ValueError: the method does not exist, or cannot be attached to this job.
@@ -151,7 +151,7 @@ class _Trainer:
         self.held_out = data.held_out.take(share)
 
     def _planned(self, planning: Planning, data: Data) -> Method:
-        """The method that the plan is; before the run, and on batches of its own."""
+        """The method of the plan, which is made before the run, and on batches of its own."""
         batches = self.job.batches(data, self.context.rank, self.context.world_size, self.training.seed)
         plan = planning.plan(self.job, self.network, lambda: next(batches))
         self.planned = plan.choice
@@ -169,7 +169,7 @@ class _Trainer:
         self.last_gradient_at = time.perf_counter()
 
     def step(self, number: int) -> StepRecord:
-        """One training step. Compute ends when the last gradient is there; what backward takes longer is exposed."""
+        """One training step. Compute ends when the last gradient is there; the rest of backward is exposed."""
         batch = next(self.batches)
         started = time.perf_counter()
         self.optimizer.zero_grad()
@@ -192,7 +192,7 @@ class _Trainer:
         )
 
     def held_out_loss(self) -> float:
-        """Mean over all held-out samples: each rank takes its share, and they meet in a small all-reduce."""
+        """Mean over all held-out samples: each rank computes its share, and a small all-reduce combines them."""
         with torch.no_grad():
             loss = self.job.loss(self.network, self.held_out)
         total = torch.stack([loss.double() * len(self.held_out), torch.tensor(float(len(self.held_out))).double()])
@@ -201,7 +201,7 @@ class _Trainer:
 
 
 def _groups(job: Job, method: Method, model: nn.Module) -> list[dict[str, Any]]:
-    """What the method compresses, with the settings that it asks for; and the rest, as under stock DDP."""
+    """Parameters that the method compresses, with its settings for them; and the rest, as under stock DDP."""
     compressed, rest = [], []
     for name, parameter in model.named_parameters():
         (compressed if method.compresses(name, parameter) else rest).append(parameter)

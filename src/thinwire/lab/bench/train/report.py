@@ -1,4 +1,4 @@
-"""The comparison as a page."""
+"""Report of the comparison as a page."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LINES = ("-", "--", ":", "-.")
 
 
 def build_report(result: dict[str, Any]) -> Report:
-    """Figures, a table and three pictures; ``.write(path)`` makes the file."""
+    """Build the page of figures, a table and three pictures; ``.write(path)`` writes the file."""
     rows = result["rows"]
     report = Report(f"Training {rows[0]['job']}, one method at a time", conditions(result))
     others = [summary for summary in summarize(rows) if summary.method != DDP]

@@ -1,4 +1,4 @@
-"""Rows of `thinwire bench train`, made from what the ranks saw. Pure functions."""
+"""Rows of `thinwire bench train`, computed from the ranks' records. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from thinwire.plan.plan import STOCK
 
 
 def curve_of(training: JobTraining, records: Sequence[RankRecord]) -> LossCurve:
-    """The held-out loss of a run; seconds are means over ranks of the steps' times, without the evaluations.
+    """Return the held-out loss of a run; seconds are means over ranks of the steps' times, without the evaluations.
 
-    The first step counts as much as a median one: it opens connections, loads or compiles kernels and measures the
-    link, once, which is nothing in hours of training and would be much in these two minutes.
+    The first step counts as a median one: it opens connections, loads or compiles kernels and measures the link, once,
+    which is negligible in hours of training and would be much in these two minutes.
     """
     step_seconds = _step_seconds(records)
     elapsed = list(accumulate([statistics.median(step_seconds), *step_seconds[1:]]))
@@ -32,7 +32,7 @@ def curve_of(training: JobTraining, records: Sequence[RankRecord]) -> LossCurve:
 
 
 def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: float | None) -> dict[str, Any]:
-    """One row, as documented in docs/bench-train.md, but for what needs the run of stock DDP (see `against_dense`)."""
+    """Return one row, as in docs/bench-train.md, without the comparison to stock DDP (see `against_dense`)."""
     curve = curve_of(training, records)
     by_step = _by_step(records)
     step_seconds = _step_seconds(records)
@@ -68,7 +68,7 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
 
 
 def against_dense(row: dict[str, Any], curve: LossCurve, dense_loss: float | None) -> dict[str, Any]:
-    """The row with the time to the final loss of stock DDP of the same seed; null if not run or not reached."""
+    """Return the row with the time to the final loss of stock DDP of the same seed; null if not run or not reached."""
     if dense_loss is None or row["final_loss"] is None:
         return row | {"seconds_to_dense_loss": None, "loss_vs_dense": None}
     return row | {
@@ -78,7 +78,7 @@ def against_dense(row: dict[str, Any], curve: LossCurve, dense_loss: float | Non
 
 
 def _bytes(training: JobTraining, records: Sequence[RankRecord]) -> dict[str, Any]:
-    """Bytes a step of the rank that sent most: what thinwire counts, else of the host's interface, else by formula."""
+    """Bytes a step of the rank that sent most: counted by thinwire, else by the host's interface, else by formula."""
     link = None
     if all(record.link_bytes is not None for record in records):
         link = max((record.link_bytes or 0) / len(record.steps) for record in records)
@@ -109,7 +109,7 @@ def _by_step(records: Sequence[RankRecord]) -> list[list[StepRecord]]:
 
 
 def _median(by_step: list[list[StepRecord]], name: str) -> float | None:
-    """Median over steps of the mean over ranks; None if the method does not tell."""
+    """Median over steps of the mean over ranks; None if the method does not report it."""
     values = [[getattr(step, name) for step in steps] for steps in by_step]
     if any(value is None for steps in values for value in steps):
         return None

@@ -1,6 +1,6 @@
 """Torch's own ways to synchronize, as baselines: stock DDP, all-reduce in bfloat16, the PowerSGD hook.
 
-Nobody counts the bytes of their collectives; what they tell follows from the ring that Gloo runs.
+The bytes of their collectives are not counted; the reported ones follow from the ring that Gloo runs.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with types, not with text.
@@ -18,11 +18,11 @@ from thinwire.lab.bench.train.account import Account, covered_seconds
 
 POWER_SGD_RANK = 4
 POWER_SGD_START_STEP = 10
-"""Torch's hook all-reduces exactly before it; it asks for at least 2, because DDP rebuilds its buckets."""
+"""Step before which torch's hook all-reduces exactly; it requires at least 2, because DDP rebuilds its buckets."""
 
 
 class StockDdp:
-    """DDP without a hook. The time of its collectives is what its own logger says of the step before."""
+    """DDP without a hook. The time of its collectives comes from its own logger, for the step before."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
@@ -38,7 +38,7 @@ class StockDdp:
         return Account(0.0, self._wire_seconds, 0.0, self._sent_bytes)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to free."""
 
 
 class Bf16AllReduce:
@@ -77,7 +77,7 @@ class Bf16AllReduce:
         return Account(self._encode_seconds, covered_seconds(self._intervals), self._decode_seconds, self._sent_bytes)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to free."""
 
 
 class TorchPowerSgd:
@@ -116,4 +116,4 @@ class TorchPowerSgd:
         return Account(self._encode_seconds, covered_seconds(self._intervals), None, self._sent_bytes)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to free."""

@@ -1,4 +1,4 @@
-"""The comparison in words and table rows, for the terminal and for the report. Pure functions over the rows."""
+"""Summary of the comparison in words and table rows, for terminal and report. Pure functions over the rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PAYS_FROM = 1.05  # less is within the noise of a machine that plays all hosts
 
 @dataclass(frozen=True)
 class MethodSummary:
-    """One method, medians over seeds. None where a figure does not exist, or not for most of the seeds.
+    """Summary of one method, medians over seeds. None if a figure does not exist, or not for most of the seeds.
 
     Args:
         seconds_to_dense_loss: a run that never got there counts as infinitely long.
@@ -33,7 +33,7 @@ class MethodSummary:
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> list[MethodSummary]:
-    """One summary a method, in the order of the rows."""
+    """Return one summary a method, in the order of the rows."""
     by_method: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_method.setdefault(row["method"], []).append(row)
@@ -68,7 +68,7 @@ def _median_or_none(rows: list[dict[str, Any]], name: str) -> float | None:
 
 
 def conditions(result: dict[str, Any]) -> str:
-    """Job, hosts, link, steps: one line."""
+    """Return job, hosts, link and steps in one line."""
     first, environment = result["rows"][0], result["environment"]
     return (
         f"{first['job']}: {first['parameters']:,} parameters, {first['parameters'] * 4 / 1e6:.1f} MB of gradients;"
@@ -81,9 +81,10 @@ def link_text(row: dict[str, Any]) -> str:
 
 
 def verdict(rows: Sequence[dict[str, Any]]) -> str:
-    """Whether compression pays on this link, by the time to the final loss of stock DDP. Honest in one sentence or two.
+    """Return in one or two honest sentences whether compression pays on this link, by the time to stock DDP's final
+    loss.
 
-    Lossy methods of thinwire count as compression; a bfloat16 all-reduce and torch's own hook are what they must beat.
+    Lossy methods of thinwire count as compression; a bfloat16 all-reduce and torch's own hook are their baselines.
     """
     summaries = {summary.method: summary for summary in summarize(rows)}
     if DDP not in summaries:
@@ -123,7 +124,7 @@ def _too_slow(others: Sequence[MethodSummary]) -> str:
 
 
 def table_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Cells for `COLUMNS`, fastest to the dense loss first."""
+    """Return the cells for `COLUMNS`, fastest to the dense loss first."""
     summaries = sorted(summarize(rows), key=lambda summary: summary.seconds_to_dense_loss or float("inf"))
     return [_cells(summary) for summary in summaries]
 

@@ -12,7 +12,7 @@ _VOCABULARY = 30528  # 30522, padded to a multiple of 8
 
 
 def bert() -> PublishedModel:
-    """199 tensors, 415.41 MiB; published are 207 and 420 (1.1 % more).
+    """Return BERT-base: 199 tensors, 415.41 MiB; published are 207 and 420 (1.1 % more).
 
     The model that answers questions is the encoder and one small layer: 199 tensors, which are also those of the public
     simulator. The paper's 420 MB are those of the model with its pretraining heads.

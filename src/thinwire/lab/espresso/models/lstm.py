@@ -12,7 +12,7 @@ _GATES = 4
 
 
 def lstm() -> PublishedModel:
-    """10 tensors, 327.97 MiB of the published 328.
+    """Return the LSTM language model: 10 tensors, 327.97 MiB of the published 328.
 
     The embedding is also the output layer, whose product comes before the first gradient: see `gpt2`.
     """

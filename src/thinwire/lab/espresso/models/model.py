@@ -1,8 +1,8 @@
-"""A published model as planners see it: its gradients in backward order, how large they are and when they are ready.
+"""Planners' description of a published model: its gradients in backward order, with their sizes and ready times.
 
-Only totals of backward times are published in words; a total is split over the tensors by the multiply-adds that each
-parameter takes in one sample's forward pass: its elements times how often each is used (positions of a convolution,
-tokens of a linear layer). A gradient's share of backward is proportional to that.
+Only totals of backward times are published in words; a total is split over the tensors by the multiply-adds of each
+parameter in one sample's forward pass: its elements times the uses of each (positions of a convolution, tokens of a
+linear layer). A gradient's share of backward is proportional to that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from thinwire.lab.espresso.job import Cost, EspressoJob
 from thinwire.lab.espresso.models.published import compression
 
 FORWARD_OVER_BACKWARD = 0.5
-"""A forward pass is one product for each weight, a backward pass two: gradients of the input and of the weight."""
+"""Ratio of forward to backward time: one product for each weight against two, for the gradients of input and weight."""
 
 _ELEMENT_BYTES = 4  # all six are trained in float32
 _MEBIBYTE = 2**20
@@ -26,7 +26,7 @@ _MEBIBYTE = 2**20
 
 @dataclass(frozen=True)
 class ModelParameter:
-    """One gradient. ``uses``: how often one sample's forward pass multiplies with each of its elements."""
+    """One gradient. ``uses``: number of times that one sample's forward pass multiplies with each of its elements."""
 
     name: str
     shape: tuple[int, ...]
@@ -48,11 +48,11 @@ class PublishedModel:
     Attributes:
         name: "vgg16".
         parameters: in backward order.
-        backward_total_seconds: from the first gradient to the last, one accelerator (NVIDIA V100).
+        backward_total_seconds: seconds from the first gradient to the last, one accelerator (NVIDIA V100).
         published_tensors, published_mebibytes: as in the paper, rounded up there; see `size_error`.
         algorithm: the compressor that the paper's figures 12 and 13 train it with.
-        cpu_gbit: how fast a host's processors encode and decode its gradients, see `published.compression`.
-        source: where the numbers are from.
+        cpu_gbit: rate at which a host's processors encode and decode its gradients, see `published.compression`.
+        source: source of the numbers.
     """
 
     name: str
@@ -82,22 +82,22 @@ class PublishedModel:
 
     @property
     def size_error(self) -> float:
-        """How far the generated gradients are from the published size: 0.01 is 1 % more."""
+        """Relative difference of the generated gradients from the published size: 0.01 is 1 % more."""
         return self.mebibytes / self.published_mebibytes - 1
 
     @cached_property
     def backward_seconds(self) -> tuple[float, ...]:
-        """The total, split by multiply-adds."""
+        """Backward time of each tensor: the total, split by multiply-adds."""
         total = sum(parameter.multiply_adds for parameter in self.parameters)
         return tuple(self.backward_total_seconds * item.multiply_adds / total for item in self.parameters)
 
     @property
     def other_seconds(self) -> float:
-        """The forward pass, assumed half a backward pass: `FORWARD_OVER_BACKWARD`."""
+        """Seconds of the forward pass, assumed half a backward pass: `FORWARD_OVER_BACKWARD`."""
         return FORWARD_OVER_BACKWARD * self.backward_total_seconds
 
     def profile(self, algorithm: str | None, device: str, communicate: Linear) -> Profile:
-        """For fusion policies.
+        """Return the profile for fusion policies.
 
         Args:
             algorithm: "random_k", "dgc", "ef_sign_sgd" or "onebit"; None: uncompressed.
@@ -106,7 +106,7 @@ class PublishedModel:
             communicate: seconds of a group's uncompressed bytes; compression is folded into its beta here.
 
         Raises:
-            ValueError: an algorithm or device that there is not.
+            ValueError: an unknown algorithm or device.
         """
         free = Linear(0.0, 0.0)
         encode = decode = free
@@ -127,8 +127,10 @@ class PublishedModel:
         )
 
     def espresso_inputs(self, cluster: Cluster, algorithm: str | None = None) -> EspressoJob:
-        """For `thinwire.lab.espresso.espresso`; ``algorithm`` as in `profile`, that of the paper's figures by
-        default."""
+        """Return the job for `thinwire.lab.espresso.espresso`.
+
+        ``algorithm`` is as in `profile`, by default that of the paper's figures.
+        """
         costs = compression(algorithm or self.algorithm, self.cpu_gbit)
         return EspressoJob(self.backward_seconds, self.size_bytes, costs, cluster, self.names, self.other_seconds)
 
@@ -142,14 +144,14 @@ def _line(cost: Cost, size_bytes: tuple[int, ...]) -> Linear:
 
 
 def backward_order(forward: Iterable[ModelParameter]) -> tuple[ModelParameter, ...]:
-    """Parameters of layers in forward order, last layer first; a layer's bias is ready before its weight."""
+    """Return parameters of layers in forward order, last layer first; a layer's bias is ready before its weight."""
     return tuple(reversed(tuple(forward)))
 
 
 def convolution(
     name: str, channels_in: int, channels_out: int, kernel: int, side: int, bias: bool = False
 ) -> list[ModelParameter]:
-    """``side``: of the square output. Weight, then bias."""
+    """Return weight, then bias, of a convolution; ``side`` is that of the square output."""
     found = [ModelParameter(f"{name}.weight", (channels_out, channels_in, kernel, kernel), side**2)]
     return [*found, ModelParameter(f"{name}.bias", (channels_out,), side**2)] if bias else found
 
@@ -162,5 +164,5 @@ def linear(
 
 
 def norm(name: str, features: int, uses: float) -> list[ModelParameter]:
-    """Batch or layer normalization: bias, then weight, so that backward has the weight first."""
+    """Return batch or layer normalization: bias, then weight, so that backward has the weight first."""
     return [ModelParameter(f"{name}.bias", (features,), uses), ModelParameter(f"{name}.weight", (features,), uses)]

@@ -1,19 +1,19 @@
-"""Published costs of compression and of links: the constants of Espresso's public simulator, and what the paper says.
+"""Published costs of compression and of links: the constants of Espresso's public simulator, and of the paper.
 
 Source: github.com/zhuangwang93/Espresso, commit a0294e3, byteps/torch/mergeComp/scheduler/{model_tensor,
 simulator_espresso}.py, measured by its authors on NVIDIA V100; the paper is EuroSys'23, doi 10.1145/3552326.3567505.
 
-- Encode and decode: so many microseconds for a tensor of up to 2^20 elements, and in proportion beyond. That small
-  ones cost no less is what MergeComp (arXiv 2103.15195) measured, and the paper: over 0.1 ms to encode a tensor, over
-  0.03 ms to decode one.
+- Encode and decode: a constant time for a tensor of up to 2^20 elements, and in proportion beyond. MergeComp (arXiv
+  2103.15195) measured that small ones cost no less, and so did the paper: over 0.1 ms to encode a tensor, over 0.03 ms
+  to decode one.
 - On the wire: 2 * density of the bytes for sparsifiers (value and index), 1/32 for signs.
 - Processors: one rate in Gbit/s at which a host encodes and decodes a whole gradient: 20, "set 40 for BERT and 8 for
   VGG16". How it splits is not published; here as on the GPU.
 - The link inside a host: 0.02 us/KB with NVLink, 0.4 with PCIe. Copies to host memory: PCIe 3.0 x16 at 100 Gbit/s (the
   paper's footnote 1).
-- The link between hosts: TCP does not fill it. Of 25 Gbit/s 20 are taken, the public simulator's default. Of 100 Gbit/s
-  40 are taken: to scale on 64 GPUs as in the paper's table 1, dense BERT needs 44 here, and dense GPT2 17. A message
-  takes 25 us: an all-reduce between 8 hosts then starts with 150 us, the public simulator's alpha.
+- The link between hosts: TCP does not fill it. Of 25 Gbit/s 20 are used, the public simulator's default. Of 100 Gbit/s
+  40 are used: to scale on 64 GPUs as in the paper's table 1, dense BERT needs 44 here, and dense GPT2 17. A message
+  costs 25 us: an all-reduce between 8 hosts then starts with 150 us, the public simulator's alpha.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ CPU_GBIT = 20.0
 
 
 def compression(algorithm: str, cpu_gbit: float = CPU_GBIT) -> CompressionCosts:
-    """The published costs of a compressor.
+    """Return the published costs of a compressor.
 
     Args:
-        algorithm: of `ALGORITHMS`; sparsifiers at 1 %.
+        algorithm: one of `ALGORITHMS`; sparsifiers at 1 %.
         cpu_gbit: the rate of a host's processors.
 
     Raises:
@@ -80,19 +80,19 @@ _HOST_COPY = Linear(20e-6, 8 / 100e9)
 
 
 def nvlink_100g(hosts: int = 8, ranks_per_host: int = 8, link_gbit: float = 40.0) -> Cluster:
-    """The paper's first testbed: 8 hosts of 8 V100 with NVLink, 100 Gbit/s between them.
+    """Return the paper's first testbed: 8 hosts of 8 V100 with NVLink, 100 Gbit/s between them.
 
     Args:
-        link_gbit: what is left of them for gradients.
+        link_gbit: the part of the link's rate that gradients get.
     """
     return _testbed("NVLink, 100 Gbit/s", hosts, ranks_per_host, 0.02e-9, link_gbit)
 
 
 def pcie_25g(hosts: int = 8, ranks_per_host: int = 8, link_gbit: float = 20.0) -> Cluster:
-    """The paper's second testbed: 8 hosts of 8 V100 on PCIe, 25 Gbit/s between them.
+    """Return the paper's second testbed: 8 hosts of 8 V100 on PCIe, 25 Gbit/s between them.
 
     Args:
-        link_gbit: what is left of them for gradients.
+        link_gbit: the part of the link's rate that gradients get.
     """
     return _testbed("PCIe, 25 Gbit/s", hosts, ranks_per_host, 0.4e-9, link_gbit)
 

@@ -1,4 +1,4 @@
-"""What the paper measured on 64 V100: throughputs of Espresso and the systems that it is compared with.
+"""Published measurements on 64 V100: throughputs of Espresso and the systems that it is compared with.
 
 Source: Espresso (EuroSys'23): table 1, and the text of sections 5.2.1 and 5.2.3 about figures 12 and 13. Where the text
 gives a system against dense and another against Espresso, one is divided by the other; "up to" figures are over several
@@ -15,12 +15,12 @@ BYTEPS_COMPRESS, ESPRESSO = "byteps_compress", "espresso"
 
 @dataclass(frozen=True)
 class PublishedResult:
-    """One experiment.
+    """Result of one published experiment.
 
     Attributes:
         model, algorithm, testbed: keys of `MODELS`, of `published.ALGORITHMS` and of `published.TESTBEDS`.
-        throughput: of each method, relative to the first.
-        source: where it says so.
+        throughput: throughput of each method, relative to the first.
+        source: source of the figures.
     """
 
     model: str
@@ -122,4 +122,4 @@ SCALING_FACTORS: tuple[PublishedResult, ...] = (
         "table 1",
     ),
 )
-"""Throughput over that of one GPU times their number: every tensor compressed on GPUs, or on processors."""
+"""Published throughput over that of one GPU times their number: every tensor compressed on GPUs, or on processors."""

@@ -1,4 +1,4 @@
-"""What BERT and GPT2 are made of."""
+"""Parameters of the layers of BERT and GPT2."""
 
 from __future__ import annotations
 
@@ -18,5 +18,8 @@ def layer_norm(name: str, width: int, tokens: int) -> Iterator[ModelParameter]:
 
 
 def embedding(name: str, rows: int, width: int, tokens: int) -> Iterator[ModelParameter]:
-    """Its backward adds one row a token, so it counts as tokens * width, not as a product with the whole table."""
+    """Yield the weight of an embedding.
+
+    Its backward adds one row a token, so it counts as tokens * width, not as a product with the whole table.
+    """
     yield ModelParameter(f"{name}.weight", (rows, width), tokens / rows)

@@ -11,7 +11,7 @@ _GLOBAL_LAYERS, _LOCAL_LAYERS = 7, 5
 
 
 def ugatit() -> PublishedModel:
-    """148 tensors, 2558.75 MiB of the published 2559: 1 GiB each are one linear layer of either generator."""
+    """Return UGATIT: 148 tensors, 2558.75 MiB of the published 2559; one linear layer of each generator has 1 GiB."""
     return PublishedModel(
         name="ugatit",
         parameters=backward_order(_forward()),
@@ -65,7 +65,7 @@ def _up(name: str, wide: int, side: int) -> Iterator[ModelParameter]:
 
 
 def _discriminator(name: str, layers: int) -> Iterator[ModelParameter]:
-    """Convolutions of 4 x 4, which halve the image but for the last two; without padding to speak of."""
+    """Convolutions of 4 x 4, which halve the image except for the last two; with hardly any padding."""
     side, channels_in, channels = _IMAGE_SIDE, 3, _CHANNELS
     for layer in range(layers - 1):
         side = side // 2 if layer < layers - 2 else side - 1

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.comm.channel import Subject
-from thinwire.comm.lane import LOOK_SECONDS, Lane
+from thinwire.comm.lane import LOOK_SECONDS, Lane, _new_group
 from thinwire.comm.process_group import EVERYONE, ProcessGroupExchange
 from thinwire.errors import LostPeerError, ThinwireError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
@@ -375,3 +376,29 @@ def _attaches_again_alone(context: RankContext) -> str:
 def test_a_rank_that_attaches_again_alone_is_an_error_and_ends_no_process() -> None:
     outcomes = run_ranks(_attaches_again_alone, world_size=2, timeout_seconds=TIMEOUT.seconds - 5)
     assert all("made another call" in outcome.value or "broke off" in outcome.value for outcome in outcomes)
+
+
+def _connects_late(context: RankContext, directory: str) -> bool:
+    """Rank 0 takes longer to make the group of a lane; whether it had it when this rank went on."""
+    late = Path(directory) / "late"
+    make = dist.new_group
+
+    def slowly(*args: Any, **kwargs: Any) -> Any:
+        group = make(*args, **kwargs)
+        if context.rank == 0:
+            threading.Event().wait(1.0)
+            late.touch()
+        return group
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", slowly)
+        group = _new_group(dist.group.WORLD, TIMEOUT)  # type: ignore[arg-type]
+    was_there = late.exists()
+    dist.destroy_process_group(group)
+    dist.barrier()
+    return was_there
+
+
+def test_no_rank_goes_on_before_all_are_connected(tmp_path: Path) -> None:
+    """One that fails and hangs up earlier has others connect to each other in vain, until the timeout."""
+    assert all(outcome.value for outcome in run_ranks(_connects_late, str(tmp_path), world_size=3))

@@ -256,8 +256,18 @@ class FakeLane:
     def __init__(self) -> None:
         self.jobs: list[Any] = []
 
-    def submit(self, job: Any) -> None:
-        self.jobs.append(job)
+    def submit(self, job: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run(lane: Any) -> None:
+            try:
+                future.set_result(job(lane))
+            except Exception as error:
+                future.set_exception(error)
+                raise
+
+        self.jobs.append(run)
+        return future
 
 
 def sparse_bucket(parameter: nn.Parameter, rows: int = 4, is_last: bool = False) -> Any:

@@ -97,8 +97,18 @@ def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> dist.Pro
     some = len(ranks) < dist.get_world_size()
     with _same_number_of_groups(parent) if some else contextlib.nullcontext():
         group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
+    _wait_for_all(parent)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _wait_for_all(group: dist.ProcessGroup) -> None:
+    """Return when all ranks have called it.
+
+    Torch makes a group without a barrier, so the first ranks have all their connections while others still make theirs.
+    If one of the first failed then and hung up, a rank that connects to a peer of it would try until the timeout.
+    """
+    dist.all_reduce(torch.zeros(1, device=distributed_c10d._get_object_coll_device(group)), group=group)
 
 
 _last_number_of_groups = 0

@@ -53,19 +53,21 @@ _MODULE_OF = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name on first use: the holder needs no torch, and most trainings need few of the rooms."""
-    if name in _MODULE_OF:
-        value = getattr(import_module(f"thinwire.{_MODULE_OF[name]}"), name)
-        globals()[name] = value
-        return value
-    if name in __all__:
-        return import_module(f"thinwire.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name on first use: the holder needs no torch, and most trainings need few of the rooms."""
+        if name in _MODULE_OF:
+            value = getattr(import_module(f"thinwire.{_MODULE_OF[name]}"), name)
+            globals()[name] = value
+            return value
+        if name in __all__:
+            return import_module(f"thinwire.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*__all__, "__version__"})
 
 
 class _Package(ModuleType):

@@ -21,8 +21,14 @@ __all__ = ["Checkpointer", "MemoryReader", "MemoryWriter", "placement", "recover
 _MODULES = {"Checkpointer": "checkpointer", "MemoryReader": "dcp.reader", "MemoryWriter": "dcp.writer"}
 
 
-def __getattr__(name: str) -> Any:
-    """Import a front end on first use: a holder does without torch."""
-    if name in _MODULES:
-        return getattr(import_module(f"thinwire.checkpoint.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """Import a front end on first use: `placement` alone needs no torch."""
+        if name in _MODULES:
+            return getattr(import_module(f"thinwire.checkpoint.{_MODULES[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,7 +1,7 @@
-"""Predictions of a step before it is trained: profiles, the timeline that judges every plan, and plans.
+"""Plans: what to send together, what to compress and how, predicted before anything is trained.
 
-Only what is pure and quick to import is imported here: `thinwire.fuse` builds on this room. The rest is imported on
-first use.
+Profiles and the timeline, which are in `thinwire.fuse`, and measuring, which is in `thinwire.measure`, are offered here
+too. What compresses or measures is imported on first use.
 """
 
 from importlib import import_module
@@ -42,9 +42,15 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    """Import a name that compresses or measures on first use."""
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(import_module(f"thinwire.{module}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # which would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """Import a name that compresses or measures on first use."""
+        for module, names in _HOMES.items():
+            if name in names:
+                return getattr(import_module(f"thinwire.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

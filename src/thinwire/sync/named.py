@@ -37,7 +37,7 @@ BALANCED_PARALLELISM = Scheme(
 """ZEN's optimal scheme under parallelism (Definition 6), with plain COO."""
 
 ZEN = Scheme(Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED)
-"""Balanced parallelism with the cheapest format for each message: COO, bitmap, hash bitmap, or dense."""
+"""Balanced parallelism with the cheapest format for each message: COO, Elias-Fano, bitmap, hash bitmap, or dense."""
 
 COLUMN_SPLIT = Scheme(
     Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,

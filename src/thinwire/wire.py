@@ -223,6 +223,11 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
+def ring_all_reduce_bytes(tensor_bytes: int, world_size: int) -> int:
+    """Return the bytes that a rank sends in a ring all-reduce: 2 (n - 1) / n of the tensor, rounded up."""
+    return -(-2 * (world_size - 1) * tensor_bytes // world_size)
+
+
 def digest64(data: bytes) -> int:
     """Return a hash of 64 bits, the same in every process and on every machine."""
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")

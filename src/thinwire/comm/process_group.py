@@ -36,6 +36,7 @@ from torch.futures import Future
 
 from thinwire.errors import CorruptHeaderError, LostPeerError
 from thinwire.observe.step import named
+from thinwire.wire import ring_all_reduce_bytes
 
 
 class Telling:
@@ -519,11 +520,6 @@ def sparse_all_reduce_bytes(held: Sequence[int], rank: int, row_bytes: int, num_
         return 0
     passed_on = sum(held) - held[(rank + 1) % len(held)]
     return num_tensors * (len(held) - 1) * _SPARSE_METADATA_BYTES + passed_on * (8 + row_bytes)
-
-
-def ring_all_reduce_bytes(tensor_bytes: int, world_size: int) -> int:
-    """Return the bytes that a rank sends in a ring all-reduce: 2 (n - 1) / n of the tensor, rounded up."""
-    return -(-2 * (world_size - 1) * tensor_bytes // world_size)
 
 
 class DeviceEvent(Protocol):

@@ -11,7 +11,6 @@ from torch import Tensor
 from thinwire.errors import CorruptMessageError
 from thinwire.wire import aligned
 
-ALIGNMENT_BYTES = 8
 _LENGTH_BYTES = 8
 
 

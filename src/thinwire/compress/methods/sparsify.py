@@ -177,7 +177,7 @@ class Sparsifier(Selector):
         format = _format(count, row_bytes, parameter)
         coded = 0 if self.values is None else packed_code(self.values).packed_bytes(values_of(parameter, count))
         ids = wire.payload_bytes(format, count, row_bytes, parameter.numel, parameter.numel)
-        return None if coded is None else HEADER_BYTES + ids + _aligned(coded)
+        return None if coded is None else HEADER_BYTES + ids + wire.aligned(coded)
 
 
 @dataclass(frozen=True)
@@ -271,14 +271,14 @@ def values_of(parameter: Parameter, count: int) -> Parameter:
 def unpack_values(code: Packed, data: Tensor, chosen: Parameter) -> tuple[Tensor, ...]:
     """Return the parts of coded values; ``data`` may be padded to a multiple of 8 bytes."""
     size = code.packed_bytes(chosen)
-    exact = size is not None and data.numel() == _aligned(size)
+    exact = size is not None and data.numel() == wire.aligned(size)
     return code.unpack(data[:size] if exact else data, chosen).parts
 
 
 def sealed(count: int, code: int, body: list[Tensor]) -> Tensor:
     """Return a header and the body after it, padded to 8 bytes."""
     size = sum(part.numel() for part in body)
-    data = torch.empty(HEADER_BYTES + _aligned(size), dtype=torch.uint8)
+    data = torch.empty(HEADER_BYTES + wire.aligned(size), dtype=torch.uint8)
     end = HEADER_BYTES
     for part in body:
         data[end : end + part.numel()] = part
@@ -311,10 +311,6 @@ def _checksum(head: int, body: Tensor) -> int:
 
 def _format(count: int, row_bytes: int, parameter: Parameter) -> Format:
     return wire.smallest(FORMATS, count, row_bytes, parameter.numel, parameter.numel)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // 8) * 8
 
 
 def _snake(name: str) -> str:

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.base import Compressor, Parameter, Payload, State, Summable
-from thinwire.compress.reduction.base import Peers, Phase, Plan, Reduction, Result, Stopwatch, Task, ring_bytes
+from thinwire.compress.reduction.base import Peers, Phase, Plan, Reduction, Result, Stopwatch, Task
 from thinwire.compress.wrappers import code_of, summable_code, unwrapped
+from thinwire.wire import ring_all_reduce_bytes
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class AllReduce(Reduction):
                 if spec.numel is None:
                     return None
                 by_dtype[spec.dtype] += spec.numel * spec.dtype.itemsize
-            total += sum(ring_bytes(num_bytes, world_size) for num_bytes in by_dtype.values())
+            total += sum(ring_all_reduce_bytes(num_bytes, world_size) for num_bytes in by_dtype.values())
         return total
 
     @staticmethod

@@ -196,8 +196,3 @@ def salted(state: State, rank: int) -> State:
         name: salted(entry, rank) if isinstance(entry, dict) else rank if name == "salt" else entry
         for name, entry in state.items()
     }
-
-
-def ring_bytes(tensor_bytes: int, world_size: int) -> int:
-    """Return the bytes that a rank sends in a ring all-reduce, rounded up."""
-    return -(-2 * (world_size - 1) * tensor_bytes // world_size)

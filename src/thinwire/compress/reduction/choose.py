@@ -6,12 +6,13 @@ from thinwire.compress.base import Compressor, Parameter
 from thinwire.compress.methods.sparsify import Sparsifier
 from thinwire.compress.reduction.all_gather import AllGather
 from thinwire.compress.reduction.all_reduce import AllReduce
-from thinwire.compress.reduction.base import OwnReduction, Reduction, ring_bytes
+from thinwire.compress.reduction.base import OwnReduction, Reduction
 from thinwire.compress.reduction.by_scheme import ByScheme
 from thinwire.compress.reduction.hi_top_k import HiTopKReduction
 from thinwire.compress.reduction.ok_topk import OkTopkReduction
 from thinwire.compress.reduction.two_shot import TwoShot
 from thinwire.compress.wrappers import code_of, core_of, packed_code, summable_code
+from thinwire.wire import ring_all_reduce_bytes
 
 AUTO = "auto"
 _GENERIC: dict[str, Reduction] = {reduction.name: reduction for reduction in (AllReduce(), AllGather(), TwoShot())}
@@ -67,13 +68,13 @@ def reduction_for(name: str, compressor: Compressor, parameter: Parameter, world
 
 def _price(name: str, compressor: Compressor, parameter: Parameter, world_size: int) -> float:
     if name == AllReduce.name:
-        return ring_bytes(_summed_bytes(compressor, parameter), world_size)
+        return ring_all_reduce_bytes(_summed_bytes(compressor, parameter), world_size)
     packed = packed_code(compressor).packed_bytes(parameter)
     if packed is None:
         return float("inf")
     if name == AllGather.name:
         return (world_size - 1) * packed
-    return ring_bytes(packed, world_size) / _WORTH_A_SECOND_CODING
+    return ring_all_reduce_bytes(packed, world_size) / _WORTH_A_SECOND_CODING
 
 
 def _summed_bytes(compressor: Compressor, parameter: Parameter) -> int:

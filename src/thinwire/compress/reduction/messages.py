@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from thinwire.compress.base import Compressor, Parameter, Payload
-from thinwire.compress.packing import ALIGNMENT_BYTES
 from thinwire.compress.reduction.base import Plan
 from thinwire.compress.wrappers import packed_code
 from thinwire.errors import CorruptMessageError
-from thinwire.wire import Header
+from thinwire.wire import Header, aligned
 
 _LENGTH_BYTES = 8
 
@@ -25,8 +24,8 @@ def join(packed: Sequence[Tensor]) -> Tensor:
     message[:end].view(torch.int64).copy_(torch.tensor(lengths, dtype=torch.int64))
     for data, length in zip(packed, lengths, strict=True):
         message[end : end + length] = data
-        message[end + length : end + _aligned(length)] = 0
-        end += _aligned(length)
+        message[end + length : end + aligned(length)] = 0
+        end += aligned(length)
     return message
 
 
@@ -45,7 +44,7 @@ def split(message: Tensor, count: int) -> list[Tensor]:
     packed = []
     for length in lengths:
         packed.append(message[end : end + length])
-        end += _aligned(length)
+        end += aligned(length)
     return packed
 
 
@@ -66,7 +65,7 @@ def unpack(message: Tensor, plans: Sequence[Plan]) -> list[Payload]:
 
 def message_bytes(lengths: Sequence[int]) -> int:
     """Return the bytes of a message with payloads of these lengths."""
-    return _LENGTH_BYTES * len(lengths) + sum(map(_aligned, lengths))
+    return _LENGTH_BYTES * len(lengths) + sum(map(aligned, lengths))
 
 
 def predicted_bytes(plans: Sequence[Plan]) -> int | None:
@@ -85,7 +84,3 @@ def max_packed_bytes(compressor: Compressor, parameter: Parameter) -> int:
     """Return the largest legal size of a payload: above that of any code worth sending (an id and a value: 16)."""
     fixed = packed_code(compressor).packed_bytes(parameter)
     return 16 * parameter.numel + 4096 if fixed is None else fixed
-
-
-def _aligned(length: int) -> int:
-    return -(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

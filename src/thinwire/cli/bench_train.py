@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
+from thinwire.cli.bench import JOBS, METHODS
 from thinwire.cli.commands import Command, option
 from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
-from thinwire.lab.bench.jobs.named import JOBS
-from thinwire.lab.bench.train.benchmark import TrainBenchmark, run
-from thinwire.lab.bench.train.methods import PLAN, SETTINGS, THINWIRE, TORCH_METHODS
-from thinwire.lab.bench.train.report import write_report
-from thinwire.lab.bench.train.summary import COLUMNS, conditions, table_rows, verdict
-from thinwire.lab.testbed.launch import RanksFailed
-from thinwire.lab.testbed.network import Link, NetAdminError
+
+if TYPE_CHECKING:
+    from thinwire.lab.bench.train.benchmark import TrainBenchmark
 
 app = typer.Typer(add_completion=False)
 
@@ -25,11 +22,11 @@ app = typer.Typer(add_completion=False)
     cls=Command, epilog="Example: thinwire bench train --job digits --methods ddp,bf16,top_k --report out.html"
 )
 def train(
-    job: str = option("--job", "lstm", f": {', '.join(JOBS)}"),
+    job: str = option("--job", "lstm", f": {JOBS}"),
     methods: str = option(
         "--methods",
         "ddp,bf16,top_k,ef_sign_sgd,power_sgd",
-        f", of: {', '.join((*TORCH_METHODS, THINWIRE, PLAN, *SETTINGS))}. Settings behind a colon: top_k:density=0.001",
+        f", of: {METHODS}. Settings behind a colon: top_k:density=0.001",
     ),
     hosts: int = option("--hosts", 8, ", one rank each"),
     link: str = option("--link", "100mbit", "; none for loopback"),
@@ -41,6 +38,10 @@ def train(
     quiet: bool = option("--quiet", False),
 ) -> None:
     """Train one job by each method in turn: step times, bytes, loss against steps and against time."""
+    from thinwire.lab.bench.train.benchmark import TrainBenchmark
+    from thinwire.lab.testbed.launch import RanksFailed
+    from thinwire.lab.testbed.network import Link, NetAdminError
+
     check_directories({"--report": report, "--json": json_path})
     console = console_for(json_path)
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
@@ -56,12 +57,16 @@ def train(
         result = _run(benchmark, quiet)
     _print(result, console)
     if report is not None:
+        from thinwire.lab.bench.train.report import write_report
+
         write_report(result, report)
         console.print(f"Report: [bold]{report}[/bold]")
     write_json(result, json_path)
 
 
 def _run(benchmark: TrainBenchmark, quiet: bool) -> dict[str, Any]:
+    from thinwire.lab.bench.train.benchmark import run
+
     with progress("starting hosts", benchmark.num_steps, quiet) as tell:
 
         def on_step(method: str, seed: int, step: int, loss: float) -> None:
@@ -72,6 +77,8 @@ def _run(benchmark: TrainBenchmark, quiet: bool) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
+    from thinwire.lab.bench.train.summary import COLUMNS, conditions, table_rows, verdict
+
     rows = result["rows"]
     table = plain_table(
         title=conditions(result),

@@ -20,7 +20,7 @@ SOURCE = ROOT / "src" / "thinwire"
 TOOLS = ROOT / "tools"
 DESIGN = ROOT / "docs" / "design.md"
 TEXTS = [
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "benchmarks").glob("*.py")),
     *sorted((ROOT / "examples").glob("*.py")),
@@ -120,11 +120,10 @@ def test_links_lead_somewhere(path: Path) -> None:
             assert heading in _anchors(target.read_text()), f"{file}#{heading}"
 
 
-def test_every_page_is_in_the_index() -> None:
-    index = ROOT / "docs" / "README.md"
-    listed = re.findall(r"^\| \[([\w-]+\.md)\]\(\1\)", index.read_text(), flags=re.MULTILINE)
-    pages = {path.name for path in (ROOT / "docs").glob("*.md")} - {index.name, DESIGN.name}
-    assert sorted(listed) == sorted(pages)
+def test_every_page_is_in_the_navigation() -> None:
+    listed = re.findall(r"^ +- .*?([\w/-]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    pages = [path for suffix in ("*.md", "*.ipynb") for path in (ROOT / "docs").rglob(suffix)]
+    assert sorted(listed) == sorted(str(path.relative_to(ROOT / "docs")) for path in pages)
 
 
 def _anchors(text: str) -> set[str]:

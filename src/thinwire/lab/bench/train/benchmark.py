@@ -78,7 +78,7 @@ class TrainBenchmark:
 
 
 def run(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
-    """Run the trainings and return ``{"environment": {...}, "rows": [...]}``; the fields are in docs/bench-train.md.
+    """Run the trainings and return ``{"environment": {...}, "rows": [...]}``; fields: docs/evidence/bench-train.md.
 
     Every run has fresh processes; for each seed the methods follow one another.
 

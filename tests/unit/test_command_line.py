@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, get_type_hints
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from thinwire.cli import bench, main
-from thinwire.cli.lazy import ScriptCommand, load
+from thinwire.cli.commands import FORMER, OPTIONS, Command, ScriptCommand, load, option
 from thinwire.cli.output import clear_errors
 
 GROUPS = {"thinwire": main._Commands.lazy, "thinwire bench": bench._Benchmarks.lazy}
@@ -26,6 +27,73 @@ def test_a_listed_command_is_there_and_described_by_its_own_words(module: str, n
     command = load(module, name)
     assert " ".join(command.help.split("\n\n")[0].split()) == description
     assert "xample" in command.help + (command.epilog or "") or name == "bench"
+
+
+def all_commands() -> dict[str, Any]:
+    """Every command by its name, with `thinwire plan show` and the like."""
+    listed = {f"{group} {name}": row[0] for group, rows in GROUPS.items() for name, row in rows.items()}
+    found = {name: load(module, name) for name, module in listed.items() if name != "thinwire bench"}
+    inner = {name: getattr(command, "commands", {}) for name, command in found.items()}
+    return found | {f"{name} {sub}": command for name, group in inner.items() for sub, command in group.items()}
+
+
+@pytest.mark.parametrize(("name", "command"), all_commands().items())
+def test_a_command_says_an_example_and_has_json_and_quiet(name: str, command: Any) -> None:
+    options = {text for param in command.params for text in param.opts}
+    assert f"{name} " in command.help + (command.epilog or ""), "an example"
+    assert "--json" in options
+    assert ({"--quiet", "-q"} <= options) is (name not in ("thinwire holder", "thinwire plan show")), "shows progress"
+
+
+def test_options_of_one_name_mean_the_same_in_all_commands() -> None:
+    """What two commands have is declared by `option`: one type, one metavar, one beginning of the help."""
+    seen: dict[str, list[tuple[type, Any]]] = {}
+    for command in all_commands().values():
+        types = get_type_hints(command.callback)
+        for param in command.params:
+            for name in param.opts:
+                if name.startswith("--") and name != "--help":
+                    seen.setdefault(name, []).append((types[param.name], param))
+    for name, params in seen.items():
+        assert name not in FORMER or name == "--model", "old names are not in the help"
+        assert len(params) == 1 or name in OPTIONS, name
+        assert len({kind for kind, _ in params}) == 1, name
+        text, metavar = OPTIONS.get(name, ("", params[0][1].metavar))
+        assert {(param.help.startswith(text), param.metavar) for _, param in params} == {(True, metavar)}, name
+    assert set(OPTIONS) <= set(seen)
+
+
+formerly_app, scripts_app = typer.Typer(), typer.Typer()
+
+
+@formerly_app.command(cls=Command)
+def _formerly(hosts: int = option("--hosts", 8), report: str = option("--report", "")) -> None:
+    typer.echo(f"{hosts} {report}")
+
+
+@scripts_app.command(cls=ScriptCommand)
+def _scripts(command: list[str], ranks: int = option("--ranks", 4)) -> None:
+    typer.echo(f"{command[1:]} {ranks}")
+
+
+@pytest.mark.parametrize(
+    ("app", "arguments", "shown"),
+    [
+        (formerly_app, "--workers 2 --html a.html", "2 a.html"),
+        (formerly_app, "--workers=2 --html=--html", "2 --html"),
+        (formerly_app, "--hosts 3 --report b.html", "3 b.html"),
+        (scripts_app, "--workers 2 {}", "[] 2"),
+        (scripts_app, "{} --workers 2", "[] 2"),
+        (scripts_app, "--workers 2 {using} --workers 8", "['--workers', '8'] 2"),
+        (scripts_app, "--ranks 2 -- {} --workers 8", "['--workers', '8'] 2"),
+    ],
+)
+def test_old_names_of_options_are_accepted(app: typer.Typer, arguments: str, shown: str, tmp_path: Path) -> None:
+    script, using = tmp_path / "train.py", tmp_path / "loader.py"
+    script.write_text("")
+    using.write_text("parser.add_argument('--workers', help='of the DataLoader')")
+    result = CliRunner().invoke(app, arguments.format(script, using=using).split())
+    assert result.output == shown + "\n"
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["bench", "--help"], ["holder", "--help"]])

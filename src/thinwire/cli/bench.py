@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import typer
 
-from thinwire.cli.lazy import LazyGroup
+from thinwire.cli.commands import LazyGroup
 
 
 class _Benchmarks(LazyGroup):

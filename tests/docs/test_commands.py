@@ -56,7 +56,12 @@ THINWIRE = [command for command in COMMANDS if thinwire_words(command)]
 def test_the_command_line_knows_the_command(command: Command) -> None:
     words = thinwire_words(command)
     assert words is not None
-    parse(words)
+    try:
+        parse(words)
+    except Exception as end:
+        if not {"--help", "--version"} & set(words):
+            raise
+        assert getattr(end, "exit_code", 1) == 0
 
 
 def test_parsing_finds_what_is_wrong() -> None:
@@ -92,6 +97,13 @@ def _written_files(command: Command) -> Iterator[str]:
     for before, word in zip(("", *command.words), command.words, strict=False):
         if before in WRITTEN or before == ">":
             yield word
+
+
+def test_functions_that_are_named_are_there() -> None:
+    """Those named as module:function are of examples/, from where readers run the command."""
+    named = {word for command in THINWIRE for word in command.words if re.fullmatch(r"[a-z_]+:[a-z_]+", word)}
+    for module, _, function in (name.partition(":") for name in named):
+        assert f"\ndef {function}(" in (ROOT / "examples" / f"{module}.py").read_text()
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)

@@ -37,9 +37,9 @@ def site_pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_every_page_is_in_the_navigation(site_pages: ModuleType) -> None:
     """Those in docs/ and those that tools/site_pages.py writes; and the navigation lists nothing else."""
-    listed = re.findall(r"^ +- .*?([\w/-]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
-    pages = [path for suffix in ("*.md", "*.ipynb") for path in DOCS.rglob(suffix)]
-    assert sorted(listed) == sorted([*(str(path.relative_to(DOCS)) for path in pages), *site_pages.PAGES])
+    listed = re.findall(r"^ +- .*?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    pages = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")]
+    assert sorted(listed) == sorted([*pages, *site_pages.PAGES])
 
 
 def test_every_environment_variable_is_documented() -> None:

@@ -83,7 +83,7 @@ def test_page_takes_any_table_and_refers_to_nothing_outside(table: list[dict[str
     page = build_report(comparison(table))
     page.write(tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert text.count("<svg") == 5
+    assert text.count("<figure") == 5
     for reference in ("<script", "<link", "<img", "src=", "url(http", "@import"):
         assert reference not in text
     assert "<b>&" not in text
@@ -151,7 +151,7 @@ def test_help_has_an_example() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--link", "100mph"], ["--workers", "0"], ["--steps", "0"], ["--report", "/no/such/place/report.html"]],
+    [["--link", "100mph"], ["--hosts", "0"], ["--steps", "0"], ["--report", "/no/such/place/report.html"]],
 )
 def test_bad_options_are_refused_before_any_work(arguments: list[str]) -> None:
     result = CliRunner().invoke(application(), arguments)

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.docs
 
 NOTEBOOK = ROOT / "docs" / "tutorials" / "two-ranks.ipynb"
 ON_RANKS = [block for block in blocks("python") if block.mark == "run on 2 ranks"]
-RUN = [(command, block.mark) for block in blocks("sh") if block.mark.startswith("run") for command in commands(block)]
+MARKED = [block for block in blocks("sh") if block.mark.startswith("run")]
+RUN = [(command, block.mark) for block in MARKED for command in commands(block)]
 """Commands of blocks marked ``<!-- run -->``, or ``<!-- run with: --steps 2 -->``: the same with these options added."""
 
 

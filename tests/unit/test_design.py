@@ -27,7 +27,15 @@ TEXTS = [
     *sorted((ROOT / "benchmarks").glob("*.py")),
     *sorted((ROOT / "examples").glob("*.py")),
 ]
-FOREIGN = {"train.py", "powerSGD_hook.py", "thinwire.json", "thinwire.compress.NAME", "SCRIPT.py"}
+FOREIGN = {
+    "train.py",
+    "file.py",
+    "path/to/file.py",
+    "powerSGD_hook.py",
+    "thinwire.json",
+    "thinwire.compress.NAME",
+    "SCRIPT.py",
+}
 """Names that look like ours: a reader's script, a file of torch, a report, and where any name can stand."""
 
 MOST_UNDER_AUTO = 26

@@ -2,7 +2,7 @@
 
     torchrun --standalone --nproc-per-node 4 examples/mytrain.py
 
-`make` is what `thinwire doctor` and `thinwire plan` take as ``mytrain:make``, from within examples/.
+The commands of thinwire take its job as ``examples/mytrain.py:make``.
 """
 
 import inspect
@@ -32,8 +32,8 @@ class CharacterModel(nn.Module):
         return self.output(self.layers(self.inputs(nn.functional.one_hot(characters, 128).float()), mask=mask))
 
 
-def make() -> tuple[nn.Module, Callable[[], Tensor], Callable[[nn.Module, Tensor], Tensor]]:
-    """Return the model, a function that makes a batch of this rank, and the loss of a model on a batch."""
+def make() -> tuple[nn.Module, Callable[[], Tensor], Callable[[nn.Module, Tensor], Tensor], torch.optim.Optimizer]:
+    """Return the model, a function that makes a batch of this rank, the loss of a model on a batch, the optimizer."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     torch.manual_seed(0)
     model = CharacterModel()
@@ -46,14 +46,13 @@ def make() -> tuple[nn.Module, Callable[[], Tensor], Callable[[nn.Module, Tensor
     def loss(model: nn.Module, batch: Tensor) -> Tensor:
         return nn.functional.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
 
-    return model, make_batch, loss
+    return model, make_batch, loss, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
 def main() -> None:
     dist.init_process_group("gloo")
-    model, make_batch, loss = make()
+    model, make_batch, loss, optimizer = make()
     model = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(20):
         optimizer.zero_grad()
         value = loss(model, make_batch())

@@ -105,10 +105,11 @@ def _written_files(command: Command) -> Iterator[str]:
 
 
 def test_functions_that_are_named_are_there() -> None:
-    """Those named as module:function are of examples/, from where readers run the command."""
-    named = {word for command in THINWIRE for word in command.words if re.fullmatch(r"[a-z_]+:[a-z_]+", word)}
-    for module, _, function in (name.partition(":") for name in named):
-        assert f"\ndef {function}(" in (ROOT / "examples" / f"{module}.py").read_text()
+    """Those named as file.py:function."""
+    named = {word for command in THINWIRE for word in command.words if re.fullmatch(r"[\w/]+\.py:\w+", word)}
+    assert named
+    for file, _, function in (name.partition(":") for name in named):
+        assert f"\ndef {function}(" in (ROOT / file).read_text()
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)

@@ -19,7 +19,7 @@ NOTEBOOK = ROOT / "docs" / "tutorials" / "two-ranks.ipynb"
 ON_RANKS = [block for block in blocks("python") if block.mark == "run on 2 ranks"]
 MARKED = [block for block in blocks("sh") if block.mark.startswith("run")]
 RUN = [(command, block.mark) for block in MARKED for command in commands(block)]
-"""Commands of blocks marked ``<!-- run -->``, or ``<!-- run with: --steps 2 -->``: the same with these options added."""
+"""Commands of blocks marked ``<!-- run -->``; after ``<!-- run with: --steps 2 -->`` with these options added."""
 
 
 def finish(words: list[str], folder: Path, seconds: float) -> str:

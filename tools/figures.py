@@ -1,7 +1,7 @@
 """Draw the figure of README from a result of `thinwire demo --json`, as SVG that reads on light and dark pages.
 
-    thinwire demo --link 1gbit --json benchmarks/results/demo-4x1gbit.json
-    python tools/figures.py
+thinwire demo --link 1gbit --json benchmarks/results/demo-4x1gbit.json
+python tools/figures.py
 """
 
 from __future__ import annotations

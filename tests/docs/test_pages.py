@@ -110,6 +110,20 @@ def test_generated_pages_are_complete(site_pages: ModuleType) -> None:
         assert {name for name in public if f"{package}.{name}" not in page} == set()
 
 
+REPOSITORY = "https://github.com/thinwire/thinwire/blob/main/"
+
+
+def test_readme_is_short_and_its_links_work_anywhere() -> None:
+    """PyPI shows README too, where a relative link leads nowhere."""
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") < 120
+    links = re.findall(r"(?:\]\(|^\[[^]]+\]: )([^)\s]+)", text, flags=re.MULTILINE)
+    assert len(links) > 10
+    assert [link for link in links if not link.startswith("https://")] == []
+    ours = [link.removeprefix(REPOSITORY) for link in links if link.startswith(REPOSITORY)]
+    assert [path for path in ours if not (ROOT / path).is_file()] == []
+
+
 TERMS = ("owner", "lane", "union", "densification", "skewness")
 
 

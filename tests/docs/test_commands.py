@@ -128,6 +128,18 @@ def test_programs_are_known(command: Command) -> None:
         assert named <= set(extras)
 
 
+SCRIPTS = [command for command in COMMANDS if command.words[0] in ("python", "torchrun")]
+
+
+@pytest.mark.parametrize("command", SCRIPTS, ids=str)
+def test_scripts_know_their_options(command: Command) -> None:
+    """Those behind a script of the repository."""
+    script = next((word for word in command.words if (ROOT / word).is_file()), None)
+    if script is not None:
+        options = [word for word in command.words[command.words.index(script) :] if word.startswith("--")]
+        assert [option for option in options if f'"{option}"' not in (ROOT / script).read_text()] == []
+
+
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_compiles(block: Block) -> None:
     ast.parse(_dedented(block.code), str(block))

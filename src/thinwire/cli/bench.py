@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
 from thinwire.cli.commands import LazyGroup
+
+if TYPE_CHECKING:
+    from thinwire.lab.testbed.network import Link
 
 
 class _Benchmarks(LazyGroup):
@@ -37,3 +40,21 @@ app = typer.Typer(
 @app.callback()
 def _bench() -> None:
     """Measure thinwire and its rivals on emulated hosts."""
+
+
+def where(hosts: int | None, ranks_per_host: int | None, link: str | None) -> tuple[int, int, Link]:
+    """Return hosts, ranks of each, and the link to emulate: 8 hosts at 100 Mbit/s, or those of the job we are in.
+
+    Raises:
+        ValueError: a link that is none; options for emulated hosts in a job that torchrun started.
+    """
+    from thinwire.lab.bench.in_job import JobSize, is_in_job
+    from thinwire.lab.testbed.network import Link
+
+    if not is_in_job():
+        hosts, ranks_per_host = (8 if hosts is None else hosts), (1 if ranks_per_host is None else ranks_per_host)
+        return hosts, ranks_per_host, Link.parse("100mbit" if link is None else link)
+    if (hosts, ranks_per_host, link) != (None, None, None):
+        raise ValueError("the ranks of a torchrun job have their own hosts and network: leave out --hosts and --link")
+    size = JobSize.of_environment()
+    return size.hosts, size.ranks_per_host, Link(None)

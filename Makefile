@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo test test-gpu test-jit-off test-nightly house lint format clean
+.PHONY: help install demo docs test test-gpu test-jit-off test-nightly house lint format clean
 
 help:            ## list the verbs
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -25,7 +25,7 @@ lint: install    ## ruff and the type checker
 	$(BIN)/pyrefly check
 
 test: lint       ## lint, types, and every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not gpu and not slow and not docs" -n 2 --dist worksteal
 
 test-gpu: install ## what needs a GPU: its tests, then kernel times to benchmarks/results
 	$(BIN)/python -m pytest -m "gpu"
@@ -36,7 +36,10 @@ test-jit-off: install ## the kernels as plain Python, which coverage tools can s
 
 test-nightly: install ## the slow tests: full demo, benchmark figures, long fuzzing
 	$(BIN)/python -m pytest -m "slow"
-	THINWIRE_EXAMPLES=300 $(BIN)/python -m pytest -m "not gpu and not slow" -n 2 --dist worksteal tests/unit
+	THINWIRE_EXAMPLES=300 $(BIN)/python -m pytest -m "not gpu and not slow and not docs" -n 2 --dist worksteal tests/unit
+
+docs: install    ## build the site into site/, failing on any warning
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 house: install   ## measure the structure of the library: files on the way of a gradient, sizes, circles, duplicate names
 	$(BIN)/python tools/house.py
@@ -46,4 +49,4 @@ format: install  ## rewrite the sources in the house style
 	$(BIN)/ruff format .
 
 clean:           ## remove everything that make created
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis dist build
+	rm -rf $(VENV) site .pytest_cache .ruff_cache .hypothesis dist build

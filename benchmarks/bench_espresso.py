@@ -1,4 +1,4 @@
-"""Espresso on the six published models and the paper's two testbeds, as Markdown: the table of docs/espresso.md.
+"""Espresso on the six published models and the paper's two testbeds, as Markdown for docs/internals/espresso.md.
 
     python benchmarks/bench_espresso.py [--repeat 5]
 

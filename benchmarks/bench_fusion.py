@@ -1,4 +1,4 @@
-"""Every fusion policy on the six published models, as Markdown: the tables of docs/fusion.md.
+"""Every fusion policy on the six published models, as Markdown: the tables of docs/guides/fusion.md.
 
     python benchmarks/bench_fusion.py [--repeat 5]
 

@@ -1,4 +1,4 @@
-"""Kernels on the CPU: what each must move, what it takes in plain torch and compiled. docs/kernels.md has a table.
+"""Kernels on the CPU: what each must move, what it takes in plain torch and compiled: docs/internals/kernels.md.
 
     python benchmarks/bench_kernels.py --sizes 1000 100000 --densities 0.01
     python benchmarks/bench_kernels.py --sizes 214000000 --densities 0.052 --threads 2 --operations "find + deal"

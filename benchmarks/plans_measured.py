@@ -1,4 +1,4 @@
-"""Is a plan's prediction true, and is the planned training ever slower than stock DDP? docs/plan.md has the tables.
+"""Is a plan's prediction true, and is the planned training ever slower than stock DDP? See docs/guides/plans.md.
 
     python benchmarks/plans_measured.py --jobs lstm --hosts 2 4 8 --links 200mbit 100mbit 50mbit
     python benchmarks/plans_measured.py --jobs lstm digits gpt --hosts 4 --links none 1gbit 200mbit 100mbit 50mbit \

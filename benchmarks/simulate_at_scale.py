@@ -1,5 +1,5 @@
 """Published models on 2 to 4096 simulated ranks, and the papers' results beside it: the tables of
-docs/planning-at-scale.md, as Markdown.
+docs/internals/planning-at-scale.md, as Markdown.
 
     python benchmarks/simulate_at_scale.py [--json rows.json]
 

@@ -58,9 +58,9 @@ def attach(
     any optimizer works. Call it on all ranks, after wrapping the model and before the first backward.
 
     With ``compress`` large matrices that are not embedding tables are compressed, which is lossy; see
-    docs/compress.md. A plain module needs no DDP: all ranks get the parameters and buffers of rank 0, and gradients are
-    averaged while ``backward`` runs. With ``fuse`` or ``plan`` they travel in groups that suit the link; see
-    docs/plan-execution.md.
+    docs/guides/compression.md. A plain module needs no DDP: all ranks get the parameters and buffers of rank 0, and
+    gradients are averaged while ``backward`` runs. With ``fuse`` or ``plan`` they travel in groups that suit the link;
+    see docs/guides/plan-execution.md.
 
     Args:
         model: a ``DistributedDataParallel``, or a plain module that is on all ranks of the default process group.

@@ -1,4 +1,7 @@
-"""Encoding of rows as bytes: the formats, their exact sizes, and the header of a payload (docs/wire-format.md)."""
+"""Encoding of rows as bytes: the formats, their exact sizes, and the header of a payload.
+
+docs/reference/wire-format.md describes them.
+"""
 
 from __future__ import annotations
 

@@ -237,7 +237,7 @@ def test_json_has_the_promised_fields(tmp_path: Path) -> None:
 def test_page_has_its_pictures_and_escapes_names(tmp_path: Path) -> None:
     analysis = Analysis.of(recorded(tmp_path), "<b>train.py", 5)
     page = build_report(analysis).html()
-    assert page.count("<svg") == 5
+    assert page.count("<figure") == 5
     assert "<b>train" not in page
     assert "ended before the 5 asked for" in page
     for name in NAMED:

@@ -326,9 +326,9 @@ def test_a_run_without_a_link(tmp_path: Path) -> None:
     assert (top_k["bytes_source"], top_k["density"] < 0.05) == ("counted", True)
     assert 0 < dense["seconds_to_dense_loss"] <= dense["seconds_curve"][-1]
     html = page.read_text()
-    assert html.count("<svg") == 3
+    assert html.count("<figure") == 3
     assert verdict(written["rows"]).split(":")[0] in html
-    assert build_report(written).html() == html
+    assert build_report(written).html().partition("<footer")[0] == html.partition("<footer")[0]
 
 
 @pytest.mark.parametrize(

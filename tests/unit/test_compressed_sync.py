@@ -371,11 +371,11 @@ def test_an_unknown_exchange_names_the_known_ones() -> None:
 
 
 def own_compressor() -> Compressor:
-    """The one of docs/compress.md, as it is there."""
-    text = (Path(__file__).parents[2] / "docs" / "compress.md").read_text()
+    """The one of docs/guides/compression.md, as it is there."""
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "compression.md").read_text()
     code = text.split("## Your own compressor")[1].split("```python")[1].split("```")[0]
     names: dict[str, Any] = {"__name__": "own"}
-    exec(compile(code, "docs/compress.md", "exec", dont_inherit=True), names)
+    exec(compile(code, "docs/guides/compression.md", "exec", dont_inherit=True), names)
     return names["RowMeans"]()
 
 

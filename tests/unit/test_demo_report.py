@@ -83,7 +83,7 @@ def test_page_takes_any_table_and_refers_to_nothing_outside(table: list[dict[str
     page = build_report(comparison(table))
     page.write(tmp_path / "report.html")
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert text.count("<svg") == 5
+    assert text.count("<figure") == 5
     for reference in ("<script", "<link", "<img", "src=", "url(http", "@import"):
         assert reference not in text
     assert "<b>&" not in text

@@ -95,9 +95,9 @@ def test_a_row_is_all_that_a_new_kernel_needs(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_table_of_the_documentation_is_that_of_the_registry() -> None:
-    page = Path(__file__).parents[2] / "docs" / "kernels.md"
+    page = Path(__file__).parents[2] / "docs" / "internals" / "kernels.md"
     table = "\n".join(["| Kernel | numba from | Triton |", "|---|---:|---|", *map(line, KERNELS.values())])
-    assert table in page.read_text(), f"docs/kernels.md must have:\n{table}"
+    assert table in page.read_text(), f"docs/internals/kernels.md must have:\n{table}"
 
 
 def line(kernel: Kernel) -> str:

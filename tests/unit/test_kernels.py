@@ -151,7 +151,7 @@ def test_bits_come_back_at_every_density(stride: int) -> None:
 
 
 def textbook_elias_fano(positions: list[int], size: int) -> list[int]:
-    """As docs/wire-format.md has it, with Python's integers; l is found by trying all."""
+    """As docs/reference/wire-format.md has it, with Python's integers; l is found by trying all."""
     count = len(positions)
     if not count:
         return []
@@ -246,7 +246,7 @@ def test_elias_fano_bits_an_id_are_the_documented_ones(density: float, bits: flo
 
 
 def test_elias_fano_example() -> None:
-    """The worked one of docs/wire-format.md."""
+    """The worked one of docs/reference/wire-format.md."""
     assert kernels.elias_fano_encode(torch.tensor([2, 3, 77]), 100).tolist() == [0x42, 0x2C, 0x13]
 
 

@@ -64,7 +64,7 @@ def found_by_espresso(problem: Problem) -> tuple[float, tuple[int, ...]]:
 
 @pytest.mark.parametrize("most_options", [2, 3])
 def test_espresso_finds_the_best_of_all_choices_and_cuts(most_options: int) -> None:
-    """On these 120 problems always; docs/espresso.md has how often it is not on more of them."""
+    """On these 120 problems always; docs/internals/espresso.md has how often it is not on more of them."""
     for seed in range(60):
         backward, sizes, options = problem = random_problem(seed, most_options=most_options)
         every = product(range(len(options)), repeat=len(sizes))

@@ -8,7 +8,7 @@ from thinwire.lab.espresso.models.published import nvlink_100g
 from thinwire.lab.espresso.models.results import RESULTS, SCALING_FACTORS, PublishedResult
 from thinwire.lab.espresso.scale import METHODS, WORLDS, at_scale, compare, simulate
 
-# Of every two methods with a published order, those that are the other way round here: docs/planning-at-scale.md.
+# Of every two methods with a published order, those that are the other way round here: see planning-at-scale.md.
 OTHER_WAY = {
     "bert": {("byteps_compress", "hi_press"), ("byteps_compress", "hi_top_k_comm")},
     "lstm": {("dense", "byteps_compress")},

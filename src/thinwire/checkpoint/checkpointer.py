@@ -137,7 +137,7 @@ class Checkpointer:
         It loads in place, the same step on all ranks. None if there is no version, so that training starts afresh; a
         warning says why if versions of the run cannot be used. Call it on all ranks, before the first `step`.
 
-        The number of ranks may differ from before: docs/checkpoint.md describes the state of each.
+        The number of ranks may differ from before: docs/guides/checkpoints.md describes the state of each.
 
         Raises:
             ValueError: there are only versions of another model, or too few shards of those of another number of ranks.

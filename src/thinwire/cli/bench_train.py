@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
-from thinwire.cli.bench import where
+from thinwire.cli.bench import JOBS, METHODS, where
 from thinwire.cli.commands import Command, option
 from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
-from thinwire.cli.plan import is_first_rank
-from thinwire.lab.bench.in_job import is_in_job
-from thinwire.lab.bench.jobs.named import JOBS
-from thinwire.lab.bench.train.benchmark import TrainBenchmark, run, run_in_job
-from thinwire.lab.bench.train.methods import NAMES, SETTINGS
-from thinwire.lab.bench.train.report import write_report
-from thinwire.lab.bench.train.summary import COLUMNS, caption, conditions, table_rows, verdict
-from thinwire.lab.testbed.launch import RanksFailed
-from thinwire.lab.testbed.network import NetAdminError
+from thinwire.cli.plan import in_job, is_first_rank
+
+if TYPE_CHECKING:
+    from thinwire.lab.bench.train.benchmark import TrainBenchmark
 
 app = typer.Typer(add_completion=False)
 
@@ -31,13 +26,13 @@ def train(
     job: str = option(
         "--job",
         "lstm",
-        f": {', '.join(JOBS)}; or module:function or file.py:function, which returns (model, make_batch, loss)"
-        " and, if it has one, the optimizer",
+        f": {JOBS}; or module:function or file.py:function, which returns (model, make_batch, loss) and, if it has one,"
+        " the optimizer",
     ),
     methods: str = option(
         "--methods",
         "ddp,bf16,top_k,ef_sign_sgd,power_sgd",
-        f", of: {', '.join((*NAMES, *SETTINGS))}. Settings behind a colon: top_k:density=0.001, plan:plan.json",
+        f", of: {METHODS}. Settings behind a colon: top_k:density=0.001, plan:plan.json",
     ),
     hosts: int = option("--hosts", None, ", one rank each; 8 by default"),
     link: str = option("--link", None, "; none for loopback; 100mbit by default"),
@@ -53,6 +48,10 @@ def train(
     Under torchrun (torchrun --nproc-per-node 4 --no-python thinwire bench train ...) the ranks of the job run one
     benchmark together, on the CPU and over their own network.
     """
+    from thinwire.lab.bench.train.benchmark import TrainBenchmark
+    from thinwire.lab.testbed.launch import RanksFailed
+    from thinwire.lab.testbed.network import NetAdminError
+
     check_directories({"--report": report, "--json": json_path})
     console = console_for(json_path)
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
@@ -71,22 +70,28 @@ def train(
         return
     _print(result, console)
     if report is not None:
+        from thinwire.lab.bench.train.report import write_report
+
         write_report(result, report)
         console.print(f"Report: [bold]{report}[/bold]")
     write_json(result, json_path)
 
 
 def _run(benchmark: TrainBenchmark, quiet: bool) -> dict[str, Any]:
+    from thinwire.lab.bench.train.benchmark import run, run_in_job
+
     with progress("starting ranks", benchmark.num_steps, quiet or not is_first_rank()) as tell:
 
         def on_step(method: str, seed: int, step: int, loss: float) -> None:
             total = benchmark.num_steps if step <= benchmark.num_steps else benchmark.max_steps
             tell(f"seed {seed}, {method}, loss {loss:.3f}", step, total)
 
-        return run_in_job(benchmark, on_step) if is_in_job() else run(benchmark, on_step)
+        return run_in_job(benchmark, on_step) if in_job() else run(benchmark, on_step)
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
+    from thinwire.lab.bench.train.summary import COLUMNS, caption, conditions, table_rows, verdict
+
     rows = result["rows"]
     table = plain_table(
         title=conditions(result),

@@ -152,7 +152,7 @@ def _print(diagnosis: Diagnosis, console: Console, output: Path | None) -> None:
 
 def _draw(diagnosis: Diagnosis, console: Console, picture: Path | None, report: Path | None) -> None:
     from thinwire.lab.doctor_picture import TITLE, build_report, draw
-    from thinwire.lab.report import save_picture
+    from thinwire.lab.plot import save_picture
 
     if picture is not None:
         save_picture(lambda axes: draw(axes, diagnosis), picture, 4.0, TITLE)

@@ -14,7 +14,6 @@ import typer
 from rich import box
 from rich.console import Console, JustifyMethod
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 STDOUT = Path("-")
@@ -47,6 +46,8 @@ def progress(description: str, total: int | None = None, quiet: bool = False) ->
     if not console.is_terminal:
         yield _line_printer(console, description, total)
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task(description, total=total)

@@ -36,7 +36,7 @@ def safusion(align: bool = True, adapt: bool = True, mb: float = 25.0) -> SaFusi
     Ming et al., "SAFusion" (HPDC'25): the intra-worker adaptive rule.
     1. The first group has the number of tensors with the shortest iteration, with the others by the next two rules. (In
        the published code it grows until waiting for it reaches one start-up of ``profile.communicate``, which is never
-       faster. On the models of docs/fusion.md this is within 0.4 % of the optimum.)
+       faster. On the models of docs/guides/fusion.md this is within 0.4 % of the optimum.)
     2. Each following one grows as long as backward + compress of it <= communication of the group before it.
     3. Once communication of all groups so far exceeds backward + compress of everything, the rest is one group.
 

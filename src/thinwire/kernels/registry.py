@@ -3,8 +3,8 @@
 To add a kernel, define its twins, by one name, and add a row here: dispatch, compilation in the background, warm-up,
 the names in `thinwire.kernels` and the tests that twins give equal bits follow from it.
 
-Sizes were measured with one thread (docs/kernels.md): numbers of ids, elements of matrices, bytes of buffers. Below
-1024 nothing is worth the half second in which a process imports numba. Rows are in the order in which kernels are
+Sizes were measured with one thread (docs/internals/kernels.md): numbers of ids, elements of matrices, bytes of buffers.
+Below 1024 nothing is worth the half second in which a process imports numba. Rows are in the order in which kernels are
 compiled: first what an exact sum needs.
 """
 

@@ -1,181 +1,279 @@
-"""Self-contained HTML reports: text, figures of merit, tables and inline SVG pictures in one file.
+"""Self-contained HTML reports: a result, text, tables and inline SVG plots in one file, and how it was made.
 
-    report = Report("A title", "The conditions in one line")
+    report = Report("A title", "The conditions in one line", facts=[("Link", "955 Mbit/s, measured")])
+    report.hero("2.9x faster", "than this model under stock DDP, with the same loss")
     report.figures([("bytes per step", "1.2 MB")])
+    report.picture("Loss", draw, "Both runs start from the same parameters.", "Two falling curves that coincide.")
     report.table("Parameters", ["name", "bytes"], [["table.weight", "1.2 MB"]])
-    report.picture("Loss", lambda axes: axes.plot(losses), "One line per run.")
+    report.code("import thinwire", "Add this line:")
     report.write("report.html")
 
-Pictures need matplotlib, imported on use; without it the report has the tables and says how to get pictures.
-They carry no colour for text, axes and background, so they read well on light and on dark pages.
+``draw`` paints on axes of matplotlib; see `thinwire.lab.plot`. Without matplotlib the page has the tables and says how
+to get plots.
 """
 
-import io
-import re
-from collections.abc import Callable, Sequence
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
 from html import escape
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from thinwire.lab import palette
+from thinwire.lab.plot import NARROW_INCHES, WIDE_INCHES, Draw, inline_svg
 
-Draw = Callable[["Axes"], None]
+PALETTE = (palette.TORCH, palette.THINWIRE, palette.STOCK, palette.NETWORK, palette.COMPUTE, palette.PUBLISHED)
+_NO_MATPLOTLIB = "Plots need matplotlib: <code>pip install 'thinwire[plot]'</code>, then run the command again."
+_COPY = "navigator.clipboard.writeText(this.nextElementSibling.innerText)"
 
-PALETTE = ("#d9772b", "#2a9d8f", "#7d86a8", "#c4578c", "#b8a02e", "#5b8fd6")
-"""Series colours with enough contrast on white and on near black."""
 
-_INK = "#010203"  # stands for the page's text colour until the SVG is embedded
-_STYLE = {
-    "axes.edgecolor": _INK,
-    "axes.labelcolor": _INK,
-    "axes.titlecolor": _INK,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "font.family": "sans-serif",
-    "font.size": 10,
-    "grid.color": _INK,
-    "grid.alpha": 0.15,
-    "grid.linewidth": 0.6,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "svg.fonttype": "none",  # text stays text: selectable, in the page's font
-    "text.color": _INK,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-}
+@dataclass(frozen=True)
+class Origin:
+    """How a page was made: command line, versions, date (UTC) and machine."""
 
-_NO_MATPLOTLIB = "Pictures need matplotlib: <code>pip install 'thinwire[plot]'</code>, then run the command again."
+    command: str
+    versions: str
+    date: str
+    machine: str
+
+    @classmethod
+    def of_this_process(cls) -> Origin:
+        """Return the origin of what this process measures now."""
+        name = Path(sys.argv[0]).name
+        command = "thinwire" if name in ("thinwire", "__main__.py") else name
+        return cls(
+            shlex.join([command, *sys.argv[1:]]),
+            f"thinwire {_version('thinwire')}, torch {_version('torch')}, Python {platform.python_version()}",
+            datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            _machine(),
+        )
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "(not installed)"
+
+
+def _machine() -> str:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return f"{_processor()}, {cores} cores, {memory:.0f} GiB of memory, {platform.system()} {platform.machine()}"
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 class Report:
-    """A page whose parts are kept in the order in which they were added. All text is escaped."""
+    """A page whose parts are kept in the order in which they were added. All text is escaped.
 
-    def __init__(self, title: str, subtitle: str = "") -> None:
+    Args:
+        title: what the page answers.
+        subtitle: the conditions in one line.
+        facts: further (name, value) pairs for "How this was made", such as the measured link.
+        origin: command, versions, date and machine; by default of this process.
+    """
+
+    def __init__(
+        self, title: str, subtitle: str = "", facts: Sequence[tuple[str, str]] = (), origin: Origin | None = None
+    ) -> None:
         self._title = title
         self._subtitle = subtitle
+        self._facts = tuple(facts)
+        self._origin = origin or Origin.of_this_process()
         self._parts: list[str] = []
-        self._pictures = 0
+        self._ids = 0
+
+    def hero(self, result: str, text: str = "", badge: str = "") -> None:
+        """Add the result in large print, a sentence below it, and a ``badge`` such as "lossy" beside it."""
+        mark = f' <span class="badge">{escape(badge)}</span>' if badge else ""
+        below = f"<p>{escape(text)}</p>" if text else ""
+        self._parts.append(
+            f'<section class="hero" aria-label="Result"><p class="result">{escape(result)}{mark}</p>{below}</section>'
+        )
 
     def text(self, paragraph: str) -> None:
         """Add a paragraph of plain text."""
         self._parts.append(f"<p>{escape(paragraph)}</p>")
 
-    def figures(self, values: Sequence[tuple[str, str]]) -> None:
-        """Add figures of merit in large print: (what, value)."""
-        cards = "".join(f"<div><b>{escape(value)}</b><span>{escape(what)}</span></div>" for what, value in values)
-        self._parts.append(f'<section class="figures">{cards}</section>')
+    def items(self, title: str, lines: Sequence[str]) -> None:
+        """Add a heading and a list of sentences; nothing if there are none."""
+        if lines:
+            entries = "".join(f"<li>{escape(line)}</li>" for line in lines)
+            name = self._new_id()
+            self._parts.append(
+                f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2><ul>{entries}</ul></section>'
+            )
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
-        """Add a table; the first column is a heading, the others are aligned right."""
-        head = "".join(f"<th>{escape(column)}</th>" for column in columns)
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    def code(self, text: str, title: str) -> None:
+        """Add text to paste, with a button that copies it."""
+        name = self._new_id()
         self._parts.append(
-            f"<h2>{escape(title)}</h2>{_note(note)}"
-            f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+            f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2><div class="code">'
+            f'<button type="button" onclick="{_COPY}">Copy</button>'
+            f'<pre tabindex="0"><code>{escape(text.strip())}</code></pre></div></section>'
         )
 
-    def picture(self, title: str, draw: Draw, note: str = "", height_inches: float = 3.2) -> None:
-        """Add a picture that ``draw`` paints on empty axes, 7 inches wide on a page that scales it."""
+    def figures(self, values: Sequence[tuple[str, str]]) -> None:
+        """Add figures of merit in large print: (what, value). Leave out what has no number."""
+        cards = "".join(f"<div><dt>{escape(what)}</dt><dd>{escape(value)}</dd></div>" for what, value in values)
+        if cards:
+            self._parts.append(f'<dl class="figures" aria-label="Key figures">{cards}</dl>')
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
+        """Add a table; the first column has the headings of the rows, the others are aligned right."""
+        name = self._new_id()
+        head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+        body = "".join(
+            f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
+            for row in rows
+        )
+        self._parts.append(
+            f'<section><h2 id="{name}">{escape(title)}</h2>{_note(note)}'
+            f'<div class="scroll" role="region" tabindex="0" aria-labelledby="{name}">'
+            f'<table><caption class="unseen">{escape(title)}</caption>'
+            f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></section>"
+        )
+
+    def picture(
+        self, title: str, draw: Draw, note: str = "", description: str = "", height_inches: float = 3.2
+    ) -> None:
+        """Add a plot that ``draw`` paints on empty axes, once for wide windows and once for narrow ones.
+
+        Args:
+            note: remark above the plot.
+            description: what can be seen in it, for readers who cannot; by default the note.
+        """
+        name = self._new_id()
+        label = escape(f"{title}. {description or note}".strip(), quote=True)
         try:
-            svg = inline_svg(draw, height_inches, salt=f"picture-{self._pictures}")
+            drawn = "".join(
+                f'<div class="{form}" role="img" aria-label="{label}">'
+                f"{_hidden(inline_svg(draw, height_inches, width, f'{name}-{form}'))}</div>"
+                for form, width in (("wide", WIDE_INCHES), ("narrow", NARROW_INCHES))
+            )
         except ImportError:
-            svg = f"<p>{_NO_MATPLOTLIB}</p>"
-        self._pictures += 1
-        self._parts.append(f"<figure><h2>{escape(title)}</h2>{_note(note)}{svg}</figure>")
+            drawn = f"<p>{_NO_MATPLOTLIB}</p>"
+        heading = f'<figcaption><h2 id="{name}">{escape(title)}</h2>{_note(note)}</figcaption>'
+        self._parts.append(f'<figure aria-labelledby="{name}">{heading}{drawn}</figure>')
 
     def html(self) -> str:
         """Return the whole page."""
+        origin = self._origin
+        facts = [
+            ("Command", origin.command),
+            ("Versions", origin.versions),
+            ("Date", origin.date),
+            ("Machine", origin.machine),
+            *self._facts,
+        ]
         return _PAGE.format(
             title=escape(self._title),
             subtitle=escape(self._subtitle),
-            style=_CSS,
+            made=escape(f"{origin.versions.partition(',')[0]} · {origin.date}"),
+            style=_CSS.replace("LIGHT;", f"{palette.css(dark=False)};").replace("DARK;", f"{palette.css(dark=True)};"),
             body="\n".join(self._parts),
+            facts="".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts),
         )
 
     def write(self, path: str | Path) -> None:
         """Write the page as UTF-8."""
         Path(path).write_text(self.html(), encoding="utf-8")
 
+    def _new_id(self) -> str:
+        self._ids += 1
+        return f"part{self._ids}"
+
 
 def _note(note: str) -> str:
     return f'<p class="note">{escape(note)}</p>' if note else ""
 
 
-def inline_svg(draw: Draw, height_inches: float = 3.2, salt: str = "picture") -> str:
-    """Return the picture as an ``<svg>`` in the page's own text colour. Raises ImportError without matplotlib."""
-    import matplotlib
-
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": salt}):
-        file = io.StringIO()
-        _figure(draw, height_inches).savefig(file, format="svg", metadata={"Date": None})
-    svg = file.getvalue()
-    svg = svg[svg.index("<svg") :].replace(_INK, "currentColor")
-    # matplotlib names fonts that the reader may not have; without a name the page's font is used.
-    svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
-    # The page sets the size; the view box keeps the proportions.
-    return re.sub(r'<svg ([^>]*?)\bheight="[^"]*"|\bwidth="[\d.]+pt"', _without_size, svg, count=2)
-
-
-def save_picture(draw: Draw, path: str | Path, height_inches: float = 3.2, title: str = "") -> None:
-    """Write the picture to a file of its own, on white; the ending gives the format: .png, .svg, .pdf.
-
-    Raises:
-        ImportError: there is no matplotlib.
-        ValueError: matplotlib does not know the ending.
-    """
-    import matplotlib
-
-    colors = {name: "black" if value == _INK else value for name, value in _STYLE.items()}
-    with matplotlib.rc_context({**colors, "figure.facecolor": "white"}):
-        figure = _figure(draw, height_inches)
-        figure.axes[0].set_title(title, loc="left", fontsize=11)
-        figure.savefig(path, dpi=160)
-
-
-def _without_size(match: re.Match[str]) -> str:
-    return f"<svg {match[1]}" if match[1] is not None else ""
-
-
-def _figure(draw: Draw, height_inches: float) -> "Figure":
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.0, height_inches), layout="constrained")
-    draw(figure.add_subplot())
-    return figure
+def _hidden(svg: str) -> str:
+    """Hide the single marks of a plot, whose name and description are on the element around it."""
+    return svg.replace("<svg ", '<svg aria-hidden="true" focusable="false" ', 1)
 
 
 _CSS = """
-:root { color-scheme: light dark;
-  --ink: #1d2330; --faint: #667085; --page: #fff; --card: #f4f6f9; --line: #dde2ea }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6e9ef; --faint: #98a2b3; --page: #14171c; --card: #1e232b; --line: #303744 }
+:root { color-scheme: light;
+  --ink: #1d2330; --faint: #5b6474; --page: #fff; --card: #f4f6f9; --line: #dde2ea; LIGHT; }
+@media screen and (prefers-color-scheme: dark) {
+  :root { color-scheme: dark;
+    --ink: #e6e9ef; --faint: #a0aaba; --page: #14171c; --card: #1e232b; --line: #303744; DARK; }
 }
+* { box-sizing: border-box }
 body { background: var(--page); color: var(--ink); font: 16px/1.5 system-ui, sans-serif;
-  margin: 2.5rem auto; max-width: 62rem; padding: 0 1.25rem }
+  margin: 2.5rem auto; max-width: 62rem; padding: 0 1.25rem; overflow-wrap: anywhere }
 h1 { font-size: 1.7rem; line-height: 1.2; margin: 0 }
-h2 { font-size: 1.05rem; margin: 2.25rem 0 .25rem }
-p { max-width: 46rem }
-.subtitle, .note { color: var(--faint); margin: .25rem 0 .75rem }
+h2 { font-size: 1.1rem; line-height: 1.3; margin: 2.25rem 0 .25rem }
+p, ul { max-width: 46rem }
+ul { margin: .25rem 0; padding-left: 1.2rem }
+.subtitle, .note, .made { color: var(--faint); margin: .25rem 0 .75rem }
 .note { font-size: .875rem }
-.figures { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr));
-  margin: 1.5rem 0 }
-.figures div { background: var(--card); border-radius: .5rem; padding: .8rem 1rem }
-.figures b { display: block; font-size: 1.45rem; font-variant-numeric: tabular-nums }
-.figures span { color: var(--faint); font-size: .85rem }
+.made { font-size: .8rem; margin: 0 }
+.hero { background: var(--card); border-left: .3rem solid var(--thinwire); border-radius: .5rem;
+  margin: 1.5rem 0; padding: 1rem 1.25rem }
+.hero p { margin: 0 }
+.hero .result { font-size: 1.6rem; font-weight: 650; line-height: 1.25 }
+.badge { border: 1.5px solid var(--lossy); border-radius: 1rem; color: var(--lossy); display: inline-block;
+  font-size: .85rem; font-weight: 600; padding: .05rem .6rem; vertical-align: .2em }
+.figures { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); margin: 1.5rem 0 }
+.figures div { background: var(--card); border-radius: .5rem; display: flex; flex-direction: column-reverse;
+  justify-content: flex-end; padding: .8rem 1rem }
+.figures dd { font-size: 1.45rem; font-variant-numeric: tabular-nums; font-weight: 600; margin: 0 }
+.figures dt { color: var(--faint); font-size: .85rem }
 figure { margin: 0 }
-svg { display: block; height: auto; max-width: 48rem; width: 100% }
+figure > div { max-width: 48rem }
+svg { display: block; height: auto; overflow: visible; width: 100% }
+svg * { stroke-linecap: butt; stroke-linejoin: round }
+.narrow { display: none }
+@media screen and (max-width: 40rem) {
+  body { margin: 1.25rem auto; padding: 0 .9rem }
+  .wide { display: none }
+  .narrow { display: block }
+}
 .scroll { overflow-x: auto }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; width: 100% }
-th, td { border-bottom: 1px solid var(--line); padding: .35rem .75rem;
+.unseen { clip-path: inset(50%); height: 1px; overflow: hidden; position: absolute; white-space: nowrap; width: 1px }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; overflow-wrap: normal }
+th, td { border-bottom: 1px solid var(--line); padding: .35rem 0 .35rem 1.25rem;
   text-align: right; white-space: nowrap }
-th:first-child, td:first-child { padding-left: 0; text-align: left }
-th { color: var(--faint); font-weight: 500 }
+th:first-child { padding-left: 0; text-align: left }
+th { font-weight: 400 }
+thead th { color: var(--faint); vertical-align: bottom }
+.code { position: relative; max-width: 48rem }
+pre { background: var(--card); border-radius: .5rem; font-size: .875rem; margin: .5rem 0; overflow-x: auto;
+  overflow-wrap: normal; padding: .9rem 1rem }
+button { background: var(--page); border: 1px solid var(--line); border-radius: .35rem; color: var(--ink);
+  cursor: pointer; font: inherit; font-size: .8rem; padding: .1rem .6rem; position: absolute; right: .5rem; top: .5rem }
+footer { border-top: 1px solid var(--line); color: var(--faint); font-size: .85rem; margin-top: 3rem }
+footer h2 { color: var(--ink); font-size: .95rem; margin-top: 1rem }
+footer dl { margin: 0 }
+footer div { display: flex; gap: 0 1rem; flex-wrap: wrap }
+footer dt { flex: 0 0 6rem }
+footer dd { flex: 1 1 14rem; margin: 0 }
+footer div:first-child dd { font-family: ui-monospace, monospace }
+@media print {
+  body { font-size: 10.5pt; margin: 0; max-width: none; padding: 0 }
+  .hero, .figures div, pre { border: 1px solid var(--line) }
+  figure, tr, .hero, .figures, pre { break-inside: avoid }
+  h2 { break-after: avoid }
+  button { display: none }
+  th, td { padding-left: .7rem; white-space: normal }
+}
+@page { margin: 16mm }
 """
 
 _PAGE = """<!doctype html>
@@ -187,9 +285,18 @@ _PAGE = """<!doctype html>
 <style>{style}</style>
 </head>
 <body>
+<header>
 <h1>{title}</h1>
 <p class="subtitle">{subtitle}</p>
+<p class="made">{made}</p>
+</header>
+<main>
 {body}
+</main>
+<footer aria-label="How this was made">
+<h2>How this was made</h2>
+<dl>{facts}</dl>
+</footer>
 </body>
 </html>
 """

@@ -235,7 +235,7 @@ class Measurement:
         return replace(self, link=self.link.at(mbit), extras=extras)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields, which docs/plan.md describes."""
+        """Return the fields, which docs/guides/plans.md describes."""
         return {
             "version": self.version,
             "world_size": self.world_size,

@@ -218,7 +218,7 @@ class Plan:
         return explain(self)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields, which docs/plan.md describes."""
+        """Return the fields, which docs/guides/plans.md describes."""
         groups = [group.to_json() for group in self.groups]
         candidates = [asdict(candidate) for candidate in self.candidates]
         fields = asdict(replace(self, candidates=()))

@@ -56,7 +56,7 @@ def hi_top_k(density: float = 0.01, *, steps: int = 30) -> HiTopK:
 
     With one rank on each host it is an all-gather of `ms_top_k`; on one host nothing is left out, since nothing
     crosses a network. If hosts have different numbers of ranks, the smallest has one shard for each of its ranks, and
-    further ranks of other hosts only contribute and receive. docs/compress-methods.md has the details.
+    further ranks of other hosts only contribute and receive. docs/guides/ok-topk-and-hitopk.md has the details.
 
     Args:
         density: fraction of its sum that a host sends, in (0, 1].

@@ -240,7 +240,7 @@ def ok_topk(density: float = 0.01, *, reselect_every: int = 32, repartition_ever
     It is a sparsifier with a reduction of its own, which "auto" chooses. Each rank sends its selection to the owners of
     regions of the gradient, which add it up; of the sums only about the ``k`` largest of all owners travel on. So bytes
     do not grow with the number of ranks. An element stays in a rank's memory, the error feedback that `attach`
-    adds, unless the rank selected it and it is in the result. docs/compress-methods.md has the details.
+    adds, unless the rank selected it and it is in the result. docs/guides/ok-topk-and-hitopk.md has the details.
 
     Args:
         density: k / numel, in (0, 1], of each rank's selection and of the result; 0.01 and 0.02 in the paper.

@@ -138,7 +138,7 @@ class Sparsifier(Selector):
         return ids, self.decode(tuple(coded), ids.numel(), parameter)
 
     def pack(self, payload: Payload, parameter: Parameter) -> Tensor:
-        """Return count and format of ids, a checksum, ids and values; docs/compress-sparsifiers.md has the layout."""
+        """Return count and format of ids, a checksum, ids and values; docs/guides/sparsifiers.md has the layout."""
         ids, *coded = payload.parts
         rows = coded[0].view(-1, 1) if self.values is None else coded[0].new_empty(ids.numel(), 0)
         format = _format(ids.numel(), rows.shape[1] * rows.element_size(), parameter)

@@ -57,7 +57,7 @@ def elias_fano_encode(positions: Tensor, size: int) -> Tensor:
     It codes gap_i = position_i - i, the absent positions before the i-th, which does not decrease: its low l bits as
     they are, and gap_i >> l in unary, as a one at bit (gap_i >> l) + i. That is l + 1 + (1 - d) / (d 2^l) bits a
     position at density d = count / size (Elias 1974 and Fano 1971, with gaps for positions), within 0.6 bits of the
-    entropy below d = 1/3, where a bitmap begins to be smaller. docs/wire-format.md has the layout.
+    entropy below d = 1/3, where a bitmap begins to be smaller. docs/reference/wire-format.md has the layout.
 
     Returns uint8 [elias_fano_bytes(count, size)].
 

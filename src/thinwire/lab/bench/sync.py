@@ -78,7 +78,7 @@ class SyncBenchmark:
 
 
 def run(benchmark: SyncBenchmark, on_progress: Callable[[str], None]) -> dict[str, Any]:
-    """Run the benchmark and return ``{"environment": {...}, "rows": [...]}``; the fields are in docs/benchmarks.md.
+    """Run the benchmark and return ``{"environment": {...}, "rows": [...]}``; fields: docs/evidence/bench-sync.md.
 
     ``on_progress(method)`` is called whenever rank 0 finished a run of a method.
 

@@ -87,7 +87,7 @@ class CheckpointBenchmark:
 
 def run(benchmark: CheckpointBenchmark, on_progress: OnProgress) -> dict[str, Any]:
     """Run the benchmark and return ``{"environment": {...}, "rows": [...]}``; the fields are in
-    docs/bench-checkpoint.md.
+    docs/evidence/bench-checkpoint.md.
 
     With ``traced`` there is a "timeline" too.
 

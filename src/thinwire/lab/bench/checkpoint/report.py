@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.lab.bench.checkpoint.summary import CAPTION, COLUMNS, conditions, sentences, table_rows
-from thinwire.lab.report import PALETTE, Report, save_picture
+from thinwire.lab.plot import save_picture
+from thinwire.lab.report import PALETTE, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,7 +27,7 @@ def build_report(result: dict[str, Any]) -> Report:
     for sentence in sentences(result):
         report.text(sentence)
     if "timeline" in result:
-        report.picture(_TITLE, lambda axes: draw_timeline(axes, result), _NOTE, _height(result))
+        report.picture(_TITLE, lambda axes: draw_timeline(axes, result), _NOTE, height_inches=_height(result))
     report.table("Methods", COLUMNS, table_rows(result["rows"]), CAPTION)
     return report
 

@@ -21,7 +21,7 @@ from thinwire.lab.bench.checkpoint.recovery import Recovery
 def row_of(
     method: str, records: Sequence[OverheadRecord], recovery: Recovery | None, link_mbit: float | None
 ) -> dict[str, Any]:
-    """Return one row, as documented in docs/bench-checkpoint.md."""
+    """Return one row, as documented in docs/evidence/bench-checkpoint.md."""
     seconds = _seconds(records, method, "iterations")
     blocking = None if method == NONE else statistics.median(_flat(_seconds(records, method, "blocking")))
     state_bytes = max(record.state_bytes for record in records)

@@ -81,7 +81,7 @@ class TrainBenchmark:
 
 
 def run(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
-    """Run the trainings and return ``{"environment": {...}, "rows": [...]}``; see `TrainBenchmark` and the docs.
+    """Run the trainings and return ``{"environment": {...}, "rows": [...]}``; fields: docs/evidence/bench-train.md.
 
     Every run has fresh processes; for each seed the methods follow one another.
 

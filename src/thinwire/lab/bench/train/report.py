@@ -36,19 +36,21 @@ def build_report(result: dict[str, Any]) -> Report:
     report.text(verdict(rows))
     first_seed = [row for row in rows if row["seed"] == rows[0]["seed"]]
     note = f"Held-out loss, seed {rows[0]['seed']}: the same initial parameters and batches under every method."
-    report.picture("Loss against steps", lambda axes: _draw_losses(axes, first_seed, "curve_steps"), note, 4.2)
+    report.picture(
+        "Loss against steps", lambda axes: _draw_losses(axes, first_seed, "curve_steps"), note, height_inches=4.2
+    )
     report.picture(
         "Loss against seconds",
         lambda axes: _draw_losses(axes, first_seed, "seconds_curve"),
         "The same losses against the time of the training steps; measuring the held-out loss takes no time here.",
-        4.2,
+        height_inches=4.2,
     )
     report.picture(
         "Where a step's time goes",
         lambda axes: _draw_times(axes, rows),
         "Medians. Upper bar: the training thread. Lower, thin bar: encode, wire and decode, which run beside backward"
         " and are exposed only where they outlast it.",
-        1.2 + 0.5 * len(summarize(rows)),
+        height_inches=1.2 + 0.5 * len(summarize(rows)),
     )
     report.table("Medians over seeds", COLUMNS, table_rows(rows))
     return report

@@ -32,7 +32,7 @@ def curve_of(training: JobTraining, records: Sequence[RankRecord]) -> LossCurve:
 
 
 def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: float | None) -> dict[str, Any]:
-    """Return one row, as in docs/bench-train.md, without the comparison to stock DDP (see `against_dense`)."""
+    """Return one row, as in docs/evidence/bench-train.md, without the comparison to stock DDP (see `against_dense`)."""
     curve = curve_of(training, records)
     by_step = _by_step(records)
     step_seconds = _step_seconds(records)

@@ -1,0 +1,53 @@
+"""Colours of all plots: one colour, one meaning, on every page and in every picture.
+
+A colour is named by its value on white; `DARK` has its value on a dark page, where an inline SVG refers to it by a CSS
+variable. Text of each colour has a contrast of at least 4.5 to 1 on its page, and the hues stay apart for readers who
+confuse red and green.
+"""
+
+from __future__ import annotations
+
+STOCK = "#687083"
+"""Stock DDP, with dense gradients."""
+THINWIRE = "#0067b5"
+"""thinwire, exact."""
+TORCH = "#a65a00"
+"""PyTorch's own way for sparse gradients: ``nn.Embedding(sparse=True)`` under stock DDP, an all-gather."""
+LOSSY = "#a02f8c"
+"""Ways that change the gradients: compressors, and a bfloat16 all-reduce."""
+PUBLISHED = "#08776a"
+"""Schemes of other systems: SparCML, OmniReduce, a parameter server."""
+NETWORK = "#c03221"
+"""Time in which training waits for the network."""
+COMPUTE = "#8a7000"
+"""Time in which processors work: forward, backward, optimizer, encoding."""
+
+DARK = {
+    STOCK: "#a3abbb",
+    THINWIRE: "#5cabff",
+    TORCH: "#eba040",
+    LOSSY: "#e585d4",
+    PUBLISHED: "#3fc4ae",
+    NETWORK: "#ff7d68",
+    COMPUTE: "#d3b43c",
+}
+"""The value on a dark page of each colour."""
+
+VARIABLES = {
+    STOCK: "--stock",
+    THINWIRE: "--thinwire",
+    TORCH: "--torch",
+    LOSSY: "--lossy",
+    PUBLISHED: "--published",
+    NETWORK: "--network",
+    COMPUTE: "--compute",
+}
+"""The CSS variable of each colour."""
+
+DASHES = ("-", (0, (5, 2)), (0, (1.2, 1.5)), (0, (7, 2, 1.5, 2)))
+"""Line styles that tell lines of one colour apart."""
+
+
+def css(dark: bool) -> str:
+    """Return declarations of all CSS variables."""
+    return "; ".join(f"{name}: {DARK[color] if dark else color}" for color, name in VARIABLES.items())

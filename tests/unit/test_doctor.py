@@ -151,7 +151,7 @@ def test_the_command_reads_a_measurement(tmp_path: Path) -> None:
 def test_the_document_has_the_screen_that_its_command_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     root = Path(__file__).parents[2]
     monkeypatch.chdir(root)
-    document = (root / "docs" / "doctor.md").read_text()
+    document = (root / "docs" / "guides" / "doctor.md").read_text()
     (example,) = re.findall(r"```\n(thinwire doctor: .*?)```", document, flags=re.DOTALL)
     result = invoke("--from", "docs/lstm-100mbit.json")
     assert result.exit_code == 0, result.output

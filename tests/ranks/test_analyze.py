@@ -127,7 +127,7 @@ def test_documented_commands(line: str, tmp_path: Path) -> None:
     arguments = shlex.split(line, comments=True)[1:]
     places = {name: str(tmp_path / name) for name in ("out.json", "report.html")}
     arguments = [places.get(argument, argument) for argument in arguments]
-    result = CliRunner().invoke(app, [*arguments, "--workers", "2", "--steps", "2"])
+    result = CliRunner().invoke(app, [*arguments, "--ranks", "2", "--steps", "2"])
     assert result.exit_code == 0, result.output
     fields = set(re.findall(r"^- `(\w+)`", DOCUMENT.read_text(), re.MULTILINE))
     figures = json.loads((tmp_path / "out.json").read_text())
@@ -137,7 +137,7 @@ def test_documented_commands(line: str, tmp_path: Path) -> None:
 def test_command_writes_json_page_and_trace(script: Path, tmp_path: Path) -> None:
     paths = {option: tmp_path / f"out.{option}" for option in ("json", "report", "record")}
     options = [part for option, path in paths.items() for part in (f"--{option}", str(path))]
-    options += ["--workers", "2", "--steps", "5", "--link", "100mbit", "--latency", "2ms"]
+    options += ["--ranks", "2", "--steps", "5", "--link", "100mbit", "--latency", "2ms"]
     command = [str(script), "plain", "2", str(tmp_path / "log"), *options]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output

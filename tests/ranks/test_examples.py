@@ -17,8 +17,8 @@ from thinwire.cli.main import app
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 SMALLER = {
-    "demo": ["--link", "none", "--workers", "2", "--steps", "2", "--report", "{directory}/report.html"],
-    "analyze": ["--workers", "2", "--steps", "2", "--report", "{directory}/report.html"],
+    "demo": ["--link", "none", "--hosts", "2", "--steps", "2", "--report", "{directory}/report.html"],
+    "analyze": ["--ranks", "2", "--steps", "2", "--report", "{directory}/report.html"],
     "bench sync": ["--link", "none", "--hosts", "2", "--repeat", "1", "--scale", "0.01"],
     "bench checkpoint": [
         "--link", "none", "--hosts", "2", "--steps", "2", "--repeat", "1", "--kills", "0", "--compute-ms", "20",

@@ -106,7 +106,7 @@ def test_a_plan_is_measured_and_measured_again_from_the_cache(toy: Path) -> None
 
 @pytest.mark.timeout(120)
 def test_the_doctor_looks_at_a_script(toy: Path) -> None:
-    result = invoke("doctor", "--workers", "2", "--steps", "2", "--compress", TOP_K, "--json", "out.json", "--link",
+    result = invoke("doctor", "--ranks", "2", "--steps", "2", "--compress", TOP_K, "--json", "out.json", "--link",
                     "1mbit", "--output", "plan.json", "train.py", "1000")  # fmt: skip
     assert result.exit_code == 0, result.output
     data = json.loads((toy / "out.json").read_text())

@@ -257,9 +257,9 @@ def test_page_without_sparse_tables(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["nothing.py"], "there is no script nothing.py"),
-        (["--model", "gpt"], "unknown model 'gpt'"),
-        (["train.py", "--model", "lstm-lm"], "not both"),
-        (["train.py", "--workers", "1"], "--workers"),
+        (["--example", "gpt"], "unknown example 'gpt'"),
+        (["train.py", "--example", "lstm-lm"], "not both"),
+        (["train.py", "--ranks", "1"], "--ranks"),
         (["train.py", "--steps", "0"], "--steps"),
         (["--link", "fast"], "unknown link 'fast'"),
         (["--link", "none"], "give --link such as"),

@@ -242,7 +242,7 @@ def test_parts_are_blocks_and_runs() -> None:
 
 def test_the_command_refuses_before_it_starts_anything(tmp_path: Path) -> None:
     for arguments, reason in (
-        (["--html", str(tmp_path / "missing" / "page.html")], "is not a directory"),
+        (["--report", str(tmp_path / "missing" / "page.html")], "is not a directory"),
         (["--methods", "none,tape"], "each once"),
         (["--link", "fast"], "unknown link"),
     ):

@@ -265,7 +265,7 @@ def test_a_run_without_a_link(tmp_path: Path) -> None:
     result = CliRunner().invoke(
         app,
         ["bench", "train", "--job", "digits", "--methods", f"{BEHIND},top_k,ddp", "--hosts", "2", "--link", "none",
-         "--seeds", "1", "--steps", "4", "--json", str(rows_file), "--html", str(page)],
+         "--seeds", "1", "--steps", "4", "--json", str(rows_file), "--report", str(page)],
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     written = json.loads(rows_file.read_text())
@@ -299,7 +299,7 @@ def test_a_run_without_a_link(tmp_path: Path) -> None:
         (["--hosts", "0"], "at least one"),
         (["--extra", "-1"], "at least 0"),
         (["--link", "fast"], "100mbit"),
-        (["--html", "/nowhere/page.html"], "not a directory"),
+        (["--report", "/nowhere/page.html"], "not a directory"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments: list[str], says: str) -> None:

@@ -151,7 +151,7 @@ def test_help_has_an_example() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--link", "100mph"], ["--workers", "0"], ["--steps", "0"], ["--report", "/no/such/place/report.html"]],
+    [["--link", "100mph"], ["--hosts", "0"], ["--steps", "0"], ["--report", "/no/such/place/report.html"]],
 )
 def test_bad_options_are_refused_before_any_work(arguments: list[str]) -> None:
     result = CliRunner().invoke(application(), arguments)

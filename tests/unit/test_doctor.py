@@ -155,7 +155,7 @@ def test_the_document_has_the_screen_that_its_command_gives(monkeypatch: pytest.
     (example,) = re.findall(r"```\n(thinwire doctor: .*?)```", document, flags=re.DOTALL)
     result = invoke("--from", "docs/lstm-100mbit.json")
     assert result.exit_code == 0, result.output
-    assert result.output == example
+    assert result.stdout == example
 
 
 def test_another_link_can_be_asked_for(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_another_link_can_be_asked_for(tmp_path: Path) -> None:
         (("none.py",), "there is no script none.py"),
         (("lstn",), "unknown job 'lstn'; legal are lstm, digits, gpt, or module:function"),
         (("lstm", "extra"), "lstm takes no arguments"),
-        (("train.py", "--hosts", "2"), "give --workers, not --hosts"),
+        (("train.py", "--hosts", "2"), "give --ranks, not --hosts"),
         (("lstm", "--hosts", "2", "--link", "fast"), "unknown link 'fast'"),
         (("lstm", "--hosts", "1"), "two ranks are needed"),
         (("lstm", "--hosts", "2", "--compress", "gaussian_k"), "nobody can tell beforehand"),

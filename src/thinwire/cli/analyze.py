@@ -9,15 +9,13 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from thinwire.cli.lazy import ScriptCommand
-from thinwire.cli.output import STDOUT, check_directories, clear_errors, console_for, plain_table, write_json
+from thinwire.cli.commands import ScriptCommand, option
+from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
 
 if TYPE_CHECKING:
     from thinwire.lab.analyze.prediction import AssumedLink
-    from thinwire.lab.analyze.recording import Recording
     from thinwire.lab.analyze.statistics import TableStatistics
     from thinwire.lab.analyze.summary import Analysis
 
@@ -31,31 +29,30 @@ def analyze(
     command: list[str] = typer.Argument(
         None, metavar="[SCRIPT.py [ARGS]...]", help="A script for torchrun with a DDP model, and its arguments."
     ),
-    model: str = typer.Option(None, help=f"A built-in example instead: {DEFAULT_MODEL} (the default)."),
-    workers: int = typer.Option(4, min=2, help="Ranks, all on this machine."),
-    steps: int = typer.Option(20, min=1, help="Training steps to record; then the script is ended."),
-    link: str = typer.Option("10gbit", help="Link of each rank, such as 100mbit or 1gbit, to predict seconds for."),
+    example: str = typer.Option(None, help=f"A built-in script instead: {DEFAULT_MODEL} (the default)."),
+    ranks: int = option("--ranks", 4, min=2),
+    steps: int = option("--steps", 20, " to record; then the script is ended", min=1),
+    link: str = option("--link", "10gbit", ", to predict seconds for"),
     latency: str = typer.Option("50us", help="Between two ranks, such as 50us or 0.2ms, to predict seconds for."),
-    json_path: Path = typer.Option(
-        None, "--json", metavar="FILE", help="Write the figures as JSON; - for standard output.", show_default=False
-    ),
-    report: Path = typer.Option(None, metavar="FILE", help="Write a page with pictures.", show_default=False),
+    json_path: Path = option("--json"),
+    report: Path = option("--report"),
     record: Path = typer.Option(
         None,
         metavar="FILE.npz",
         help="Save the ids of the largest sparse table, for thinwire bench sync --trace.",
         show_default=False,
     ),
+    quiet: bool = option("--quiet", False),
 ) -> None:
     """Record which gradient rows a training script touches; predict bytes and seconds of every scheme on 2..1024 ranks.
 
     The script runs as under torchrun and is not changed: every DistributedDataParallel model that it builds is watched.
     Options that are not listed here go to the script; put -- before SCRIPT.py to give it all that follows.
 
-    Example: thinwire analyze train.py --workers 4 --steps 20 --link 1gbit --json out.json
+    Example: thinwire analyze train.py --ranks 4 --steps 20 --link 1gbit --json out.json
     """
     from thinwire.lab.analyze.report import build_report
-    from thinwire.lab.analyze.run import ScriptFailed
+    from thinwire.lab.analyze.run import ScriptFailed, run_script
     from thinwire.lab.analyze.summary import Analysis
     from thinwire.lab.bench.trace import save_trace
 
@@ -63,10 +60,11 @@ def analyze(
     console = console_for(json_path)
     with clear_errors(ValueError, OSError, ScriptFailed):
         network = parse_network(link, latency)
-        script, path = _script(command or [], model)
-        console.print(f"Recording {steps} steps of {script} on {workers} workers ...", highlight=False)
-        watched = console.is_terminal and json_path != STDOUT
-        recording = _record(console, watched, path, (command or [])[1:], workers, steps)
+        script, path = _script(command or [], example)
+        with progress(f"Recording {steps} steps of {script} on {ranks} ranks", steps, quiet) as tell:
+            recording = run_script(
+                path, (command or [])[1:], workers=ranks, steps=steps, on_step=lambda done: tell(done=done)
+            )
         analysis = Analysis.of(recording, script, steps, network)
         _print(analysis, console)
         write_json(analysis.to_json(), json_path)
@@ -93,33 +91,18 @@ def parse_network(link: str, latency: str) -> AssumedLink:
     return AssumedLink(mbit, seconds)
 
 
-def _script(command: list[str], model: str | None) -> tuple[str, Path]:
+def _script(command: list[str], example: str | None) -> tuple[str, Path]:
     """Name and path of the script to run."""
     from thinwire.lab.analyze.run import MODELS
 
-    if command and model is not None:
-        raise ValueError("give a script or --model, not both")
+    if command and example is not None:
+        raise ValueError("give a script or --example, not both")
     if command:
         return command[0], Path(command[0])
-    name = model or DEFAULT_MODEL
+    name = example or DEFAULT_MODEL
     if name not in MODELS:
-        raise ValueError(f"unknown model {name!r}; built in are: {', '.join(MODELS)}")
+        raise ValueError(f"unknown example {name!r}; built in are: {', '.join(MODELS)}")
     return name, MODELS[name]
-
-
-def _record(console: Console, watched: bool, path: Path, arguments: list[str], workers: int, steps: int) -> Recording:
-    """Record with a bar of the steps done so far, if ``watched``."""
-    from thinwire.lab.analyze.run import run_script
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True, disable=not watched)
-    with progress:
-        task = progress.add_task("steps recorded", total=steps)
-
-        def on_step(done: int) -> None:
-            progress.update(task, completed=done)
-
-        return run_script(path, arguments, workers=workers, steps=steps, on_step=on_step if watched else None)
 
 
 def _print(analysis: Analysis, console: Console) -> None:

@@ -2,54 +2,53 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, write_json
-from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark, run
-from thinwire.lab.bench.checkpoint.methods import METHODS
-from thinwire.lab.bench.checkpoint.report import write_picture, write_report
-from thinwire.lab.bench.checkpoint.summary import CAPTION, COLUMNS, conditions, sentences, table_rows
-from thinwire.lab.bench.checkpoint.work import SYNTHETIC, TrainingWork
-from thinwire.lab.bench.jobs.named import JOBS
-from thinwire.lab.testbed.launch import RanksFailed
-from thinwire.lab.testbed.network import Link, NetAdminError
+from thinwire.cli.bench import CHECKPOINT_METHODS, JOBS
+from thinwire.cli.commands import Command, option
+from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
+
+if TYPE_CHECKING:
+    from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command(
-    epilog="Example: thinwire bench checkpoint --hosts 8 --link 100mbit --state-mb 4 --compute-ms 1000 --html out.html"
+    cls=Command,
+    epilog="Example: thinwire bench checkpoint --link 100mbit --state-mb 4 --compute-ms 1000 --report out.html",
 )
 def checkpoint(
-    job: str = typer.Option(
-        SYNTHETIC, help=f"What to train: a model of --state-mb that mostly waits, or {', '.join(JOBS)}."
-    ),
+    job: str = option("--job", "synthetic", f": a model of --state-mb that mostly waits, or {JOBS}"),
     state_mb: float = typer.Option(4.0, help="State of the synthetic job on each host, with its optimizer's."),
     compute_ms: float = typer.Option(
         1000.0, help="Of a step, asleep: the time of an accelerator, which takes no core of this machine."
     ),
-    methods: str = typer.Option(",".join(METHODS), help="Comma-separated; a checkpoint in every iteration."),
-    hosts: int = typer.Option(8, help="Emulated hosts, one rank and one holder each."),
-    link: str = typer.Option("100mbit", help="Speed of each host's link, such as 100mbit or 1gbit; none for loopback."),
+    methods: str = option("--methods", CHECKPOINT_METHODS, "; each makes a checkpoint in every iteration"),
+    hosts: int = option("--hosts", 8, ", one rank and one holder each"),
+    link: str = option("--link", "100mbit", "; none for loopback"),
     replicas: int = typer.Option(2, help="Copies of each host's state, its own one included."),
-    steps: int = typer.Option(20, help="Iterations of a block; the methods take turns, block by block."),
-    repeat: int = typer.Option(10, help="Turns: each method makes so many blocks."),
+    steps: int = option("--steps", 20, " of a method in one turn"),
+    repeat: int = option("--repeat", 10),
     kills: int = typer.Option(2, help="How often all trainers are killed, before a host is lost too; 0: never."),
-    json_path: Path = typer.Option(
-        None, "--json", help="Write the rows here; - for standard output.", show_default=False
-    ),
-    html: Path = typer.Option(None, help="Write a page with a picture of the links here.", show_default=False),
-    picture: Path = typer.Option(
-        None, help="Write the picture of the links here: .png, .svg or .pdf.", show_default=False
-    ),
+    json_path: Path = option("--json"),
+    report: Path = option("--report"),
+    picture: Path = option("--picture"),
+    quiet: bool = option("--quiet", False),
 ) -> None:
     """Train with a checkpoint in every iteration by each method in turn; then kill the trainings, and a host."""
-    check_directories({"--html": html, "--json": json_path, "--picture": picture})
+    from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
+    from thinwire.lab.bench.checkpoint.report import write_picture, write_report
+    from thinwire.lab.bench.checkpoint.work import TrainingWork
+    from thinwire.lab.testbed.launch import RanksFailed
+    from thinwire.lab.testbed.network import Link, NetAdminError
+
+    check_directories({"--report": report, "--json": json_path, "--picture": picture})
     console = console_for(json_path)
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
         benchmark = CheckpointBenchmark(
@@ -61,25 +60,28 @@ def checkpoint(
             repeat=repeat,
             replicas=replicas,
             kills=kills,
-            traced=html is not None or picture is not None,
+            traced=report is not None or picture is not None,
         )
-        result = _run(benchmark, console)
+        result = _run(benchmark, quiet)
         _print(result, console)
-        if html is not None:
-            write_report(result, html)
+        if report is not None:
+            write_report(result, report)
         if picture is not None:
             write_picture(result, picture)
     write_json(result, json_path)
 
 
-def _run(benchmark: CheckpointBenchmark, console: Console) -> dict[str, Any]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting hosts", total=benchmark.parts)
-        return run(benchmark, lambda done: progress.update(task, advance=1, description=done))
+def _run(benchmark: CheckpointBenchmark, quiet: bool) -> dict[str, Any]:
+    from thinwire.lab.bench.checkpoint.benchmark import run
+
+    number = count(1)
+    with progress("starting hosts", benchmark.parts, quiet) as tell:
+        return run(benchmark, lambda part: tell(part, next(number)))
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
+    from thinwire.lab.bench.checkpoint.summary import CAPTION, COLUMNS, conditions, sentences, table_rows
+
     table = plain_table(
         title=conditions(result),
         caption=CAPTION,

@@ -2,52 +2,58 @@
 
 from __future__ import annotations
 
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, write_json
-from thinwire.lab.bench.methods import METHODS, design_space
-from thinwire.lab.bench.recipes import RECIPES, get_recipe
-from thinwire.lab.bench.sync import DTYPES, SyncBenchmark, run
-from thinwire.lab.testbed.launch import RanksFailed
-from thinwire.lab.testbed.network import Link, NetAdminError
+from thinwire.cli.bench import DTYPES, SCHEMES, WORKLOADS
+from thinwire.cli.commands import Command, option
+from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
+
+if TYPE_CHECKING:
+    from thinwire.lab.bench.sync import SyncBenchmark
 
 app = typer.Typer(add_completion=False)
 
 
-@app.command(epilog="Example: thinwire bench sync --hosts 8 --link 100mbit --workload lstm --json out.json")
+@app.command(cls=Command, epilog="Example: thinwire bench sync --link 100mbit --workload lstm --json out.json")
 def sync(
-    workload: str = typer.Option("lstm", help=f"A published workload: {', '.join(sorted(RECIPES))}."),
-    trace: Path = typer.Option(None, help="Use a recorded trace instead of a workload.", show_default=False),
-    hosts: int = typer.Option(8, help="Emulated hosts."),
-    ranks_per_host: int = typer.Option(1, help="Ranks that share the link of a host."),
-    link: str = typer.Option("100mbit", help="Speed of each host's link, such as 100mbit or 1gbit; none for loopback."),
+    workload: str = typer.Option("lstm", help=f"A published workload: {WORKLOADS}."),
+    trace: Path = typer.Option(
+        None, metavar="FILE", help="Use a recorded trace instead of a workload.", show_default=False
+    ),
+    hosts: int = option("--hosts", 8),
+    ranks_per_host: int = option("--ranks-per-host", 1),
+    link: str = option("--link", "100mbit", "; none for loopback"),
     schemes: str = typer.Option(
         "zen,agsparse,agsparse_torch,sparse_ps,dense",
-        help=f"Comma-separated, of: {', '.join(METHODS)}, two_level:NAME.",
+        help=f"Comma-separated, of: {SCHEMES}, two_level:NAME.",
     ),
     every_point: bool = typer.Option(
         False,
         "--design-space",
         help="Price and run every point of the design space, on a tenth of the table unless --scale is given.",
     ),
-    repeat: int = typer.Option(5, help="Measured repetitions of each scheme, interleaved, after a small warm-up."),
-    seed: int = typer.Option(0, help="Of the gradients."),
-    dtype: str = typer.Option("float32", help=f"One of {', '.join(DTYPES)}."),
+    repeat: int = option("--repeat", 5, ", after a small warm-up"),
+    seed: int = option("--seed", 0),
+    dtype: str = typer.Option("float32", help=f"One of {DTYPES}."),
     scale: float = typer.Option(
         None,
         help="Shrink the workload's table to this share; by default a dense gradient is about 80 MB.",
         show_default=False,
     ),
-    json_path: Path = typer.Option(
-        None, "--json", help="Write the rows here; - for standard output.", show_default=False
-    ),
+    json_path: Path = option("--json"),
+    quiet: bool = option("--quiet", False),
 ) -> None:
     """Sum one workload's sparse gradients by every scheme, and compare bytes, time and exactness."""  # fmt: skip
+    from thinwire.lab.bench.methods import design_space
+    from thinwire.lab.bench.sync import SyncBenchmark
+    from thinwire.lab.testbed.launch import RanksFailed
+    from thinwire.lab.testbed.network import Link, NetAdminError
+
     check_directories({"--json": json_path})
     console = console_for(json_path)
     with clear_errors(ValueError, FileNotFoundError, NetAdminError, RanksFailed):
@@ -63,7 +69,7 @@ def sync(
             dtype=dtype,
             scale=_small(workload) if every_point and scale is None and trace is None else scale,
         )
-        result = _run(benchmark, console)
+        result = _run(benchmark, quiet)
     _print(result, console)
     write_json(result, json_path)
 
@@ -74,18 +80,17 @@ def _names(schemes: str) -> tuple[str, ...]:
 
 def _small(workload: str) -> float:
     """A tenth of the default scale: some of the two hundred points send fifty times the bytes of the best one."""
+    from thinwire.lab.bench.recipes import get_recipe
+
     return get_recipe(workload).default_scale / 10
 
 
-def _run(benchmark: SyncBenchmark, console: Console) -> dict[str, Any]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as progress:
-        task = progress.add_task("starting hosts", total=len(benchmark.methods) * benchmark.repeat)
+def _run(benchmark: SyncBenchmark, quiet: bool) -> dict[str, Any]:
+    from thinwire.lab.bench.sync import run
 
-        def on_progress(method: str) -> None:
-            progress.update(task, advance=1, description=method)
-
-        return run(benchmark, on_progress)
+    done = count(1)
+    with progress("starting hosts", len(benchmark.methods) * benchmark.repeat, quiet) as tell:
+        return run(benchmark, lambda method: tell(method, next(done)))
 
 
 def _print(result: dict[str, Any], console: Console) -> None:

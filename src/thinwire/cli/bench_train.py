@@ -3,44 +3,46 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, write_json
-from thinwire.lab.bench.jobs.named import JOBS
-from thinwire.lab.bench.train.benchmark import TrainBenchmark, run
-from thinwire.lab.bench.train.methods import PLAN, SETTINGS, THINWIRE, TORCH_METHODS
-from thinwire.lab.bench.train.report import write_report
-from thinwire.lab.bench.train.summary import COLUMNS, conditions, table_rows, verdict
-from thinwire.lab.testbed.launch import RanksFailed
-from thinwire.lab.testbed.network import Link, NetAdminError
+from thinwire.cli.bench import JOBS, METHODS
+from thinwire.cli.commands import Command, option
+from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
+
+if TYPE_CHECKING:
+    from thinwire.lab.bench.train.benchmark import TrainBenchmark
 
 app = typer.Typer(add_completion=False)
 
 
-@app.command(epilog="Example: thinwire bench train --job digits --methods ddp,bf16,top_k --html out.html")
+@app.command(
+    cls=Command, epilog="Example: thinwire bench train --job digits --methods ddp,bf16,top_k --report out.html"
+)
 def train(
-    job: str = typer.Option("lstm", help=f"What to train: {', '.join(JOBS)}."),
-    methods: str = typer.Option(
+    job: str = option("--job", "lstm", f": {JOBS}"),
+    methods: str = option(
+        "--methods",
         "ddp,bf16,top_k,ef_sign_sgd,power_sgd",
-        help=f"Comma-separated, of: {', '.join((*TORCH_METHODS, THINWIRE, PLAN, *SETTINGS))}."
-        " Settings behind a colon: top_k:density=0.001.",
+        f", of: {METHODS}. Settings behind a colon: top_k:density=0.001",
     ),
-    hosts: int = typer.Option(8, help="Emulated hosts, one rank each."),
-    link: str = typer.Option("100mbit", help="Speed of each host's link, such as 100mbit or 1gbit; none for loopback."),
+    hosts: int = option("--hosts", 8, ", one rank each"),
+    link: str = option("--link", "100mbit", "; none for loopback"),
     seeds: int = typer.Option(3, help="Runs of each method, from other initial parameters and orders of the data."),
-    steps: int = typer.Option(None, help="Training steps; by default the job's own number.", show_default=False),
+    steps: int = option("--steps", None, "; by default the job's own number"),
     extra: float = typer.Option(0.25, help="Share of the steps that a method may need more to reach ddp's loss."),
-    json_path: Path = typer.Option(
-        None, "--json", help="Write the rows here; - for standard output.", show_default=False
-    ),
-    html: Path = typer.Option(None, help="Write a page with pictures here.", show_default=False),
+    json_path: Path = option("--json"),
+    report: Path = option("--report"),
+    quiet: bool = option("--quiet", False),
 ) -> None:
     """Train one job by each method in turn: step times, bytes, loss against steps and against time."""
-    check_directories({"--html": html, "--json": json_path})
+    from thinwire.lab.bench.train.benchmark import TrainBenchmark
+    from thinwire.lab.testbed.launch import RanksFailed
+    from thinwire.lab.testbed.network import Link, NetAdminError
+
+    check_directories({"--report": report, "--json": json_path})
     console = console_for(json_path)
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
         benchmark = TrainBenchmark(
@@ -52,28 +54,31 @@ def train(
             steps=steps,
             extra=extra,
         )
-        result = _run(benchmark, console)
+        result = _run(benchmark, quiet)
     _print(result, console)
-    if html is not None:
-        write_report(result, html)
-        console.print(f"Pictures: [bold]{html}[/bold]")
+    if report is not None:
+        from thinwire.lab.bench.train.report import write_report
+
+        write_report(result, report)
+        console.print(f"Report: [bold]{report}[/bold]")
     write_json(result, json_path)
 
 
-def _run(benchmark: TrainBenchmark, console: Console) -> dict[str, Any]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("starting hosts", total=benchmark.num_steps)
+def _run(benchmark: TrainBenchmark, quiet: bool) -> dict[str, Any]:
+    from thinwire.lab.bench.train.benchmark import run
+
+    with progress("starting hosts", benchmark.num_steps, quiet) as tell:
 
         def on_step(method: str, seed: int, step: int, loss: float) -> None:
             total = benchmark.num_steps if step <= benchmark.num_steps else benchmark.max_steps
-            description = f"seed {seed}, {method}, loss {loss:.3f}"
-            progress.update(task, completed=step, total=total, description=description)
+            tell(f"seed {seed}, {method}, loss {loss:.3f}", step, total)
 
         return run(benchmark, on_step)
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
+    from thinwire.lab.bench.train.summary import COLUMNS, conditions, table_rows, verdict
+
     rows = result["rows"]
     table = plain_table(
         title=conditions(result),

@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from thinwire.cli.commands import Command, option
 from thinwire.cli.output import check_directories, clear_errors, console_for, write_json
 
 if TYPE_CHECKING:
@@ -25,18 +26,15 @@ _LABELS = {"ddp": "stock DDP", "thinwire": "thinwire"}
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def demo(
-    workers: Annotated[int, typer.Option(min=1, help="Ranks; every rank sees its own part of the text.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of each of the two runs.")] = 120,
-    link: Annotated[
-        str, typer.Option(help="'none' for loopback, or a rate such as 100mbit: emulated hosts (needs root).")
-    ] = "none",
-    json_path: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures as JSON; '-' prints them.")
-    ] = None,
-    report: Annotated[Path, typer.Option(help="Where to write the page with pictures.")] = Path("report.html"),
-    seed: Annotated[int, typer.Option(min=0, help="Seed of parameters and sampled words.")] = 0,
+    hosts: int = option("--hosts", 4, ", one rank each; on loopback the ranks", min=1),
+    steps: int = option("--steps", 120, " of each of the two runs", min=1),
+    link: str = option("--link", "none", "; none for loopback"),
+    json_path: Path = option("--json"),
+    report: Path = option("--report", Path("report.html")),
+    seed: int = option("--seed", 0, min=0),
+    quiet: bool = option("--quiet", False),
 ) -> None:
     """Train one language model twice, by stock DDP and by thinwire, and compare losses, bytes and times.
 
@@ -49,7 +47,7 @@ def demo(
     from thinwire.lab.testbed.network import NetAdminError
 
     with clear_errors(NetAdminError):
-        comparison = _compare(console, workers, steps, link, seed)
+        comparison = _compare(Console(stderr=True, quiet=quiet), hosts, steps, link, seed)
     _print(console, comparison)
     from thinwire.lab.demo.report import write_report
 
@@ -58,7 +56,7 @@ def demo(
     write_json(comparison.to_json(), json_path)
 
 
-def _compare(console: Console, workers: int, steps: int, link: str, seed: int) -> "Comparison":
+def _compare(console: Console, hosts: int, steps: int, link: str, seed: int) -> "Comparison":
     from thinwire.lab.demo.compare import compare
     from thinwire.lab.demo.train import TrainConfig
 
@@ -66,9 +64,9 @@ def _compare(console: Console, workers: int, steps: int, link: str, seed: int) -
     console.print("Reading the source of Python's standard library ...")
     text = _load_corpus(console)
     console.print(f"{len(text.tokens):,} words of text, {text.num_words:,} distinct.")
-    console.print(f"Training on {workers} workers, {steps} steps by stock DDP and by thinwire ...")
+    console.print(f"Training on {hosts} ranks, {steps} steps by stock DDP and by thinwire ...")
     with _training_progress(console, steps) as on_step:
-        return compare(text, TrainConfig(steps=steps, seed=seed), workers, on_step, launch)
+        return compare(text, TrainConfig(steps=steps, seed=seed), hosts, on_step, launch)
 
 
 def _emulated(link_text: str) -> "Launch":

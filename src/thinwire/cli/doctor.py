@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from thinwire.cli.lazy import ScriptCommand
-from thinwire.cli.output import check_directories, clear_errors, console_for, write_json
-from thinwire.cli.plan import COMPRESSORS, in_job, is_first_rank, measure_target, names_of, print_doubts, status
+from thinwire.cli.commands import ScriptCommand, option
+from thinwire.cli.output import check_directories, clear_errors, console_for, progress, write_json
+from thinwire.cli.plan import COMPRESSORS, in_job, is_first_rank, measure_target, measuring, names_of, print_doubts
 
 if TYPE_CHECKING:
     from thinwire.measure.training import How
@@ -22,7 +21,7 @@ EXAMPLES = """Examples:
 
 thinwire doctor train.py --lr 0.1
 
-thinwire doctor train.py --workers 4 --link 1gbit --picture doctor.png
+thinwire doctor train.py --ranks 4 --link 1gbit --picture doctor.png
 
 thinwire doctor lstm --hosts 8 --link 100mbit --output plan.json
 
@@ -41,29 +40,23 @@ def doctor(
         help="A script for torchrun with a DDP model, and its arguments; lstm, digits or gpt; or a function that"
         " returns (model, make_batch, loss).",
     ),
-    workers: int = typer.Option(4, min=2, help="Ranks of a script, all on this machine."),
-    hosts: int = typer.Option(None, min=1, help="Emulated hosts of a job; 8 by default.", show_default=False),
-    ranks_per_host: int = typer.Option(1, min=1, help="Ranks of a job that share the link of a host."),
-    link: str = typer.Option(
+    ranks: int = option("--ranks", 4, "; for a script", min=2),
+    hosts: int = option("--hosts", None, " of a job; 8 by default", min=1),
+    ranks_per_host: int = option("--ranks-per-host", 1, "; for a job", min=1),
+    link: str = option(
+        "--link",
         None,
-        help="Of a script: the link to predict for, such as 1gbit, instead of this machine's own. Of a job: of each"
-        " emulated host; none for loopback.",
-        show_default=False,
+        ". For a script: the link to predict for, instead of this machine's own. For a job: none for loopback",
     ),
-    compress: str = typer.Option(COMPRESSORS, help="Compressors to consider, comma-separated; none for exact ways."),
-    steps: int = typer.Option(9, min=1, help="Training steps that are timed; then a script is ended."),
-    fresh: bool = typer.Option(False, "--fresh", help="Measure link and compressors again, and forget what is cached."),
-    measured: Path = typer.Option(
-        None, "--from", metavar="FILE", help="A --measurement of thinwire plan, instead.", show_default=False
-    ),
-    output: Path = typer.Option(None, metavar="FILE", help="Write the best plan here.", show_default=False),
-    picture: Path = typer.Option(
-        None, metavar="FILE", help="Draw step time against link speed; .png, .svg or .pdf.", show_default=False
-    ),
-    report: Path = typer.Option(None, metavar="FILE", help="Write a page with all of it.", show_default=False),
-    json_path: Path = typer.Option(
-        None, "--json", metavar="FILE", help="Write the figures here; - for standard output.", show_default=False
-    ),
+    compress: str = option("--compress", COMPRESSORS),
+    steps: int = option("--steps", 9, " to time; then a script is ended", min=1),
+    fresh: bool = option("--fresh", False),
+    measured: Path = option("--from"),
+    output: Path = option("--output"),
+    picture: Path = option("--picture"),
+    report: Path = option("--report"),
+    json_path: Path = option("--json"),
+    quiet: bool = option("--quiet", False),
 ) -> None:
     """Measure the link and a training, and say whether compression or fusion would pay. It may say: do nothing.
 
@@ -85,10 +78,10 @@ def doctor(
         else:
             title = command[0]
             how = _how(compressors, steps, fresh)
-            found = _measure(command, workers, hosts, ranks_per_host, link, how, console)
+            found = _measure(command, ranks, hosts, ranks_per_host, link, how, quiet)
         if not is_first_rank():
             return
-        diagnosis = _diagnose(title, found, compressors, console)
+        diagnosis = _diagnose(title, found, compressors, quiet)
         _print(diagnosis, console, output)
         _draw(diagnosis, console, picture, report)
         write_json(diagnosis.to_json(), json_path)
@@ -108,27 +101,27 @@ def _loaded(path: Path, link: str | None) -> Measurement:
 
 def _measure(
     command: list[str],
-    workers: int,
+    ranks: int,
     hosts: int | None,
     ranks_per_host: int,
     link: str | None,
     how: How,
-    console: Console,
+    quiet: bool,
 ) -> Measurement:
     target, arguments = command[0], command[1:]
     if not target.endswith(".py"):
         if arguments:
             raise ValueError(f"{target} takes no arguments, such as {arguments[0]!r}; only scripts do, and end in .py")
-        return measure_target(target, hosts, ranks_per_host, link, how, console)
+        return measure_target(target, hosts, ranks_per_host, link, how, quiet)
     if hosts is not None:
-        raise ValueError("a script runs on this machine, or by torchrun on yours: give --workers, not --hosts")
+        raise ValueError("a script runs on this machine, or by torchrun on yours: give --ranks, not --hosts")
     from thinwire.lab.analyze.steps import measure_script, measure_script_in_job
 
-    with status(console) as tell:
+    with measuring(quiet) as tell:
         if in_job():
             return _at(measure_script_in_job(Path(target), arguments, how, tell), link)
-        tell(f"training steps and link of {target} on {workers} workers")
-        return _at(measure_script(Path(target), arguments, workers, how), link)
+        tell(f"training steps and link of {target} on {ranks} ranks")
+        return _at(measure_script(Path(target), arguments, ranks, how), link)
 
 
 def _at(measured: Measurement, link: str | None) -> Measurement:
@@ -139,17 +132,11 @@ def _at(measured: Measurement, link: str | None) -> Measurement:
     return measured if mbit is None else measured.at(mbit)
 
 
-def _diagnose(title: str, found: Measurement, compressors: tuple[str, ...], console: Console) -> Diagnosis:
+def _diagnose(title: str, found: Measurement, compressors: tuple[str, ...], quiet: bool) -> Diagnosis:
     from thinwire.plan.doctor import diagnose
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("pricing links", total=None)
-
-        def on_speed(done: int, total: int) -> None:
-            progress.update(task, completed=done, total=total)
-
-        return diagnose(title, found, compressors, on_speed=on_speed)
+    with progress("pricing links", quiet=quiet) as tell:
+        return diagnose(title, found, compressors, on_speed=lambda done, total: tell(done=done, total=total))
 
 
 def _print(diagnosis: Diagnosis, console: Console, output: Path | None) -> None:

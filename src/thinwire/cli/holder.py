@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
+from thinwire.cli.commands import Command, option
 from thinwire.cli.output import STDOUT, clear_errors, console_for, plain_table, write_json
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 
-@app.command(epilog="Example: thinwire holder --bind 10.0.0.1 --secret-file job.secret --memory-budget 64GiB")
+@app.command(cls=Command, epilog="Example: thinwire holder --bind 10.0.0.1 --secret-file secret --memory-budget 64GiB")
 def holder(
     bind: str = typer.Option("127.0.0.1", help="Address of this host on which the peers' holders reach it."),
     port: int = typer.Option(0, min=0, max=65535, help="TCP port; 0 takes a free one and says which."),
@@ -40,9 +41,7 @@ def holder(
     status: bool = typer.Option(False, "--status", help="Show what the holder of this host has."),
     stop: bool = typer.Option(False, "--stop", help="Send what is pending, end the holder, and free its memory."),
     forget: str = typer.Option(None, metavar="RUN", help="Free the memory of one run.", show_default=False),
-    json_path: Path = typer.Option(
-        None, "--json", metavar="FILE", help="Write address or status here; - for standard output.", show_default=False
-    ),
+    json_path: Path = option("--json"),
 ) -> None:
     """Keep checkpoints in this host's memory, whatever becomes of the trainers; one holder for each host."""
     from thinwire.errors import ThinwireError

@@ -8,7 +8,7 @@ from typing import ClassVar
 import typer
 
 from thinwire.cli import output
-from thinwire.cli.lazy import LazyGroup
+from thinwire.cli.commands import LazyGroup
 
 
 class _Commands(LazyGroup):

@@ -1,13 +1,14 @@
-"""Common parts of all subcommands: style of tables, JSON to a file or standard output, errors without a traceback."""
+"""What all commands print: tables, progress, JSON to a file or standard output, errors without a traceback."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import typer
 from rich import box
@@ -18,16 +19,64 @@ from rich.table import Table
 STDOUT = Path("-")
 PIPE_COLUMNS = 160
 """Width of a pipe or a file, where nothing has to fit a window: no cell of a table is cut."""
+SECONDS_BETWEEN_LINES = 10.0
+"""How often progress is reported where there is no terminal to show a bar on."""
 is_command = False
 """Whether this process is the command, and not one that calls it."""
 
 
 def console_for(json_path: Path | None) -> Console:
-    """Return the console for tables and progress: standard output, or standard error when that carries the JSON."""
+    """Return the console for the result: standard output, or standard error when that carries the JSON."""
     console = Console(stderr=json_path == STDOUT)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPE_COLUMNS
     return console
+
+
+class OnProgress(Protocol):
+    """Report of how far the work is; what is left out stays as it was."""
+
+    def __call__(self, description: str | None = None, done: int | None = None, total: int | None = None) -> None: ...
+
+
+@contextmanager
+def progress(description: str, total: int | None = None, quiet: bool = False) -> Iterator[OnProgress]:
+    """Show work on standard error: a bar on a terminal, elsewhere a line for each stage or every ten seconds."""
+    console = Console(stderr=True, quiet=quiet)
+    if not console.is_terminal:
+        yield _line_printer(console, description, total)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(description, total=total)
+
+        def on_progress(description: str | None = None, done: int | None = None, total: int | None = None) -> None:
+            bar.update(task, description=description, completed=done, total=total)
+
+        yield on_progress
+
+
+def _line_printer(console: Console, description: str, total: int | None) -> OnProgress:
+    now = {"description": description, "done": 0, "total": total}
+    printed = time.monotonic()
+
+    def show() -> None:
+        count = f": {now['done']} of {now['total']}" if now["total"] else " ..."
+        console.print(f"{now['description']}{count}", markup=False, highlight=False, soft_wrap=True)
+
+    def on_progress(description: str | None = None, done: int | None = None, total: int | None = None) -> None:
+        nonlocal printed
+        given = {"description": description, "done": done, "total": total}
+        is_new_stage = description not in (None, now["description"])
+        now.update({name: value for name, value in given.items() if value is not None})
+        if time.monotonic() - printed >= SECONDS_BETWEEN_LINES or (is_new_stage and not now["total"]):
+            printed = time.monotonic()
+            show()
+
+    show()
+    return on_progress
 
 
 def plain_table(title: str | None = None, caption: str | None = None, title_justify: JustifyMethod = "left") -> Table:

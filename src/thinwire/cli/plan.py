@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
-from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, write_json
+from thinwire.cli.commands import option
+from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
 
 if TYPE_CHECKING:
     from thinwire.fuse.profile import Linear
@@ -38,34 +40,26 @@ app = typer.Typer(invoke_without_command=True, add_completion=False, epilog=_EXA
 def make(
     context: typer.Context,
     measure: bool = typer.Option(False, "--measure", help="Measure a training, its ranks and their link."),
-    job: str = typer.Option(
-        "lstm",
-        help="What to train: lstm, digits, gpt, or module:function, which returns (model, make_batch, loss).",
+    job: str = option(
+        "--job", "lstm", ": lstm, digits, gpt, or module:function, which returns (model, make_batch, loss)"
     ),
-    hosts: int = typer.Option(None, min=1, help="Emulated hosts; 8 by default.", show_default=False),
-    ranks_per_host: int = typer.Option(1, min=1, help="Ranks that share the link of a host."),
-    link: str = typer.Option(
-        None, help="Speed of each host's link, such as 100mbit; none for loopback.", show_default=False
-    ),
-    compress: str = typer.Option(COMPRESSORS, help="Compressors to consider, comma-separated; none for exact plans."),
+    hosts: int = option("--hosts", None, "; 8 by default", min=1),
+    ranks_per_host: int = option("--ranks-per-host", 1, min=1),
+    link: str = option("--link", None, "; none for loopback"),
+    compress: str = option("--compress", COMPRESSORS),
     search: str = typer.Option(
         "espresso",
         help="What is compressed: decided for each gradient (espresso), or for all of a job alike (groups).",
     ),
-    steps: int = typer.Option(9, min=1, help="Training steps that are measured."),
-    fresh: bool = typer.Option(False, "--fresh", help="Measure link and compressors again, and forget what is cached."),
+    steps: int = option("--steps", 9, " to time", min=1),
+    fresh: bool = option("--fresh", False),
     model: str = typer.Option(None, help="Plan for a published model instead, without measuring.", show_default=False),
     inside: str = typer.Option("pcie", help="Of a published model: what joins the ranks of a host, pcie or nvlink."),
-    measured: Path = typer.Option(
-        None, "--from", metavar="FILE", help="Plan from an earlier --measurement.", show_default=False
-    ),
+    measured: Path = option("--from"),
     measurement: Path = typer.Option(None, metavar="FILE", help="Write what was measured here.", show_default=False),
-    output: Path = typer.Option(
-        None, metavar="FILE", help="Write the plan here, for thinwire.attach(model, plan=...).", show_default=False
-    ),
-    json_path: Path = typer.Option(
-        None, "--json", metavar="FILE", help="Write plan and figures here; - for standard output.", show_default=False
-    ),
+    output: Path = option("--output"),
+    json_path: Path = option("--json"),
+    quiet: bool = option("--quiet", False),
 ) -> None:
     """Which gradients travel together, how they are compressed, and whether that pays at all."""
     if context.invoked_subcommand is not None:
@@ -93,7 +87,7 @@ def make(
             from thinwire.measure.training import How
 
             how = How(compressors, steps, fresh=fresh)
-            found = measure_target(job, hosts, ranks_per_host, link, how, console)
+            found = measure_target(job, hosts, ranks_per_host, link, how, quiet)
         if is_first_rank():
             _finish(found, compressors, search, console, measurement, output, json_path)
 
@@ -101,9 +95,7 @@ def make(
 @app.command(epilog="Example: thinwire plan show plan.json")
 def show(
     path: Path = typer.Argument(..., metavar="FILE", help="A plan."),
-    json_path: Path = typer.Option(
-        None, "--json", metavar="FILE", help="Write its fields here; - for standard output.", show_default=False
-    ),
+    json_path: Path = option("--json"),
 ) -> None:
     """Say what a plan does, and why."""
     from thinwire.plan.plan import Plan
@@ -115,9 +107,9 @@ def show(
 
 
 def measure_target(
-    target: str, hosts: int | None, ranks_per_host: int, link: str | None, how: How, console: Console
+    target: str, hosts: int | None, ranks_per_host: int, link: str | None, how: How, quiet: bool = False
 ) -> Measurement:
-    """Measure in the job that torchrun started, if any, else on emulated hosts. Rank 0 reports its progress.
+    """Measure in the job that torchrun started, if any, else on emulated hosts. Rank 0 reports progress, if not quiet.
 
     Raises:
         ValueError: options that do not fit; see `thinwire.lab.bench.measured`.
@@ -129,10 +121,10 @@ def measure_target(
     if in_job():
         if hosts is not None or link is not None:
             raise ValueError("a rank of a torchrun job has its own hosts and link: leave out --hosts and --link")
-        with status(console) as tell:
+        with measuring(quiet) as tell:
             return measure_in_job(aim, how, tell)
     speed = Link.parse("100mbit" if link is None else link)
-    with status(console) as tell:
+    with measuring(quiet) as tell:
         return measure_on_hosts(aim, how, hosts or 8, ranks_per_host, speed, tell)
 
 
@@ -160,24 +152,11 @@ def names_of(text: str) -> tuple[str, ...]:
     return () if names == ("none",) else names
 
 
-class status:  # used as a function
-    """A line on a terminal that names the running measurement; nothing elsewhere, and on other ranks."""
-
-    def __init__(self, console: Console) -> None:
-        self._status = console.status("Starting ranks ...") if console.is_terminal and is_first_rank() else None
-
-    def __enter__(self) -> Any:
-        if self._status is not None:
-            self._status.start()
-        return self._tell
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def _tell(self, stage: str) -> None:
-        if self._status is not None:
-            self._status.update(f"Measuring {stage} ...")
+@contextmanager
+def measuring(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """Show what is being measured, on rank 0 and if not ``quiet``."""
+    with progress("Starting ranks", quiet=quiet or not is_first_rank()) as tell:
+        yield lambda stage: tell(f"Measuring {stage}")
 
 
 def _finish(

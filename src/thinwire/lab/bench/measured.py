@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from thinwire.lab.bench.jobs.job import Data, Job
-from thinwire.lab.bench.jobs.named import JOBS
+from thinwire.lab.bench.jobs.named import parse_job
+from thinwire.lab.bench.jobs.own import OwnJob, clear_job_errors
 from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 from thinwire.lab.testbed.rank import RankContext
@@ -27,28 +27,17 @@ OnStage = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TrainingTarget:
-    """Training to measure: a job by name, or ``module:function``.
-
-    The function is called without arguments on every rank. It returns a model, a function that makes a batch, a loss (a
-    function of the model and a batch) and, optionally, an optimizer.
+    """Training to measure: a job by name, or ``module:function`` or ``file.py:function``, see `OwnJob`.
 
     Raises:
         ValueError: neither; the message says what is legal.
     """
 
     text: str
+    job: Job | OwnJob = field(init=False)
 
     def __post_init__(self) -> None:
-        module, colon, function = self.text.partition(":")
-        if self.text not in JOBS and not (module and colon and function):
-            raise ValueError(
-                f"unknown job {self.text!r}; legal are {', '.join(JOBS)}, or module:function, a function that returns"
-                " (model, make_batch, loss)"
-            )
-
-    @property
-    def job(self) -> Job | None:
-        return JOBS.get(self.text)
+        object.__setattr__(self, "job", parse_job(self.text))
 
     def training(self, rank: int, world_size: int, data: Data | None = None) -> Training:
         """Create the training on one rank.
@@ -56,12 +45,7 @@ class TrainingTarget:
         Raises:
             ValueError: there is no such function, or it returns something else.
         """
-        job = self.job
-        if job is None:
-            return _made(self.text)
-        batches = job.batches(data or job.load(), rank, world_size, seed=0)
-        model = job.model(seed=0)
-        return Training(model, lambda: next(batches), job.loss, job.optimizer(model.parameters()), job.clip)
+        return self.job.training(data, rank, world_size, seed=0)
 
 
 def measure_on_hosts(
@@ -81,10 +65,10 @@ def measure_on_hosts(
     check(how.compressors)
     for module in ("torch._dynamo", "thinwire.measure.training"):
         preload(module)
-    data = None if target.job is None else target.job.load()
+    data = target.job.load()
     limited = link.mbit is not None
     how = replace(how, link=how.link or (f"emulated, {link.mbit:g} Mbit/s, {hosts} hosts" if limited else "loopback"))
-    with EmulatedNetwork(hosts, link) if limited else nullcontext() as network:
+    with clear_job_errors(), EmulatedNetwork(hosts, link) if limited else nullcontext() as network:
         outcomes = run_ranks(
             measure_rank,
             target,
@@ -125,7 +109,7 @@ def measure_in_job(target: TrainingTarget, how: How, on_stage: OnStage) -> Measu
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         training = target.training(dist.get_rank(), dist.get_world_size())
-        if target.job is not None and torch.cuda.is_available():
+        if isinstance(target.job, Job) and torch.cuda.is_available():
             training = _on_gpu(training)
         return measure_training(training, how, on_stage=on_stage)
     finally:
@@ -142,17 +126,3 @@ def _on_gpu(training: Training) -> Training:
         return replace(samples, inputs=samples.inputs.to(device), targets=samples.targets.to(device))
 
     return replace(training, model=training.model.to(device), batch=batch)
-
-
-def _made(text: str) -> Training:
-    name, _, function = text.partition(":")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        factory = getattr(importlib.import_module(name), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot import {text}: {error}; give module:function as Python finds it from here") from error
-    made = factory()
-    if not (isinstance(made, tuple) and 3 <= len(made) <= 4 and isinstance(made[0], torch.nn.Module)):
-        raise ValueError(f"{text} returns {type(made).__name__}; return (model, make_batch, loss) or with an optimizer")
-    return Training(*made)

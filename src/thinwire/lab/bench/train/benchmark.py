@@ -13,7 +13,8 @@ import torch
 
 import thinwire
 from thinwire.lab.bench.jobs.job import Data, Job
-from thinwire.lab.bench.jobs.named import get_job
+from thinwire.lab.bench.jobs.named import parse_job
+from thinwire.lab.bench.jobs.own import OwnJob, clear_job_errors
 from thinwire.lab.bench.train.methods import DDP, method_of
 from thinwire.lab.bench.train.rank import JobTraining, RankRecord, train
 from thinwire.lab.bench.train.rows import against_dense, curve_of, row_of
@@ -29,7 +30,7 @@ class TrainBenchmark:
     """Trainings and methods to compare.
 
     Args:
-        job: name of the job.
+        job: name of the job, or a user's own, see `OwnJob`.
         methods: texts for `methods.method_of`; "ddp" is always run first.
         steps: number of steps; None for the job's own number.
         seeds: number of seeds, from 0, for the initial parameters and for the order of the data.
@@ -59,8 +60,8 @@ class TrainBenchmark:
             method_of(method, self.the_job, self.num_steps, self.hosts)
 
     @property
-    def the_job(self) -> Job:
-        return get_job(self.job)
+    def the_job(self) -> Job | OwnJob:
+        return parse_job(self.job)
 
     @property
     def num_steps(self) -> int:
@@ -92,7 +93,10 @@ def run(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
     data = benchmark.the_job.load()
     limited = benchmark.link.mbit is not None
     rows = []
-    with EmulatedNetwork(benchmark.hosts, benchmark.link) if limited else nullcontext() as network:
+    with (
+        clear_job_errors(),
+        EmulatedNetwork(benchmark.hosts, benchmark.link) if limited else nullcontext() as network,
+    ):
         link_mbit = network.measure() if network else None
         for seed in range(benchmark.seeds):
             dense_loss = None
@@ -121,7 +125,11 @@ def _training(
 
 
 def _train(
-    training: JobTraining, data: Data, benchmark: TrainBenchmark, network: EmulatedNetwork | None, on_step: OnStep
+    training: JobTraining,
+    data: Data | None,
+    benchmark: TrainBenchmark,
+    network: EmulatedNetwork | None,
+    on_step: OnStep,
 ) -> list[RankRecord]:
     outcomes = run_ranks(
         train,
@@ -147,6 +155,7 @@ def _environment(benchmark: TrainBenchmark) -> dict[str, Any]:
         "link_nominal_mbit": benchmark.link.mbit,
         "steps": benchmark.num_steps,
         "seeds": benchmark.seeds,
+        "judged_by": job.judged_by,
         "batch_size": job.batch_size,
         "learning_rate": job.learning_rate,
         "momentum": job.momentum,

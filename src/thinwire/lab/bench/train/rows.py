@@ -43,6 +43,7 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
         "link_mbit": link_mbit,
         "seed": training.seed,
         "parameters": records[0].parameters,
+        "gradient_bytes": records[0].gradient_bytes,
         "steps": training.steps,
         "steps_run": len(by_step),
         "step_seconds_median": statistics.median(step_seconds),
@@ -90,7 +91,7 @@ def _bytes(training: JobTraining, records: Sequence[RankRecord]) -> dict[str, An
         sent, source = link, "interface"
     else:
         sent, source = own, "formula"
-    dense_bytes = 4 * records[0].parameters * 2 * (len(records) - 1) / len(records)
+    dense_bytes = records[0].gradient_bytes * 2 * (len(records) - 1) / len(records)
     return {
         "bytes_sent_max": round(sent),
         "bytes_source": source,

@@ -71,7 +71,7 @@ def conditions(result: dict[str, Any]) -> str:
     """Return job, hosts, link and steps in one line."""
     first, environment = result["rows"][0], result["environment"]
     return (
-        f"{first['job']}: {first['parameters']:,} parameters, {first['parameters'] * 4 / 1e6:.1f} MB of gradients;"
+        f"{first['job']}: {first['parameters']:,} parameters, {first['gradient_bytes'] / 1e6:.1f} MB of gradients;"
         f" {first['hosts']} hosts, {link_text(first)}; {environment['steps']} steps, {environment['seeds']} seeds"
     )
 

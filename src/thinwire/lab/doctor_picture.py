@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
 from thinwire.lab import palette
 from thinwire.lab.plot import MOST_LINES, is_narrow, label_ends, mark
 from thinwire.lab.report import Report
-from thinwire.plan.doctor import SPEEDS_MBIT, Diagnosis, LinkCurve, describe, format_mbit
-from thinwire.plan.explain import format_seconds
+from thinwire.plan.advice import lines_of, where_to_paste
+from thinwire.plan.doctor import SPEEDS_MBIT, Diagnosis, LinkCurve, answers, format_mbit
+from thinwire.plan.explain import format_bytes, format_seconds
 from thinwire.plan.plan import EXACT, STOCK
 
 if TYPE_CHECKING:
@@ -43,6 +43,12 @@ def draw(axes: Axes, diagnosis: Diagnosis) -> None:
     ticks = [tick for tick in _TICKS if lowest <= tick <= highest]
     axes.set_yticks(ticks, [f"{tick:g} s" if tick >= 1 else f"{1e3 * tick:g} ms" for tick in ticks])
     axes.set_yticks([], minor=True)
+    for row in diagnosis.confirmed:
+        if row.measured_step_seconds is not None:
+            color = palette.STOCK if row.name == STOCK else palette.LOSSY if _is_lossy(row.name) else palette.THINWIRE
+            axes.plot(
+                [_mbit(diagnosis)], [row.measured_step_seconds], "D", color=color, markersize=5, label="_measured"
+            )
     stops = diagnosis.compression_stops_mbit
     mark(axes, _mbit(diagnosis), f"your link: {_link(diagnosis)}")
     if stops:
@@ -50,55 +56,114 @@ def draw(axes: Axes, diagnosis: Diagnosis) -> None:
     label_ends(axes)
 
 
-def build_report(diagnosis: Diagnosis) -> Report:
-    """Build a page with the verdict, the picture, the ways, and what to paste; ``.write(path)`` writes the file."""
-    plan, measured = diagnosis.plan, diagnosis.measurement
-    report = Report(
-        "Does it pay to synchronize in another way?", diagnosis.title, [("Link", f"{_link(diagnosis)} a rank")]
-    )
-    stock, best = format_seconds(diagnosis.stock_step_seconds), format_seconds(plan.step_seconds)
-    if plan.does_nothing:
-        report.hero("Do nothing", f"Stock DDP is as good as anything here, and simpler: {stock} a step.")
-    else:
-        lossy = any(group.compressor for group in plan.groups)
-        text = f"{plan.choice}: {best} a step, and {stock} under stock DDP."
-        report.hero(f"{plan.speedup:.2f}x faster", text + (" Compare the loss, too." if lossy else ""), lossy)
-    figures = [
-        ("a step of stock DDP", stock),
-        ("of it waits for the network", f"{diagnosis.exposed_share:.0%}"),
-        ("a step of the best exact way", format_seconds(diagnosis.best_exact[1])),
-        ("link of a rank", _link(diagnosis)),
-    ]
-    report.figures(figures)
-    before, code, after = _advice(diagnosis)
-    if code:
-        report.code(code, before)
-        for sentence in after:
-            report.text(sentence)
-    report.picture(TITLE, lambda axes: draw(axes, diagnosis), _NOTE, _in_words(diagnosis), height_inches=4.0)
-    report.table("Step time by link", *_by_link(diagnosis), note=_NOTE if len(diagnosis.curves) > MOST_LINES else "")
-    report.pairs("What was measured", _answers(diagnosis))
-    report.table(
-        "All ways" if len(plan.candidates) <= _SHOWN else f"The fastest {_SHOWN} ways of {len(plan.candidates)}",
-        ["way", "step", "against stock DDP", ""],
-        [
-            [
-                candidate.name,
-                format_seconds(plan.other_seconds + candidate.seconds),
-                f"{diagnosis.stock_step_seconds / (plan.other_seconds + candidate.seconds):.2f}x",
-                "taken" if candidate.name == plan.choice else "lossy" if _is_lossy(candidate.name) else "",
-            ]
-            for candidate in plan.candidates[:_SHOWN]
-        ],
-    )
+def build_report(diagnosis: Diagnosis, plan_path: str | None = None) -> Report:
+    """Build a page with the verdict, what to paste, the picture and the ways; ``.write(path)`` writes the file.
+
+    Args:
+        plan_path: path of the plan, if it was written.
+    """
+    link = f"{_link(diagnosis)} a rank, measured"
+    report = Report("Does it pay to synchronize in another way?", diagnosis.title, [("Link", link)])
+    _verdict(report, diagnosis)
+    _paste(report, diagnosis, plan_path)
+    _trained(report, diagnosis)
+    note = f"{_NOTE} Diamonds: measured." if diagnosis.confirmed else _NOTE
+    report.picture(TITLE, lambda axes: draw(axes, diagnosis), note, _in_words(diagnosis), height_inches=4.0)
+    report.table("Predicted step time by link speed", *_by_link(diagnosis))
+    _tables(report, diagnosis)
+    report.pairs("What was measured", [pair for pair in answers(diagnosis) if pair[0] not in ("Tables", "")])
+    _ways(report, diagnosis)
     report.items(
         "Doubts",
         [
             f"{doubt} was measured badly: was the machine busy? Measure again with --fresh."
-            for doubt in measured.doubts()
+            for doubt in diagnosis.measurement.doubts()
         ],
     )
     return report
+
+
+def _verdict(report: Report, diagnosis: Diagnosis) -> None:
+    plan = diagnosis.plan
+    stock, best = format_seconds(diagnosis.stock_step_seconds), format_seconds(plan.step_seconds)
+    source = "measured" if diagnosis.confirmed else "predicted"
+    if plan.does_nothing:
+        report.hero("Do nothing", f"Stock DDP is as good as anything here, and simpler: {stock} a step.")
+    else:
+        lossy = any(group.compressor for group in plan.groups)
+        text = f"{plan.choice}: {best} a step, and {stock} under stock DDP, {source}."
+        report.hero(f"{plan.speedup:.2f}x faster", text + (" Compare the loss, too." if lossy else ""), lossy)
+    report.figures(
+        [
+            ("a step of stock DDP", stock),
+            ("of it waits for the network", f"{diagnosis.exposed_share:.0%}"),
+            ("a step of the best exact way", format_seconds(diagnosis.best_exact[1])),
+            ("link of a rank", _link(diagnosis)),
+        ]
+    )
+
+
+def _paste(report: Report, diagnosis: Diagnosis, plan_path: str | None) -> None:
+    advice, ddp = diagnosis.advice, diagnosis.measurement.ddp
+    lines = lines_of(advice, ddp, plan_path or "plan.json")
+    if lines:
+        is_written = advice.plan is None or plan_path is not None
+        start = "Add" if is_written else "Write the plan with --output plan.json, and add"
+        report.code("\n".join(lines), f"{start}, {where_to_paste(advice, ddp)}")
+    if any(group.compressor for group in diagnosis.plan.groups):
+        report.text("It is lossy: compare the loss, too, or take the exact way with --compress none.")
+    if diagnosis.better_plan is not None:
+        name, seconds = diagnosis.better_plan
+        report.text(f"A plan may be faster: {name}, {format_seconds(seconds)} a step. Try --output plan.json.")
+
+
+def _trained(report: Report, diagnosis: Diagnosis) -> None:
+    if diagnosis.confirmed:
+        rows = [
+            [
+                row.name,
+                format_seconds(row.predicted_step_seconds),
+                row.failure if row.measured_step_seconds is None else format_seconds(row.measured_step_seconds),
+            ]
+            for row in diagnosis.confirmed
+        ]
+        note = "The median step of the slowest rank. The measured times decide."
+        report.table("Trained for a few steps", ["way", "predicted step", "measured step"], rows, note)
+
+
+def _tables(report: Report, diagnosis: Diagnosis) -> None:
+    measured = diagnosis.measurement
+    known = {table.name: table for table in measured.tables}
+    rows = [
+        [
+            name,
+            f"{known[name].num_rows:,} x {known[name].width:,}",
+            format_bytes(known[name].size_bytes),
+            f"{known[name].density:.2%}",
+            job.scheme,
+            format_bytes(job.sent_bytes) if name == job.tables[0] else "with it",
+            format_seconds(job.seconds) if name == job.tables[0] else "with it",
+        ]
+        for job in measured.row_jobs
+        for name in job.tables
+    ]
+    if rows:
+        columns = ["table", "rows x width", "size", "rows touched", "scheme", "sent a step", "time"]
+        note = "Embedding tables travel as the rows that a step touches. Tables of one job are sent together."
+        report.table("Embedding tables", columns, rows, note)
+
+
+def _ways(report: Report, diagnosis: Diagnosis) -> None:
+    plan = diagnosis.plan
+    rows = []
+    for candidate in plan.candidates[:_SHOWN]:
+        seconds = plan.other_seconds + candidate.seconds
+        kind = "taken" if candidate.name == plan.choice else "lossy" if _is_lossy(candidate.name) else ""
+        against = f"{diagnosis.stock_step_seconds / seconds:.2f}x" if seconds else "-"
+        rows.append([candidate.name, format_seconds(seconds), against, kind])
+    is_cut = len(plan.candidates) > _SHOWN
+    title = f"The fastest {_SHOWN} ways of {len(plan.candidates)}" if is_cut else "All ways"
+    report.table(title, ["way", "step", "against stock DDP", ""], rows)
 
 
 def _is_lossy(name: str) -> bool:
@@ -134,19 +199,3 @@ def _in_words(diagnosis: Diagnosis) -> str:
         f" {fast}."
         for curve in _drawn(diagnosis)
     )
-
-
-def _answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """Return the (name, sentence) pairs of the screen."""
-    block = describe(diagnosis).split("\n\n")[1]
-    return [(name, text) for name, text in re.findall(r"^(.*?) {2,}(.*)$", block, re.MULTILINE)]
-
-
-def _advice(diagnosis: Diagnosis) -> tuple[str, str, list[str]]:
-    """Return the sentence before what is to be pasted, that itself, and the sentences after it."""
-    lines = describe(diagnosis).split("\n\n", 2)[2].splitlines()
-    pasted = [i for i, line in enumerate(lines) if line.startswith("    ")]
-    if not pasted:
-        return " ".join(lines), "", []
-    code = "\n".join(line.removeprefix("    ") for line in lines[pasted[0] : pasted[-1] + 1])
-    return " ".join(lines[: pasted[0]]).strip(), code, [line for line in lines[pasted[-1] + 1 :] if line]

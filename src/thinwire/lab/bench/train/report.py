@@ -54,6 +54,7 @@ def build_report(result: dict[str, Any]) -> Report:
     else:
         report.hero("Stock DDP is as fast as anything here", verdict(rows))
     report.figures([(f"speed of {one.method} to stock DDP's loss", f"{one.speedup:.2f}x") for one in ranked[:4]])
+    loss = environment.get("judged_by", "held-out loss")
     drawn = _drawn(rows)
     first_seed = [row for row in rows if row["seed"] == rows[0]["seed"] and row["method"] in drawn]
     note = (
@@ -65,14 +66,14 @@ def build_report(result: dict[str, Any]) -> Report:
         note += f" The {left_out} slowest methods are in the table only."
     report.picture(
         "Loss against seconds",
-        lambda axes: _draw_losses(axes, first_seed, "seconds_curve"),
+        lambda axes: _draw_losses(axes, first_seed, "seconds_curve", loss),
         note + " Time of the training steps, without that of measuring the loss.",
         _in_words(first_seed, "seconds_curve", "s"),
         height_inches=4.0,
     )
     report.picture(
         "Loss against steps",
-        lambda axes: _draw_losses(axes, first_seed, "curve_steps"),
+        lambda axes: _draw_losses(axes, first_seed, "curve_steps", loss),
         note,
         _in_words(first_seed, "curve_steps", "steps"),
         height_inches=4.0,
@@ -128,7 +129,7 @@ def _points(row: dict[str, Any], against: str) -> list[tuple[float, float]]:
     return [(x, y) for x, y in zip(row[against], row["loss_curve"], strict=True) if y is not None]
 
 
-def _draw_losses(axes: Axes, rows: Sequence[dict[str, Any]], against: str) -> None:
+def _draw_losses(axes: Axes, rows: Sequence[dict[str, Any]], against: str, loss: str) -> None:
     looks = _looks([row["method"] for row in rows])
     last = 0.0
     for row in rows:
@@ -139,7 +140,7 @@ def _draw_losses(axes: Axes, rows: Sequence[dict[str, Any]], against: str) -> No
             x, y = zip(*points, strict=True)
             axes.plot(x, y, linestyle=line, color=color, linewidth=width, label=row["method"])
             last = max(last, x[-1])
-    axes.set(xlabel="step" if against == "curve_steps" else "time (s)", ylabel="loss (nats)", xlim=(0, last or 1))
+    axes.set(xlabel="step" if against == "curve_steps" else "time (s)", ylabel=loss, xlim=(0, last or 1))
     late = [y for row in rows for _, y in _points(row, against)[len(row[against]) // _EARLY :]]
     if late:
         axes.set_ylim(min(late) - 0.05 * (max(late) - min(late)), max(late))

@@ -21,8 +21,8 @@ SCHEMES = (
 DTYPES = "float32, float64, bfloat16, float16"
 JOBS = "lstm, digits, gpt"
 METHODS = (
-    "ddp, bf16, powersgd_torch, thinwire, exact, plan, top_k, dgc, gaussian_k, redsync, sidco, ms_top_k, random_k, sign_sgd,"
-    " ef_sign_sgd, qsgd, terngrad, natural, int8, fp8, fp16, power_sgd, acp_sgd, atomo, ok_topk, hi_top_k"
+    "ddp, bf16, powersgd_torch, thinwire, exact, plan, top_k, dgc, gaussian_k, redsync, sidco, ms_top_k, random_k,"
+    " sign_sgd, ef_sign_sgd, qsgd, terngrad, natural, int8, fp8, fp16, power_sgd, acp_sgd, atomo, ok_topk, hi_top_k"
 )
 CHECKPOINT_METHODS = "none,dcp_sync,dcp_async,blocking,thinwire"
 """Names that the help lists, written out since the modules that define them import torch; a test compares them."""

@@ -54,8 +54,9 @@ def _variables(tree: ast.Module) -> Iterator[str]:
     """Names of variables in statements that use ``os.environ``, also by a constant."""
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and not hasattr(node, "body") and "os.environ" in ast.unparse(node):
-            yield from re.findall(r"'([A-Z][A-Z0-9_]{3,})'", ast.unparse(node))
-            for name in re.findall(r"\b_?[A-Z][A-Z0-9_]{3,}\b", re.sub(r"'[^']*'", "", ast.unparse(node))):
+            text = re.sub(r"((?:get|setdefault)\([^,()]+), '[^']*'\)", r"\1)", ast.unparse(node))  # without defaults
+            yield from re.findall(r"'([A-Z][A-Z0-9_]{3,})'", text)
+            for name in re.findall(r"\b_?[A-Z][A-Z0-9_]{3,}\b", re.sub(r"'[^']*'", "", text)):
                 yield from _constant(name)
         elif isinstance(node, (ast.If, ast.While)) and "os.environ" in ast.unparse(node.test):
             yield from re.findall(r"'([A-Z][A-Z0-9_]{3,})'", ast.unparse(node.test))

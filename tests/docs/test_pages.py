@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +35,12 @@ def site_pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(ROOT / "tools")
     pytest.importorskip("griffe", reason="needs the extra docs: pip install -e '.[docs]'")
     return importlib.import_module("site_pages")
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("figures")
 
 
 def test_every_page_is_in_the_navigation(site_pages: ModuleType) -> None:
@@ -123,6 +130,13 @@ def test_readme_is_short_and_its_links_work_anywhere() -> None:
     assert [link for link in links if not link.startswith("https://")] == []
     ours = [link.removeprefix(REPOSITORY) for link in links if link.startswith(REPOSITORY)]
     assert [path for path in ours if not (ROOT / path).is_file()] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start/demo.md"])
+def test_the_rows_of_the_demo_are_those_of_its_result(page: str, figures: ModuleType) -> None:
+    found = json.loads(figures.RESULT.read_text())
+    assert "\n".join(figures.rows(found)) in (ROOT / page).read_text(), "python tools/figures.py prints the rows"
+    assert figures.FIGURE.read_text() == figures.draw(found), "python tools/figures.py draws it"
 
 
 TERMS = ("owner", "lane", "union", "densification", "skewness")

@@ -54,7 +54,7 @@ def draw(result: dict[str, Any]) -> str:
     for place, variant in enumerate(result["variants"]):
         seconds, top = variant["step_seconds"], TOP + place * (BAR + GAP)
         width = max(2, round(WIDTH * seconds / longest))
-        ratio = "" if variant["name"] == "ddp" else f", {stock / seconds:.1f}x"
+        ratio = "" if variant["name"] == "ddp" else f", {stock / seconds:.1f}x faster"
         lines += [
             f'<text x="{LEFT - 10}" y="{top + 18}" text-anchor="end">{label(variant)}</text>',
             f'<rect class="{classes[COLORS[variant["name"]]]}" x="{LEFT}" y="{top}" width="{width}" height="{BAR}"/>',

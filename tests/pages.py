@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from measured import measurement, table
@@ -19,6 +20,9 @@ from thinwire.lab.analyze.summary import Analysis
 from thinwire.lab.bench.checkpoint.report import build_report as checkpoint_report
 from thinwire.lab.bench.trace import IndexTrace
 from thinwire.lab.bench.train.report import build_report as train_report
+from thinwire.lab.demo.compare import Comparison, VariantResult
+from thinwire.lab.demo.report import build_report as demo_report
+from thinwire.lab.demo.train import VARIANTS, TrainConfig
 from thinwire.lab.doctor_picture import build_report as doctor_report
 from thinwire.lab.report import Report
 from thinwire.plan.doctor import Confirmed, confirm, diagnose, finalists
@@ -63,13 +67,31 @@ def analysis() -> Report:
 
 
 def measured(name: str) -> dict[str, Any]:
-    """Results of a benchmark that were kept, with the fields that came later."""
-    result = json.loads((RESULTS / f"{name}.json").read_text())
-    later = {"in_job": False, "judged_by": "held-out loss", "loss_tolerance": 0.001}
-    result["environment"] = later | result["environment"]
-    for row in result["rows"]:
-        row |= {"gradient_bytes": 4 * row.get("parameters", 0), "optimizer": "SGD"}
-    return result
+    """Results of a benchmark that were kept."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def demo(*links_mbit: float | None) -> Report:
+    """Four variants on each link; what they wait for gets shorter on a faster one."""
+    return demo_report([_comparison(mbit) for mbit in links_mbit])
+
+
+def _comparison(link_mbit: float | None) -> Comparison:
+    results = {}
+    waits = {"ddp": 2.0, "thinwire": 0.5, "ddp_sparse": 0.2, "thinwire_sparse": 0.1}
+    for variant in VARIANTS:
+        seconds = 0.12 + waits[variant.name] * 1000 / (link_mbit or 40_000)
+        steps = np.linspace(0.9 * seconds, 1.1 * seconds, 12)
+        sent = 500_000.0 if variant.attached else 60_000_000.0
+        columns = {
+            "loss": np.linspace(9.0, 6.0, 12),
+            "step_seconds": steps,
+            "comm_seconds": steps / 2,
+            "bytes_sent": np.full(12, sent),
+        }
+        table = [{"name": "words_in.weight", "scheme": "zen"}] if variant.attached else []
+        results[variant.name] = VariantResult(variant, columns, True, table)
+    return Comparison(TrainConfig(), 4, 7_000_000, 30_000, link_mbit, results)
 
 
 def nothing_pays() -> dict[str, Any]:
@@ -82,6 +104,9 @@ def nothing_pays() -> dict[str, Any]:
 
 
 PAGES: dict[str, Callable[[], Report]] = {
+    "demo": lambda: demo(955.0),
+    "demo, loopback": lambda: demo(None),
+    "demo, three links": lambda: demo(95.5, 955.0, 9418.0),
     "doctor": lambda: doctor(20),
     "doctor, tables": doctor_of_tables,
     "doctor, do nothing": lambda: doctor(100_000),

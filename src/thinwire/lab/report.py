@@ -29,7 +29,6 @@ from pathlib import Path
 from thinwire.lab import palette
 from thinwire.lab.plot import NARROW_INCHES, WIDE_INCHES, Draw, inline_svg
 
-PALETTE = (palette.TORCH, palette.THINWIRE, palette.STOCK, palette.NETWORK, palette.COMPUTE, palette.PUBLISHED)
 _NO_MATPLOTLIB = "Plots need matplotlib: <code>pip install 'thinwire[plot]'</code>, then run the command again."
 _COPY = "navigator.clipboard.writeText(this.nextElementSibling.innerText)"
 

@@ -162,8 +162,9 @@ def _ways(report: Report, diagnosis: Diagnosis) -> None:
         against = f"{diagnosis.stock_step_seconds / seconds:.2f}x" if seconds else "-"
         rows.append([candidate.name, format_seconds(seconds), against, kind])
     is_cut = len(plan.candidates) > _SHOWN
+    note = "Predicted; of a way that was trained, as measured." if diagnosis.confirmed else ""
     title = f"The fastest {_SHOWN} ways of {len(plan.candidates)}" if is_cut else "All ways"
-    report.table(title, ["way", "step", "against stock DDP", ""], rows)
+    report.table(title, ["way", "step", "against stock DDP", ""], rows, note)
 
 
 def _is_lossy(name: str) -> bool:

@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-demo: install    ## train a language model twice, stock DDP and thinwire, and compare
+demo: install    ## compare stock DDP and thinwire on four emulated hosts, in about a minute
 	$(BIN)/thinwire demo
 
 lint: install    ## ruff and the type checker

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from loopback import LoopbackExchange, run_ranks
+from thinwire.comm import machine
 from thinwire.comm.machine import Machine, measure
 from thinwire.sync.choose import Demand
 
@@ -44,3 +45,18 @@ def test_what_steps_showed_is_believed_and_not_a_faster_probe() -> None:
 def test_no_counts_are_no_division_by_zero() -> None:
     assert Demand.of([], 10, 4, 4).held == 0.0
     assert Demand.of([3.0], 10, 4, 4).union == 3.0
+
+
+@pytest.mark.parametrize("world_size", [1, 4, 16])
+def test_a_message_costs_the_same_however_many_owners_share_the_rows(
+    monkeypatch: pytest.MonkeyPatch, world_size: int
+) -> None:
+    """Each of the three jobs handles one message for each owner, in a second each."""
+
+    def three_jobs(num_ids: int, world_size: int, width: int) -> tuple[float, float, float]:
+        assert num_ids >= world_size
+        return (float(world_size),) * 3
+
+    monkeypatch.setattr(machine, "_three_jobs", three_jobs)
+    part_seconds, *_ = machine._kernel_seconds(world_size)
+    assert part_seconds == 3.0

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
+from thinwire.cli.bench import CHECKPOINT_METHODS, JOBS
 from thinwire.cli.commands import Command, option
 from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
-from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark, run
-from thinwire.lab.bench.checkpoint.methods import METHODS
-from thinwire.lab.bench.checkpoint.report import write_picture, write_report
-from thinwire.lab.bench.checkpoint.summary import CAPTION, COLUMNS, conditions, sentences, table_rows
-from thinwire.lab.bench.checkpoint.work import SYNTHETIC, TrainingWork
-from thinwire.lab.bench.jobs.named import JOBS
-from thinwire.lab.testbed.launch import RanksFailed
-from thinwire.lab.testbed.network import Link, NetAdminError
+
+if TYPE_CHECKING:
+    from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
 
 app = typer.Typer(add_completion=False)
 
@@ -28,12 +24,12 @@ app = typer.Typer(add_completion=False)
     epilog="Example: thinwire bench checkpoint --link 100mbit --state-mb 4 --compute-ms 1000 --report out.html",
 )
 def checkpoint(
-    job: str = option("--job", SYNTHETIC, f": a model of --state-mb that mostly waits, or {', '.join(JOBS)}"),
+    job: str = option("--job", "synthetic", f": a model of --state-mb that mostly waits, or {JOBS}"),
     state_mb: float = typer.Option(4.0, help="State of the synthetic job on each host, with its optimizer's."),
     compute_ms: float = typer.Option(
         1000.0, help="Of a step, asleep: the time of an accelerator, which takes no core of this machine."
     ),
-    methods: str = option("--methods", ",".join(METHODS), "; each makes a checkpoint in every iteration"),
+    methods: str = option("--methods", CHECKPOINT_METHODS, "; each makes a checkpoint in every iteration"),
     hosts: int = option("--hosts", 8, ", one rank and one holder each"),
     link: str = option("--link", "100mbit", "; none for loopback"),
     replicas: int = typer.Option(2, help="Copies of each host's state, its own one included."),
@@ -46,6 +42,12 @@ def checkpoint(
     quiet: bool = option("--quiet", False),
 ) -> None:
     """Train with a checkpoint in every iteration by each method in turn; then kill the trainings, and a host."""
+    from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
+    from thinwire.lab.bench.checkpoint.report import write_picture, write_report
+    from thinwire.lab.bench.checkpoint.work import TrainingWork
+    from thinwire.lab.testbed.launch import RanksFailed
+    from thinwire.lab.testbed.network import Link, NetAdminError
+
     check_directories({"--report": report, "--json": json_path, "--picture": picture})
     console = console_for(json_path)
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
@@ -70,12 +72,16 @@ def checkpoint(
 
 
 def _run(benchmark: CheckpointBenchmark, quiet: bool) -> dict[str, Any]:
+    from thinwire.lab.bench.checkpoint.benchmark import run
+
     number = count(1)
     with progress("starting hosts", benchmark.parts, quiet) as tell:
         return run(benchmark, lambda part: tell(part, next(number)))
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
+    from thinwire.lab.bench.checkpoint.summary import CAPTION, COLUMNS, conditions, sentences, table_rows
+
     table = plain_table(
         title=conditions(result),
         caption=CAPTION,

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
+from thinwire.cli.bench import DTYPES, SCHEMES, WORKLOADS
 from thinwire.cli.commands import Command, option
 from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
-from thinwire.lab.bench.methods import METHODS, design_space
-from thinwire.lab.bench.recipes import RECIPES, get_recipe
-from thinwire.lab.bench.sync import DTYPES, SyncBenchmark, run
-from thinwire.lab.testbed.launch import RanksFailed
-from thinwire.lab.testbed.network import Link, NetAdminError
+
+if TYPE_CHECKING:
+    from thinwire.lab.bench.sync import SyncBenchmark
 
 app = typer.Typer(add_completion=False)
 
 
 @app.command(cls=Command, epilog="Example: thinwire bench sync --link 100mbit --workload lstm --json out.json")
 def sync(
-    workload: str = typer.Option("lstm", help=f"A published workload: {', '.join(sorted(RECIPES))}."),
+    workload: str = typer.Option("lstm", help=f"A published workload: {WORKLOADS}."),
     trace: Path = typer.Option(
         None, metavar="FILE", help="Use a recorded trace instead of a workload.", show_default=False
     ),
@@ -31,7 +30,7 @@ def sync(
     link: str = option("--link", "100mbit", "; none for loopback"),
     schemes: str = typer.Option(
         "zen,agsparse,agsparse_torch,sparse_ps,dense",
-        help=f"Comma-separated, of: {', '.join(METHODS)}, two_level:NAME.",
+        help=f"Comma-separated, of: {SCHEMES}, two_level:NAME.",
     ),
     every_point: bool = typer.Option(
         False,
@@ -40,7 +39,7 @@ def sync(
     ),
     repeat: int = option("--repeat", 5, ", after a small warm-up"),
     seed: int = option("--seed", 0),
-    dtype: str = typer.Option("float32", help=f"One of {', '.join(DTYPES)}."),
+    dtype: str = typer.Option("float32", help=f"One of {DTYPES}."),
     scale: float = typer.Option(
         None,
         help="Shrink the workload's table to this share; by default a dense gradient is about 80 MB.",
@@ -50,6 +49,11 @@ def sync(
     quiet: bool = option("--quiet", False),
 ) -> None:
     """Sum one workload's sparse gradients by every scheme, and compare bytes, time and exactness."""  # fmt: skip
+    from thinwire.lab.bench.methods import design_space
+    from thinwire.lab.bench.sync import SyncBenchmark
+    from thinwire.lab.testbed.launch import RanksFailed
+    from thinwire.lab.testbed.network import Link, NetAdminError
+
     check_directories({"--json": json_path})
     console = console_for(json_path)
     with clear_errors(ValueError, FileNotFoundError, NetAdminError, RanksFailed):
@@ -76,10 +80,14 @@ def _names(schemes: str) -> tuple[str, ...]:
 
 def _small(workload: str) -> float:
     """A tenth of the default scale: some of the two hundred points send fifty times the bytes of the best one."""
+    from thinwire.lab.bench.recipes import get_recipe
+
     return get_recipe(workload).default_scale / 10
 
 
 def _run(benchmark: SyncBenchmark, quiet: bool) -> dict[str, Any]:
+    from thinwire.lab.bench.sync import run
+
     done = count(1)
     with progress("starting hosts", len(benchmark.methods) * benchmark.repeat, quiet) as tell:
         return run(benchmark, lambda method: tell(method, next(done)))

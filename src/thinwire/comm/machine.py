@@ -248,9 +248,9 @@ def _own_kernel_seconds() -> tuple[float, ...]:
 
 def _kernel_seconds(world_size: int) -> tuple[float, ...]:
     """Solve three equations for each of the three jobs: few rows, many narrow rows, wide rows."""
-    few = _three_jobs(world_size, 1)
-    narrow = _three_jobs(_NARROW_ROWS, world_size=world_size, width=1)
-    wide = _three_jobs(_WIDE_ROWS, world_size=world_size, width=_WIDTH)
+    few = _three_jobs(world_size, world_size, width=1)  # about a row for each owner: what is left is the messages
+    narrow = _three_jobs(_NARROW_ROWS, world_size, width=1)
+    wide = _three_jobs(_WIDE_ROWS, world_size, width=_WIDTH)
     part = sum(few) / world_size
     rates: list[float] = [part]
     for base, slim, broad in zip(few, narrow, wide, strict=True):
@@ -259,7 +259,7 @@ def _kernel_seconds(world_size: int) -> tuple[float, ...]:
     return tuple(rates)
 
 
-def _three_jobs(num_ids: int, world_size: int, width: int = 1) -> tuple[float, float, float]:
+def _three_jobs(num_ids: int, world_size: int, width: int) -> tuple[float, float, float]:
     """Return the seconds of dealing and encoding rows for their owners, of adding them up, and of joining the sums.
 
     They are processor time of this thread: with 16 ranks on two cores that all measure at once, wall time is five

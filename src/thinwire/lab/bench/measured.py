@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from thinwire.lab.analyze.trials import WARM_STEPS, attach_as_advised, steps_for
 from thinwire.lab.bench.jobs.job import Data, Job
-from thinwire.lab.bench.jobs.named import JOBS
+from thinwire.lab.bench.jobs.named import parse_job
+from thinwire.lab.bench.jobs.own import OwnJob, clear_job_errors
 from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.measure.training import How, Training, check, measure_training
+from thinwire.plan.advice import Advice
+from thinwire.plan.doctor import Confirmed
 from thinwire.plan.measurement import Measurement
+from thinwire.plan.planner import Way, step_seconds
 
 OnStage = Callable[[str], None]
 """Function called with the name of the next measurement."""
@@ -27,28 +34,17 @@ OnStage = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TrainingTarget:
-    """Training to measure: a job by name, or ``module:function``.
-
-    The function is called without arguments on every rank. It returns a model, a function that makes a batch, a loss (a
-    function of the model and a batch) and, optionally, an optimizer.
+    """Training to measure: a job by name, or ``module:function`` or ``<file>:function``, see `OwnJob`.
 
     Raises:
         ValueError: neither; the message says what is legal.
     """
 
     text: str
+    job: Job | OwnJob = field(init=False)
 
     def __post_init__(self) -> None:
-        module, colon, function = self.text.partition(":")
-        if self.text not in JOBS and not (module and colon and function):
-            raise ValueError(
-                f"unknown job {self.text!r}; legal are {', '.join(JOBS)}, or module:function, a function that returns"
-                " (model, make_batch, loss)"
-            )
-
-    @property
-    def job(self) -> Job | None:
-        return JOBS.get(self.text)
+        object.__setattr__(self, "job", parse_job(self.text))
 
     def training(self, rank: int, world_size: int, data: Data | None = None) -> Training:
         """Create the training on one rank.
@@ -56,12 +52,7 @@ class TrainingTarget:
         Raises:
             ValueError: there is no such function, or it returns something else.
         """
-        job = self.job
-        if job is None:
-            return _made(self.text)
-        batches = job.batches(data or job.load(), rank, world_size, seed=0)
-        model = job.model(seed=0)
-        return Training(model, lambda: next(batches), job.loss, job.optimizer(model.parameters()), job.clip)
+        return self.job.training(data, rank, world_size, seed=0)
 
 
 def measure_on_hosts(
@@ -81,10 +72,10 @@ def measure_on_hosts(
     check(how.compressors)
     for module in ("torch._dynamo", "thinwire.measure.training"):
         preload(module)
-    data = None if target.job is None else target.job.load()
+    data = target.job.load()
     limited = link.mbit is not None
     how = replace(how, link=how.link or (f"emulated, {link.mbit:g} Mbit/s, {hosts} hosts" if limited else "loopback"))
-    with EmulatedNetwork(hosts, link) if limited else nullcontext() as network:
+    with clear_job_errors(), EmulatedNetwork(hosts, link) if limited else nullcontext() as network:
         outcomes = run_ranks(
             measure_rank,
             target,
@@ -112,6 +103,68 @@ def measure_rank(
     return measure_training(training, how, on_stage=tell).to_json()
 
 
+def try_on_hosts(
+    target: TrainingTarget,
+    advised: Sequence[tuple[Way, Advice]],
+    measurement: Measurement,
+    ranks_per_host: int,
+    link: Link,
+    on_stage: OnStage,
+) -> list[Confirmed]:
+    """Train each way for a few steps on hosts like those that were measured, in turns, and return what a step takes."""
+    limited = link.mbit is not None
+    predicted = [step_seconds(measurement, way) for way, _ in advised]
+    hosts = measurement.world_size // ranks_per_host
+    with clear_job_errors(), EmulatedNetwork(hosts, link) if limited else nullcontext() as network:
+        outcomes = run_ranks(
+            _try_rank,
+            target,
+            target.job.load(),
+            [(way.name, advice, steps_for(seconds)) for (way, advice), seconds in zip(advised, predicted, strict=True)],
+            tuple(sys.path),
+            world_size=measurement.world_size,
+            ranks_per_host=ranks_per_host if limited else None,
+            network=network,
+            timeout_seconds=1800.0,
+            on_message=lambda rank, stage: on_stage(stage),
+        )
+    slowest = [max(seconds) for seconds in zip(*(outcome.value for outcome in outcomes), strict=True)]
+    return [
+        Confirmed(way.name, seconds, measured)
+        for (way, _), seconds, measured in zip(advised, predicted, slowest, strict=True)
+    ]
+
+
+def _try_rank(
+    context: RankContext,
+    target: TrainingTarget,
+    data: Data | None,
+    advised: Sequence[tuple[str, Advice, int]],
+    path: tuple[str, ...],
+) -> list[float]:
+    """Return the median step of each way on one rank."""
+    sys.path[:] = path
+    training = target.training(context.rank, context.world_size, data)
+    medians = []
+    for name, advice, steps in advised:
+        if context.rank == 0:
+            context.send(f"training steps: {name}")
+        dist.barrier()
+        model: torch.nn.Module = training.model
+        synchronizer = attach_as_advised(model, advice) if advice.attaches else None
+        if synchronizer is None:
+            model = torch.nn.parallel.DistributedDataParallel(model)
+        step, moments = training.stepper(model), []
+        for _ in range(WARM_STEPS + steps + 1):
+            moments.append(time.perf_counter())
+            step()
+            training.settle()
+        medians.append(statistics.median(end - start for start, end in pairwise(moments[WARM_STEPS:])))
+        if synchronizer is not None:
+            synchronizer.detach()
+    return medians
+
+
 def measure_in_job(target: TrainingTarget, how: How, on_stage: OnStage) -> Measurement:
     """Measure as a rank of a job that torchrun started, over its own network, in the default process group.
 
@@ -125,7 +178,7 @@ def measure_in_job(target: TrainingTarget, how: How, on_stage: OnStage) -> Measu
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     try:
         training = target.training(dist.get_rank(), dist.get_world_size())
-        if target.job is not None and torch.cuda.is_available():
+        if isinstance(target.job, Job) and torch.cuda.is_available():
             training = _on_gpu(training)
         return measure_training(training, how, on_stage=on_stage)
     finally:
@@ -142,17 +195,3 @@ def _on_gpu(training: Training) -> Training:
         return replace(samples, inputs=samples.inputs.to(device), targets=samples.targets.to(device))
 
     return replace(training, model=training.model.to(device), batch=batch)
-
-
-def _made(text: str) -> Training:
-    name, _, function = text.partition(":")
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        factory = getattr(importlib.import_module(name), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"cannot import {text}: {error}; give module:function as Python finds it from here") from error
-    made = factory()
-    if not (isinstance(made, tuple) and 3 <= len(made) <= 4 and isinstance(made[0], torch.nn.Module)):
-        raise ValueError(f"{text} returns {type(made).__name__}; return (model, make_batch, loss) or with an optimizer")
-    return Training(*made)

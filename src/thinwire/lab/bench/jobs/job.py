@@ -6,11 +6,14 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+if TYPE_CHECKING:
+    from thinwire.measure.training import Training
 
 _LAST_LEARNING_RATE = 0.05  # of the first, so that a run that goes on after its last step still learns
 
@@ -51,6 +54,7 @@ class Job(ABC):
         learning_rate: the highest learning rate.
         clip_norm: largest norm of the synchronized gradient; None leaves it alone.
         label_smoothing: smoothing of labels in training and in measuring.
+        judged_by: name of the loss that compares methods.
     """
 
     name = ""
@@ -62,6 +66,7 @@ class Job(ABC):
     warm_up_steps: int = 20
     clip_norm: float | None = None
     label_smoothing: float = 0.0
+    judged_by: str = "held-out loss"
 
     @abstractmethod
     def load(self) -> Data:
@@ -92,6 +97,26 @@ class Job(ABC):
             for start in range(0, len(order) - step_size + 1, step_size):
                 first = start + rank * self.batch_size
                 yield data.train.take(order[first : first + self.batch_size])
+
+    def training(self, data: Data | None, rank: int, world_size: int, seed: int) -> Training:
+        """Make the training on one rank; without data they are loaded."""
+        from thinwire.measure.training import Training
+
+        batches = self.batches(data or self.load(), rank, world_size, seed)
+        model = self.model(seed)
+        return Training(model, lambda: next(batches), self.loss, self.optimizer(model.parameters()), self.clip)
+
+    def optimizer_of(self, training: Training) -> torch.optim.Optimizer:
+        """Return the optimizer of the training."""
+        assert training.optimizer is not None, "the job's own"
+        return training.optimizer
+
+    def held_out(self, training: Training, data: Data | None, rank: int, world_size: int) -> tuple[Samples, int]:
+        """Return a rank's share of the held-out samples, and their number."""
+        del training
+        data = data or self.load()
+        share = torch.arange(rank, len(data.held_out), world_size)
+        return data.held_out.take(share), len(share)
 
     def loss(self, model: nn.Module, batch: Samples) -> Tensor:
         """Return the mean cross entropy in nats, a scalar."""

@@ -17,12 +17,16 @@ from torch import Tensor, nn
 
 from thinwire.compress.named import construct, split
 from thinwire.lab.bench.jobs.job import Job
+from thinwire.lab.bench.jobs.own import OwnJob
 from thinwire.lab.bench.train.account import Account, Attached
 from thinwire.lab.bench.train.planned import Planning, grouping
 from thinwire.plan.plan import Plan
 
 DDP, BF16, POWER_SGD_TORCH, THINWIRE, PLAN = "ddp", "bf16", "powersgd_torch", "thinwire", "plan"
+EXACT = "exact"
+"""Another name of "thinwire": `thinwire.attach(model)`, as doctor and plan call ways without compression."""
 TORCH_METHODS = (DDP, BF16, POWER_SGD_TORCH)
+NAMES = (*TORCH_METHODS, THINWIRE, EXACT, PLAN)
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,13 @@ class MethodSetting:
     """Arguments for a constructor of `thinwire.compress`: fixed ``arguments``, and ``of_run``'s for the run."""
 
     arguments: dict[str, Any] = field(default_factory=dict)
-    of_run: Callable[[Job, int, int], dict[str, Any]] | None = None
+    of_run: Callable[[Job | OwnJob, int, int], dict[str, Any]] | None = None
     optimizer_momentum: bool = True
     clips_after_sum: bool = True
     learning_rate_scale: float = 1.0
 
 
-def _dgc_of_run(job: Job, steps: int, world_size: int) -> dict[str, Any]:
+def _dgc_of_run(job: Job | OwnJob, steps: int, world_size: int) -> dict[str, Any]:
     """The job's momentum, its clipping as in section 3.2 of the paper, and a warm-up over a tenth of the run."""
     clip_norm = None if job.clip_norm is None else job.clip_norm / math.sqrt(world_size)
     steps_per_epoch = max(1, steps // 40)
@@ -96,7 +100,7 @@ SETTINGS: dict[str, MethodSetting] = {
 """Settings of thinwire's own methods; arguments not given here have the constructor's defaults."""
 
 
-def method_of(text: str, job: Job, steps: int, world_size: int) -> Method:
+def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Method:
     """Return the method that a text names, for a job of ``steps`` steps on ``world_size`` ranks.
 
     Raises:
@@ -106,9 +110,9 @@ def method_of(text: str, job: Job, steps: int, world_size: int) -> Method:
     if name in TORCH_METHODS:
         return _torch_method(name, settings)
     if name == PLAN:
-        return Method(_unplanned, planning=Planning.of(settings))
+        return Method(_unplanned, planning=Planning.of(settings, world_size))
     attach_settings, is_plain = grouping(settings)
-    if name == THINWIRE:
+    if name in (THINWIRE, EXACT):
         _refuse(name, settings)
         return Method(lambda model: ThinwireMethod(model, **attach_settings), is_plain=is_plain)
     setting = SETTINGS[name]
@@ -143,11 +147,15 @@ def _unplanned(model: object) -> NoReturn:
 def parse(text: str) -> tuple[str, dict[str, Any]]:
     """Parse ``"top_k:density=0.001"`` into a name and settings; values are Python literals, or else texts.
 
+    ``"plan:plan.json"`` is short for ``"plan:file=plan.json"``.
+
     Raises:
         ValueError: an unknown name or a setting without a value.
     """
+    if text.startswith(f"{PLAN}:") and "=" not in text:
+        return PLAN, {"file": text.removeprefix(f"{PLAN}:")}
     name, settings = split(text)
-    legal = (*TORCH_METHODS, THINWIRE, PLAN, *SETTINGS)
+    legal = (*NAMES, *SETTINGS)
     if name not in legal:
         raise ValueError(f"unknown method {name!r}; legal are {', '.join(legal)}")
     return name, settings
@@ -178,7 +186,7 @@ def _warmed_up(compressor: Any, steps: int) -> Any:
 
 
 def _compressed_by(compressor: Any) -> Callable[[str, Tensor], bool]:
-    """The decision of `thinwire.attach`, for models without embedding tables."""
+    """The decision of `thinwire.attach` for a parameter that is no embedding table; tables travel as exact rows."""
     from thinwire.compress import leave_small
     from thinwire.compress.base import Parameter
 

@@ -2,20 +2,19 @@
 
 ``fuse=cupcake``, ``fuse=byte_cap(mb=4)``, ``fuse=safusion(align=False;adapt=False)``: a policy of `thinwire.fuse`.
 ``ahead=False`` compresses a group as one flat tensor. ``plan`` measures the job before its first step and uses the
-best plan, which may be to do nothing; ``plan:file=plan.json`` uses a saved one.
+best plan, which may be to do nothing; ``plan:plan.json`` (or ``plan:file=plan.json``) uses a saved one.
 """
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from thinwire.lab.bench.jobs.job import Job
 from thinwire.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from thinwire.measure.training import Training
 
 
 @dataclass(frozen=True)
@@ -33,38 +32,37 @@ class Planning:
     attach_settings: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, settings: dict[str, Any]) -> Planning:
+    def of(cls, settings: dict[str, Any], world_size: int) -> Planning:
         """Create from the settings of a method: ``file``, ``compressors`` (with "+" between them, or "none"),
         ``fallback``.
 
         Raises:
-            ValueError: unknown settings; a file that is no plan; a compressor that cannot be planned with.
+            ValueError: unknown settings; a file that is no plan, or one for another number of ranks; a compressor that
+                cannot be planned with.
         """
         unknown = set(settings) - {"file", "compressors", "fallback"}
         if unknown:
             raise ValueError(f"plan has no setting {min(unknown)!r}; legal are file, compressors and fallback")
         file, text = str(settings.get("file", "")), settings.get("compressors")
-        if file:
-            Plan.load(file)
+        if file and (ranks := Plan.load(file).world_size) != world_size:
+            raise ValueError(f"{file} is a plan for {ranks} ranks, and there are {world_size}: give --hosts {ranks}")
         compressors = None if text is None else () if text == "none" else tuple(map(colons, str(text).split("+")))
         _check(compressors or ())
         return cls(file, compressors, {"fallback": bool(settings.get("fallback", False))})
 
-    def plan(self, job: Job, model: nn.Module, batch: Callable[[], Any]) -> Plan:
-        """Return the plan for a model; a collective call. The model stays as it is.
+    def plan(self, make: Callable[[], Training]) -> Plan:
+        """Return the plan for the training that ``make`` makes; a collective call.
 
         Raises:
             ValueError: the job cannot be measured: one rank.
         """
         if self.file:
             return Plan.load(self.file)
-        from thinwire.measure.training import How, Training, measure_training
+        from thinwire.measure.training import How, measure_training
         from thinwire.plan.planner import DEFAULTS, best_plan
 
         compressors = DEFAULTS if self.compressors is None else self.compressors
-        model = copy.deepcopy(model)
-        training = Training(model, batch, job.loss, job.optimizer(model.parameters()), job.clip)
-        return best_plan(measure_training(training, How(compressors, fresh=True)), compressors)
+        return best_plan(measure_training(make(), How(compressors, fresh=True)), compressors)
 
 
 def grouping(settings: dict[str, Any]) -> tuple[dict[str, Any], bool]:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.gradients.tables import tables_of
 from thinwire.lab.bench.jobs.job import Data, Job
+from thinwire.lab.bench.jobs.own import JobError, OwnJob, share_parameters
 from thinwire.lab.bench.train.account import Account, interface_bytes_sent
 from thinwire.lab.bench.train.curve import evaluation_steps, smoothed, window_of
 from thinwire.lab.bench.train.methods import Method, method_of, method_of_plan
 from thinwire.lab.bench.train.planned import Planning
-from thinwire.lab.demo.train import digest
 from thinwire.lab.testbed.rank import RankContext
 
 _ONE_BUCKET_MB = 1024.0
@@ -28,13 +29,14 @@ class JobTraining:
     """One run of a job.
 
     Args:
+        job: a job of ours or of the user.
         steps: planned number of steps; the final loss is that at their end.
         extra_steps: largest number of additional steps, while the smoothed held-out loss is above ``target_loss``.
-        target_loss: final loss of stock DDP; None for no extra steps.
+        target_loss: loss at which extra steps end; None for none.
         interface: network interface whose sent bytes are counted; None if the host has none of its own.
     """
 
-    job: Job
+    job: Job | OwnJob
     method: str
     seed: int
     steps: int
@@ -65,6 +67,8 @@ class RankRecord:
     """Measurements of a training on one rank. Losses are of all held-out samples, the same on all ranks."""
 
     parameters: int = 0
+    gradient_bytes: int = 0
+    optimizer: str = ""
     steps: list[StepRecord] = field(default_factory=list)
     held_out_losses: list[tuple[int, float]] = field(default_factory=list)
     link_bytes: int | None = None
@@ -74,15 +78,19 @@ class RankRecord:
     plan: str = ""
 
 
-def train(context: RankContext, training: JobTraining, data: Data) -> RankRecord:
+def train(context: RankContext, training: JobTraining, data: Data | None) -> RankRecord:
     """Train in the default process group. ``context.send`` gets each finished step and its loss.
 
     Raises:
         ValueError: the method does not exist, or cannot be attached to this job.
     """
     trainer = _Trainer(context, training, data)
+    trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
     record = RankRecord(
-        parameters=sum(parameter.numel() for parameter in trainer.model.parameters()), plan=trainer.planned
+        parameters=sum(parameter.numel() for parameter in trained),
+        gradient_bytes=sum(parameter.nbytes for parameter in trained),
+        optimizer=trainer.settings,
+        plan=trainer.planned,
     )
     dist.barrier()
     sent_before = _link_bytes(training)
@@ -127,38 +135,48 @@ def _link_bytes(training: JobTraining) -> int | None:
 class _Trainer:
     """The model with its optimizer, its method and its part of the data."""
 
-    def __init__(self, context: RankContext, training: JobTraining, data: Data) -> None:
-        self.context, self.training = context, training
+    def __init__(self, context: RankContext, training: JobTraining, data: Data | None) -> None:
+        self.context, self.run = context, training
+        rank, world_size = context.rank, context.world_size
+        self.training = training.job.training(data, rank, world_size, training.seed)
+        self.network = self.training.model
+        self.optimizer = training.job.optimizer_of(self.training)
+        first = self.optimizer.param_groups[0]
+        self.settings = f"{type(self.optimizer).__name__} at learning rate {first['lr']:g}"
         self.job = training.job
-        method = method_of(training.method, self.job, training.steps, context.world_size)
-        self.network = self.job.model(training.seed)
+        if isinstance(self.job, OwnJob):  # a method that has momentum itself takes over that of the optimizer
+            self.job = replace(self.job, momentum=float(first.get("momentum", 0.0)))
+            _check_device(self.network, self.job)
+            share_parameters(self.network)
+        self.held_out, self.weight = training.job.held_out(self.training, data, rank, world_size)
+        method = method_of(training.method, self.job, training.steps, world_size)
         self.planned = ""
         if method.planning is not None:
             method = self._planned(method.planning, data)
         self.model = self._wrapped(method)
         self.last_gradient_at = 0.0
         for parameter in self.model.parameters():
-            parameter.register_post_accumulate_grad_hook(self._on_gradient)
-        self.optimizer = self.job.optimizer(_groups(self.job, method, self.network))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._on_gradient)
+        set_up_optimizer(self.optimizer, method, self.network, training.method)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: self.job.learning_rate_share(step, training.steps)
         )
         self.clips = method.clips_after_sum
         self.method = method.attach(self.model)
         self.before = self.method.account()
-        self.batches = self.job.batches(data, context.rank, context.world_size, training.seed)
-        share = torch.arange(context.rank, len(data.held_out), context.world_size)
-        self.held_out = data.held_out.take(share)
 
-    def _planned(self, planning: Planning, data: Data) -> Method:
-        """The method of the plan, which is made before the run, and on batches of its own."""
-        batches = self.job.batches(data, self.context.rank, self.context.world_size, self.training.seed)
-        plan = planning.plan(self.job, self.network, lambda: next(batches))
+    def _planned(self, planning: Planning, data: Data | None) -> Method:
+        """The method of the plan, which is made before the run, by a training of its own."""
+        with torch.random.fork_rng(devices=[]):
+            plan = planning.plan(
+                lambda: self.job.training(data, self.context.rank, self.context.world_size, self.run.seed)
+            )
         self.planned = plan.choice
         return method_of_plan(plan, planning)
 
     def _wrapped(self, method: Method) -> nn.Module:
-        """All ranks draw the same parameters, so DDP need not broadcast them."""
+        """All ranks have the same parameters, so DDP need not broadcast them."""
         if method.is_plain:
             return self.network
         bucket_cap_mb = _ONE_BUCKET_MB if method.one_bucket else None
@@ -170,14 +188,14 @@ class _Trainer:
 
     def step(self, number: int) -> StepRecord:
         """One training step. Compute ends when the last gradient is there; the rest of backward is exposed."""
-        batch = next(self.batches)
+        batch = self.training.batch()
         started = time.perf_counter()
         self.optimizer.zero_grad()
-        loss = self.job.loss(self.model, batch)
+        loss = self.training.loss(self.model, batch)
         loss.backward()
         synchronized = time.perf_counter()
-        if self.clips:
-            self.job.clip(self.model)
+        if self.clips and self.training.after_backward is not None:
+            self.training.after_backward(self.model)
         self.optimizer.step()
         ended = time.perf_counter()
         self.schedule.step()
@@ -193,23 +211,61 @@ class _Trainer:
 
     def held_out_loss(self) -> float:
         """Mean over all held-out samples: each rank computes its share, and a small all-reduce combines them."""
-        with torch.no_grad():
-            loss = self.job.loss(self.network, self.held_out)
-        total = torch.stack([loss.double() * len(self.held_out), torch.tensor(float(len(self.held_out))).double()])
+        self.network.eval()
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            loss = self.training.loss(self.network, self.held_out)
+        self.network.train()
+        total = torch.tensor([loss.item() * self.weight, self.weight], dtype=torch.float64)
         dist.all_reduce(total)
         return float(total[0] / total[1])
 
 
-def _groups(job: Job, method: Method, model: nn.Module) -> list[dict[str, Any]]:
-    """Parameters that the method compresses, with its settings for them; and the rest, as under stock DDP."""
-    compressed, rest = [], []
-    for name, parameter in model.named_parameters():
-        (compressed if method.compresses(name, parameter) else rest).append(parameter)
-    settings: dict[str, Any] = {"lr": job.learning_rate * method.learning_rate_scale}
-    if not method.optimizer_momentum:
-        settings |= {"momentum": 0.0, "nesterov": False}
-    groups = [{"params": compressed, **settings}, {"params": rest}]
-    return [group for group in groups if group["params"]]
+def set_up_optimizer(
+    optimizer: torch.optim.Optimizer, method: Method, network: nn.Module, name: str
+) -> torch.optim.Optimizer:
+    """Give the parameters that a method compresses its settings for them; the rest keep theirs, as under stock DDP.
+
+    Raises:
+        JobError: the method has momentum itself, and the optimizer has another that cannot be switched off.
+    """
+    tables = {id(table) for table in tables_of(network)}
+    compressed = {
+        id(parameter)
+        for key, parameter in network.named_parameters()
+        if parameter.requires_grad and id(parameter) not in tables and method.compresses(key, parameter)
+    }
+    groups = []
+    for group in optimizer.param_groups:
+        parts = [
+            [entry for entry in group["params"] if (id(entry) in compressed) is chosen] for chosen in (True, False)
+        ]
+        changed = {"lr": group["lr"] * method.learning_rate_scale}
+        if parts[0] and not method.optimizer_momentum:
+            if "momentum" not in group:
+                raise JobError(
+                    f"{name} needs torch.optim.SGD, and the job has {type(optimizer).__name__}: leave it out"
+                )
+            changed |= {"momentum": 0.0, "nesterov": False}
+        groups += [{**group, "params": parts[0], **changed}, {**group, "params": parts[1]}]
+    optimizer.param_groups[:] = [group for group in groups if group["params"]]
+    return optimizer
+
+
+def digest(model: nn.Module) -> str:
+    """Return a hash of the bytes of every parameter, in order of their names."""
+    state = hashlib.blake2b(digest_size=16)
+    for name, parameter in sorted(model.named_parameters()):
+        state.update(name.encode())
+        state.update(parameter.detach().contiguous().flatten().view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+def _check_device(model: nn.Module, job: OwnJob) -> None:
+    devices = {parameter.device.type for parameter in model.parameters()} - {"cpu"}
+    if devices:
+        raise JobError(
+            f"{job.name} returns a model on {min(devices)}, and the benchmark trains on the CPU: leave it there"
+        )
 
 
 def _difference(after: Account, before: Account) -> dict[str, float | None]:

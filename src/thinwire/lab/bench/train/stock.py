@@ -1,6 +1,7 @@
 """Torch's own ways to synchronize, as baselines: stock DDP, all-reduce in bfloat16, the PowerSGD hook.
 
-The bytes of their collectives are not counted; the reported ones follow from the ring that Gloo runs.
+The bytes of their collectives are not counted; the reported ones follow from the algorithms that Gloo runs: a ring, and
+for the sparse gradients of ``nn.Embedding(sparse=True)`` an all-gather of each rank's distinct rows.
 """
 
 # No `from __future__ import annotations` here: DDP compares the hook's annotations with types, not with text.
@@ -8,12 +9,12 @@ import time
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.comm.process_group import ring_all_reduce_bytes
+from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
 from thinwire.lab.bench.train.account import Account, covered_seconds
 
 POWER_SGD_RANK = 4
@@ -27,9 +28,16 @@ class StockDdp:
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model = model
         self._wire_seconds = self._sent_bytes = 0.0
-        gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-        self._step_bytes = ring_all_reduce_bytes(gradients, dist.get_world_size(model.process_group))
+        self._world_size = dist.get_world_size(model.process_group)
+        sparse = {id(weight) for weight in sparse_weights(model)}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        dense = sum(parameter.nbytes for parameter in trained if id(parameter) not in sparse)
+        self._step_bytes = ring_all_reduce_bytes(dense, self._world_size)
+        self._hooks = [parameter.register_hook(self._count_rows) for parameter in trained if id(parameter) in sparse]
         model._set_ddp_runtime_logging_sample_rate(1)
+
+    def _count_rows(self, gradient: Tensor) -> None:
+        self._sent_bytes += gathered_bytes(gradient, self._world_size)
 
     def account(self) -> Account:
         nanoseconds = self._model._get_ddp_logging_data().get("backward_comm_time", 0)
@@ -38,7 +46,33 @@ class StockDdp:
         return Account(0.0, self._wire_seconds, 0.0, self._sent_bytes)
 
     def close(self) -> None:
-        """Do nothing: there is nothing to free."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def sparse_weights(model: nn.Module) -> list[Tensor]:
+    """Return the weights of embeddings with sparse gradients."""
+    return [
+        module.weight
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse
+    ]
+
+
+def gathered_bytes(gradient: Tensor, world_size: int) -> int:
+    """Return the bytes that a rank sends when Gloo sums sparse gradients with as many distinct rows on every rank.
+
+    With different numbers of rows this is exact for the mean over ranks.
+    """
+    rows = gradient._indices()[0].unique().numel()
+    return sparse_all_reduce_bytes([rows] * world_size, 0, gradient[0].numel() * gradient.element_size())
+
+
+def _sum_sparse(gradient: Tensor, world_size: int) -> Future[Tensor]:
+    """Average a sparse gradient as stock DDP does; there is nothing to cast or to factorize in a list of rows."""
+    work = dist.all_reduce(gradient.div_(world_size), async_op=True)
+    assert work is not None
+    return work.get_future().then(lambda done: done.value()[0])
 
 
 class Bf16AllReduce:
@@ -57,6 +91,9 @@ class Bf16AllReduce:
         del state
         started = time.perf_counter()
         gradient = bucket.buffer()
+        if gradient.is_sparse:
+            self._sent_bytes += gathered_bytes(gradient, self._world_size)
+            return _sum_sparse(gradient, self._world_size)
         small = gradient.div(self._world_size).to(torch.bfloat16)
         sent = time.perf_counter()
         self._encode_seconds += sent - started
@@ -97,6 +134,9 @@ class TorchPowerSgd:
         model.register_comm_hook(state, self._hook)
 
     def _hook(self, state: PowerSGDState, bucket: dist.GradBucket) -> Future[Tensor]:
+        if bucket.buffer().is_sparse:
+            self._sent_bytes += gathered_bytes(bucket.buffer(), self._world_size)
+            return _sum_sparse(bucket.buffer(), self._world_size)
         exact = bucket.buffer().numel() if state.iter < POWER_SGD_START_STEP else 0
         sent_before = state.total_numel_after_compression
         started = time.perf_counter()

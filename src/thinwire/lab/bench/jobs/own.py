@@ -1,0 +1,209 @@
+"""A user's own job, ``module:function`` or ``<file>:function``: the same function for all commands.
+
+The function takes no arguments and is called on every rank, in the environment that torchrun gives it (``RANK``,
+``WORLD_SIZE``). It returns the model, a function that makes a batch, a loss (a function of the model and a batch) and,
+optionally, the optimizer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from thinwire.lab.testbed.launch import RanksFailed
+
+if TYPE_CHECKING:
+    from thinwire.measure.training import Training
+
+FORM = "module:function or file.py:function, a function that returns (model, make_batch, loss)"
+LEARNING_RATE = 0.1
+"""Learning rate of the SGD that trains a job without an optimizer; SGD takes sparse gradients too."""
+
+
+class JobError(ValueError):
+    """Raised when a user's own job cannot be made or trained; the message says what to change."""
+
+
+@dataclass(frozen=True)
+class OwnJob:
+    """A user's own job by the text that names it; relative to the directory in which it was named.
+
+    A job has no held-out data: it is judged by the loss of one fixed batch a rank, the first that the function makes.
+    Its learning rate is constant.
+    """
+
+    name: str
+    directory: str = field(default_factory=os.getcwd)
+
+    steps: int = 100
+    batch_size: int | None = None
+    learning_rate: float | None = None
+    momentum: float = 0.0
+    clip_norm: float | None = None
+    judged_by: str = "training loss of one fixed batch a rank"
+
+    @classmethod
+    def parse(cls, text: str) -> OwnJob:
+        """Return the job that a text names, without importing it.
+
+        Raises:
+            ValueError: the text has another form; there is no such file.
+        """
+        source, _, function = text.rpartition(":")
+        if not source or not function.isidentifier():
+            raise ValueError(f"{text!r} does not name a job: give {FORM}")
+        if source.endswith(".py") and not Path(source).is_file():
+            raise ValueError(f"there is no file {source}: give {FORM}")
+        return cls(text)
+
+    def load(self) -> None:
+        """Load nothing: the function makes its own data."""
+
+    def training(self, data: object, rank: int, world_size: int, seed: int) -> Training:
+        """Make the training on one rank, from random numbers of the seed; batches then differ from rank to rank.
+
+        Raises:
+            JobError: there is no such function, or it does not return a training.
+        """
+        del data
+        _seed_all(seed)
+        training = self.make()
+        _seed_all(seed * world_size + rank + 1)
+        return training
+
+    def make(self) -> Training:
+        """Call the function and check what it returns.
+
+        Raises:
+            JobError: as `training`.
+        """
+        from thinwire.measure.training import Training
+
+        made = self._function()()
+        if not (isinstance(made, tuple) and 3 <= len(made) <= 4):
+            raise JobError(f"{self.name} returns {_kind(made)}; return (model, make_batch, loss) or with an optimizer")
+        model, make_batch, loss, *optimizer = made
+        if not isinstance(model, nn.Module) or not callable(make_batch) or not callable(loss):
+            kinds = ", ".join(type(part).__name__ for part in made)
+            raise JobError(
+                f"{self.name} returns ({kinds}); return (model, make_batch, loss): a plain module and two functions"
+            )
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            raise JobError(f"{self.name} returns a model under DDP; return the plain module, which is wrapped for you")
+        return Training(model, _endless(make_batch, self.name), loss, *optimizer)
+
+    def optimizer_of(self, training: Training) -> torch.optim.Optimizer:
+        """Return the optimizer of the training, or SGD at `LEARNING_RATE`.
+
+        Raises:
+            JobError: what the function returns is no optimizer, or the model has nothing to train.
+        """
+        if training.optimizer is None:
+            trained = [parameter for parameter in training.model.parameters() if parameter.requires_grad]
+            if not trained:
+                raise JobError(f"{self.name} returns a model without parameters to train")
+            return torch.optim.SGD(trained, lr=LEARNING_RATE)
+        if not isinstance(training.optimizer, torch.optim.Optimizer):
+            raise JobError(
+                f"{self.name} returns {_kind(training.optimizer)} as its optimizer: return a torch.optim one"
+            )
+        return training.optimizer
+
+    def held_out(self, training: Training, data: object, rank: int, world_size: int) -> tuple[Any, int]:
+        """Return the batch that judges the training, and its weight among the ranks."""
+        del data, rank, world_size
+        return training.batch(), 1
+
+    def learning_rate_share(self, step: int, steps: int) -> float:
+        """Return 1: a schedule of the user's is unknown."""
+        del step, steps
+        return 1.0
+
+    def _function(self) -> Callable[[], Any]:
+        source, _, name = self.name.rpartition(":")
+        try:
+            module = _load_file(Path(self.directory, source)) if source.endswith(".py") else self._import(source)
+        except ModuleNotFoundError as error:
+            raise JobError(f"cannot import {self.name}: {error}; run from the directory that holds it") from error
+        function = getattr(module, name, None)
+        if not callable(function):
+            raise JobError(f"{source} has no function {name!r}: give {FORM}")
+        return function
+
+    def _import(self, name: str) -> ModuleType:
+        if self.directory not in sys.path:
+            sys.path.insert(0, self.directory)
+        return importlib.import_module(name)
+
+
+@contextmanager
+def clear_job_errors() -> Iterator[None]:
+    """Raise a `JobError` of a rank as that, in one line, instead of `RanksFailed` with its traceback."""
+    try:
+        yield
+    except RanksFailed as failed:
+        for outcome in failed.outcomes:
+            last = (outcome.error or "").strip().rpartition("\n")[2]
+            if found := re.match(rf"(?:\w+\.)*{JobError.__name__}: (.*)", last):
+                raise JobError(found[1]) from failed
+        raise
+
+
+@torch.no_grad()
+def share_parameters(model: nn.Module) -> None:
+    """Give all ranks the parameters and buffers of rank 0, as DDP does; a collective call."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_floating_point():
+            first = tensor.contiguous()
+            dist.broadcast(first, 0)
+            tensor.copy_(first)
+
+
+def _load_file(path: Path) -> ModuleType:
+    """Import a file by its path, with its folder in ``sys.path`` as for a script."""
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    spec = importlib.util.spec_from_file_location(f"job_{path.stem}", path)
+    assert spec is not None, "the name of a Python file"
+    assert spec.loader is not None, "the name of a Python file"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def _endless(make_batch: Callable[[], Any], name: str) -> Callable[[], Any]:
+    def batch() -> Any:
+        try:
+            return make_batch()
+        except StopIteration as ended:
+            raise JobError(
+                f"make_batch of {name} has no more batches: let it start over, for example with itertools.cycle"
+            ) from ended
+
+    return batch
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def _kind(value: object) -> str:
+    return f"a tuple of {len(value)}" if isinstance(value, tuple) else type(value).__name__

@@ -1,0 +1,145 @@
+"""The site is complete: every page can be reached, and the reference tables have what the source has."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from documents import DOCUMENTS, ROOT
+from thinwire import errors
+from thinwire.observe.step import ParameterRecord
+
+SOURCE = ROOT / "src" / "thinwire"
+DOCS = ROOT / "docs"
+TREES = {path: ast.parse(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+
+SET_FOR_CHILDREN = {"MASTER_PORT", "PYTHONPATH"}
+"""Variables that thinwire only sets, for the processes that it starts."""
+
+
+def first_column(page: str) -> list[str]:
+    """The names in backquotes in the first column of all tables of a page."""
+    rows = re.findall(r"^\| (`[^|]+) \|", (DOCS / page).read_text(), flags=re.MULTILINE)
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+@pytest.fixture
+def site_pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    pytest.importorskip("griffe", reason="needs the extra docs: pip install -e '.[docs]'")
+    return importlib.import_module("site_pages")
+
+
+def test_every_page_is_in_the_navigation(site_pages: ModuleType) -> None:
+    """Those in docs/ and those that tools/site_pages.py writes; and the navigation lists nothing else."""
+    listed = re.findall(r"^ +- .*?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    pages = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")]
+    assert sorted(listed) == sorted([*pages, *site_pages.PAGES])
+
+
+def test_every_environment_variable_is_documented() -> None:
+    page = set(first_column("reference/environment.md"))
+    read = {name for tree in TREES.values() for name in _variables(tree)}
+    assert read - page - SET_FOR_CHILDREN == set()
+    assert {name for name in page if name.startswith("THINWIRE_")} <= read, "documented, but nothing reads it"
+
+
+def _variables(tree: ast.Module) -> Iterator[str]:
+    """Names of variables in statements that use ``os.environ``, also by a constant."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.stmt) and not hasattr(node, "body") and "os.environ" in ast.unparse(node):
+            yield from re.findall(r"'([A-Z][A-Z0-9_]{3,})'", ast.unparse(node))
+            for name in re.findall(r"\b_?[A-Z][A-Z0-9_]{3,}\b", re.sub(r"'[^']*'", "", ast.unparse(node))):
+                yield from _constant(name)
+        elif isinstance(node, (ast.If, ast.While)) and "os.environ" in ast.unparse(node.test):
+            yield from re.findall(r"'([A-Z][A-Z0-9_]{3,})'", ast.unparse(node.test))
+
+
+def _constant(name: str) -> Iterator[str]:
+    """The text that a constant of any module stands for."""
+    for tree in TREES.values():
+        for node in tree.body:
+            if isinstance(node, ast.Assign):
+                target, value = node.targets[0], node.value
+                pairs = [(target, value)]
+                if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                    pairs = list(zip(target.elts, value.elts, strict=True))
+                for left, right in pairs:
+                    if isinstance(left, ast.Name) and left.id == name and isinstance(right, ast.Constant):
+                        yield str(right.value)
+
+
+def test_every_statistic_is_documented() -> None:
+    """The keys of dictionaries with slash names, outside of the benchmarks, which have pages of their own."""
+    keys = {
+        key.value
+        for path, tree in TREES.items()
+        if "lab" not in path.relative_to(SOURCE).parts
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Dict)
+        for key in node.keys
+        if isinstance(key, ast.Constant) and isinstance(key.value, str) and re.fullmatch(r"[a-z]+/[a-z_]+", key.value)
+    }
+    documented = first_column("reference/stats.md")
+    assert {name for name in documented if "/" in name} == keys
+    assert [name for name in documented if "/" not in name] == list(ParameterRecord("name").row())
+
+
+def test_every_error_is_documented() -> None:
+    page = (DOCS / "reference" / "errors.md").read_text()
+    classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
+    for error in classes:
+        assert f"| `{error.__name__}` | `{error.__bases__[0].__name__}` |" in page
+
+
+def test_generated_pages_are_complete(site_pages: ModuleType) -> None:
+    """Every command with its options, every public name."""
+    commands = site_pages.commands_page()
+    for name in ("thinwire demo", "thinwire bench sync", "thinwire plan show", "thinwire holder"):
+        assert f"`{name}`" in commands
+    assert "--secret-file" in commands
+    for package in site_pages.PACKAGES:
+        page = site_pages.python_page(package)
+        public = set(importlib.import_module(package).__all__) - site_pages.PUBLISHED_ELSEWHERE
+        assert {name for name in public if f"{package}.{name}" not in page} == set()
+
+
+TERMS = ("owner", "lane", "union", "densification", "skewness")
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
+def test_a_page_that_uses_our_terms_links_to_the_glossary(path: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL))
+    used = {term for term in TERMS if re.search(rf"\b{term}s?\b", text, flags=re.IGNORECASE)}
+    assert not used or path.name == "glossary.md" or "glossary.md" in text, used
+
+
+def test_the_glossary_has_our_terms() -> None:
+    defined = re.findall(r"^\*\*(.+)\*\*$", (DOCS / "start" / "glossary.md").read_text(), flags=re.MULTILINE)
+    assert set(TERMS) <= set(defined)
+    assert defined == sorted(defined, key=str.lower)
+
+
+RESULTS = {
+    "docs/evidence/checkpoint-faults.md": "the outcomes in its tables are printed by benchmarks/fault_campaign.py",
+}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_words_that_were_replaced_do_not_come_back(path: Path) -> None:
+    """Words that stood for others, and what they stood for."""
+    words = {
+        "anew": "again",
+        "told": "sent, given",
+        "of fewest bytes": "smallest",
+        "tables of embeddings are in no plan": "embeddings are not planned",
+    }
+    text = "" if str(path.relative_to(ROOT)) in RESULTS else path.read_text()
+    found = {word: better for word, better in words.items() if re.search(rf"\b{word}\b", text, flags=re.IGNORECASE)}
+    assert found == {}

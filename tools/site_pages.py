@@ -1,4 +1,4 @@
-"""Pages of the site that follow from the code: the command line and the Python API. A hook of mkdocs.
+"""Pages of the site that are not written by hand: command line, Python API, the notebook. A hook of mkdocs.
 
 python tools/site_pages.py reference/commands.md      # print one of them
 """
@@ -9,13 +9,17 @@ import dataclasses
 import html
 import importlib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import griffe
 import typer
+
+NOTEBOOK = Path(__file__).parents[1] / "docs" / "tutorials" / "two-ranks.ipynb"
 
 PACKAGES = {
     "thinwire": "What `import thinwire` offers. Names are loaded on first use.",
@@ -131,8 +135,21 @@ def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def notebook_page() -> str:
+    """Return the notebook with its saved outputs."""
+    lines = []
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        text = "".join(cell["source"])
+        lines += [text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```", ""]
+        for output in cell.get("outputs", []):
+            lines += [f"```text\n{''.join(output['text']).rstrip()}\n```", ""]
+    lines[1:1] = [f"[Download it]({NOTEBOOK.name}), or read it here with its outputs.", ""]
+    return "\n".join(lines)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands_page,
+    "tutorials/notebook.md": notebook_page,
     **{
         f"reference/python-{package.rpartition('.')[2]}.md": lambda package=package: python_page(package)
         for package in PACKAGES

@@ -10,10 +10,10 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import checkpoint, compress, fuse, plan, schemes
+    from thinwire import checkpoint, compress, errors, fuse, plan, schemes
     from thinwire.all_reduce import sparse_all_reduce
     from thinwire.attach import attach
-    from thinwire.errors import CorruptMessageError, MismatchError, PeerError, ThinwireError
+    from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, PeerError, ThinwireError
     from thinwire.plan.plan import Plan
     from thinwire.sparse import SparseRows
     from thinwire.sync.scheme import Scheme
@@ -23,6 +23,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CorruptMessageError",
+    "LostPeerError",
     "MismatchError",
     "PeerError",
     "Plan",
@@ -33,6 +34,7 @@ __all__ = [
     "attach",
     "checkpoint",
     "compress",
+    "errors",
     "fuse",
     "plan",
     "schemes",
@@ -41,6 +43,7 @@ __all__ = [
 
 _MODULE_OF = {
     "CorruptMessageError": "errors",
+    "LostPeerError": "errors",
     "MismatchError": "errors",
     "PeerError": "errors",
     "Plan": "plan.plan",

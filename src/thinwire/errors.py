@@ -1,13 +1,38 @@
-"""The exceptions of thinwire; every message names the rank, what was being synchronized, and the reason."""
+"""The exceptions of thinwire. Messages name the rank, what was being synchronized, and the reason.
+
+::
+
+    ThinwireError(RuntimeError)
+        MismatchError               ranks disagree: call `attach` alike on all of them
+        CorruptMessageError         a message was truncated or altered
+            CorruptHeaderError      likewise its header, so that the connection is lost too
+        PeerError                   another rank failed; the message has its error
+            LostPeerError           another rank, or a holder, died or did not answer in time
+        MissingPackageError(ImportError)    an optional package is not installed
+
+Wrong arguments are a ``ValueError`` or ``TypeError``, as in torch.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from types import TracebackType
 
+__all__ = [
+    "CorruptHeaderError",
+    "CorruptMessageError",
+    "LostPeerError",
+    "MismatchError",
+    "MissingPackageError",
+    "PeerError",
+    "ThinwireError",
+]
+
+_EXTRAS = {"matplotlib": "plot", "numba": "cpu", "pyroute2": "testbed", "scikit-learn": "train"}
+
 
 class ThinwireError(RuntimeError):
-    """Base of the errors that thinwire raises about a synchronization; bad arguments are ``ValueError``."""
+    """Base of thinwire's exceptions: catch it to catch all of them."""
 
 
 class MismatchError(ThinwireError):
@@ -28,6 +53,15 @@ class CorruptHeaderError(CorruptMessageError):
 
 class LostPeerError(PeerError):
     """Loss of a peer, which died, gave up after a failure of its own, or did not answer within the timeout."""
+
+
+class MissingPackageError(ThinwireError, ImportError):
+    """Absence of an optional package; the message has the command that installs it."""
+
+
+def missing_package(package: str, purpose: str) -> MissingPackageError:
+    """Return the error that ``purpose`` needs ``package``, which one of thinwire's extras brings."""
+    return MissingPackageError(f"{purpose} needs {package}: pip install 'thinwire[{_EXTRAS[package]}]'")
 
 
 def told(error: Exception, num_ranks: int) -> Exception:

@@ -56,7 +56,17 @@ THINWIRE = [command for command in COMMANDS if thinwire_words(command)]
 def test_the_command_line_knows_the_command(command: Command) -> None:
     words = thinwire_words(command)
     assert words is not None
-    parse(words)
+    if {"--help", "--version"} & set(words):
+        with pytest.raises(BaseException) as end:
+            parse(words)
+        assert end.value.exit_code == 0  # type: ignore[attr-defined]
+    else:
+        parse(words)
+
+
+def test_the_documents_use_the_names_of_options_that_help_shows() -> None:
+    old = [f"{command}" for command in THINWIRE for word in command.words if word in ("--workers", "--html")]
+    assert old == []
 
 
 def test_parsing_finds_what_is_wrong() -> None:
@@ -92,6 +102,14 @@ def _written_files(command: Command) -> Iterator[str]:
     for before, word in zip(("", *command.words), command.words, strict=False):
         if before in WRITTEN or before == ">":
             yield word
+
+
+def test_functions_that_are_named_are_there() -> None:
+    """Those named as file.py:function."""
+    named = {word for command in THINWIRE for word in command.words if re.fullmatch(r"[\w/]+\.py:\w+", word)}
+    assert named
+    for file, _, function in (name.partition(":") for name in named):
+        assert f"\ndef {function}(" in (ROOT / file).read_text()
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)

@@ -6,11 +6,12 @@ import ast
 import importlib
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from documents import ROOT
+from documents import DOCUMENTS, ROOT
 from thinwire import errors
 from thinwire.observe.step import ParameterRecord
 
@@ -37,9 +38,9 @@ def site_pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def test_every_page_is_in_the_navigation(site_pages: ModuleType) -> None:
     """Those in docs/ and those that tools/site_pages.py writes; and the navigation lists nothing else."""
-    listed = re.findall(r"^ +- .*?([\w/-]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
-    pages = [path for suffix in ("*.md", "*.ipynb") for path in DOCS.rglob(suffix)]
-    assert sorted(listed) == sorted([*(str(path.relative_to(DOCS)) for path in pages), *site_pages.PAGES])
+    listed = re.findall(r"^ +- .*?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    pages = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")]
+    assert sorted(listed) == sorted([*pages, *site_pages.PAGES])
 
 
 def test_every_environment_variable_is_documented() -> None:
@@ -107,3 +108,38 @@ def test_generated_pages_are_complete(site_pages: ModuleType) -> None:
         page = site_pages.python_page(package)
         public = set(importlib.import_module(package).__all__) - site_pages.PUBLISHED_ELSEWHERE
         assert {name for name in public if f"{package}.{name}" not in page} == set()
+
+
+TERMS = ("owner", "lane", "union", "densification", "skewness")
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
+def test_a_page_that_uses_our_terms_links_to_the_glossary(path: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL))
+    used = {term for term in TERMS if re.search(rf"\b{term}s?\b", text, flags=re.IGNORECASE)}
+    assert not used or path.name == "glossary.md" or "glossary.md" in text, used
+
+
+def test_the_glossary_has_our_terms() -> None:
+    defined = re.findall(r"^\*\*(.+)\*\*$", (DOCS / "start" / "glossary.md").read_text(), flags=re.MULTILINE)
+    assert set(TERMS) <= set(defined)
+    assert defined == sorted(defined, key=str.lower)
+
+
+RESULTS = {
+    "docs/evidence/checkpoint-faults.md": "the outcomes in its tables are printed by benchmarks/fault_campaign.py",
+}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_words_that_were_replaced_do_not_come_back(path: Path) -> None:
+    """Words that stood for others, and what they stood for."""
+    words = {
+        "anew": "again",
+        "told": "sent, given",
+        "of fewest bytes": "smallest",
+        "tables of embeddings are in no plan": "embeddings are not planned",
+    }
+    text = "" if str(path.relative_to(ROOT)) in RESULTS else path.read_text()
+    found = {word: better for word, better in words.items() if re.search(rf"\b{word}\b", text, flags=re.IGNORECASE)}
+    assert found == {}

@@ -118,7 +118,7 @@ def test_without_the_right_to_make_namespaces(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(EmulatedNetwork, "__enter__", refuse)
     result = invoke("--link", "100mbit")
-    assert result.exit_code == 2
+    assert result.exit_code == 1
     assert "CAP_NET_ADMIN" in result.output
     assert "--link none" in result.output
 

@@ -649,7 +649,7 @@ def test_the_command_shows_forgets_and_stops(tmp_path: Path) -> None:
         given = ["holder", "--socket", str(tmp_path / "a"), "--secret-file", str(tmp_path / "secret"), *options]
         return CliRunner().invoke(app, given)
 
-    assert run("--status").exit_code == 2
+    assert run("--status").exit_code == 1
     with holder_process(tmp_path, "a") as process:
         with client_of(tmp_path / "a") as client:
             assert write(client, 1)

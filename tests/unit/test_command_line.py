@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import ast
 import os
+import platform
+import signal
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -13,9 +16,11 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+import thinwire
 from thinwire.cli import bench, main
 from thinwire.cli.commands import FORMER, OPTIONS, Command, ScriptCommand, load, option
 from thinwire.cli.output import clear_errors
+from thinwire.errors import missing_package
 
 GROUPS = {"thinwire": main._Commands.lazy, "thinwire bench": bench._Benchmarks.lazy}
 
@@ -160,27 +165,120 @@ def test_options_behind_a_script_are_its_own_unless_only_the_command_knows_them(
     assert result.output == shown.format(script) + "\n"
 
 
-def test_an_error_shows_brackets_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit), clear_errors(ValueError):
-        raise ValueError("run `pip install thinwire[testbed]`")
-    assert "pip install thinwire[testbed]" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ValueError("a [link]"), 2), (OSError("no [link]"), 1), (missing_package("matplotlib", "this"), 1)],
+)
+def test_an_error_is_a_line_with_its_brackets_and_a_status(
+    error: Exception, status: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as ended, clear_errors(ValueError, OSError):
+        raise error
+    assert ended.value.exit_code == status
+    assert capsys.readouterr().err == f"error: {error}\n"
+    assert "[" in str(error)
 
 
-def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    runner = CliRunner()
-    for command in (
-        "bench sync",
-        "bench train",
-        "bench checkpoint",
-        "demo",
-        "doctor lstm",
-        "plan --measure",
-        "analyze",
-    ):
-        for path, reason in ((tmp_path / "none" / "x.json", "is not a"), (tmp_path, "is a directory")):
-            result = runner.invoke(main.app, [*command.split(), "--json", str(path)], env={"COLUMNS": "300"})
-            assert result.exit_code == 2
-            assert reason in result.output, (command, result.output)
+WRITING = ("--json", "--report", "--picture", "--output", "--measurement", "--record")
+
+
+@pytest.mark.parametrize(
+    ("name", "option"),
+    [
+        (name, option)
+        for name, command in all_commands().items()
+        for option in WRITING
+        if option in {text for param in command.params for text in param.opts}
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
+    name: str, option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All commands would fail later too: they have no input, or an unknown link."""
+    locked = (Path("locked"), Path("locked.svg"))  # which root may write to
+    monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK or Path(path) not in locked)
+    monkeypatch.chdir(tmp_path)
+    Path("locked").mkdir()
+    Path("locked.svg").touch()
+    wrong = {
+        "none/x.svg": "none is not a directory",
+        "locked.svg/x.svg": "locked.svg is not a directory",
+        ".": ". is a directory",
+        "locked/x.svg": "permission denied",
+        "locked.svg": "permission denied",
+    }
+    wrong |= {"x.jpg2000": "x.jpg2000 is none of .png, .svg, .pdf"} if option == "--picture" else {}
+    given = {"plan": ["--measure"], "plan show": ["none.json"], "doctor": ["lstm"]}
+    words = name.split()[1:]
+    for path, reason in wrong.items():
+        arguments = [*words, *given.get(" ".join(words), []), option, path]
+        result = CliRunner().invoke(main.app, arguments)
+        assert result.exit_code == 2, (arguments, result.output)
+        assert reason in " ".join(result.output.replace("│", " ").split()), (arguments, result.output)
+
+
+def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("thinwire.cli.output.find_spec", lambda _: None)
+    for command in ("doctor lstm", "bench checkpoint"):
+        result = CliRunner().invoke(main.app, [*command.split(), "--picture", str(tmp_path / "x.png")])
+        assert result.exit_code == 1
+        assert result.output == "error: --picture needs matplotlib: pip install 'thinwire[plot]'\n"
+
+
+@pytest.mark.parametrize("package", ["pyroute2", "sklearn"])
+def test_a_missing_package_is_a_line_that_names_the_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr(main.output, "is_command", False)
+    extra = {"pyroute2": "testbed", "sklearn": "train"}[package]
+    where = ["--link", "1gbit"] if package == "pyroute2" else ["--link", "none", "--job", "digits"]
+    commands = ["bench train", "plan --measure", "bench checkpoint"]
+    for command in [*commands, "demo", "bench sync", "doctor lstm"] if package == "pyroute2" else commands[:1]:
+        result = CliRunner().invoke(main.app, [*command.split(), *where], env={"COLUMNS": "300"})
+        assert result.exit_code == 1, (command, result.output)
+        assert f"pip install 'thinwire[{extra}]'\n" in result.output, (command, result.output)
+
+
+def test_an_interrupt_ends_with_status_130() -> None:
+    """The parent interrupts the command as a terminal does: when it has printed that it measures."""
+    command = [sys.executable, "-m", "thinwire", "bench", "sync", "--link", "none", "--hosts", "2", "--repeat", "9999"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("starting hosts")
+        os.killpg(process.pid, signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(60) == 130, rest
+    assert "Traceback" not in rest
+
+
+def test_the_shell_completes_commands_and_options() -> None:
+    for words, completed in {
+        "thinwire do": "doctor",
+        "thinwire doctor --re": "--report",
+        "thinwire bench s": "sync",
+        "thinwire bench sync --dt": "--dtype",
+        "thinwire plan s": "show",
+    }.items():
+        asked = {"_THINWIRE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+        ran = subprocess.run(
+            [sys.executable, "-m", "thinwire"], env=os.environ | asked, capture_output=True, text=True, check=False
+        )
+        assert ran.stdout.split() == [completed], ran
+
+
+def test_help_says_the_exit_statuses_and_how_to_complete() -> None:
+    output = " ".join(CliRunner().invoke(main.app, ["--help"]).output.split())
+    assert "0 success, 1 failure, 2 wrong usage, 130 interrupted" in output
+    assert "thinwire --install-completion" in output
+
+
+def test_the_version_has_all_that_a_report_of_a_bug_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(main, "_PACKAGES", ("torch", "no-such-package"))
+    first, second, third = CliRunner().invoke(main.app, ["--version"]).output.splitlines()
+    assert first == f"thinwire {thinwire.__version__}"
+    assert second.startswith(f"python {platform.python_version()}, ")
+    assert third == f"torch {version('torch')}, no-such-package is not installed"
 
 
 def test_it_runs_as_a_module() -> None:

@@ -254,7 +254,7 @@ def test_the_command_reads_a_measurement(tmp_path: Path) -> None:
     } <= set(data)
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert "<svg" in page.read_text()
-    assert "A step against the speed of the link" in page.read_text()
+    assert "Step time against the speed of the link" in page.read_text()
 
 
 def test_the_document_has_the_screen_that_its_command_gives(monkeypatch: pytest.MonkeyPatch) -> None:

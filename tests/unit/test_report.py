@@ -58,7 +58,7 @@ def test_the_origin_is_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_part_has_a_name_and_is_escaped() -> None:
     report = Report("A & B", "<i>", origin=ORIGIN)
-    report.hero("2.9x <faster>", "than stock & DDP", badge="lossy")
+    report.hero("2.9x <faster>", "than stock & DDP", lossy=True)
     report.figures([("bytes", "<1 MB")])
     report.code('attach(model, plan=Plan.load("<p>"))', "Paste & go")
     report.table("Ways <b>", ["way", "seconds"], [["<b>exact", "1.2 s"]])
@@ -105,10 +105,12 @@ def test_a_plot_has_a_description_no_shared_ids_and_the_colours_of_the_page() ->
 def test_labels_are_moved_apart_and_no_further(labels: list[tuple[float, float]]) -> None:
     wanted, heights = zip(*labels, strict=True)
     middles = spread(wanted, heights)
+    assert all(middle >= height / 2 - 1e-5 for middle, height in zip(middles, heights, strict=True))
     order = sorted(range(len(labels)), key=lambda i: wanted[i])
     for below, above in itertools.pairwise(order):
         gap = (heights[below] + heights[above]) / 2
         assert middles[above] - middles[below] >= gap - 1e-5
     assert all(abs(middle - place) <= sum(heights) for middle, place in zip(middles, wanted, strict=True))
     if all(wanted[above] - wanted[below] > 0.21 for below, above in itertools.pairwise(order)):
-        assert middles == pytest.approx(list(wanted), abs=1e-5)
+        at_least = [max(place, height / 2) for place, height in labels]
+        assert middles == pytest.approx(at_least, abs=1e-5)

@@ -101,7 +101,7 @@ def doctor(
             if examined.target and not no_confirm and not in_job():
                 diagnosis = _confirmed(diagnosis, examined, network)
         _print(diagnosis, console, output)
-        _draw(diagnosis, console, picture, report)
+        _draw(diagnosis, console, picture, report, output)
         write_json(diagnosis.to_json(), json_path)
 
 
@@ -233,7 +233,9 @@ def _print(diagnosis: Diagnosis, console: Console, output: Path | None) -> None:
         console.print(f"Plan: [bold]{output}[/]", highlight=False, soft_wrap=True)
 
 
-def _draw(diagnosis: Diagnosis, console: Console, picture: Path | None, report: Path | None) -> None:
+def _draw(
+    diagnosis: Diagnosis, console: Console, picture: Path | None, report: Path | None, output: Path | None
+) -> None:
     from thinwire.lab.doctor_picture import TITLE, build_report, draw
     from thinwire.lab.plot import save_picture
 
@@ -241,5 +243,5 @@ def _draw(diagnosis: Diagnosis, console: Console, picture: Path | None, report: 
         save_picture(lambda axes: draw(axes, diagnosis), picture, 4.0, TITLE)
         console.print(f"Picture: [bold]{picture}[/]", highlight=False)
     if report is not None:
-        build_report(diagnosis).write(report)
+        build_report(diagnosis, None if output is None else str(output)).write(report)
         console.print(f"Report: [bold]{report}[/]", highlight=False)

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from thinwire.cli.commands import Command, option
-from thinwire.cli.output import STDOUT, clear_errors, console_for, plain_table, write_json
+from thinwire.cli.output import STDOUT, check_directories, clear_errors, console_for, plain_table, write_json
 
 if TYPE_CHECKING:
     from thinwire.holder.client import HolderClient
@@ -56,6 +56,7 @@ def holder(
         timeout_seconds=timeout,
         deadline_seconds=deadline,
     )
+    check_directories({"--json": json_path})
     console = console_for(json_path)
     with clear_errors(ValueError, OSError, ThinwireError):
         if stop or status or forget is not None:
@@ -82,12 +83,13 @@ def _talk(options: HolderOptions, console: Console, stop: bool, forget: str | No
 
 
 def _connect(options: HolderOptions) -> HolderClient:
+    from thinwire.errors import LostPeerError
     from thinwire.holder.client import HolderClient
     from thinwire.holder.start import load_secret, socket_path
 
     path = socket_path(options.socket)
     if not path.exists():
-        raise ValueError(f"no holder at {path}; start one with: thinwire holder --bind ADDRESS")
+        raise LostPeerError(f"no holder at {path}; start one with: thinwire holder --bind ADDRESS")
     return HolderClient.connect(path, load_secret(path, options.secret_file))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import platform
+from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from typing import ClassVar
 
@@ -10,12 +12,20 @@ import typer
 from thinwire.cli import output
 from thinwire.cli.commands import LazyGroup
 
+_EPILOG = """Example: thinwire demo
+
+Exit status: 0 success, 1 failure, 2 wrong usage, 130 interrupted (Ctrl-C).
+
+Completion in your shell: thinwire --install-completion
+"""
+_PACKAGES = ("torch", "numpy", "numba", "matplotlib", "pyroute2", "scikit-learn")
+
 
 class _Commands(LazyGroup):
     lazy: ClassVar = {
         "demo": (
             "thinwire.cli.demo",
-            "Train one language model twice, by stock DDP and by thinwire, and compare losses, bytes and times.",
+            "Train one language model by stock DDP and by thinwire, in turn, and compare losses, step times and bytes.",
         ),
         "analyze": (
             "thinwire.cli.analyze",
@@ -45,18 +55,30 @@ app = typer.Typer(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Make PyTorch data-parallel training fast on the network you have.",
+    epilog=_EPILOG,
 )
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"thinwire {version_of('thinwire')}")
+        typer.echo(f"thinwire {_installed('thinwire')}")
+        typer.echo(f"python {platform.python_version()}, {platform.platform()}")
+        typer.echo(", ".join(f"{name} {_installed(name)}" for name in _PACKAGES))
         raise typer.Exit
+
+
+def _installed(package: str) -> str:
+    try:
+        return version_of(package)
+    except PackageNotFoundError:
+        return "is not installed"
 
 
 @app.callback()
 def main(
-    version: bool = typer.Option(False, "--version", callback=_print_version, is_eager=True, help="Print the version."),
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print versions: thinwire, Python, packages."
+    ),
 ) -> None:
     """Make PyTorch data-parallel training fast on the network you have."""
 

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,11 +17,18 @@ from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
 
+from thinwire.errors import MissingPackageError, missing_package
+
 STDOUT = Path("-")
 PIPE_COLUMNS = 160
 """Width of a pipe or a file, where nothing has to fit a window: no cell of a table is cut."""
 SECONDS_BETWEEN_LINES = 10.0
 """How often progress is reported where there is no terminal to show a bar on."""
+PICTURES = (".png", ".svg", ".pdf")
+FAILURE, USAGE = 1, 2
+"""Exit statuses; success is 0, and an interrupt (Ctrl-C) is 130."""
+WRONG_USAGE = (ValueError, FileNotFoundError, ModuleNotFoundError)
+"""Errors that the user can correct in the command itself."""
 is_command = False
 """Whether this process is the command, and not one that calls it."""
 
@@ -105,32 +113,49 @@ def write_json(result: dict[str, Any], path: Path | None) -> None:
 
 @contextmanager
 def clear_errors(*expected: type[Exception]) -> Iterator[None]:
-    """Turn errors that the user can correct into one line and exit status 2.
+    """Turn expected errors, and missing packages, into one line and an exit status: 2 for wrong usage, 1 for the rest.
 
     A command that lacks the right to make emulated hosts restarts where it has it, before it reports an error.
     """
     try:
         yield
-    except expected as error:
+    except (*expected, MissingPackageError) as error:
         if is_command and type(error).__name__ == "NetAdminError":
             from thinwire.lab.testbed.network import restart_as_root_of_a_user_namespace
 
             restart_as_root_of_a_user_namespace()
         message = f"[bold red]error:[/] {escape(str(error))}"
         Console(stderr=True).print(message, highlight=False, soft_wrap=True)
-        raise typer.Exit(2) from error
+        raise typer.Exit(USAGE if isinstance(error, WRONG_USAGE) else FAILURE) from error
 
 
 def check_directories(paths: dict[str, Path | None]) -> None:
-    """Check before any measurement that the files named by options can be written.
+    """Check before any measurement that the files named by options can be written, and that plots can be drawn.
 
     Raises:
-        typer.BadParameter: the folder of one does not exist, or it is a folder itself.
+        typer.BadParameter: a path that cannot be written, or an image of an unknown format.
+        typer.Exit: the package that draws is missing; the reason is printed.
     """
     for option, path in paths.items():
-        if path is None or path == STDOUT:
+        if path is None or (path == STDOUT and option == "--json"):
             continue
-        if not path.parent.is_dir():
-            raise typer.BadParameter(f"{path.parent} is not a directory", param_hint=option)
-        if path.is_dir():
-            raise typer.BadParameter(f"{path} is a directory", param_hint=option)
+        reason = _why_not(path, option)
+        if reason is not None:
+            raise typer.BadParameter(reason, param_hint=option)
+        if option == "--picture":
+            with clear_errors():
+                if find_spec("matplotlib") is None:
+                    raise missing_package("matplotlib", option)
+
+
+def _why_not(path: Path, option: str) -> str | None:
+    """Why a file cannot be written; None if it can, as far as can be said without writing it."""
+    if path.is_dir():
+        return f"{path} is a directory"
+    if not path.parent.is_dir():
+        return f"{path.parent} is not a directory"
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return f"{path} cannot be written: permission denied"
+    if option == "--picture" and path.suffix.lower() not in PICTURES:
+        return f"{path} is none of {', '.join(PICTURES)}"
+    return None

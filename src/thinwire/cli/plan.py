@@ -102,6 +102,7 @@ def show(
     """Say what a plan does, and why."""
     from thinwire.plan.plan import Plan
 
+    check_directories({"--json": json_path})
     with clear_errors(ValueError):
         loaded = Plan.load(path)
     console_for(json_path).print(loaded.explain(), end="", highlight=False, markup=False, soft_wrap=True)

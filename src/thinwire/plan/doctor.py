@@ -287,11 +287,20 @@ def describe(diagnosis: Diagnosis, plan_path: str | None = None) -> str:
     Args:
         plan_path: path of the plan, if it was written.
     """
+    rows = answers(diagnosis)
+    width = max(len(name) for name, _ in rows)
+    lines = [f"thinwire doctor: {diagnosis.title}", ""]
+    lines += [f"{name:<{width}}  {text}" for name, text in rows]
+    return "\n".join([*lines, *_confirmed(diagnosis), "", *_advice(diagnosis, plan_path)]) + "\n"
+
+
+def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
+    """Return the answers as (name, text) pairs."""
     measured, plan = diagnosis.measurement, diagnosis.plan
     hosts = f"{measured.hosts} hosts" if measured.hosts > 1 else "one host"
     size_bytes = sum(measured.size_bytes) + sum(table.size_bytes for table in measured.tables)
     count = len(measured.parameters) + len(measured.tables)
-    rows = [
+    return [
         ("Model", f"{count} parameters, {format_bytes(size_bytes)} of gradients"),
         *[("Tables" if not place else "", text) for place, text in enumerate(_tables(measured))],
         ("Ranks", f"{measured.world_size} on {hosts}, {measured.device}"),
@@ -307,10 +316,6 @@ def describe(diagnosis: Diagnosis, plan_path: str | None = None) -> str:
         ("Recommended", _verdict(diagnosis)),
         *_ranges(diagnosis),
     ]
-    width = max(len(name) for name, _ in rows)
-    lines = [f"thinwire doctor: {diagnosis.title}", ""]
-    lines += [f"{name:<{width}}  {text}" for name, text in rows]
-    return "\n".join([*lines, *_confirmed(diagnosis), "", *_advice(diagnosis, plan_path)]) + "\n"
 
 
 def _tables(measured: Measurement) -> list[str]:

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from thinwire.lab.analyze.failure import kept_errors
 from thinwire.lab.analyze.recorder import Recorder, ScriptWatcher, install
 
 
@@ -32,7 +33,8 @@ def main() -> None:
     directory, steps, script, *arguments = sys.argv[1:]
     rank = int(os.environ["RANK"])
     recorder = Recorder(int(steps), partial(_add_byte, progress_file(Path(directory))) if rank == 0 else lambda: None)
-    run_recorded(recorder, script, arguments)
+    with kept_errors(Path(directory), rank, script):
+        run_recorded(recorder, script, arguments)
     recorder.save(rank_file(Path(directory), rank))
     if dist.is_initialized():
         dist.destroy_process_group()

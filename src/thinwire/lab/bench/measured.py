@@ -35,7 +35,7 @@ OnStage = Callable[[str], None]
 
 @dataclass(frozen=True)
 class TrainingTarget:
-    """Training to measure: a job by name, or ``module:function`` or ``file.py:function``, see `OwnJob`.
+    """Training to measure: a job by name, or ``module:function`` or ``<file>:function``, see `OwnJob`.
 
     Raises:
         ValueError: neither; the message says what is legal.

@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Self, TypeVar
 
+from thinwire.errors import missing_package
 from thinwire.lab.testbed.goodput import hang_up, receive_rate_mbit, send_until_closed
 
 Result = TypeVar("Result")
@@ -251,7 +252,7 @@ def _pyroute2() -> ModuleType:
     try:
         import pyroute2
     except ImportError as error:
-        raise ImportError("emulated hosts need pyroute2; run `pip install thinwire[testbed]`") from error
+        raise missing_package("pyroute2", "a network of emulated hosts") from error
     return pyroute2
 
 

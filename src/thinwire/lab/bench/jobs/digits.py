@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from thinwire.errors import missing_package
 from thinwire.lab.bench.jobs.job import Data, Job, Samples
 
 _HELD_OUT_EVERY = 5
@@ -35,7 +36,7 @@ class DigitsJob(Job):
         try:
             from sklearn.datasets import load_digits
         except ImportError as error:
-            raise ImportError("the job digits needs scikit-learn; run `pip install 'thinwire[train]'`") from error
+            raise missing_package("scikit-learn", "the job digits") from error
         pixels, digits = load_digits(return_X_y=True)
         images = torch.tensor(pixels, dtype=torch.float32).div(16.0).view(-1, 1, 8, 8)
         labels = torch.tensor(digits, dtype=torch.int16)

@@ -174,22 +174,21 @@ def train(context: RankContext, name: str, steps: int, is_logged: bool) -> tuple
         logging.basicConfig(level=logging.INFO, format="%(message)s")
     if "FORCE" in os.environ:
         from thinwire.gradients import exact
+
         exact.LEFT_SECONDS = exact.LEFT_BYTES = float("inf")
     torch.sparse.check_sparse_tensor_invariants.disable()
     both = [Training(name, context.rank, is_attached) for is_attached in (False, not IS_CONTROL)]
     for step in range(steps):
         for training in both if step % 2 else reversed(both):
             training.step(step)
-    return [x for training in both for x in (training.seconds, training.cpu)], both[1].schemes or [['stock']]
+    return [x for training in both for x in (training.seconds, training.cpu)], both[1].schemes or [["stock"]]
 
 
 def measured(name: str, link: Link, ranks: int, steps: int, skipped: int, is_logged: bool) -> dict[str, Any]:
     """Train a job and return its figures."""
     with EmulatedNetwork(ranks, link) if link.mbit else nullcontext() as network:
         mbit = network.measure() if network else None
-        outcomes = run_ranks(
-            train, name, steps, is_logged, world_size=ranks, network=network, timeout_seconds=600
-        )
+        outcomes = run_ranks(train, name, steps, is_logged, world_size=ranks, network=network, timeout_seconds=600)
     per_rank = [outcome.value[0] for outcome in outcomes]
     stock, ours = ([max(moments) for moments in zip(*(of[place] for of in per_rank), strict=True)] for place in (0, 2))
     cpu = [statistics.mean(statistics.mean(of[place][skipped:]) for of in per_rank) for place in (1, 3)]
@@ -203,7 +202,7 @@ def measured(name: str, link: Link, ranks: int, steps: int, skipped: int, is_log
         "stock_seconds": statistics.median(stock[skipped:]),
         "thinwire_seconds": statistics.median(ours[skipped:]),
         "ratio": ratio,
-        "cpu": cpu[1]/cpu[0],
+        "cpu": cpu[1] / cpu[0],
         "is_not_slower": ratio <= most,
         "first_seconds": ours[:skipped],
         "settled_in_step": max((step for step, each in enumerate(schemes) if each != schemes[-1]), default=-1) + 2,

@@ -23,7 +23,7 @@ def test_two_hosts_by_ddp_and_in_bfloat16() -> None:
     check(dense, gradients)
     check(bf16, gradients // 2)
     assert dense["final_loss"] == pytest.approx(bf16["final_loss"], rel=0.05)
-    assert dense["seconds_to_dense_loss"] == pytest.approx(dense["seconds_curve"][-1])
+    assert 0 < dense["seconds_to_dense_loss"] <= dense["seconds_curve"][-1]
 
 
 def check(row: dict[str, Any], num_bytes: int) -> None:

@@ -18,13 +18,14 @@ from thinwire.cli.main import app
 from thinwire.lab.bench.jobs.digits import DigitsJob
 from thinwire.lab.bench.jobs.job import Data, Job, Samples
 from thinwire.lab.bench.jobs.named import JOBS, get_job
+from thinwire.lab.bench.jobs.own import JobError
 from thinwire.lab.bench.train.account import covered_seconds
-from thinwire.lab.bench.train.curve import LossCurve, evaluation_steps, smoothed, window_of
+from thinwire.lab.bench.train.curve import LossCurve, evaluation_steps, reached_at, smoothed, window_of
 from thinwire.lab.bench.train.methods import SETTINGS, TORCH_METHODS, method_of, method_of_plan, parse
 from thinwire.lab.bench.train.planned import Planning
-from thinwire.lab.bench.train.rank import JobTraining, RankRecord, StepRecord
+from thinwire.lab.bench.train.rank import JobTraining, RankRecord, StepRecord, set_up_optimizer
 from thinwire.lab.bench.train.report import build_report
-from thinwire.lab.bench.train.rows import curve_of, row_of
+from thinwire.lab.bench.train.rows import against_dense, curve_of, row_of
 from thinwire.lab.bench.train.summary import summarize, verdict
 from thinwire.plan.plan import STOCK, Group, Plan
 
@@ -150,6 +151,15 @@ def test_the_dense_run_reaches_its_own_final_loss_at_its_end() -> None:
     assert curve.seconds_to(curve.final_loss) == 29
 
 
+@pytest.mark.parametrize(("above", "reached"), [(5e-6, True), (0.0009, True), (0.0011, False)])
+def test_a_loss_within_a_thousandth_of_that_of_ddp_counts_as_reached(above: float, reached: bool) -> None:
+    """Another seed makes a larger difference: 5e-6 above is not "never"."""
+    curve = LossCurve((1, 2, 3), (1.0, 2.0, 3.0), (4.0, 3.0, 2.0 * (1 + above)), planned_steps=3)
+    row = against_dense({"final_loss": curve.final_loss}, curve, dense_loss=2.0)
+    assert (row["seconds_to_dense_loss"] is not None) is reached
+    assert reached_at(-2.0) > -2.0, "also a loss that is a negative number"
+
+
 def test_the_first_step_is_told_apart() -> None:
     """It counts as a median step in the clock of the curve, and has a field of its own."""
     seconds = [9.0, 1.0, 3.0]
@@ -195,6 +205,7 @@ def test_every_setting_fits_its_constructor(name: str) -> None:
         ("thinwire:fuse=cupcakes", "cupcakes"),
         ("plan:policy=cupcake", "plan has no setting 'policy'"),
         ("plan:file=/nowhere/plan.json", "cannot read the plan /nowhere/plan.json"),
+        ("plan:/nowhere/plan.json", "cannot read the plan /nowhere/plan.json"),
         ("plan:compressors=sidco", "sidco"),
     ],
 )
@@ -207,6 +218,7 @@ def test_unknown_methods_and_settings(text: str, says: str) -> None:
     ("text", "is_plain", "has_plan"),
     [
         ("thinwire", False, False),
+        ("exact", False, False),
         ("thinwire:fuse=byte_cap(mb=4;first_mb=1)", True, False),
         ("top_k:density=0.01:ahead=False", True, False),
         ("qsgd:fuse=safusion(adapt=False)", True, False),
@@ -224,6 +236,35 @@ def test_a_plan_to_do_nothing_is_stock_ddp() -> None:
     nothing, other = (Plan(2, "", groups, 1.0, 1.0, choice=choice) for choice in (STOCK, "exact, cupcake"))
     assert not method_of_plan(nothing, Planning()).is_plain
     assert method_of_plan(other, Planning()).is_plain
+
+
+def test_a_plan_for_another_number_of_ranks_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    Plan(2, "", (Group(("fc.weight",), 4096),), 1.0, 1.0).save(path)
+    method_of(f"plan:{path}", get_job("lstm"), steps=100, world_size=2)
+    with pytest.raises(ValueError, match="for 2 ranks, and there are 4: give --hosts 2"):
+        method_of(f"plan:{path}", get_job("lstm"), steps=100, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("name", "scale", "momentum"), [("top_k", 1.0, 0.9), ("dgc", 1.0, 0.0), ("sign_sgd", 0.002, 0.0)]
+)
+def test_what_a_method_compresses_has_its_optimizer_settings_and_tables_keep_theirs(
+    name: str, scale: float, momentum: float
+) -> None:
+    model = nn.ModuleDict({"table": nn.Embedding(100, 32, sparse=True), "layer": nn.Linear(64, 32)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+    set_up_optimizer(optimizer, method_of(name, get_job("lstm"), 100, 2), model, name)
+    compressed, rest = optimizer.param_groups
+    assert compressed["params"] == [model["layer"].weight]
+    assert (compressed["lr"], compressed["momentum"]) == (pytest.approx(0.5 * scale), momentum)
+    assert (len(rest["params"]), rest["lr"], rest["momentum"]) == (2, 0.5, 0.9)
+
+
+def test_a_method_with_momentum_needs_an_optimizer_that_can_leave_it_out() -> None:
+    layer = nn.Linear(64, 32)
+    with pytest.raises(JobError, match=r"dgc needs torch\.optim\.SGD, and the job has Adam"):
+        set_up_optimizer(torch.optim.Adam(layer.parameters()), method_of("dgc", get_job("lstm"), 100, 2), layer, "dgc")
 
 
 def row(method: str, seconds: float | None, seed: int = 0, loss: float | None = 1.0) -> dict[str, Any]:
@@ -283,7 +324,7 @@ def test_a_run_without_a_link(tmp_path: Path) -> None:
     assert dense["bytes_sent_max"] == 4 * dense["parameters"], "2 (n - 1) / n of the gradients, of two ranks"
     assert dense["bytes_source"] == "formula"
     assert (top_k["bytes_source"], top_k["density"] < 0.05) == ("counted", True)
-    assert dense["seconds_to_dense_loss"] == pytest.approx(dense["seconds_curve"][-1])
+    assert 0 < dense["seconds_to_dense_loss"] <= dense["seconds_curve"][-1]
     html = page.read_text()
     assert html.count("<figure") == 3
     assert verdict(written["rows"]).split(":")[0] in html
@@ -294,6 +335,7 @@ def test_a_run_without_a_link(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["--job", "resnet"], "legal are lstm, digits, gpt"),
+        (["--job", "nowhere/train.py:make"], "no file nowhere/train.py"),
         (["--methods", "ddp,zip"], "legal are ddp"),
         (["--methods", "ddp,ddp"], "named twice"),
         (["--hosts", "0"], "at least one"),

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import typer
 
 from thinwire.cli.commands import LazyGroup
+
+if TYPE_CHECKING:
+    from thinwire.lab.testbed.network import Link
 
 WORKLOADS = "bert, deepfm, llm_dgc, lstm, nmt"
 SCHEMES = (
@@ -18,8 +21,8 @@ SCHEMES = (
 DTYPES = "float32, float64, bfloat16, float16"
 JOBS = "lstm, digits, gpt"
 METHODS = (
-    "ddp, bf16, powersgd_torch, thinwire, plan, top_k, dgc, gaussian_k, redsync, sidco, ms_top_k, random_k, sign_sgd,"
-    " ef_sign_sgd, qsgd, terngrad, natural, int8, fp8, fp16, power_sgd, acp_sgd, atomo, ok_topk, hi_top_k"
+    "ddp, bf16, powersgd_torch, thinwire, exact, plan, top_k, dgc, gaussian_k, redsync, sidco, ms_top_k, random_k,"
+    " sign_sgd, ef_sign_sgd, qsgd, terngrad, natural, int8, fp8, fp16, power_sgd, acp_sgd, atomo, ok_topk, hi_top_k"
 )
 CHECKPOINT_METHODS = "none,dcp_sync,dcp_async,blocking,thinwire"
 """Names that the help lists, written out since the modules that define them import torch; a test compares them."""
@@ -53,3 +56,21 @@ app = typer.Typer(
 @app.callback()
 def _bench() -> None:
     """Measure thinwire and its rivals on emulated hosts."""
+
+
+def where(hosts: int | None, ranks_per_host: int | None, link: str | None) -> tuple[int, int, Link]:
+    """Return hosts, ranks of each, and the link to emulate: 8 hosts at 100 Mbit/s, or those of the job we are in.
+
+    Raises:
+        ValueError: a link that is none; options for emulated hosts in a job that torchrun started.
+    """
+    from thinwire.lab.bench.in_job import JobSize, is_in_job
+    from thinwire.lab.testbed.network import Link
+
+    if not is_in_job():
+        hosts, ranks_per_host = (8 if hosts is None else hosts), (1 if ranks_per_host is None else ranks_per_host)
+        return hosts, ranks_per_host, Link.parse("100mbit" if link is None else link)
+    if (hosts, ranks_per_host, link) != (None, None, None):
+        raise ValueError("the ranks of a torchrun job have their own hosts and network: leave out --hosts and --link")
+    size = JobSize.of_environment()
+    return size.hosts, size.ranks_per_host, Link(None)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from thinwire.cli.bench import JOBS, METHODS
+from thinwire.cli.bench import JOBS, METHODS, where
 from thinwire.cli.commands import Command, option
 from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
+from thinwire.cli.plan import in_job, is_first_rank
 
 if TYPE_CHECKING:
     from thinwire.lab.bench.train.benchmark import TrainBenchmark
@@ -22,14 +23,19 @@ app = typer.Typer(add_completion=False)
     cls=Command, epilog="Example: thinwire bench train --job digits --methods ddp,bf16,top_k --report out.html"
 )
 def train(
-    job: str = option("--job", "lstm", f": {JOBS}"),
+    job: str = option(
+        "--job",
+        "lstm",
+        f": {JOBS}; or module:function or file.py:function, which returns (model, make_batch, loss) and, if it has one,"
+        " the optimizer",
+    ),
     methods: str = option(
         "--methods",
         "ddp,bf16,top_k,ef_sign_sgd,power_sgd",
-        f", of: {METHODS}. Settings behind a colon: top_k:density=0.001",
+        f", of: {METHODS}. Settings behind a colon: top_k:density=0.001, plan:plan.json",
     ),
-    hosts: int = option("--hosts", 8, ", one rank each"),
-    link: str = option("--link", "100mbit", "; none for loopback"),
+    hosts: int = option("--hosts", None, ", one rank each; 8 by default"),
+    link: str = option("--link", None, "; none for loopback; 100mbit by default"),
     seeds: int = typer.Option(3, help="Runs of each method, from other initial parameters and orders of the data."),
     steps: int = option("--steps", None, "; by default the job's own number"),
     extra: float = typer.Option(0.25, help="Share of the steps that a method may need more to reach ddp's loss."),
@@ -37,24 +43,31 @@ def train(
     report: Path = option("--report"),
     quiet: bool = option("--quiet", False),
 ) -> None:
-    """Train one job by each method in turn: step times, bytes, loss against steps and against time."""
+    """Train one job by each method in turn: step times, bytes, loss against steps and against time.
+
+    Under torchrun (torchrun --nproc-per-node 4 --no-python thinwire bench train ...) the ranks of the job run one
+    benchmark together, on the CPU and over their own network.
+    """
     from thinwire.lab.bench.train.benchmark import TrainBenchmark
     from thinwire.lab.testbed.launch import RanksFailed
-    from thinwire.lab.testbed.network import Link, NetAdminError
+    from thinwire.lab.testbed.network import NetAdminError
 
     check_directories({"--report": report, "--json": json_path})
     console = console_for(json_path)
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
+        emulated, each, speed = where(hosts, None, link)
         benchmark = TrainBenchmark(
             job=job,
             methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
-            hosts=hosts,
-            link=Link.parse(link),
+            hosts=emulated * each,
+            link=speed,
             seeds=seeds,
             steps=steps,
             extra=extra,
         )
         result = _run(benchmark, quiet)
+    if not is_first_rank():
+        return
     _print(result, console)
     if report is not None:
         from thinwire.lab.bench.train.report import write_report
@@ -65,25 +78,24 @@ def train(
 
 
 def _run(benchmark: TrainBenchmark, quiet: bool) -> dict[str, Any]:
-    from thinwire.lab.bench.train.benchmark import run
+    from thinwire.lab.bench.train.benchmark import run, run_in_job
 
-    with progress("starting hosts", benchmark.num_steps, quiet) as tell:
+    with progress("starting ranks", benchmark.num_steps, quiet or not is_first_rank()) as tell:
 
         def on_step(method: str, seed: int, step: int, loss: float) -> None:
             total = benchmark.num_steps if step <= benchmark.num_steps else benchmark.max_steps
             tell(f"seed {seed}, {method}, loss {loss:.3f}", step, total)
 
-        return run(benchmark, on_step)
+        return run_in_job(benchmark, on_step) if in_job() else run(benchmark, on_step)
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
-    from thinwire.lab.bench.train.summary import COLUMNS, conditions, table_rows, verdict
+    from thinwire.lab.bench.train.summary import COLUMNS, caption, conditions, table_rows, verdict
 
     rows = result["rows"]
     table = plain_table(
         title=conditions(result),
-        caption="Medians over seeds. MB: sent a step by the busiest rank; faster: than ddp; loss: held out, mean of the"
-        " last 10 % of the steps; to loss: until the smoothed held-out loss is ddp's final loss.",
+        caption=caption(result),
         title_justify="center",
     )
     for name in COLUMNS:

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from thinwire.lab.analyze.failure import describe, quiet_launcher
 from thinwire.lab.analyze.recording import Recording, load
 from thinwire.lab.analyze.worker import progress_file, rank_file
 
@@ -43,7 +44,7 @@ def run_script(
     Raises:
         FileNotFoundError: no such script.
         ValueError: fewer than 2 workers or 1 step; a script without DDP model or without a synchronized backward.
-        ScriptFailed: the script failed on a rank; its traceback is on standard error.
+        ScriptFailed: the script failed on a rank; the text has its traceback.
 
     Example:
         >>> recording = run_script(Path("train.py"), ["--lr", "0.1"], workers=4, steps=20)  # doctest: +SKIP
@@ -98,7 +99,7 @@ def launch(
     """Run ``python -m WORKER DIRECTORY SETTINGS... SCRIPT ARGUMENTS...`` on ranks of this machine, as torchrun does.
 
     Raises:
-        ScriptFailed: a rank failed; its traceback is on standard error.
+        ScriptFailed: a rank failed; the text has its traceback.
     """
     config = LaunchConfig(
         min_nodes=1,
@@ -112,13 +113,11 @@ def launch(
         logs_specs=DefaultLogsSpecs(log_dir=str(Path(directory) / "logs")),
     )
     try:
-        elastic_launch(config, sys.executable)("-u", "-m", worker, directory, *settings, str(script), *arguments)
+        with quiet_launcher():
+            elastic_launch(config, sys.executable)("-u", "-m", worker, directory, *settings, str(script), *arguments)
     except ChildFailedError as failed:
         rank, failure = failed.get_first_failure()
-        raise ScriptFailed(
-            f"{script.name} failed on rank {rank} (exit status {failure.exitcode}): its traceback is above."
-            " It must run under torchrun; try that first"
-        ) from failed
+        raise ScriptFailed(describe(Path(directory), script.name, workers, rank, failure.exitcode)) from failed
     except SignalException as stopped:  # Ctrl-C: the launcher has ended the workers
         raise KeyboardInterrupt from stopped
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from thinwire.lab.analyze.failure import kept_errors
 from thinwire.lab.analyze.recorder import Recorder, ScriptWatcher, install
 
 
@@ -31,7 +33,8 @@ def main() -> None:
     directory, steps, script, *arguments = sys.argv[1:]
     rank = int(os.environ["RANK"])
     recorder = Recorder(int(steps), partial(_add_byte, progress_file(Path(directory))) if rank == 0 else lambda: None)
-    run_recorded(recorder, script, arguments)
+    with kept_errors(Path(directory), rank, script):
+        run_recorded(recorder, script, arguments)
     recorder.save(rank_file(Path(directory), rank))
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -44,16 +47,22 @@ def _add_byte(path: Path) -> None:
 
 def run_recorded(recorder: ScriptWatcher, script: str, arguments: list[str]) -> None:
     """Run a script as ``python SCRIPT ARGS...`` would. Its errors pass through, an orderly exit is swallowed."""
+    uninstall = install(recorder)
+    try:
+        run_script(script, arguments, lambda: recorder.finished)
+    finally:
+        uninstall()
+
+
+def run_script(script: str, arguments: list[str], is_finished: Callable[[], bool]) -> None:
+    """Run a script as ``python SCRIPT ARGS...`` would; how it exits does not matter if it was ended by us."""
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
-    uninstall = install(recorder)
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as exit:
-        if exit.code not in (None, 0) and not recorder.finished:
+        if exit.code not in (None, 0) and not is_finished():
             raise
-    finally:
-        uninstall()
 
 
 if __name__ == "__main__":

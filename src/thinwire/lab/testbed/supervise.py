@@ -191,7 +191,12 @@ def describe(ranks: list[RankProcess]) -> str:
 def _is_consequence(rank: RankProcess) -> bool:
     """Whether the rank failed because another one did: it lost its peer, or did not end in the grace period."""
     text = rank.error or ""
-    return text.startswith("killed ") or any(sign in text for sign in _PEER_LOST)
+    return text.startswith("killed ") or is_peer_lost(text)
+
+
+def is_peer_lost(error: str) -> bool:
+    """Return whether the text of an error says that a rank lost another one, and so is not a cause."""
+    return any(sign in error for sign in _PEER_LOST)
 
 
 def _reason(rank: RankProcess) -> str:

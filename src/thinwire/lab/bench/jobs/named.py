@@ -19,7 +19,7 @@ def get_job(name: str) -> Job:
 
 
 def parse_job(text: str) -> Job | OwnJob:
-    """Return the job of that name, or the user's own of ``module:function`` or ``file.py:function``.
+    """Return the job of that name, or the user's own of ``module:function`` or ``<file>:function``.
 
     Raises:
         ValueError: neither; the message says what is legal.

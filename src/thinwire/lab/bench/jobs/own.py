@@ -1,4 +1,4 @@
-"""A user's own job, ``module:function`` or ``path/to/file.py:function``: the same function for all commands.
+"""A user's own job, ``module:function`` or ``<file>:function``: the same function for all commands.
 
 The function takes no arguments and is called on every rank, in the environment that torchrun gives it (``RANK``,
 ``WORLD_SIZE``). It returns the model, a function that makes a batch, a loss (a function of the model and a batch) and,

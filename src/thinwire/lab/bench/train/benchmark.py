@@ -12,9 +12,11 @@ from typing import Any
 import torch
 
 import thinwire
-from thinwire.lab.bench.jobs.job import Data, Job
+from thinwire.lab.bench.in_job import gloo_group, is_in_job, on_all_ranks
+from thinwire.lab.bench.jobs.job import Job
 from thinwire.lab.bench.jobs.named import parse_job
 from thinwire.lab.bench.jobs.own import OwnJob, clear_job_errors
+from thinwire.lab.bench.train.curve import TOLERANCE, reached_at
 from thinwire.lab.bench.train.methods import DDP, method_of
 from thinwire.lab.bench.train.rank import JobTraining, RankRecord, train
 from thinwire.lab.bench.train.rows import against_dense, curve_of, row_of
@@ -85,6 +87,7 @@ def run(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
 
     Raises:
         ImportError: the job's data need a package that is not installed.
+        JobError: the user's own job cannot be trained.
         NetAdminError: a link is asked for, but the process may not make network namespaces.
         RanksFailed: a rank failed, with its traceback.
     """
@@ -92,55 +95,72 @@ def run(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
     preload("thinwire.lab.bench.train.stock")
     data = benchmark.the_job.load()
     limited = benchmark.link.mbit is not None
-    rows = []
     with (
         clear_job_errors(),
         EmulatedNetwork(benchmark.hosts, benchmark.link) if limited else nullcontext() as network,
     ):
-        link_mbit = network.measure() if network else None
-        for seed in range(benchmark.seeds):
-            dense_loss = None
-            for method in benchmark.ordered_methods:
-                training = _training(benchmark, method, seed, dense_loss, network)
-                records = _train(training, data, benchmark, network, on_step)
-                row, curve = row_of(training, records, link_mbit), curve_of(training, records)
-                if method == DDP:
-                    dense_loss = row["final_loss"]
-                rows.append(against_dense(row, curve, dense_loss))
-    return {"environment": _environment(benchmark), "rows": rows}
+
+        def train_on_ranks(training: JobTraining) -> list[RankRecord]:
+            outcomes = run_ranks(
+                train,
+                training,
+                data,
+                world_size=benchmark.hosts,
+                network=network,
+                timeout_seconds=benchmark.timeout_seconds,
+                on_message=lambda rank, message: on_step(training.method, training.seed, *message),
+            )
+            return [outcome.value for outcome in outcomes]
+
+        interface = network.interface if network else None
+        return _results(benchmark, train_on_ranks, network.measure() if network else None, interface)
 
 
-def _training(
-    benchmark: TrainBenchmark, method: str, seed: int, dense_loss: float | None, network: EmulatedNetwork | None
-) -> JobTraining:
-    return JobTraining(
-        job=benchmark.the_job,
-        method=method,
-        seed=seed,
-        steps=benchmark.num_steps,
-        extra_steps=benchmark.max_steps - benchmark.num_steps,
-        target_loss=dense_loss,
-        interface=network.interface if network else None,
-    )
+def run_in_job(benchmark: TrainBenchmark, on_step: OnStep) -> dict[str, Any]:
+    """Run the trainings as a rank of a job that torchrun started, over its own network, and return the same on all.
+
+    All runs share the processes; ``on_step`` is called on rank 0.
+
+    Raises:
+        ImportError, JobError: as `run`.
+    """
+    data = benchmark.the_job.load()
+
+    def train_here(training: JobTraining) -> list[RankRecord]:
+        return on_all_ranks(
+            train, training, data, on_message=lambda message: on_step(training.method, training.seed, *message)
+        )
+
+    with gloo_group():
+        return _results(benchmark, train_here)
 
 
-def _train(
-    training: JobTraining,
-    data: Data | None,
+def _results(
     benchmark: TrainBenchmark,
-    network: EmulatedNetwork | None,
-    on_step: OnStep,
-) -> list[RankRecord]:
-    outcomes = run_ranks(
-        train,
-        training,
-        data,
-        world_size=benchmark.hosts,
-        network=network,
-        timeout_seconds=benchmark.timeout_seconds,
-        on_message=lambda rank, message: on_step(training.method, training.seed, *message),
-    )
-    return [outcome.value for outcome in outcomes]
+    train_all: Callable[[JobTraining], list[RankRecord]],
+    link_mbit: float | None = None,
+    interface: str | None = None,
+) -> dict[str, Any]:
+    """Train by each method under each seed, stock DDP first: the others are measured by its final loss."""
+    rows = []
+    for seed in range(benchmark.seeds):
+        dense_loss = None
+        for method in benchmark.ordered_methods:
+            training = JobTraining(
+                job=benchmark.the_job,
+                method=method,
+                seed=seed,
+                steps=benchmark.num_steps,
+                extra_steps=benchmark.max_steps - benchmark.num_steps,
+                target_loss=None if dense_loss is None else reached_at(dense_loss),
+                interface=interface,
+            )
+            records = train_all(training)
+            row, curve = row_of(training, records, link_mbit), curve_of(training, records)
+            if method == DDP:
+                dense_loss = row["final_loss"]
+            rows.append(against_dense(row, curve, dense_loss))
+    return {"environment": _environment(benchmark), "rows": rows}
 
 
 def _environment(benchmark: TrainBenchmark) -> dict[str, Any]:
@@ -152,13 +172,15 @@ def _environment(benchmark: TrainBenchmark) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hosts": benchmark.hosts,
+        "in_job": is_in_job(),
         "link_nominal_mbit": benchmark.link.mbit,
         "steps": benchmark.num_steps,
         "seeds": benchmark.seeds,
         "judged_by": job.judged_by,
+        "loss_tolerance": TOLERANCE,
         "batch_size": job.batch_size,
         "learning_rate": job.learning_rate,
         "momentum": job.momentum,
         "clip_norm": job.clip_norm,
-        "threads_per_rank": 1,
+        "threads_per_rank": torch.get_num_threads() if is_in_job() else 1,
     }

@@ -7,6 +7,13 @@ from dataclasses import dataclass
 
 EVALUATIONS = 30
 """Number of evaluations in a run without its extra steps; the last tenth of them is the end of the run."""
+TOLERANCE = 0.001
+"""Relative difference up to which two losses count as equal: 0.1 %; another seed makes a larger one."""
+
+
+def reached_at(loss: float) -> float:
+    """Return the largest loss that counts as having reached ``loss``."""
+    return loss + TOLERANCE * abs(loss)
 
 
 def evaluation_steps(steps: int) -> tuple[int, ...]:

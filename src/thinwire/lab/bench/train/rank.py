@@ -32,7 +32,7 @@ class JobTraining:
         job: a job of ours or of the user.
         steps: planned number of steps; the final loss is that at their end.
         extra_steps: largest number of additional steps, while the smoothed held-out loss is above ``target_loss``.
-        target_loss: final loss of stock DDP; None for no extra steps.
+        target_loss: loss at which extra steps end; None for none.
         interface: network interface whose sent bytes are counted; None if the host has none of its own.
     """
 
@@ -68,6 +68,7 @@ class RankRecord:
 
     parameters: int = 0
     gradient_bytes: int = 0
+    optimizer: str = ""
     steps: list[StepRecord] = field(default_factory=list)
     held_out_losses: list[tuple[int, float]] = field(default_factory=list)
     link_bytes: int | None = None
@@ -88,6 +89,7 @@ def train(context: RankContext, training: JobTraining, data: Data | None) -> Ran
     record = RankRecord(
         parameters=sum(parameter.numel() for parameter in trained),
         gradient_bytes=sum(parameter.nbytes for parameter in trained),
+        optimizer=trainer.settings,
         plan=trainer.planned,
     )
     dist.barrier()
@@ -139,8 +141,11 @@ class _Trainer:
         self.training = training.job.training(data, rank, world_size, training.seed)
         self.network = self.training.model
         self.optimizer = training.job.optimizer_of(self.training)
-        self.job = _described(training.job, self.optimizer)
-        if isinstance(self.job, OwnJob):
+        first = self.optimizer.param_groups[0]
+        self.settings = f"{type(self.optimizer).__name__} at learning rate {first['lr']:g}"
+        self.job = training.job
+        if isinstance(self.job, OwnJob):  # a method that has momentum itself takes over that of the optimizer
+            self.job = replace(self.job, momentum=float(first.get("momentum", 0.0)))
             _check_device(self.network, self.job)
             share_parameters(self.network)
         self.held_out, self.weight = training.job.held_out(self.training, data, rank, world_size)
@@ -253,13 +258,6 @@ def digest(model: nn.Module) -> str:
         state.update(name.encode())
         state.update(parameter.detach().contiguous().flatten().view(torch.uint8).numpy().data)
     return state.hexdigest()
-
-
-def _described(job: Job | OwnJob, optimizer: torch.optim.Optimizer) -> Job | OwnJob:
-    """The user's job with the momentum of its optimizer, which methods that have momentum themselves take over."""
-    if isinstance(job, OwnJob):
-        return replace(job, momentum=float(optimizer.param_groups[0].get("momentum", 0.0)))
-    return job
 
 
 def _check_device(model: nn.Module, job: OwnJob) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from thinwire.lab.bench.train.curve import LossCurve
+from thinwire.lab.bench.train.curve import LossCurve, reached_at
 from thinwire.lab.bench.train.methods import TORCH_METHODS, parse
 from thinwire.lab.bench.train.rank import JobTraining, RankRecord, StepRecord
 from thinwire.plan.plan import STOCK
@@ -44,6 +44,7 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
         "seed": training.seed,
         "parameters": records[0].parameters,
         "gradient_bytes": records[0].gradient_bytes,
+        "optimizer": records[0].optimizer,
         "steps": training.steps,
         "steps_run": len(by_step),
         "step_seconds_median": statistics.median(step_seconds),
@@ -69,11 +70,14 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
 
 
 def against_dense(row: dict[str, Any], curve: LossCurve, dense_loss: float | None) -> dict[str, Any]:
-    """Return the row with the time to the final loss of stock DDP of the same seed; null if not run or not reached."""
+    """Return the row with the time until the loss is within 0.1 % of the final loss of stock DDP of the same seed.
+
+    Null if stock DDP was not run, or its loss not reached.
+    """
     if dense_loss is None or row["final_loss"] is None:
         return row | {"seconds_to_dense_loss": None, "loss_vs_dense": None}
     return row | {
-        "seconds_to_dense_loss": curve.seconds_to(dense_loss),
+        "seconds_to_dense_loss": curve.seconds_to(reached_at(dense_loss)),
         "loss_vs_dense": row["final_loss"] / dense_loss - 1.0,
     }
 

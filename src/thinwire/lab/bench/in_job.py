@@ -1,0 +1,70 @@
+"""A benchmark as one rank of a job that torchrun started: all its ranks together run one benchmark."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+from thinwire.lab.testbed.rank import RankContext
+
+Value = TypeVar("Value")
+
+
+def is_in_job() -> bool:
+    """Return whether torchrun, or a similar launcher, started this process as one of several ranks."""
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+@dataclass(frozen=True)
+class JobSize:
+    """Number of hosts and of ranks on each, which are consecutive."""
+
+    hosts: int
+    ranks_per_host: int
+
+    @classmethod
+    def of_environment(cls) -> JobSize:
+        """Read it from the environment.
+
+        Raises:
+            ValueError: hosts with different numbers of ranks.
+        """
+        world_size = int(os.environ["WORLD_SIZE"])
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+        if world_size % local:
+            raise ValueError(f"{world_size} ranks, {local} of them on this host: every host needs the same number")
+        return cls(world_size // local, local)
+
+
+@contextmanager
+def gloo_group() -> Iterator[None]:
+    """Join the job's process group over Gloo, if there is none yet; benchmarks compute on the CPU."""
+    if dist.is_initialized():
+        yield
+        return
+    dist.init_process_group("gloo")
+    try:
+        yield
+        dist.barrier()  # a rank that leaves early resets connections that others read from
+    finally:
+        dist.destroy_process_group()
+
+
+def on_all_ranks(
+    function: Callable[..., Value], *args: Any, on_message: Callable[[Any], None] = lambda message: None
+) -> list[Value]:
+    """Call ``function(context, *args)`` here as on all other ranks, and return the values of all, on all.
+
+    ``on_message`` gets the messages of this rank. An error ends this rank; the launcher then ends the others.
+    """
+    rank, local = dist.get_rank(), int(os.environ.get("LOCAL_RANK", "0"))
+    host = rank // JobSize.of_environment().ranks_per_host
+    value = function(RankContext(rank, dist.get_world_size(), local, host, on_message), *args)
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

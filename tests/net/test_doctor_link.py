@@ -1,4 +1,4 @@
-"""`thinwire doctor SCRIPT --link RATE`: the script is measured and tried on emulated hosts, not on loopback."""
+"""`thinwire doctor SCRIPT --link RATE`: the script is measured and tried on emulated hosts, not on a loopback."""
 
 from __future__ import annotations
 

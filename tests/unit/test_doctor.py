@@ -18,6 +18,7 @@ from thinwire.cli.main import app
 from thinwire.fuse.policy import Policy
 from thinwire.lab.analyze.step_recorder import StepRecorder
 from thinwire.lab.analyze.steps import run_watched
+from thinwire.measure.training import How
 from thinwire.lab.doctor.diagnosis import (
     FINALISTS,
     SPEEDS_MBIT,
@@ -29,7 +30,6 @@ from thinwire.lab.doctor.diagnosis import (
     finalists,
     format_mbit,
 )
-from thinwire.measure.training import How
 from thinwire.plan.measurement import DdpSite
 from thinwire.plan.plan import STOCK, Plan
 from thinwire.plan.planner import ROWS, step_seconds
@@ -190,8 +190,9 @@ def test_the_recommended_way_is_within_ten_percent_of_the_best_that_was_measured
 
 def test_a_way_that_failed_is_listed_and_not_taken() -> None:
     diagnosed = diagnosis(100, world_size=4)
-    ways = finalists(diagnosed)
-    rows = [Confirmed(way.name, 1.0, 1.0 if way.name == STOCK else None, "failed: OSError") for way in ways]
+    rows = [
+        Confirmed(way.name, 1.0, 1.0 if way.name == STOCK else None, "failed: OSError") for way in finalists(diagnosed)
+    ]
     failed = confirm(diagnosed, rows)
     assert failed.plan.does_nothing
     assert "failed: OSError" in describe(failed)

@@ -98,8 +98,8 @@ TORCHS = AGSPARSE_RING
 """The scheme of torch's own all-reduce of sparse tensors over Gloo, which runs it in C++ and straight from the hook."""
 LANE_SHARE, LANE_SECONDS = 1.3, 0.001
 """What a synchronization on the lane costs a step beyond its own seconds, as a factor and in seconds, and torch's own
-all-reduce does not: it needs no thread to wake up, and runs beside backward. Of 4 ranks on two processors, `zen` for
-the larger table of the demo took 21 to 36 ms on the lane, torch 28 to 45, and a step was 9 % longer with `zen`."""
+all-reduce does not: it wakes no thread up, and runs beside backward. For the larger table of the demo `zen` took
+21 to 36 ms on the lane and torch 28 to 45, of 4 ranks on two processors; and a step was 9 % longer with `zen`."""
 
 
 def expected_seconds(scheme: Scheme, demand: Demand, machine: Machine, sent_bytes: float) -> float:

@@ -184,7 +184,7 @@ class Experience:
         """Return the candidates that a rehearsal should try in such steps; none if there is nothing to learn."""
         if self._machine is None or self.rehearsal is not None or self.rehearsals >= MAX_REHEARSALS:
             return []
-        if is_dense(demand):
+        if is_dense(demand) or self._is_clear:
             return []
         size = self._size(demand)
         by_bytes = sorted(self._priced(size), key=lambda offer: offer.weighted_bytes)

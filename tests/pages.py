@@ -23,9 +23,9 @@ from thinwire.lab.bench.train.report import build_report as train_report
 from thinwire.lab.demo.compare import Comparison, VariantResult
 from thinwire.lab.demo.report import build_report as demo_report
 from thinwire.lab.demo.train import VARIANTS, TrainConfig
-from thinwire.lab.doctor_picture import build_report as doctor_report
+from thinwire.lab.doctor.diagnosis import Confirmed, confirm, diagnose, finalists
+from thinwire.lab.doctor.report import build_report as doctor_report
 from thinwire.lab.report import Report
-from thinwire.plan.doctor import Confirmed, confirm, diagnose, finalists
 from thinwire.plan.planner import step_seconds
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"

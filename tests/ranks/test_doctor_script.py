@@ -16,9 +16,9 @@ from thinwire.cli.main import app
 from thinwire.lab.analyze.steps import measure_script
 from thinwire.lab.analyze.trials import run_on_ranks, try_script
 from thinwire.lab.analyze.worker import run_script
+from thinwire.lab.doctor.advice import Advice, advice_of, lines_of, where_to_paste
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.measure.training import How
-from thinwire.plan.advice import Advice, advice_of, lines_of, where_to_paste
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.plan import STOCK, Plan
 from thinwire.plan.planner import ROWS, Way, usual_groups, ways

@@ -18,8 +18,7 @@ from thinwire.cli.main import app
 from thinwire.fuse.policy import Policy
 from thinwire.lab.analyze.step_recorder import StepRecorder
 from thinwire.lab.analyze.steps import run_watched
-from thinwire.measure.training import How
-from thinwire.plan.doctor import (
+from thinwire.lab.doctor.diagnosis import (
     FINALISTS,
     SPEEDS_MBIT,
     Confirmed,
@@ -30,6 +29,7 @@ from thinwire.plan.doctor import (
     finalists,
     format_mbit,
 )
+from thinwire.measure.training import How
 from thinwire.plan.measurement import DdpSite
 from thinwire.plan.plan import STOCK, Plan
 from thinwire.plan.planner import ROWS, step_seconds

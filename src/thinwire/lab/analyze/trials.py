@@ -22,11 +22,11 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.attach import attach
 from thinwire.compress.named import parse
 from thinwire.lab.analyze.worker import run_script
+from thinwire.lab.doctor.advice import Advice
+from thinwire.lab.doctor.diagnosis import Confirmed
 from thinwire.lab.testbed.launch import RanksFailed, preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork
 from thinwire.lab.testbed.rank import RankContext
-from thinwire.plan.advice import Advice
-from thinwire.plan.doctor import Confirmed
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.planner import Way, step_seconds
 from thinwire.synchronizer import Synchronizer
@@ -233,7 +233,7 @@ def _advised(advice: Advice, clock: StepClock) -> Iterator[None]:
 
 
 def attach_as_advised(model: nn.Module, advice: Advice) -> Synchronizer:
-    """Do what `thinwire.plan.advice.lines_of` says."""
+    """Do what `thinwire.lab.doctor.advice.lines_of` says."""
     if advice.plan is not None:
         return attach(model, plan=advice.plan)
     if advice.compressor is None:

@@ -20,12 +20,12 @@ from thinwire.lab.analyze.trials import WARM_STEPS, attach_as_advised, steps_for
 from thinwire.lab.bench.jobs.job import Data, Job
 from thinwire.lab.bench.jobs.named import parse_job
 from thinwire.lab.bench.jobs.own import OwnJob, clear_job_errors
+from thinwire.lab.doctor.advice import Advice
+from thinwire.lab.doctor.diagnosis import Confirmed
 from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.measure.training import How, Training, check, measure_training
-from thinwire.plan.advice import Advice
-from thinwire.plan.doctor import Confirmed
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.planner import Way, step_seconds
 

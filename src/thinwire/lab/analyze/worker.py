@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 from functools import partial
 from pathlib import Path
-
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from typing import TYPE_CHECKING
 
 from thinwire.lab.analyze.failure import kept_errors
-from thinwire.lab.analyze.recorder import Recorder, ScriptWatcher, install
+
+if TYPE_CHECKING:
+    from thinwire.lab.analyze.recorder import ScriptWatcher
 
 
 def rank_file(directory: Path, rank: int) -> Path:
@@ -25,9 +26,12 @@ def progress_file(directory: Path) -> Path:
     return directory / "progress"
 
 
-@record
 def main() -> None:
     """Run the script as its own main program, and write the recording when it ends well, by itself or by us."""
+    from torch import distributed as dist
+
+    from thinwire.lab.analyze.recorder import Recorder
+
     os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
     directory, steps, script, *arguments = sys.argv[1:]
     rank = int(os.environ["RANK"])
@@ -46,6 +50,8 @@ def _add_byte(path: Path) -> None:
 
 def run_recorded(recorder: ScriptWatcher, script: str, arguments: list[str]) -> None:
     """Run a script as ``python SCRIPT ARGS...`` would. Its errors pass through, an orderly exit is swallowed."""
+    from thinwire.lab.analyze.recorder import install
+
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
     uninstall = install(recorder)
@@ -59,4 +65,5 @@ def run_recorded(recorder: ScriptWatcher, script: str, arguments: list[str]) -> 
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, and without a traceback
     main()

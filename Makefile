@@ -16,7 +16,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	@touch $(STAMP)
 
-demo: install    ## train a language model twice, stock DDP and thinwire, and compare
+demo: install    ## compare stock DDP and thinwire on four emulated hosts, in about a minute
 	$(BIN)/thinwire demo
 
 lint: install    ## ruff and the type checker
@@ -38,8 +38,9 @@ test-nightly: install ## the slow tests: full demo, benchmark figures, long fuzz
 	$(BIN)/python -m pytest -m "slow"
 	THINWIRE_EXAMPLES=300 $(BIN)/python -m pytest -m "not gpu and not slow and not docs" -n 2 --dist worksteal tests/unit
 
-docs: install    ## build the site into site/, failing on any warning
+docs: install    ## build the site into site/, failing on any warning; run its notebook and its commands, made small
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m pytest -m "docs" -n 2 --dist worksteal tests/docs
 
 house: install   ## measure the structure of the library: files on the way of a gradient, sizes, circles, duplicate names
 	$(BIN)/python tools/house.py

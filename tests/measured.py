@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from thinwire.compress.base import Parameter
 from thinwire.fuse.profile import Linear
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.speeds import COPIES, Codec, Fit, MeasuredLink
+from thinwire.plan.tables import EmbeddingTable
 
 SHAPES = ((64, 64), (64,), (256, 512), (512,), (1024, 512), (512,), (512, 300), (300,))
 """In backward order: 3.2 MB, of which the vectors are not compressed."""
@@ -16,7 +20,7 @@ SHAPES = ((64, 64), (64,), (256, 512), (512,), (1024, 512), (512,), (512, 300), 
 def link(mbit: float, alpha: float = 1e-3) -> MeasuredLink:
     """Every collective takes alpha and the wire."""
     line = Linear(alpha, 8e-6 / mbit)
-    return MeasuredLink(line, Linear(alpha, 0.0), Fit(line), Fit(line), Fit(line))
+    return MeasuredLink(line, Linear(alpha, 0.0), Fit(line), Fit(line), Fit(line), (1e-4, *[1e-9] * 6))
 
 
 def codec(compressor: str, exchange: str, alpha: float = 1e-5, beta: float = 1e-10) -> Codec:
@@ -28,6 +32,13 @@ def parameters(shapes: Sequence[tuple[int, ...]] = SHAPES) -> tuple[Parameter, .
     return tuple(Parameter(f"layer{place}.weight", shape) for place, shape in enumerate(shapes))
 
 
+def table(name: str = "words.weight", world_size: int = 8, **changes: Any) -> EmbeddingTable:
+    """A dense table of 12.8 MB of which each rank touches 200 rows, ready when the other gradients are."""
+    fields = {"num_rows": 50_000, "width": 64, "dtype": torch.float32, "is_sparse": False,
+              "held": (200.0,) * world_size, "union": 1200.0, "ready_seconds": 0.08}  # fmt: skip
+    return EmbeddingTable(name, **(fields | changes))
+
+
 def measurement(
     mbit: float = 100.0,
     *,
@@ -36,10 +47,12 @@ def measurement(
     codecs: Sequence[Codec] = (codec("top_k:density=0.01", "all_gather"), codec("bf16", "all_reduce")),
     shapes: Sequence[tuple[int, ...]] = SHAPES,
     alpha: float = 1e-3,
+    tables: Sequence[EmbeddingTable] = (),
 ) -> Measurement:
     """Each gradient takes ``backward_seconds``; copies cost next to nothing."""
     return Measurement(
         world_size=world_size,
+        tables=tables,
         parameters=parameters(shapes),
         backward_seconds=(backward_seconds,) * len(shapes),
         forward_seconds=0.02,

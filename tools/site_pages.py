@@ -1,4 +1,4 @@
-"""Pages of the site that follow from the code: the command line and the Python API. A hook of mkdocs.
+"""Pages of the site that are not written by hand: command line, Python API, the notebook. A hook of mkdocs.
 
 python tools/site_pages.py reference/commands.md      # print one of them
 """
@@ -9,16 +9,20 @@ import dataclasses
 import html
 import importlib
 import inspect
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import griffe
 import typer
 
+NOTEBOOK = Path(__file__).parents[1] / "docs" / "tutorials" / "two-ranks.ipynb"
+
 PACKAGES = {
-    "thinwire": "What `import thinwire` offers. Names are loaded on first use.",
+    "thinwire": "What `import thinwire` offers; names are loaded on first use. [Errors](errors.md) have a page.",
     "thinwire.schemes": "Exact schemes by name, and the types to define others. See [schemes](../guides/schemes.md).",
     "thinwire.compress": "Compressors. See [compression](../guides/compression.md).",
     "thinwire.fuse": "Fusion policies: which gradients travel together. See [fusion](../guides/fusion.md).",
@@ -26,14 +30,24 @@ PACKAGES = {
     "thinwire.checkpoint": "Checkpoints in the memory of peers. See [checkpoints](../guides/checkpoints.md).",
 }
 
-PUBLISHED_ELSEWHERE = {"checkpoint", "compress", "fuse", "plan", "schemes"}
-"""Names of `thinwire.__all__` that are packages with a page of their own."""
+
+def public_names(package: str) -> list[str]:
+    """Return the names in ``__all__`` that are no modules: functions first, then classes, then exceptions."""
+    module = importlib.import_module(package)
+    names = [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
+    return sorted(
+        names, key=lambda name: (_is_exception(getattr(module, name)), inspect.isclass(getattr(module, name)))
+    )
+
+
+def _is_exception(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, Exception)
 
 
 def python_page(package: str) -> str:
-    """Return the page of a public package: each name in its ``__all__``, in that order, constants as a table."""
+    """Return the page of a public package: constants as a table, then each of its other names."""
     module = importlib.import_module(package)
-    names = [name for name in module.__all__ if name not in PUBLISHED_ELSEWHERE]
+    names = public_names(package)
     constants = [name for name in names if _is_constant(getattr(module, name))]
     lines = [f"# `{package}`", "", PACKAGES[package], ""]
     if constants:
@@ -124,15 +138,29 @@ def _command(path: str, command: Any, context: Any) -> list[str]:
 def _prose(text: str | None) -> list[str]:
     """Return a help text as Markdown: paragraphs as they are, command lines as code."""
     lines = (line.strip() for line in inspect.cleandoc(text or "").replace("\b", "").splitlines())
-    return [f"`{line}`" if line.startswith(("thinwire ", "torchrun ", "python ")) else line for line in lines]
+    commands = r"^(|[A-Z][\w ]*: )((?:thinwire|torchrun|python) .*)$"
+    return [re.sub(commands, r"\1`\2`", line) for line in lines]
 
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
+def notebook_page() -> str:
+    """Return the notebook with its saved outputs."""
+    lines = []
+    for cell in json.loads(NOTEBOOK.read_text())["cells"]:
+        text = "".join(cell["source"])
+        lines += [text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```", ""]
+        for output in cell.get("outputs", []):
+            lines += [f"```text\n{''.join(output['text']).rstrip()}\n```", ""]
+    lines[1:1] = [f"[Download it]({NOTEBOOK.name}), or read it here with its outputs.", ""]
+    return "\n".join(lines)
+
+
 PAGES: dict[str, Callable[[], str]] = {
     "reference/commands.md": commands_page,
+    "tutorials/notebook.md": notebook_page,
     **{
         f"reference/python-{package.rpartition('.')[2]}.md": lambda package=package: python_page(package)
         for package in PACKAGES

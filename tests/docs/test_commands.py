@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import typer
 
+import thinwire
 from documents import ROOT, Block, Command, blocks, commands
+from thinwire.checkpoint import Checkpointer
 from thinwire.cli.main import app
 
 SHELL = list(blocks("sh", "bash", "console"))
@@ -56,7 +59,17 @@ THINWIRE = [command for command in COMMANDS if thinwire_words(command)]
 def test_the_command_line_knows_the_command(command: Command) -> None:
     words = thinwire_words(command)
     assert words is not None
-    parse(words)
+    if {"--help", "--version"} & set(words):
+        with pytest.raises(BaseException) as end:
+            parse(words)
+        assert end.value.exit_code == 0  # type: ignore[attr-defined]
+    else:
+        parse(words)
+
+
+def test_the_documents_use_the_names_of_options_that_help_shows() -> None:
+    old = [f"{command}" for command in THINWIRE for word in command.words if word in ("--workers", "--html")]
+    assert old == []
 
 
 def test_parsing_finds_what_is_wrong() -> None:
@@ -94,6 +107,14 @@ def _written_files(command: Command) -> Iterator[str]:
             yield word
 
 
+def test_functions_that_are_named_are_there() -> None:
+    """Those named as file.py:function."""
+    named = {word for command in THINWIRE for word in command.words if re.fullmatch(r"[\w/]+\.py:\w+", word)}
+    assert named
+    for file, _, function in (name.partition(":") for name in named):
+        assert f"\ndef {function}(" in (ROOT / file).read_text()
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=str)
 def test_programs_are_known(command: Command) -> None:
     program, *rest = command.words
@@ -107,9 +128,33 @@ def test_programs_are_known(command: Command) -> None:
         assert named <= set(extras)
 
 
+SCRIPTS = [command for command in COMMANDS if command.words[0] in ("python", "torchrun")]
+
+
+@pytest.mark.parametrize("command", SCRIPTS, ids=str)
+def test_scripts_know_their_options(command: Command) -> None:
+    """Those behind a script of the repository."""
+    script = next((word for word in command.words if (ROOT / word).is_file()), None)
+    if script is not None:
+        options = [word for word in command.words[command.words.index(script) :] if word.startswith("--")]
+        assert [option for option in options if f'"{option}"' not in (ROOT / script).read_text()] == []
+
+
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_compiles(block: Block) -> None:
     ast.parse(_dedented(block.code), str(block))
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_names_in_python_exist(block: Block) -> None:
+    for name in re.findall(r"(?<![\w.])thinwire((?:\.\w+)+)", block.code):
+        reached: Any = thinwire
+        for part in name[1:].split("."):
+            reached = getattr(reached, part, None) or importlib.import_module(f"{reached.__name__}.{part}")
+    for name in re.findall(r"\bsync\.(\w+)", block.code):
+        assert hasattr(thinwire.Synchronizer, name)
+    for name in re.findall(r"\bcheckpointer\.(\w+)", block.code):
+        assert hasattr(Checkpointer, name)
 
 
 def _dedented(code: str) -> str:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from documents import ROOT
+from documents import DOCUMENTS, ROOT
 from thinwire import errors
 from thinwire.observe.step import ParameterRecord
 
@@ -35,11 +37,17 @@ def site_pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("site_pages")
 
 
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("figures")
+
+
 def test_every_page_is_in_the_navigation(site_pages: ModuleType) -> None:
     """Those in docs/ and those that tools/site_pages.py writes; and the navigation lists nothing else."""
-    listed = re.findall(r"^ +- .*?([\w/-]+\.(?:md|ipynb))$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
-    pages = [path for suffix in ("*.md", "*.ipynb") for path in DOCS.rglob(suffix)]
-    assert sorted(listed) == sorted([*(str(path.relative_to(DOCS)) for path in pages), *site_pages.PAGES])
+    listed = re.findall(r"^ +- .*?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
+    pages = [str(path.relative_to(DOCS)) for path in DOCS.rglob("*.md")]
+    assert sorted(listed) == sorted([*pages, *site_pages.PAGES])
 
 
 def test_every_environment_variable_is_documented() -> None:
@@ -53,8 +61,9 @@ def _variables(tree: ast.Module) -> Iterator[str]:
     """Names of variables in statements that use ``os.environ``, also by a constant."""
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and not hasattr(node, "body") and "os.environ" in ast.unparse(node):
-            yield from re.findall(r"'([A-Z][A-Z0-9_]{3,})'", ast.unparse(node))
-            for name in re.findall(r"\b_?[A-Z][A-Z0-9_]{3,}\b", re.sub(r"'[^']*'", "", ast.unparse(node))):
+            text = re.sub(r"((?:get|setdefault)\([^,()]+), '[^']*'\)", r"\1)", ast.unparse(node))  # without defaults
+            yield from re.findall(r"'([A-Z][A-Z0-9_]{3,})'", text)
+            for name in re.findall(r"\b_?[A-Z][A-Z0-9_]{3,}\b", re.sub(r"'[^']*'", "", text)):
                 yield from _constant(name)
         elif isinstance(node, (ast.If, ast.While)) and "os.environ" in ast.unparse(node.test):
             yield from re.findall(r"'([A-Z][A-Z0-9_]{3,})'", ast.unparse(node.test))
@@ -105,5 +114,61 @@ def test_generated_pages_are_complete(site_pages: ModuleType) -> None:
     assert "--secret-file" in commands
     for package in site_pages.PACKAGES:
         page = site_pages.python_page(package)
-        public = set(importlib.import_module(package).__all__) - site_pages.PUBLISHED_ELSEWHERE
-        assert {name for name in public if f"{package}.{name}" not in page} == set()
+        assert {name for name in site_pages.public_names(package) if f"{package}.{name}" not in page} == set()
+        assert str(ROOT) not in page
+
+
+REPOSITORY = "https://github.com/thinwire/thinwire/blob/main/"
+
+
+def test_readme_is_short_and_its_links_work_anywhere() -> None:
+    """PyPI shows README too, where a relative link leads nowhere."""
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") < 120
+    links = re.findall(r"(?:\]\(|^\[[^]]+\]: )([^)\s]+)", text, flags=re.MULTILINE)
+    assert len(links) > 10
+    assert [link for link in links if not link.startswith("https://")] == []
+    ours = [link.removeprefix(REPOSITORY) for link in links if link.startswith(REPOSITORY)]
+    assert [path for path in ours if not (ROOT / path).is_file()] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start/demo.md"])
+def test_the_rows_of_the_demo_are_those_of_its_result(page: str, figures: ModuleType) -> None:
+    found = json.loads(figures.RESULT.read_text())
+    assert "\n".join(figures.rows(found)) in (ROOT / page).read_text(), "python tools/figures.py prints the rows"
+    assert figures.FIGURE.read_text() == figures.draw(found), "python tools/figures.py draws it"
+
+
+TERMS = ("owner", "lane", "union", "densification", "skewness")
+
+
+@pytest.mark.parametrize("path", sorted(DOCS.rglob("*.md")), ids=lambda path: str(path.relative_to(DOCS)))
+def test_a_page_that_uses_our_terms_links_to_the_glossary(path: Path) -> None:
+    text = re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL))
+    used = {term for term in TERMS if re.search(rf"\b{term}s?\b", text, flags=re.IGNORECASE)}
+    assert not used or path.name == "glossary.md" or "glossary.md" in text, used
+
+
+def test_the_glossary_has_our_terms() -> None:
+    defined = re.findall(r"^\*\*(.+)\*\*$", (DOCS / "start" / "glossary.md").read_text(), flags=re.MULTILINE)
+    assert set(TERMS) <= set(defined)
+    assert defined == sorted(defined, key=str.lower)
+
+
+RESULTS = {
+    "docs/evidence/checkpoint-faults.md": "the outcomes in its tables are printed by benchmarks/fault_campaign.py",
+}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_words_that_were_replaced_do_not_come_back(path: Path) -> None:
+    """Words that stood for others, and what they stood for."""
+    words = {
+        "anew": "again",
+        "told": "sent, given",
+        "of fewest bytes": "smallest",
+        "tables of embeddings are in no plan": "embeddings are not planned",
+    }
+    text = "" if str(path.relative_to(ROOT)) in RESULTS else path.read_text()
+    found = {word: better for word, better in words.items() if re.search(rf"\b{word}\b", text, flags=re.IGNORECASE)}
+    assert found == {}

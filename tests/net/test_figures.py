@@ -32,14 +32,11 @@ def test_zen_on_eight_hosts(tmp_path: Path) -> None:
     assert all(row["bitwise_equal_across_ranks"] and row["max_abs_error"] < 1e-7 for row in rows.values())
 
 
-@pytest.mark.parametrize("link", ["none", "100mbit"])
-def test_demo(tmp_path: Path, link: str) -> None:
+def test_demo(tmp_path: Path) -> None:
     report = tmp_path / "report.html"
-    written = run(tmp_path / "out.json", "demo", "--link", link, "--report", str(report))
-    assert written["steps"] >= 100
-    assert written["loss_max_relative_difference"] < 1e-4
+    written = run(tmp_path / "out.json", "demo", "--report", str(report))
+    assert written["loss_max_relative_difference"] < 1e-6
     assert written["parameters_bitwise_equal"]
-    assert written["bytes_per_step"]["ddp"] > 1.4 * written["bytes_per_step"]["thinwire"]
-    if link != "none":
-        assert written["step_seconds"]["ddp"] > written["step_seconds"]["thinwire"]
+    assert written["bytes_per_step"]["ddp"] > 40 * written["bytes_per_step"]["thinwire"]
+    assert written["step_seconds"]["ddp"] > 2.5 * written["step_seconds"]["thinwire"]
     assert "<svg" in report.read_text()

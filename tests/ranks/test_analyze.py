@@ -22,7 +22,7 @@ from thinwire.cli.analyze import app
 from thinwire.lab.analyze.run import ScriptFailed, run_script
 from thinwire.lab.bench.trace import load_trace
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "analyze.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "guides" / "analyze.md"
 
 # Rows 2000 and up are never looked up; word 0 is padding, which has no gradient in the dense table.
 SCRIPT = """

@@ -1,5 +1,6 @@
-"""The demo's training on real ranks: thinwire and the measured stock DDP train what plain DDP trains."""
+"""The demo's training on real ranks: four variants train one model, and stock DDP is measured without a hook."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.lab.demo import stock, train
-from thinwire.lab.demo.compare import Comparison, compare
+from thinwire.lab.demo import stock
+from thinwire.lab.demo.compare import LOSS_TOLERANCE, Comparison, compare
 from thinwire.lab.demo.corpus import Corpus
-from thinwire.lab.demo.train import DemoTraining, TrainConfig, TrainJob
+from thinwire.lab.demo.train import VARIANTS, DemoTraining, TrainConfig, TrainJob, train_rank
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 NUM_WORDS = 500
@@ -28,81 +29,97 @@ def corpus() -> Corpus:
 
 
 def job(directory: Path) -> TrainJob:
-    result = TrainJob(CONFIG, NUM_WORDS, directory)
+    result = TrainJob(CONFIG, NUM_WORDS, directory / "tokens.npy")
     np.save(result.tokens_file, corpus().tokens)
     return result
 
 
-class NoMeter:
-    """Stands for a synchronizer where DDP has no hook of any kind."""
-
-    def stats(self) -> dict[str, float]:
-        return {"comm/bytes_sent": 0.0, "comm/seconds": 0.0}
-
-    def table(self) -> list[dict[str, Any]]:
-        return []
-
-
-def measured_and_plain_ddp(_context: RankContext, job: TrainJob) -> list[tuple[list[float], str]]:
-    """(losses, digest of the parameters) of the demo's stock mode, then of the same training with no hook."""
-    torch.sparse.check_sparse_tensor_invariants.disable()
-    results = []
-    for attach in (train._attach, lambda _mode, _model, _scheme: NoMeter()):
-        train._attach = attach
-        training = DemoTraining(job, "ddp")
-        for step in range(job.config.steps):
-            training.step(step)
-        results.append(([record["loss"] for record in training.records], train.digest(training.model)))
-    return results
-
-
-def test_measured_stock_ddp_is_bit_for_bit_plain_ddp(tmp_path: Path) -> None:
-    # Three ranks: dividing and multiplying by the inverse differ in the last bit where n is no power of two.
-    for outcome in run_ranks(measured_and_plain_ddp, job(tmp_path), world_size=3, timeout_seconds=60):
-        measured, plain = outcome.value
-        assert measured == plain
+@pytest.fixture(scope="module")
+def seen() -> list[tuple[int, int, float]]:
+    """What `compare` reported while it ran."""
+    return []
 
 
 @pytest.fixture(scope="module")
-def comparison() -> Comparison:
-    """One real run of ``thinwire demo``'s comparison, through torchrun's API."""
-    progress: list[tuple[str, int]] = []
-    result = compare(corpus(), CONFIG, 2, on_step=lambda mode, step, _loss: progress.append((mode, step)))
-    assert {("ddp", CONFIG.steps), ("thinwire", CONFIG.steps)} <= set(progress)
-    return result
+def comparison(seen: list[tuple[int, int, float]]) -> Comparison:
+    """One real run of ``thinwire demo``'s comparison."""
+    return compare(corpus(), CONFIG, 2, on_step=lambda *report: seen.append(report))
 
 
-def test_losses_equal_those_of_stock_ddp(comparison: Comparison) -> None:
-    assert comparison.loss_difference.max() < 1e-6
-    assert len(set(comparison.modes["ddp"].loss)) == CONFIG.steps
+def test_all_variants_have_the_losses_of_stock_ddp(comparison: Comparison) -> None:
+    assert list(comparison.results) == ["ddp", "thinwire", "ddp_sparse", "thinwire_sparse"]
+    assert comparison.loss_difference <= LOSS_TOLERANCE == 1e-6
+    assert comparison.parameters_bitwise_equal
+    assert comparison.is_exact
+    assert len(set(comparison.results["ddp"].loss)) == CONFIG.steps
 
 
-def test_parameters_are_bitwise_equal_on_all_ranks(comparison: Comparison) -> None:
-    assert comparison.to_json()["parameters_bitwise_equal"] is True
+def test_progress_has_the_losses_of_the_table(comparison: Comparison, seen: list[tuple[int, int, float]]) -> None:
+    expected = [(done, CONFIG.steps, pytest.approx(comparison.results["ddp"].loss[done - 1])) for done in (1, 2, 3)]
+    assert seen == expected
 
 
-def test_both_modes_are_accounted_for(comparison: Comparison) -> None:
+def test_every_variant_is_accounted_for(comparison: Comparison) -> None:
     figures = comparison.to_json()
-    for field in ("bytes_per_step", "step_seconds", "comm_seconds"):
-        assert figures[field]["ddp"] > 0
-        assert figures[field]["thinwire"] > 0
-    for mode in comparison.modes.values():
-        sent = mode.bytes_by_parameter(comparison.sparse_parameters)
-        assert set(sent) == {"words_in.weight", "words_out.weight", "all others"}
-        assert sum(sent.values()) == pytest.approx(mode.bytes_per_step, rel=0.2)
+    for variant in figures["variants"]:
+        assert all(variant[key] > 0 for key in ("step_seconds", "comm_seconds", "bytes_per_step"))
+    tables = {variant["name"]: variant["parameters"] for variant in figures["variants"]}
+    assert not tables["ddp"]
+    assert not tables["ddp_sparse"]
+    kinds = {row["name"]: row["kind"] for row in tables["thinwire_sparse"]}
+    assert kinds["words_in.weight"] == kinds["words_out.weight"] == "sparse gradient"
 
 
-def stock_bytes(context: RankContext) -> tuple[float, list[dict[str, Any]]]:
+def test_users_get_the_scheme_that_the_demo_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The demo once attached with ``scheme="zen"`` on loopback, which nobody does."""
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+    monkeypatch.setattr("thinwire.attach", lambda *args, **settings: calls.append((args, settings)) or "synchronizer")
+    monkeypatch.setattr("thinwire.lab.demo.train.DistributedDataParallel", lambda model, **_: model)
+    training = DemoTraining(job(tmp_path), VARIANTS[1])
+    assert calls == [((training.model,), {})]
+
+
+def stock_ddp(_context: RankContext, job: TrainJob) -> list[tuple[list[float], bool]]:
+    """Losses of the variants of stock DDP, and whether any hook is registered."""
+    torch.sparse.check_sparse_tensor_invariants.disable()
+    trainings = [DemoTraining(job, variant) for variant in VARIANTS if not variant.attached]
+    for training in trainings:
+        for step in range(CONFIG.steps):
+            training.step(step)
+    return [(training.columns["loss"], bool(training.model._comm_hooks)) for training in trainings]
+
+
+def test_stock_ddp_is_measured_without_a_hook(tmp_path: Path) -> None:
+    for outcome in run_ranks(stock_ddp, job(tmp_path), world_size=3, timeout_seconds=60):
+        (dense, dense_is_hooked), (sparse, sparse_is_hooked) = outcome.value
+        assert dense == pytest.approx(sparse, rel=1e-6)
+        assert not dense_is_hooked
+        assert not sparse_is_hooked
+
+
+def steps_done(context: RankContext, job: TrainJob) -> list[int]:
+    """Numbers of steps that fit into no time at all, as `train_rank` agrees on them."""
+    return [len(result.columns["loss"]) for result in train_rank(context, job).values()]
+
+
+def test_ranks_agree_on_the_end_when_steps_follow_from_a_time(tmp_path: Path) -> None:
+    hurried = replace(job(tmp_path), config=replace(CONFIG, steps=None, seconds=0.0))
+    for outcome in run_ranks(steps_done, hurried, world_size=2, timeout_seconds=60):
+        assert outcome.value == [4] * len(VARIANTS)
+
+
+def stock_bytes(context: RankContext) -> tuple[float, float]:
     """One backward of a sparse table of 10 rows x 3, this rank looking up rank + 1 rows, one of them twice."""
     model = DistributedDataParallel(torch.nn.Embedding(10, 3, sparse=True))
-    meter = stock.attach(model)
-    model(torch.tensor([*range(context.rank + 1), 0])).sum().backward()
+    stock.log_every_step(model)
+    ids = torch.tensor([*range(context.rank + 1), 0])
+    model(ids).sum().backward()
     dist.barrier()
-    return meter.stats()["comm/bytes_sent"], meter.table()
+    return stock.sent_bytes(model, [ids], context.world_size), stock.comm_seconds(model)
 
 
-def test_stock_bytes_and_densities_count_distinct_rows() -> None:
+def test_stock_bytes_count_distinct_rows_and_seconds_are_those_of_ddp() -> None:
     for rank, outcome in enumerate(run_ranks(stock_bytes, world_size=2, timeout_seconds=60)):
-        sent, (row,) = outcome.value
+        sent, seconds = outcome.value
         assert sent == 72 + (rank + 1) * (8 + 12)
-        assert (row["name"], row["density"], row["density_after"]) == ("weight", (rank + 1) / 10, 0.2)
+        assert 0 < seconds < 60

@@ -175,5 +175,5 @@ def test_the_page_has_what_the_script_prints(capsys: pytest.CaptureFixture[str])
     runpy.run_path(str(ROOT / "benchmarks" / "checkpoint_capacity.py"), run_name="__main__")
     printed = capsys.readouterr().out.strip()
     assert printed.count("\n| 1000 |") == 6
-    page = (ROOT / "docs" / "checkpoint-capacity.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "checkpoint-capacity.md").read_text()
     assert page.strip().endswith(printed), "run: python benchmarks/checkpoint_capacity.py, and put it at the page's end"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,13 +20,22 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "thinwire"
 TOOLS = ROOT / "tools"
 DESIGN = ROOT / "docs" / "design.md"
+NAVIGATION = (ROOT / "mkdocs.yml").read_text()
 TEXTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "benchmarks").glob("*.py")),
     *sorted((ROOT / "examples").glob("*.py")),
 ]
-FOREIGN = {"train.py", "powerSGD_hook.py", "thinwire.json", "thinwire.compress.NAME", "SCRIPT.py"}
+FOREIGN = {
+    "train.py",
+    "file.py",
+    "path/to/file.py",
+    "powerSGD_hook.py",
+    "thinwire.json",
+    "thinwire.compress.NAME",
+    "SCRIPT.py",
+}
 """Names that look like ours: a reader's script, a file of torch, a report, and where any name can stand."""
 
 MOST_UNDER_AUTO = 26
@@ -59,7 +69,8 @@ def _files(folder: str) -> Iterator[Path]:
 def _missing_folders(text: str) -> Iterator[str]:
     """Folders in backquotes or bold that are not there."""
     for name in set(re.findall(r"(?:`|\*\*)((?:[a-z_]+/)+)(?:`|\*\*)", text)):
-        if not any((folder / name).is_dir() for folder in (ROOT, SOURCE.parent, SOURCE)):
+        built = {"site/"}  # by `make docs`
+        if name not in built and not any((folder / name).is_dir() for folder in (ROOT, SOURCE.parent, SOURCE)):
             yield name
     for name in set(re.findall(r"(?:src/|`)(thinwire(?:/\w+)+(?:\.\w+)?)", text)):
         if not (SOURCE.parent / name).exists():
@@ -115,9 +126,13 @@ def _docstrings(path: Path) -> str:
 def test_links_lead_somewhere(path: Path) -> None:
     for file, heading in re.findall(r"\]\(([\w./-]*)(?:#([\w-]+))?\)", path.read_text()):
         target = path.parent / file if file else path
-        assert target.is_file(), file
-        if heading:
+        assert target.is_file() or f" {_in_docs(target)}\n" in NAVIGATION, file  # or the build writes it
+        if heading and target.is_file():
             assert heading in _anchors(target.read_text()), f"{file}#{heading}"
+
+
+def _in_docs(path: Path) -> str:
+    return os.path.relpath(path, ROOT / "docs")
 
 
 def _anchors(text: str) -> set[str]:

@@ -27,7 +27,7 @@ ROOMS = {
     "schemes": {"sync", "wire"},
     "compress": {"errors", "kernels", "observe", "sparse", "wire"},
     "fuse": {"errors", "observe"},
-    "plan": {"errors", "comm", "compress", "fuse", "observe"},
+    "plan": {"errors", "comm", "compress", "fuse", "observe", "sync"},
     "gradients": {
         "errors", "observe", "kernels", "sparse", "wire", "comm", "cuda", "sync", "compress", "fuse", "plan",
     },
@@ -35,7 +35,7 @@ ROOMS = {
     "all_reduce": {"sparse", "comm", "sync"},
     "synchronizer": {"errors", "observe", "kernels", "comm", "cuda", "sync", "compress", "gradients", "follow"},
     "attach": {"errors", "sparse", "comm", "sync", "compress", "fuse", "plan", "gradients", "follow", "synchronizer"},
-    "measure": {"errors", "kernels", "observe", "comm", "compress", "fuse", "plan", "gradients", "attach"},
+    "measure": {"errors", "kernels", "observe", "sparse", "comm", "compress", "fuse", "plan", "gradients", "attach"},
     "holder": {"errors"},
     "checkpoint": {"errors", "comm", "cuda", "holder"},
     "lab": {

@@ -304,7 +304,7 @@ def test_what_was_measured_is_kept_for_its_setting(cached: Setting, tmp_path: Pa
     assert [path.parent for path in tmp_path.rglob("*.json")] == [tmp_path / "thinwire"]
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 9}', '{"version": 2, "link": {}, "codecs": []}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"version": 9}', '{"version": 3, "link": {}, "codecs": []}'])
 def test_a_damaged_cache_is_empty(cached: Setting, text: str) -> None:
     cached.path().parent.mkdir()
     cached.path().write_text(text)

@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from measured import measurement
+from thinwire.comm.process_group import ring_all_reduce_bytes
+from thinwire.fuse.profile import Linear
 from thinwire.measure.calibrate import best_of_codecs
-from thinwire.plan.measurement import Measurement
-from thinwire.plan.planner import STOCK, Way, best_plan, ways
-from thinwire.plan.speeds import COPIES, Extra
+from thinwire.plan.measurement import BELIEVED, Measurement
+from thinwire.plan.planner import STOCK, Way, best_plan, best_way, ways
+from thinwire.plan.speeds import COPIES, Extra, Fit
 
 TOP_K = "top_k:density=0.01"
 COMPRESSORS = (TOP_K, "bf16")
@@ -32,10 +34,38 @@ def seconds_by_name(measured: Measurement) -> dict[str, float]:
 def test_it_is_added_to_all_ways_of_a_compressor_and_no_other(extra: float) -> None:
     before, after = seconds_by_name(PLAIN), seconds_by_name(with_extra(extra))
     assert before.keys() == after.keys()
-    backward = math.fsum(PLAIN.backward_seconds)
     for name, seconds in before.items():
-        expected = seconds + extra if name.startswith(TOP_K) else seconds
-        assert after[name] == pytest.approx(max(expected, backward)), "never less than backward alone"
+        if extra >= 0.0 or not name.startswith(TOP_K):
+            assert after[name] == pytest.approx(seconds + (extra if name.startswith(TOP_K) else 0.0))
+
+
+@given(st.floats(-1.0, 0.0), st.floats(1.0, 10_000.0))
+def test_nothing_is_faster_than_backward_the_wire_or_what_can_be_believed(extra: float, mbit: float) -> None:
+    plain = measurement(mbit, alpha=1e-6)
+    told = replace(plain, extras=(Extra(TOP_K, "all_gather", extra), Extra(STOCK, "all_reduce", extra)))
+    before, stock = seconds_by_name(plain), ways(told, COMPRESSORS)[0]
+    for way in ways(told, COMPRESSORS):
+        assert way.seconds >= math.fsum(plain.backward_seconds) * (1 - 1e-9)
+        assert way.seconds >= (1 - BELIEVED) * before[way.name] * (1 - 1e-9)
+        assert way.timeline_seconds == pytest.approx(before[way.name])
+    assert stock.seconds >= ring_all_reduce_bytes(sum(plain.size_bytes), 8) * 8e-6 / mbit * (1 - 1e-9)
+
+
+def test_a_training_much_faster_than_its_parts_is_doubtful() -> None:
+    assert with_extra(-0.001).doubts() == []
+    assert with_extra(-1.0).doubts() == [f"{TOP_K} (faster in training than its parts)"]
+
+
+def test_ways_that_end_at_the_same_floor_are_told_apart_by_the_timeline() -> None:
+    """As where a correction makes all of them as fast as backward: the plainest timeline is the fastest way."""
+    measured = replace(
+        measurement(100_000, alpha=1e-9, backward_seconds=1.0), extras=(Extra(TOP_K, "all_gather", -9.0),)
+    )
+    floor = math.fsum(measured.backward_seconds)
+    equal = [Way(name, ((0,),), (TOP_K,), ("all_gather",), floor, timeline_seconds=floor + late)
+             for name, late in (("slow", 0.3), ("fast", 0.1), ("middle", 0.2))]  # fmt: skip
+    stock = Way(STOCK, ((0,),), (None,), ("all_reduce",), 2 * floor, is_plain=True)
+    assert best_way(measured, [stock, *equal]).name == "fast"
 
 
 def test_stock_ddp_has_its_own() -> None:
@@ -82,11 +112,28 @@ def test_what_is_no_time_is_refused() -> None:
 
 
 @given(st.floats(1.0, 100_000.0))
-def test_on_a_faster_link_that_of_bytes_shrinks_and_that_of_work_stays(mbit: float) -> None:
+def test_on_another_link_that_of_bytes_follows_the_rate_and_that_of_work_never_shrinks(mbit: float) -> None:
     measured = replace(PLAIN, extras=(Extra(COPIES, "all_reduce", 0.1), Extra(TOP_K, "all_gather", 0.1)))
     moved = measured.at(mbit)
-    assert moved.extra_seconds(None, "all_reduce") == pytest.approx(0.1 * min(1.0, PLAIN.link.mbit / mbit))
-    assert moved.extra_seconds(TOP_K, "all_gather") == 0.1
+    slower = PLAIN.link.mbit / mbit
+    assert moved.extra_seconds(None, "all_reduce") == pytest.approx(0.1 * slower)
+    assert moved.extra_seconds(TOP_K, "all_gather") == pytest.approx(0.1 * max(1.0, slower))
+
+
+def test_a_gain_is_not_carried_to_another_link() -> None:
+    gained = with_extra(-0.1)
+    assert gained.at(gained.link.mbit).extra_seconds(TOP_K, "all_gather") == -0.1
+    assert gained.at(10.0).extra_seconds(TOP_K, "all_gather") == 0.0
+    assert gained.at(1000.0).extra_seconds(TOP_K, "all_gather") == 0.0
+
+
+@given(st.floats(1.0, 99.0), st.floats(1e-9, 8e-8))
+def test_on_a_slower_link_no_byte_is_cheaper_than_the_wire(mbit: float, beta: float) -> None:
+    """Where an all-reduce was measured as cheaper than messages to all, as on a loopback."""
+    link = PLAIN.link
+    cheap = replace(PLAIN, link=replace(link, all_reduce=Fit(Linear(1e-3, beta)))).at(mbit)
+    sent = ring_all_reduce_bytes(sum(cheap.size_bytes), cheap.world_size)
+    assert ways(cheap, ())[0].seconds >= sent * 8e-6 / mbit * (1 - 1e-9)
 
 
 def test_nothing_is_known_of_what_was_not_tried() -> None:

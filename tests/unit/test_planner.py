@@ -10,19 +10,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from measured import codec, measurement
+from measured import codec, measurement, table
 from thinwire import fuse
 from thinwire.cli.plan import COMPRESSORS, names_of
+from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
 from thinwire.fuse.policy import Policy
 from thinwire.fuse.profile import Groups
 from thinwire.fuse.timeline import iteration_seconds
 from thinwire.plan.lane_search import fastest_jobs
-from thinwire.plan.measurement import Measurement
+from thinwire.plan.measurement import DdpSite, Measurement
 from thinwire.plan.plan import STOCK
 from thinwire.plan.planner import (
     DEFAULTS,
     LOSSY_WORTH,
     MIXED,
+    ROWS,
     WORTH,
     Way,
     best_plan,
@@ -31,7 +33,10 @@ from thinwire.plan.planner import (
     default_policies,
     equivalent_profile,
     in_turn,
+    jobs_of,
     plan_of,
+    stock_way,
+    usual_groups,
     ways,
 )
 
@@ -51,8 +56,8 @@ def test_groups_go_one_after_the_other_when_they_are_ready() -> None:
     """Ready after 10, 20, 30 and 40 ms; the second waits for the first, the third for its gradient."""
     measured = measurement(shapes=[(4, 4)] * 4)
     groups = ((0,), (1,), (2, 3))
-    assert in_turn(measured, groups, [0.015, 0.002, 0.1]) == pytest.approx(0.04 + 0.1)
-    assert in_turn(measured, groups, [0.05, 0.002, 0.1]) == pytest.approx(0.01 + 0.05 + 0.002 + 0.1)
+    assert in_turn(measured, jobs_of(measured, groups, [0.015, 0.002, 0.1])) == pytest.approx(0.04 + 0.1)
+    assert in_turn(measured, jobs_of(measured, groups, [0.05, 0.002, 0.1])) == pytest.approx(0.01 + 0.05 + 0.002 + 0.1)
 
 
 costs = st.lists(st.integers(1, 600), min_size=2, max_size=8)
@@ -65,7 +70,7 @@ def test_policies_see_what_groups_cost_exactly(rows: list[int], backward: float,
     exact = measured.costs()
     profile = equivalent_profile(measured, exact)
     for groups in every_grouping(len(rows))[:: 2 ** max(0, len(rows) - 5)]:
-        by_costs = in_turn(measured, groups, [exact.seconds(group) for group in groups])
+        by_costs = in_turn(measured, jobs_of(measured, groups, [exact.seconds(group) for group in groups]))
         assert iteration_seconds(profile, groups) == pytest.approx(by_costs)
 
 
@@ -76,7 +81,8 @@ def test_the_best_exact_way_is_the_best_of_all_groupings(
     measured = measurement(mbit, backward_seconds=backward, shapes=[(row, 8) for row in rows], alpha=alpha + 1e-6)
     exact = measured.costs()
     best = min(
-        in_turn(measured, groups, [exact.seconds(group) for group in groups]) for groups in every_grouping(len(rows))
+        in_turn(measured, jobs_of(measured, groups, [exact.seconds(group) for group in groups]))
+        for groups in every_grouping(len(rows))
     )
     found = [way for way in ways(measured, ()) if way.name != STOCK]
     assert all(way.is_exact for way in found)
@@ -94,13 +100,16 @@ def test_groups_compressed_where_it_pays_are_the_best_of_all(
     measured = replace(measurement(mbit, shapes=shapes, codecs=[slow]), backward_seconds=tuple(backward[:count]))
     both = (measured.costs(), measured.costs(TOP_K, "all_gather"))
     best = min(
-        in_turn(measured, groups, [both[way].seconds(group) for group, way in zip(groups, chosen, strict=True)])
+        in_turn(
+            measured,
+            jobs_of(measured, groups, [both[way].seconds(group) for group, way in zip(groups, chosen, strict=True)]),
+        )
         for groups in every_grouping(count)
         for chosen in itertools.product((0, 1), repeat=len(groups))
     )
     groups, chosen = fastest_jobs(measured.backward_seconds, both)
     prices = [both[way].seconds(group) for group, way in zip(groups, chosen, strict=True)]
-    assert in_turn(measured, groups, prices) == pytest.approx(best)
+    assert in_turn(measured, jobs_of(measured, groups, prices)) == pytest.approx(best)
 
 
 def test_every_candidate_is_priced_once_and_sorted() -> None:
@@ -214,10 +223,57 @@ def test_an_unknown_search_is_refused() -> None:
         best_plan(measurement(), [TOP_K], search="greedy")
 
 
-def test_tables_of_embeddings_are_told_of() -> None:
-    plan = best_plan(replace(measurement(), tables=("words.weight",)), ())
-    assert "1 tables of embeddings are not in it" in plan.note
+def test_embedding_tables_are_named_in_the_plan() -> None:
+    plan = best_plan(measurement(tables=[table()]), ())
+    assert "1 embedding table is not in the plan" in plan.note
     assert plan.note in plan.explain()
+
+
+def test_stock_ddp_pays_for_every_row_of_a_dense_table() -> None:
+    without, with_table = (stock_way(measurement(tables=tables)).seconds for tables in ([], [table()]))
+    wire = ring_all_reduce_bytes(table().size_bytes, 8) * 8e-6 / 100
+    assert with_table - without == pytest.approx(wire, rel=0.01)
+
+
+def test_stock_ddp_gathers_the_rows_of_a_sparse_table() -> None:
+    without, with_table = (stock_way(measurement(tables=tables)).seconds for tables in ([], [table(is_sparse=True)]))
+    wire = sparse_all_reduce_bytes([200] * 8, 0, 256) * 8e-6 / 100
+    assert with_table - without == pytest.approx(wire + 3e-3, rel=0.01)  # and three collectives
+
+
+def test_a_model_with_tables_is_told_to_attach_and_nothing_else() -> None:
+    """Rows of a table cost a tenth of it, and no compressor loses less."""
+    measured = measurement(tables=[table()], shapes=[(64, 64)])
+    found = ways(measured, ["bf16"])
+    best = best_way(measured, found)
+    assert (best.name, best.is_plain, best.is_exact) == (ROWS, True, True)
+    assert found[0].seconds > 3 * best.seconds
+    (job,) = measured.row_jobs
+    assert job.sent_bytes < ring_all_reduce_bytes(table().size_bytes, 8) / 5
+    assert best.seconds >= job.wire_seconds
+
+
+def test_buckets_that_were_seen_are_those_of_stock_ddp() -> None:
+    """Whatever caps the script asked for: two buckets, the table in the first."""
+    names = measurement().names
+    buckets = ((*names[:3], "words.weight"), names[3:])
+    measured = replace(measurement(tables=[table(ready_seconds=0.005)]), ddp=DdpSite(buckets))
+    assert stock_way(measured).groups == ((0, 1, 2), (3, 4, 5, 6, 7))
+    assert usual_groups(measured.whole())[0] == (0, 1, 2, 3)
+
+
+def test_of_ways_that_are_about_as_fast_the_one_that_loses_less_is_taken() -> None:
+    measured = replace(measurement(), forward_seconds=0.0, rest_seconds=0.0)
+
+    def way(compressor: str, seconds: float, is_plain: bool = True) -> Way:
+        return Way(f"{compressor} {seconds}", ((0,),), (compressor,), ("all_gather",), seconds, is_plain=is_plain)
+
+    stock = Way(STOCK, ((0,),), (None,), ("all_reduce",), 1.0, is_plain=True)
+    rivals = [way(TOP_K, 0.2), way("power_sgd", 0.205), way("bf16", 0.55)]
+    assert best_way(measured, [stock, *rivals]).compressors == ("power_sgd",)
+    assert best_way(measured, [stock, *rivals[:1], way("power_sgd", 0.22)]).compressors == (TOP_K,)
+    with_plan = way(TOP_K, 0.195, is_plain=False)
+    assert best_way(measured, [stock, way(TOP_K, 0.2), with_plan]).is_plain, "a plan has to be worth its file"
 
 
 def test_the_same_measurement_gives_the_same_plan() -> None:

@@ -1,27 +1,25 @@
-"""``thinwire demo``: the same language model trained by stock DDP and by thinwire."""
+"""``thinwire demo``: one language model trained by stock DDP and by thinwire, with dense and with sparse gradients."""
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from thinwire.cli import output
 from thinwire.cli.commands import Command, option
-from thinwire.cli.output import check_directories, clear_errors, console_for, write_json
+from thinwire.cli.output import OnProgress, check_directories, clear_errors, console_for, plain_table, write_json
 
 if TYPE_CHECKING:
-    from thinwire.lab.demo.compare import Comparison, Launch, OnStep
+    from thinwire.lab.demo.compare import Comparison
     from thinwire.lab.demo.corpus import Corpus
-    from thinwire.lab.demo.train import TrainJob
+    from thinwire.lab.testbed.network import Link
 
-_LINE_EVERY_STEPS = 20
-_LINK_TIMEOUT_SECONDS = 3600.0
-_LABELS = {"ddp": "stock DDP", "thinwire": "thinwire"}
-
+_DEFAULT_LINK = "1gbit"
+_HEARTBEAT_SECONDS = 0.5
 
 app = typer.Typer(add_completion=False)
 
@@ -29,123 +27,168 @@ app = typer.Typer(add_completion=False)
 @app.command(cls=Command)
 def demo(
     hosts: int = option("--hosts", 4, ", one rank each; on loopback the ranks", min=1),
-    steps: int = option("--steps", 120, " of each of the two runs", min=1),
-    link: str = option("--link", "none", "; none for loopback"),
+    steps: int = option("--steps", None, " of each variant; by default as many as fit into 40 seconds", min=1),
+    link: str = option("--link", None, "; by default 1gbit, or none (loopback) where hosts cannot be emulated"),
+    links: str = typer.Option(
+        None, "--links", metavar="RATES", help="Several links, comma-separated, for a curve of step time against link."
+    ),
     json_path: Path = option("--json"),
     report: Path = option("--report", Path("report.html")),
+    picture: Path = option("--picture"),
     seed: int = option("--seed", 0, min=0),
     quiet: bool = option("--quiet", False),
 ) -> None:
-    """Train one language model twice, by stock DDP and by thinwire, and compare losses, bytes and times.
+    """Train one language model by stock DDP and by thinwire, in turn, and compare losses, step times and bytes.
 
-    The text is the source of Python's standard library, the word tables have sparse gradients.
+    Four variants: the model with default nn.Embedding under DDP, the same after thinwire.attach, and both with
+    nn.Embedding(sparse=True). The text is the source of Python's standard library.
 
-    Example: thinwire demo --link 100mbit --json demo.json
+    Example: thinwire demo --links 100mbit,1gbit,10gbit
     """
-    check_directories({"--report": report, "--json": json_path})
+    check_directories({"--report": report, "--json": json_path, "--picture": picture})
     console = console_for(json_path)
     from thinwire.lab.testbed.network import NetAdminError
 
     with clear_errors(NetAdminError):
-        comparison = _compare(Console(stderr=True, quiet=quiet), hosts, steps, link, seed)
-    _print(console, comparison)
-    from thinwire.lab.demo.report import write_report
+        comparisons = _compare(console, hosts, steps, _links(console, link, links), seed, quiet)
+    _print(console, comparisons)
+    from thinwire.lab.demo.report import write_picture, write_report
+    from thinwire.lab.demo.summary import NEXT
 
-    write_report(comparison, report)
-    console.print(f"Pictures and all figures: [bold]{report}[/bold]")
-    write_json(comparison.to_json(), json_path)
-
-
-def _compare(console: Console, hosts: int, steps: int, link: str, seed: int) -> "Comparison":
-    from thinwire.lab.demo.compare import compare
-    from thinwire.lab.demo.train import TrainConfig
-
-    launch = None if link == "none" else _emulated(link)
-    console.print("Reading the source of Python's standard library ...")
-    text = _load_corpus(console)
-    console.print(f"{len(text.tokens):,} words of text, {text.num_words:,} distinct.")
-    console.print(f"Training on {hosts} ranks, {steps} steps by stock DDP and by thinwire ...")
-    with _training_progress(console, steps) as on_step:
-        return compare(text, TrainConfig(steps=steps, seed=seed), hosts, on_step, launch)
+    write_report(comparisons, report)
+    console.print(f"Plots and all figures: [bold]{report}[/bold]")
+    if picture is not None:
+        write_picture(comparisons, picture)
+    figures = comparisons[0].to_json()
+    if links is not None:
+        figures["links"] = [one.to_json() for one in comparisons]
+    write_json(figures, json_path)
+    console.print(NEXT, highlight=False)
 
 
-def _emulated(link_text: str) -> "Launch":
-    """Start the workers on emulated hosts, one each."""
-    from thinwire.lab.demo.train import train_on_host
-    from thinwire.lab.testbed.launch import preload, run_ranks
-    from thinwire.lab.testbed.network import EmulatedNetwork, Link, require_net_admin
+def _links(console: Console, link: str | None, links: str | None) -> "list[Link | None]":
+    """Return the links to emulate; None is loopback, the default where hosts cannot be emulated.
+
+    Raises:
+        NetAdminError: a link was named, and hosts cannot be emulated.
+    """
+    from thinwire.lab.testbed.network import require_net_admin
+
+    if link is not None and links is not None:
+        raise typer.BadParameter("give --link or --links, not both", param_hint="--links")
+    if link is None and links is None:
+        reason = _why_not_emulated()
+        if reason:
+            console.print(reason, highlight=False, markup=False, soft_wrap=True)
+            return [None]
+    elif link == "none":
+        return [None]
+    name = "--link" if links is None else "--links"
+    chosen: list[Link | None] = [_parsed(text, name) for text in (links or link or _DEFAULT_LINK).split(",")]
+    require_net_admin()
+    return chosen
+
+
+def _parsed(text: str, name: str) -> "Link":
+    from thinwire.lab.testbed.network import Link
 
     try:
-        link = Link.parse(link_text)
+        link = Link.parse(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--link") from error
-
-    require_net_admin()
-    preload("torch._dynamo")
-
-    def launch(job: "TrainJob", workers: int) -> float:
-        with EmulatedNetwork(hosts=workers, link=link) as network:
-            link_mbit = network.measure()
-            run_ranks(train_on_host, job, world_size=workers, network=network, timeout_seconds=_LINK_TIMEOUT_SECONDS)
-        return link_mbit
-
-    return launch
+        raise typer.BadParameter(str(error), param_hint=name) from error
+    if link.mbit is None:
+        raise typer.BadParameter("none cannot be one of several links", param_hint=name)
+    return link
 
 
-def _load_corpus(console: Console) -> "Corpus":
+def _why_not_emulated() -> str:
+    """Return a sentence that says why hosts cannot be emulated here, and what to do; "" if they can."""
+    from importlib.util import find_spec
+
+    from thinwire.lab.testbed.network import NetAdminError, require_net_admin, restart_as_root_of_a_user_namespace
+
+    loopback = "all ranks share the loopback of this machine, where bytes cost next to nothing"
+    if find_spec("pyroute2") is None:
+        return f"Emulated hosts need pyroute2 (pip install 'thinwire[testbed]'), so {loopback}."
+    try:
+        require_net_admin()
+    except NetAdminError as error:
+        if output.is_command:
+            restart_as_root_of_a_user_namespace()  # which returns where that does not help
+        why = getattr(error.__cause__, "strerror", None) or "not allowed"
+        return (
+            f"Hosts cannot be emulated here (network namespaces: {why}), so {loopback}; run this as root, or in a"
+            " container with CAP_NET_ADMIN and CAP_SYS_ADMIN, to see a link of 1 Gbit/s."
+        )
+    return ""
+
+
+def _compare(
+    console: Console, hosts: int, steps: int | None, links: "Sequence[Link | None]", seed: int, quiet: bool
+) -> "list[Comparison]":
+    from thinwire.lab.demo.compare import compare
+    from thinwire.lab.demo.summary import conditions
+    from thinwire.lab.demo.train import TrainConfig
+
+    comparisons = []
+    with _progress("Reading the source of Python's standard library", quiet) as on_progress:
+        text = _corpus(on_progress)
+        for link in links:
+            where = "loopback" if link is None or link.mbit is None else f"links of {link.mbit:,.0f} Mbit/s"
+
+            def on_step(done: int, total: int, loss: float, where: str = where) -> None:
+                on_progress(f"Training on {where}, loss {loss:.6f}, step", done, total)
+
+            on_progress(f"Starting {hosts} ranks on {where}", 0, 0)
+            comparisons.append(compare(text, TrainConfig(steps=steps, seed=seed), hosts, link, on_step))
+    console.print(conditions(comparisons[0]), highlight=False)
+    return comparisons
+
+
+def _corpus(on_progress: OnProgress) -> "Corpus":
     from thinwire.lab.demo import corpus
 
-    if not console.is_terminal:
-        return corpus.load()
-    with _progress_bar(console) as bar:
-        task = bar.add_task("splitting into words", total=None, visible=False)
-        return corpus.load(progress=lambda done, files: bar.update(task, completed=done, total=files, visible=True))
+    return corpus.load(progress=lambda done, files: on_progress(done=done, total=files))
 
 
 @contextmanager
-def _training_progress(console: Console, steps: int) -> Iterator["OnStep"]:
-    """A live bar per run on a terminal, else a line every 20 steps."""
-    if not console.is_terminal:
-        yield _line_printer(console, steps)
-        return
-    with _progress_bar(console) as bar:
-        tasks = {mode: bar.add_task(label, total=steps) for mode, label in _LABELS.items()}
+def _progress(description: str, quiet: bool) -> Iterator[OnProgress]:
+    """Show progress, also during a long step: a dense step of stock DDP takes 18 s at 100 Mbit/s."""
+    done = threading.Event()
+    with output.progress(description, quiet=quiet) as on_progress:
 
-        def on_step(mode: str, done: int, loss: float) -> None:
-            bar.update(tasks[mode], completed=done, description=f"{_LABELS[mode]}  loss {loss:.3f}")
+        def beat() -> None:
+            while not done.wait(_HEARTBEAT_SECONDS):
+                on_progress()
 
-        yield on_step
-
-
-def _line_printer(console: Console, steps: int) -> "OnStep":
-    printed = dict.fromkeys(_LABELS, 0)
-
-    def on_step(mode: str, done: int, loss: float) -> None:
-        if done >= printed[mode] + _LINE_EVERY_STEPS or done == steps:
-            printed[mode] = done - done % _LINE_EVERY_STEPS
-            console.print(f"{_LABELS[mode]}: step {done} of {steps}, loss {loss:.3f}")
-
-    return on_step
+        thread = threading.Thread(target=beat, daemon=True)
+        thread.start()
+        try:
+            yield on_progress
+        finally:
+            done.set()
+            thread.join()
 
 
-def _progress_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:<26}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
+def _print(console: Console, comparisons: "Sequence[Comparison]") -> None:
+    from thinwire.lab.demo import summary
 
-
-def _print(console: Console, comparison: "Comparison") -> None:
-    from thinwire.lab.demo.summary import conclusion, conditions, summary_rows
-
-    table = Table(title=conditions(comparison), title_justify="left")
-    table.add_column()
-    for label in _LABELS.values():
-        table.add_column(label, justify="right")
-    for row in summary_rows(comparison):
+    first = comparisons[0]
+    table = plain_table()
+    for place, name in enumerate(summary.COLUMNS):
+        table.add_column(name, justify="right" if place else "left")
+    for row in summary.rows(first):
         table.add_row(*row)
     console.print(table)
-    console.print(conclusion(comparison), highlight=False)
+    if len(comparisons) > 1:
+        curve = plain_table("Step")
+        curve.add_column("")
+        for one in comparisons:
+            curve.add_column(summary.format_link(one.link_mbit), justify="right")
+        for row in summary.link_rows(comparisons):
+            curve.add_row(*row)
+        console.print(curve)
+        for sentence in summary.losing_points(comparisons):
+            console.print(sentence, highlight=False)
+    for sentence in (summary.exactness(first), summary.result(first), summary.advice(first)):
+        console.print(sentence, highlight=False)

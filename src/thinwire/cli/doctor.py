@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 
+from thinwire.cli import output as shown
 from thinwire.cli.commands import ScriptCommand, option
 from thinwire.cli.output import check_directories, clear_errors, console_for, progress, write_json
-from thinwire.cli.plan import COMPRESSORS, in_job, is_first_rank, measure_target, measuring, names_of, print_doubts
+from thinwire.cli.plan import (
+    COMPRESSORS,
+    JOB_LINK,
+    in_job,
+    is_first_rank,
+    measure_target,
+    measuring,
+    names_of,
+    print_doubts,
+)
 
 if TYPE_CHECKING:
+    from thinwire.lab.doctor.diagnosis import Diagnosis
+    from thinwire.lab.testbed.network import EmulatedNetwork
     from thinwire.measure.training import How
-    from thinwire.plan.doctor import Diagnosis
     from thinwire.plan.measurement import Measurement
 
 EXAMPLES = """Examples:
@@ -46,10 +60,11 @@ def doctor(
     link: str = option(
         "--link",
         None,
-        ". For a script: the link to predict for, instead of this machine's own. For a job: none for loopback",
+        "; by default loopback for a script, and 100mbit for a job",
     ),
     compress: str = option("--compress", COMPRESSORS),
     steps: int = option("--steps", 9, " to time; then a script is ended", min=1),
+    no_confirm: bool = typer.Option(False, "--no-confirm", help="Predict only: do not train the best ways."),
     fresh: bool = option("--fresh", False),
     measured: Path = option("--from"),
     output: Path = option("--output"),
@@ -60,7 +75,8 @@ def doctor(
 ) -> None:
     """Measure the link and a training, and say whether compression or fusion would pay. It may say: do nothing.
 
-    A script runs as under torchrun and is not changed; it is ended when its steps are timed. Options that are not
+    A script runs as under torchrun and is not changed: once to be measured, then once for each of the best ways; it is
+    ended when its steps are timed. Options that are not
     listed here go to the script.
     """
     from thinwire.lab.analyze.run import ScriptFailed
@@ -73,18 +89,72 @@ def doctor(
         if (measured is None) == (not command):
             raise ValueError("give a script, a job or module:function; or a measurement with --from FILE")
         compressors = names_of(compress)
-        if measured is not None:
-            title, found = str(measured), _loaded(measured, link)
-        else:
-            title = command[0]
-            how = _how(compressors, steps, fresh)
-            found = _measure(command, ranks, hosts, ranks_per_host, link, how, quiet)
-        if not is_first_rank():
-            return
-        diagnosis = _diagnose(title, found, compressors, quiet)
+        examined = Examined(command or [], ranks, hosts, ranks_per_host, link, quiet)
+        with examined.network(console) as network:
+            if measured is not None:
+                title, found = str(measured), _loaded(measured, link)
+            else:
+                title, found = examined.target, _measure(examined, network, _how(compressors, steps, fresh))
+            if not is_first_rank():
+                return
+            diagnosis = _diagnose(title, found, compressors, output is not None, quiet)
+            if examined.target and not no_confirm and not in_job():
+                diagnosis = _confirmed(diagnosis, examined, network)
         _print(diagnosis, console, output)
-        _draw(diagnosis, console, picture, report)
+        _draw(diagnosis, console, picture, report, output)
         write_json(diagnosis.to_json(), json_path)
+
+
+@dataclass(frozen=True)
+class Examined:
+    """What is diagnosed, and where it runs; fields are the options of the command."""
+
+    command: list[str]
+    ranks: int
+    hosts: int | None
+    ranks_per_host: int
+    link: str | None
+    quiet: bool
+
+    def __post_init__(self) -> None:
+        if self.is_script and self.hosts is not None:
+            raise ValueError("a script runs on this machine, or by torchrun on yours: give --ranks, not --hosts")
+        if self.command[1:] and not self.is_script:
+            raise ValueError(
+                f"{self.target} takes no arguments, such as {self.command[1]!r}; only scripts do, and end in .py"
+            )
+
+    @property
+    def target(self) -> str:
+        return self.command[0] if self.command else ""
+
+    @property
+    def is_script(self) -> bool:
+        return self.target.endswith(".py")
+
+    @contextmanager
+    def network(self, console: Console) -> Iterator[EmulatedNetwork | None]:
+        """Open emulated hosts for a script with a link; None means loopback, or that the target opens its own."""
+        from thinwire.lab.testbed.network import (
+            EmulatedNetwork,
+            Link,
+            NetAdminError,
+            restart_as_root_of_a_user_namespace,
+        )
+
+        speed = Link.parse(self.link) if self.link is not None else Link(None)
+        if not self.is_script or speed.mbit is None or in_job():
+            yield None
+            return
+        with ExitStack() as opened:
+            try:
+                network = opened.enter_context(EmulatedNetwork(self.ranks, speed))
+            except NetAdminError as error:
+                if shown.is_command:
+                    restart_as_root_of_a_user_namespace()
+                console.print(f"[yellow]Predicted from loopback for {self.link}:[/] {error}.", soft_wrap=True)
+                network = None
+            yield network
 
 
 def _how(compressors: tuple[str, ...], steps: int, fresh: bool) -> How:
@@ -99,29 +169,40 @@ def _loaded(path: Path, link: str | None) -> Measurement:
     return _at(Measurement.load(path), link)
 
 
-def _measure(
-    command: list[str],
-    ranks: int,
-    hosts: int | None,
-    ranks_per_host: int,
-    link: str | None,
-    how: How,
-    quiet: bool,
-) -> Measurement:
-    target, arguments = command[0], command[1:]
-    if not target.endswith(".py"):
-        if arguments:
-            raise ValueError(f"{target} takes no arguments, such as {arguments[0]!r}; only scripts do, and end in .py")
-        return measure_target(target, hosts, ranks_per_host, link, how, quiet)
-    if hosts is not None:
-        raise ValueError("a script runs on this machine, or by torchrun on yours: give --ranks, not --hosts")
+def _measure(examined: Examined, network: EmulatedNetwork | None, how: How) -> Measurement:
+    target, arguments = examined.target, examined.command[1:]
+    if not examined.is_script:
+        return measure_target(target, examined.hosts, examined.ranks_per_host, examined.link, how, examined.quiet)
     from thinwire.lab.analyze.steps import measure_script, measure_script_in_job
 
-    with measuring(quiet) as tell:
+    with measuring(examined.quiet) as tell:
         if in_job():
-            return _at(measure_script_in_job(Path(target), arguments, how, tell), link)
-        tell(f"training steps and link of {target} on {ranks} ranks")
-        return _at(measure_script(Path(target), arguments, ranks, how), link)
+            return _at(measure_script_in_job(Path(target), arguments, how, tell), examined.link)
+        tell(f"training steps and link of {target} on {examined.ranks} ranks")
+        measured = measure_script(Path(target), arguments, examined.ranks, how, network, tell)
+    return measured if network is not None else _at(measured, examined.link)
+
+
+def _confirmed(diagnosis: Diagnosis, examined: Examined, network: EmulatedNetwork | None) -> Diagnosis:
+    """Train the best ways. On a link that could only be predicted nothing is trained."""
+    from thinwire.lab.analyze.trials import try_script
+    from thinwire.lab.bench.measured import TrainingTarget, try_on_hosts
+    from thinwire.lab.doctor.advice import advice_of
+    from thinwire.lab.doctor.diagnosis import confirm, finalists
+    from thinwire.lab.testbed.network import Link
+
+    measurement = diagnosis.measurement
+    speed = Link.parse(examined.link) if examined.link is not None else None
+    if examined.is_script and network is None and speed is not None and speed.mbit is not None:
+        return diagnosis
+    advised = [(way, advice_of(way, measurement, diagnosis.found)) for way in finalists(diagnosis)]
+    with measuring(examined.quiet) as tell:
+        if examined.is_script:
+            rows = try_script(Path(examined.target), examined.command[1:], advised, measurement, network, tell)
+        else:
+            target, link = TrainingTarget(examined.target), speed or Link.parse(JOB_LINK)
+            rows = try_on_hosts(target, advised, measurement, examined.ranks_per_host, link, tell)
+    return confirm(diagnosis, rows)
 
 
 def _at(measured: Measurement, link: str | None) -> Measurement:
@@ -132,15 +213,17 @@ def _at(measured: Measurement, link: str | None) -> Measurement:
     return measured if mbit is None else measured.at(mbit)
 
 
-def _diagnose(title: str, found: Measurement, compressors: tuple[str, ...], quiet: bool) -> Diagnosis:
-    from thinwire.plan.doctor import diagnose
+def _diagnose(title: str, found: Measurement, compressors: tuple[str, ...], with_plan: bool, quiet: bool) -> Diagnosis:
+    from thinwire.lab.doctor.diagnosis import diagnose
 
     with progress("pricing links", quiet=quiet) as tell:
-        return diagnose(title, found, compressors, on_speed=lambda done, total: tell(done=done, total=total))
+        return diagnose(
+            title, found, compressors, on_speed=lambda done, total: tell(done=done, total=total), with_plan=with_plan
+        )
 
 
 def _print(diagnosis: Diagnosis, console: Console, output: Path | None) -> None:
-    from thinwire.plan.doctor import describe
+    from thinwire.lab.doctor.diagnosis import describe
 
     text = describe(diagnosis, None if output is None else str(output))
     console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
@@ -150,13 +233,15 @@ def _print(diagnosis: Diagnosis, console: Console, output: Path | None) -> None:
         console.print(f"Plan: [bold]{output}[/]", highlight=False, soft_wrap=True)
 
 
-def _draw(diagnosis: Diagnosis, console: Console, picture: Path | None, report: Path | None) -> None:
-    from thinwire.lab.doctor_picture import TITLE, build_report, draw
+def _draw(
+    diagnosis: Diagnosis, console: Console, picture: Path | None, report: Path | None, output: Path | None
+) -> None:
+    from thinwire.lab.doctor.report import TITLE, build_report, draw
     from thinwire.lab.plot import save_picture
 
     if picture is not None:
         save_picture(lambda axes: draw(axes, diagnosis), picture, 4.0, TITLE)
         console.print(f"Picture: [bold]{picture}[/]", highlight=False)
     if report is not None:
-        build_report(diagnosis).write(report)
+        build_report(diagnosis, None if output is None else str(output)).write(report)
         console.print(f"Report: [bold]{report}[/]", highlight=False)

@@ -25,7 +25,7 @@ class _Commands(LazyGroup):
     lazy: ClassVar = {
         "demo": (
             "thinwire.cli.demo",
-            "Train one language model twice, by stock DDP and by thinwire, and compare losses, bytes and times.",
+            "Train one language model by stock DDP and by thinwire, in turn, and compare losses, step times and bytes.",
         ),
         "analyze": (
             "thinwire.cli.analyze",

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from thinwire.plan.plan import Plan
 
 COMPRESSORS = "bf16,top_k:density=0.01,ef_sign_sgd,power_sgd"
+JOB_LINK = "100mbit"
+"""Link of emulated hosts if none is named."""
 _EXAMPLES = """Examples:
 
 thinwire plan --measure --hosts 8 --link 100mbit --job lstm --output plan.json
@@ -124,7 +126,7 @@ def measure_target(
             raise ValueError("a rank of a torchrun job has its own hosts and link: leave out --hosts and --link")
         with measuring(quiet) as tell:
             return measure_in_job(aim, how, tell)
-    speed = Link.parse("100mbit" if link is None else link)
+    speed = Link.parse(JOB_LINK if link is None else link)
     with measuring(quiet) as tell:
         return measure_on_hosts(aim, how, hosts or 8, ranks_per_host, speed, tell)
 
@@ -202,8 +204,9 @@ def print_measurement(measured: Measurement, console: Console) -> None:
     console.print(
         f"{measured.world_size} ranks on {measured.hosts} hosts, {measured.device}:"
         f" {measured.link.network.describe()}.\n"
-        f"{len(measured.parameters)} parameters, {format_bytes(sum(measured.size_bytes))} of gradients; forward"
-        f" {format_seconds(measured.forward_seconds)}, backward {format_seconds(sum(measured.backward_seconds))}, rest"
+        f"{len(measured.parameters)} parameters, {format_bytes(sum(measured.size_bytes))} of gradients"
+        f"{_tables(measured)}; forward {format_seconds(measured.forward_seconds)}, backward"
+        f" {format_seconds(measured.all_backward_seconds)}, rest"
         f" {format_seconds(measured.rest_seconds)}.",
         highlight=False,
     )
@@ -220,6 +223,15 @@ def print_measurement(measured: Measurement, console: Console) -> None:
         table.add_row(name, least, per_mb, f"{fit.residual:.0%}")
     console.print(table)
     print_doubts(measured, console)
+
+
+def _tables(measured: Measurement) -> str:
+    from thinwire.plan.explain import format_bytes
+
+    if not measured.tables:
+        return ""
+    size = format_bytes(sum(table.size_bytes for table in measured.tables))
+    return f", and {len(measured.tables)} embedding tables of {size}"
 
 
 def print_doubts(measured: Measurement, console: Console) -> None:

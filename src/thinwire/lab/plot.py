@@ -87,13 +87,16 @@ def inline_svg(draw: Draw, height_inches: float = 3.2, width_inches: float = WID
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     for color, variable in palette.VARIABLES.items():
         svg = svg.replace(color, f"var({variable})")
+    # Coordinates in hundredths of a point are fine enough, and half the bytes; texts stay as they are.
+    svg = re.sub(r"<[^>]*>", lambda tag: re.sub(r"(\d\.\d\d)\d+", r"\1", tag[0]), svg)
     svg = re.sub(r"\s*<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     svg = re.sub(r"<style[^>]*>.*?</style>", "", svg, flags=re.DOTALL)  # it would apply to the whole page
     # matplotlib names fonts that the reader may not have; without a name the page's font is used.
     svg = re.sub(r"font: ([\d.]+px) [^;\"]*", r"font-size: \1", svg)
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{prefix}-", svg)
     # The page sets the size; the view box keeps the proportions.
-    return re.sub(r'<svg ([^>]*?)\bheight="[^"]*"|\bwidth="[\d.]+pt"', _without_size, svg, count=2)
+    head, _, rest = svg.partition(">")
+    return re.sub(r'\s(?:width|height)="[^"]*"', "", head) + ">" + rest
 
 
 def save_picture(draw: Draw, path: str | Path, height_inches: float = 3.2, title: str = "") -> None:
@@ -105,12 +108,10 @@ def save_picture(draw: Draw, path: str | Path, height_inches: float = 3.2, title
     """
     import matplotlib
 
-    def on_white(axes: Axes) -> None:
-        axes.set_title(title, loc="left", fontsize=11, pad=22)
-        draw(axes)
-
     with matplotlib.rc_context({**_STYLE, "figure.facecolor": "white"}):
-        _figure(on_white, WIDE_INCHES, height_inches).savefig(path, dpi=160)
+        figure = _figure(draw, WIDE_INCHES, height_inches)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        figure.savefig(path, dpi=160)
 
 
 def is_narrow(axes: Axes) -> bool:
@@ -129,11 +130,15 @@ def label_ends(axes: Axes) -> None:
         return
     to_axes = axes.transData + axes.transAxes.inverted()
     ends = [to_axes.transform(_end(line)) for line in lines]
-    texts = [_wrapped(str(line.get_label()), 13 if is_narrow(axes) else 26) for line in lines]
+    for line, (x, y) in zip(lines, ends, strict=True):
+        if x < 0.99:  # a line that ends earlier is led to the edge
+            axes.plot([x, 1], [y, y], ":", color=line.get_color(), linewidth=0.8, transform=axes.transAxes)
+            axes.plot([x], [y], "o", color=line.get_color(), markersize=3.5, transform=axes.transAxes)
+    texts = [wrapped(str(line.get_label()), 13 if is_narrow(axes) else 26) for line in lines]
     labels = [
         axes.annotate(
             text,
-            xy=(x, y),
+            xy=(1, y),
             xycoords="axes fraction",
             xytext=(1.05, y),
             textcoords="axes fraction",
@@ -144,7 +149,7 @@ def label_ends(axes: Axes) -> None:
             annotation_clip=False,
             arrowprops={**_LEADER, "color": line.get_color()},
         )
-        for text, (x, y), line in zip(texts, ends, lines, strict=True)
+        for text, (_, y), line in zip(texts, ends, lines, strict=True)
     ]
     figure = _whole(axes)
     figure.draw_without_rendering()  # the layout makes room for the labels, and then the height is known
@@ -160,10 +165,10 @@ def _end(line: Line2D) -> tuple[float, float]:
     return float(x), float(y)
 
 
-def _wrapped(label: str, width: int) -> str:
+def wrapped(label: str, width: int) -> str:
     """Break a long label, also behind a colon or comma.
 
-    >>> _wrapped("top_k:density=0.01", 13)
+    >>> wrapped("top_k:density=0.01", 13)
     'top_k:\\ndensity=0.01'
     """
     if len(label) <= width:
@@ -172,7 +177,7 @@ def _wrapped(label: str, width: int) -> str:
 
 
 def spread(wanted: Sequence[float], heights: Sequence[float]) -> list[float]:
-    """Return middles of labels near the ``wanted`` ones, in the same order, so that no two overlap.
+    """Return middles of labels near the ``wanted`` ones, in the same order: none overlaps another or is below 0.
 
     >>> spread([0.5, 0.5], [0.1, 0.1])
     [0.45, 0.55]
@@ -187,9 +192,9 @@ def spread(wanted: Sequence[float], heights: Sequence[float]) -> list[float]:
             middle = (below * len(before) + middle * len(members)) / count
             height, members = height + its_height, before + members
         clusters.append((middle, height, members))
-    found = [0.0] * len(wanted)
+    found, bottom = [0.0] * len(wanted), 0.0
     for middle, height, members in clusters:
-        bottom = middle - height / 2
+        bottom = max(bottom, middle - height / 2)
         for i in members:
             found[i] = round(bottom + heights[i] / 2, 6)
             bottom += heights[i]
@@ -215,10 +220,6 @@ def mark(axes: Axes, x: float, text: str, row: int = 0) -> None:
 def key(axes: Axes, columns: int) -> None:
     """Put a legend above a plot of bars, whose parts are too small for labels of their own."""
     _whole(axes).legend(loc="outside upper left", ncols=min(columns, 2) if is_narrow(axes) else columns)
-
-
-def _without_size(match: re.Match[str]) -> str:
-    return f"<svg {match[1]}" if match[1] is not None else ""
 
 
 def _whole(axes: Axes) -> Figure:

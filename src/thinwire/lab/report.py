@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -28,7 +29,6 @@ from pathlib import Path
 from thinwire.lab import palette
 from thinwire.lab.plot import NARROW_INCHES, WIDE_INCHES, Draw, inline_svg
 
-PALETTE = (palette.TORCH, palette.THINWIRE, palette.STOCK, palette.NETWORK, palette.COMPUTE, palette.PUBLISHED)
 _NO_MATPLOTLIB = "Plots need matplotlib: <code>pip install 'thinwire[plot]'</code>, then run the command again."
 _COPY = "navigator.clipboard.writeText(this.nextElementSibling.innerText)"
 
@@ -45,8 +45,8 @@ class Origin:
     @classmethod
     def of_this_process(cls) -> Origin:
         """Return the origin of what this process measures now."""
-        name = Path(sys.argv[0]).name
-        command = "thinwire" if name in ("thinwire", "__main__.py") else name
+        program = Path(sys.argv[0])
+        command = program.parent.name if program.name == "__main__.py" else program.name  # python -m thinwire
         return cls(
             shlex.join([command, *sys.argv[1:]]),
             f"thinwire {_version('thinwire')}, torch {_version('torch')}, Python {platform.python_version()}",
@@ -97,32 +97,41 @@ class Report:
         self._parts: list[str] = []
         self._ids = 0
 
-    def hero(self, result: str, text: str = "", badge: str = "") -> None:
-        """Add the result in large print, a sentence below it, and a ``badge`` such as "lossy" beside it."""
-        mark = f' <span class="badge">{escape(badge)}</span>' if badge else ""
+    def hero(self, result: str, text: str = "", lossy: bool | None = None) -> None:
+        """Add the result in large print and a sentence below it; ``lossy`` marks it as lossy or as exact."""
+        kind = {None: "", True: "lossy", False: "exact"}[lossy]
+        badge = f' <span class="badge">{kind}</span>' if kind else ""
         below = f"<p>{escape(text)}</p>" if text else ""
         self._parts.append(
-            f'<section class="hero" aria-label="Result"><p class="result">{escape(result)}{mark}</p>{below}</section>'
+            f'<section class="hero {kind}" aria-label="Result">'
+            f'<p class="result">{escape(result)}{badge}</p>{below}</section>'
         )
 
     def text(self, paragraph: str) -> None:
-        """Add a paragraph of plain text."""
-        self._parts.append(f"<p>{escape(paragraph)}</p>")
+        """Add a paragraph of plain text; here and in other sentences `backquotes` mark code."""
+        self._parts.append(f"<p>{_with_code(paragraph)}</p>")
 
     def items(self, title: str, lines: Sequence[str]) -> None:
         """Add a heading and a list of sentences; nothing if there are none."""
         if lines:
-            entries = "".join(f"<li>{escape(line)}</li>" for line in lines)
+            entries = "".join(f"<li>{_with_code(line)}</li>" for line in lines)
             name = self._new_id()
             self._parts.append(
                 f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2><ul>{entries}</ul></section>'
             )
 
+    def pairs(self, title: str, values: Sequence[tuple[str, str]]) -> None:
+        """Add a heading and (name, sentence) pairs."""
+        name = self._new_id()
+        self._parts.append(
+            f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2>{_pairs(values)}</section>'
+        )
+
     def code(self, text: str, title: str) -> None:
         """Add text to paste, with a button that copies it."""
         name = self._new_id()
         self._parts.append(
-            f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2><div class="code">'
+            f'<section aria-labelledby="{name}"><h2 id="{name}">{_with_code(title)}</h2><div class="code">'
             f'<button type="button" onclick="{_COPY}">Copy</button>'
             f'<pre tabindex="0"><code>{escape(text.strip())}</code></pre></div></section>'
         )
@@ -186,7 +195,7 @@ class Report:
             made=escape(f"{origin.versions.partition(',')[0]} · {origin.date}"),
             style=_CSS.replace("LIGHT;", f"{palette.css(dark=False)};").replace("DARK;", f"{palette.css(dark=True)};"),
             body="\n".join(self._parts),
-            facts="".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts),
+            facts=_pairs(facts),
         )
 
     def write(self, path: str | Path) -> None:
@@ -196,6 +205,15 @@ class Report:
     def _new_id(self) -> str:
         self._ids += 1
         return f"part{self._ids}"
+
+
+def _with_code(text: str) -> str:
+    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
+
+
+def _pairs(values: Sequence[tuple[str, str]]) -> str:
+    entries = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in values)
+    return f'<dl class="pairs">{entries}</dl>'
 
 
 def _note(note: str) -> str:
@@ -224,11 +242,12 @@ ul { margin: .25rem 0; padding-left: 1.2rem }
 .subtitle, .note, .made { color: var(--faint); margin: .25rem 0 .75rem }
 .note { font-size: .875rem }
 .made { font-size: .8rem; margin: 0 }
-.hero { background: var(--card); border-left: .3rem solid var(--thinwire); border-radius: .5rem;
+.hero { --kind: var(--thinwire); background: var(--card); border-left: .3rem solid var(--kind); border-radius: .5rem;
   margin: 1.5rem 0; padding: 1rem 1.25rem }
 .hero p { margin: 0 }
 .hero .result { font-size: 1.6rem; font-weight: 650; line-height: 1.25 }
-.badge { border: 1.5px solid var(--lossy); border-radius: 1rem; color: var(--lossy); display: inline-block;
+.hero.lossy { --kind: var(--lossy) }
+.badge { border: 1.5px solid var(--kind); border-radius: 1rem; color: var(--kind); display: inline-block;
   font-size: .85rem; font-weight: 600; padding: .05rem .6rem; vertical-align: .2em }
 .figures { display: grid; gap: .75rem; grid-template-columns: repeat(auto-fit, minmax(11rem, 1fr)); margin: 1.5rem 0 }
 .figures div { background: var(--card); border-radius: .5rem; display: flex; flex-direction: column-reverse;
@@ -244,6 +263,7 @@ svg * { stroke-linecap: butt; stroke-linejoin: round }
   body { margin: 1.25rem auto; padding: 0 .9rem }
   .wide { display: none }
   .narrow { display: block }
+  tbody th { min-width: 9rem; overflow-wrap: anywhere; white-space: normal }
 }
 .scroll { overflow-x: auto }
 .unseen { clip-path: inset(50%); height: 1px; overflow: hidden; position: absolute; white-space: nowrap; width: 1px }
@@ -253,21 +273,21 @@ th, td { border-bottom: 1px solid var(--line); padding: .35rem 0 .35rem 1.25rem;
 th:first-child { padding-left: 0; text-align: left }
 th { font-weight: 400 }
 thead th { color: var(--faint); vertical-align: bottom }
-.code { position: relative; max-width: 48rem }
-pre { background: var(--card); border-radius: .5rem; font-size: .875rem; margin: .5rem 0; overflow-x: auto;
-  overflow-wrap: normal; padding: .9rem 1rem }
+.code { background: var(--card); border-radius: .5rem; margin: .5rem 0 1rem; max-width: 48rem; padding: .5rem }
+pre { font-size: .875rem; margin: 0; overflow-x: auto; overflow-wrap: normal; padding: .25rem .5rem .5rem }
 button { background: var(--page); border: 1px solid var(--line); border-radius: .35rem; color: var(--ink);
-  cursor: pointer; font: inherit; font-size: .8rem; padding: .1rem .6rem; position: absolute; right: .5rem; top: .5rem }
+  cursor: pointer; display: block; font: inherit; font-size: .8rem; margin-left: auto; padding: .1rem .6rem }
 footer { border-top: 1px solid var(--line); color: var(--faint); font-size: .85rem; margin-top: 3rem }
 footer h2 { color: var(--ink); font-size: .95rem; margin-top: 1rem }
-footer dl { margin: 0 }
-footer div { display: flex; gap: 0 1rem; flex-wrap: wrap }
-footer dt { flex: 0 0 6rem }
-footer dd { flex: 1 1 14rem; margin: 0 }
-footer div:first-child dd { font-family: ui-monospace, monospace }
+.pairs { margin: .25rem 0; max-width: 52rem }
+.pairs div { display: flex; flex-wrap: wrap; gap: 0 1rem; padding: .15rem 0 }
+.pairs dt { color: var(--faint); flex: 0 0 10rem }
+.pairs dd { flex: 1 1 15rem; margin: 0 }
+footer .pairs dt { flex-basis: 5rem }
+footer .pairs div:first-child dd { font-family: ui-monospace, monospace }
 @media print {
   body { font-size: 10.5pt; margin: 0; max-width: none; padding: 0 }
-  .hero, .figures div, pre { border: 1px solid var(--line) }
+  .hero, .figures div, .code { border: 1px solid var(--line) }
   figure, tr, .hero, .figures, pre { break-inside: avoid }
   h2 { break-after: avoid }
   button { display: none }
@@ -295,7 +315,7 @@ _PAGE = """<!doctype html>
 </main>
 <footer aria-label="How this was made">
 <h2>How this was made</h2>
-<dl>{facts}</dl>
+{facts}
 </footer>
 </body>
 </html>

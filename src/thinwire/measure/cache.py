@@ -17,7 +17,7 @@ import torch
 
 from thinwire.plan.speeds import Codec, MeasuredLink
 
-_VERSION = 2
+_VERSION = 3
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def _suits_ddp(model: nn.Module) -> bool:
     DDP needs a setting for parameters that a step gives no gradient, and over NCCL it cannot sum sparse ones.
     """
     gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
-    fails = any(gradient is None or gradient.is_sparse for gradient in gradients)
+    fails = any(gradient is None or (gradient.is_sparse and gradient.is_cuda) for gradient in gradients)
     return not _slowest(float(fails))
 
 

@@ -10,13 +10,14 @@ import math
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import astuple, fields
 from functools import partial
 
 import torch
 
 from thinwire.comm.agree import longest, wait_for_all
 from thinwire.comm.lane import Lane
-from thinwire.comm.machine import LONG_PROBE_BYTES, measure
+from thinwire.comm.machine import LONG_PROBE_BYTES, Machine, measure
 from thinwire.comm.process_group import Exchange, ring_all_reduce_bytes
 from thinwire.fuse.profile import Linear
 from thinwire.plan.speeds import Fit, MeasuredLink
@@ -29,6 +30,7 @@ _LONG_SECONDS = 0.15
 _BLOCK_SECONDS = 0.03
 _MAX_SENT_BYTES = 4 * 1024 * 1024
 _ATTEMPTS = 3
+_LINK_FIELDS = [item.name for item in fields(Machine)].index("part_seconds")  # those before are of the link
 
 Probe = Callable[[int], Callable[[], object]]
 """A function from a number of bytes to the call that is timed, with its tensors already allocated."""
@@ -58,6 +60,7 @@ def measure_link(lane: Lane, all_reduce: Probe | None = None) -> MeasuredLink:
         all_reduce=_curve(exchange, reduce, lambda size: ring_all_reduce_bytes(size, world_size)),
         all_gather=_curve(exchange, partial(_gather, exchange), lambda size: others * size),
         all_to_all=_curve(exchange, partial(_deal, exchange), lambda size: others * size),
+        work=astuple(machine)[_LINK_FIELDS:],
     )
 
 

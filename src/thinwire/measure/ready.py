@@ -6,7 +6,8 @@ rank, because a gradient can be summed only when all ranks have it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,9 @@ from thinwire.comm.agree import gather_numbers
 from thinwire.comm.process_group import Exchange
 from thinwire.compress.base import Parameter
 from thinwire.observe.step import Clock, differences, median_of_slowest
+from thinwire.sparse import Layout
+
+_MAX_MARKS = 256 * 1024
 
 WARM_STEPS = 3
 """Number of first steps that are not counted: they fill caches and allocators and touch memory first."""
@@ -46,6 +50,7 @@ class StepWatch:
         module: the model that trains; with DDP the module inside, or the DDP model itself with its module's names.
         trained: its parameters by name.
         begin: called before each step; returns when all ranks are there.
+        tables: names of embedding tables among them: the rows of their gradients are recorded while steps warm up.
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -56,8 +61,15 @@ class StepWatch:
         torch.Size([2, 4])
     """
 
-    def __init__(self, module: nn.Module, trained: dict[str, Tensor], begin: Callable[[], None]) -> None:
+    def __init__(
+        self, module: nn.Module, trained: dict[str, Tensor], begin: Callable[[], None], tables: Collection[str] = ()
+    ) -> None:
         self.names = tuple(trained)
+        self.rows: list[dict[str, Tensor]] = [{} for _ in range(WARM_STEPS)]
+        """Ids of the non-zero rows of each table in each of the first steps."""
+        self.sparse: set[str] = set()
+        """Names of tables whose gradients are sparse."""
+        self._tables = frozenset(tables)
         self._begin = begin
         self._clock = Clock(next((tensor.device for tensor in trained.values()), torch.device("cpu")))
         self._is_step = False
@@ -104,9 +116,11 @@ class StepWatch:
 
     def _after_accumulation(self, name: str) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
-            del parameter
             if self._is_step:
                 self._clock.ready(name)
+                if name in self._tables and self.num_steps < WARM_STEPS and parameter.grad is not None:
+                    self.rows[self.num_steps][name] = nonzero_rows(parameter.grad).cpu()
+                    self.sparse |= {name} if parameter.grad.is_sparse else set()
 
         return hook
 
@@ -117,6 +131,53 @@ class StepWatch:
         if was_step and step.ready:
             moments = (step.started, *(step.moment(name) for name in self.names), step.ended)
             self._steps.append([moment - step.began for moment in moments])
+
+
+def nonzero_rows(gradient: Tensor) -> Tensor:
+    """Return the sorted unique ids, int64, of the rows named by a sparse gradient, or non-zero in a dense one."""
+    gradient, layout = gradient.detach(), Layout.of(gradient)
+    if gradient.numel() == 0:
+        return torch.empty(0, dtype=torch.int64)
+    if layout.sparse_dim is None:
+        return (gradient.reshape(layout.num_rows, -1) != 0).any(dim=1).nonzero().flatten()
+    indices = gradient._indices()
+    ids = indices[0]
+    for dim in range(1, layout.sparse_dim):
+        ids = ids * layout.shape[dim] + indices[dim]
+    return ids.unique()
+
+
+@dataclass(frozen=True)
+class TouchedRows:
+    """The rows of a table that a step touches, as means over steps: on each rank, and on all together."""
+
+    held: tuple[float, ...]
+    union: float
+
+
+def agree_on_rows(exchange: Exchange, rows: Sequence[dict[str, Tensor]], num_rows: dict[str, int]) -> list[TouchedRows]:
+    """Return the rows that all ranks touched, from those that each recorded; a collective call.
+
+    Of tables of more than `_MAX_MARKS` rows, every k-th id is counted, so that no rank sends more than 2 MB a table.
+
+    Args:
+        rows: `StepWatch.rows`.
+        num_rows: number of rows of each table, the same on all ranks.
+    """
+    found = []
+    for name, total in num_rows.items():
+        every = -(-total // _MAX_MARKS)
+        steps = [step.get(name, torch.empty(0, dtype=torch.int64)) for step in rows]
+        held = gather_numbers(exchange, f"rows of {name}", [statistics.fmean(ids.numel() for ids in steps)])
+        unions = []
+        for ids in steps:
+            marks = torch.zeros(-(-total // every), dtype=torch.float32)
+            marks[ids[ids % every == 0] // every] = 1.0
+            exchange.all_reduce(marks)
+            unions.append(every * int(marks.count_nonzero()))
+        mean = tuple(number for (number,) in held)
+        found.append(TouchedRows(mean, min(float(total), max(statistics.fmean(unions), *mean))))
+    return found
 
 
 def agree(exchange: Exchange, times: Tensor, parameters: tuple[Parameter, ...]) -> Ready:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from thinwire.measure import cache
 from thinwire.measure.cache import Setting, Speeds
 from thinwire.measure.codecs import exchanges_of, measure_codec, settle
 from thinwire.measure.link import Probe, measure_link
-from thinwire.measure.ready import WARM_STEPS, Ready, StepWatch, agree
+from thinwire.measure.ready import WARM_STEPS, Ready, StepWatch, TouchedRows, agree, agree_on_rows
+from thinwire.observe.step import differences
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.planner import DEFAULTS
 from thinwire.plan.speeds import COPIES
+from thinwire.plan.tables import EmbeddingTable
 
 STEPS = 9
 """Number of training steps that are measured, after those that warm up."""
@@ -111,8 +114,8 @@ def measure_training(
     try:
         on_stage("training steps")
         trained, tables = trained_parameters(training.model)
-        times = _train(training, trained, lane, how.steps)
-        measured = finish(lane, times, trained, tables, how, on_stage)
+        watch = _train(training, trained, tables, lane, how.steps)
+        measured = finish(lane, watch, trained, tables, how, on_stage)
     finally:
         lane.close()
     if not how.calibrate or process_group is not None:
@@ -123,17 +126,22 @@ def measure_training(
 
 
 def finish(
-    lane: Lane, times: Tensor, trained: dict[str, Tensor], tables: Sequence[str], how: How, on_stage: OnStage
+    lane: Lane, watch: StepWatch, trained: dict[str, Tensor], tables: Collection[str], how: How, on_stage: OnStage
 ) -> Measurement:
     """Return the measurement of a model whose steps were timed; a collective call.
 
     Args:
-        times: step times as `StepWatch.close` returns them.
-        trained: parameters by name, in the order of the columns of ``times``.
+        watch: the stopwatch of these steps, which is closed.
+        trained: parameters by name, as the stopwatch has them.
+        tables: names of the embedding tables among them.
     """
+    times = watch.close()
     parameters = tuple(Parameter(name, tuple(tensor.shape), tensor.dtype) for name, tensor in trained.items())
     device = next((tensor.device for tensor in trained.values()), torch.device("cpu"))
-    ready: Ready = lane.submit(lambda lane: agree(lane.exchange, times, parameters)).wait()
+    everything: Ready = lane.submit(lambda lane: agree(lane.exchange, times, parameters)).wait()
+    num_rows = {name: trained[name].shape[0] for name in trained if name in tables}
+    touched = lane.submit(lambda lane: agree_on_rows(lane.exchange, watch.rows, num_rows)).wait()
+    ready, measured_tables = _apart(everything, dict(zip(num_rows, touched, strict=True)), watch.sparse)
     speeds = _speeds(lane, how, device, on_stage)
     assert speeds.link is not None
     return Measurement(
@@ -145,21 +153,42 @@ def finish(
         rest_seconds=ready.rest_seconds,
         link=speeds.link,
         codecs=speeds.codecs,
-        tables=tuple(tables),
+        tables=tuple(measured_tables),
         device=device.type,
         environment={"torch": torch.__version__, "python": platform.python_version(), "link": how.link},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
-def trained_parameters(module: nn.Module) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the parameters that a plan is about, by name, and the names of embedding tables, which travel as rows."""
+def _apart(
+    everything: Ready, touched: dict[str, TouchedRows], sparse: Collection[str]
+) -> tuple[Ready, list[EmbeddingTable]]:
+    """Split the measured step into the gradients that a plan is about, and the tables."""
+    moments = dict(zip(everything.parameters, accumulate(everything.backward_seconds), strict=True))
+    tables = [
+        EmbeddingTable(
+            entry.name,
+            entry.shape[0],
+            entry.numel // entry.shape[0],
+            entry.dtype,
+            entry.name in sparse,
+            touched[entry.name].held,
+            touched[entry.name].union,
+            moments[entry],
+        )
+        for entry in everything.parameters
+        if entry.name in touched
+    ]
+    others = tuple(entry for entry in everything.parameters if entry.name not in touched)
+    gaps = differences([moments[entry] for entry in others])
+    return replace(everything, parameters=others, backward_seconds=gaps), tables
+
+
+def trained_parameters(module: nn.Module) -> tuple[dict[str, Tensor], frozenset[str]]:
+    """Return all trained parameters by name, and the names of the embedding tables among them, which travel as rows."""
     tables = {id(table) for table in tables_of(module)}
-    trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-    return (
-        {name: parameter for name, parameter in trained.items() if id(parameter) not in tables},
-        [name for name, parameter in trained.items() if id(parameter) in tables],
-    )
+    trained: dict[str, Tensor] = {name: entry for name, entry in module.named_parameters() if entry.requires_grad}
+    return trained, frozenset(name for name, parameter in trained.items() if id(parameter) in tables)
 
 
 def check(compressors: Iterable[str]) -> None:
@@ -173,14 +202,16 @@ def begin_together(lane: Lane) -> None:
     lane.submit(lambda lane: wait_for_all(lane.exchange)).wait()
 
 
-def _train(training: Training, trained: dict[str, Tensor], lane: Lane, steps: int) -> Tensor:
-    if not trained:
+def _train(
+    training: Training, trained: dict[str, Tensor], tables: Collection[str], lane: Lane, steps: int
+) -> StepWatch:
+    if all(name in tables for name in trained):
         raise ValueError("the model has no parameters to plan for: are all of them frozen, or tables of embeddings?")
     step = training.stepper()
-    watch = StepWatch(training.model, trained, lambda: begin_together(lane))
+    watch = StepWatch(training.model, trained, lambda: begin_together(lane), tables)
     for _ in range(WARM_STEPS + steps):
         step()
-    return watch.close()
+    return watch
 
 
 def _speeds(lane: Lane, how: How, device: torch.device, on_stage: OnStage) -> Speeds:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,12 +18,42 @@ from thinwire.fuse.profile import Linear, Profile
 from thinwire.plan.costs import Costs, coded_costs, exact_costs
 from thinwire.plan.plan import STOCK, fingerprint
 from thinwire.plan.speeds import COPIES, Codec, Extra, MeasuredLink
+from thinwire.plan.tables import EmbeddingTable, RowJob, row_jobs
 
 VERSION = 1
 DOUBTFUL = 0.3
 """Relative residual of a fit above which the machine was probably busy with something else."""
 
+BELIEVED = 0.15
+"""Largest share of the timeline by which a training may be faster: more is a measurement that went wrong."""
+
 _HOW = "measure with `thinwire plan --measure --measurement measured.json`"
+
+
+@dataclass(frozen=True)
+class DdpSite:
+    """The `DistributedDataParallel` of a measured script, and the line that builds it.
+
+    Args:
+        buckets: names of the parameters in each bucket, in the order in which buckets are sent.
+        file, line: where it is built.
+        target: the variable that holds it, such as ``ddp``; empty if the line does not say.
+        call: text of the call that builds it, such as ``DDP(model)``; empty if the line does not say.
+        grouped_call: the same with ``bucket_cap_mb_list=plan.bucket_cap_mb_list()``.
+        follows_plans: whether its buckets can be the jobs of a plan: torch 2.11 or later, and without
+            ``find_unused_parameters``.
+    """
+
+    buckets: tuple[tuple[str, ...], ...] = ()
+    file: str = ""
+    line: int = 0
+    target: str = ""
+    call: str = ""
+    grouped_call: str = ""
+    follows_plans: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "buckets", tuple(map(tuple, self.buckets)))
 
 
 @dataclass(frozen=True)
@@ -38,11 +69,12 @@ class Measurement:
         rest_seconds: seconds from the last gradient to the next forward, such as the optimizer's.
         link: costs of the collectives of the ranks.
         codecs: costs of compressors on this device; that of `COPIES` is among them.
-        tables: names of embedding tables, whose gradients `thinwire.attach` sends as rows. No plan is about them.
+        tables: embedding tables, whose gradients `thinwire.attach` sends as rows. No plan is about them.
         device: type of the model's device.
         environment: notes for people: versions, host, the nominal link.
         created: time as ISO 8601.
         extras: errors of the timeline in training; see `thinwire.measure.calibrate`.
+        ddp: the DDP model of a script; None for a plain module, which DDP would wrap with its default buckets.
         version: version of this format.
 
     Raises:
@@ -57,11 +89,12 @@ class Measurement:
     link: MeasuredLink
     codecs: tuple[Codec, ...]
     hosts: int = 1
-    tables: tuple[str, ...] = ()
+    tables: tuple[EmbeddingTable, ...] = ()
     device: str = "cpu"
     environment: Mapping[str, Any] = field(default_factory=dict)
     created: str = ""
     extras: tuple[Extra, ...] = ()
+    ddp: DdpSite | None = None
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -101,12 +134,30 @@ class Measurement:
 
     @property
     def size_bytes(self) -> tuple[int, ...]:
-        """Bytes of each gradient."""
+        """Bytes of each gradient that a plan is about."""
         return tuple(parameter.numel * parameter.dtype.itemsize for parameter in self.parameters)
 
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(parameter.name for parameter in self.parameters)
+
+    @property
+    def ready_seconds(self) -> tuple[float, ...]:
+        """Seconds from the start of backward until each gradient is ready."""
+        return tuple(accumulate(self.backward_seconds))
+
+    @property
+    def all_backward_seconds(self) -> float:
+        """Seconds of backward, with the gradients of tables."""
+        return max([math.fsum(self.backward_seconds), *(table.ready_seconds for table in self.tables)])
+
+    @cached_property
+    def row_jobs(self) -> tuple[RowJob, ...]:
+        """The jobs in which `thinwire.attach` sends the tables."""
+        per_host, hosts = divmod(self.world_size, self.hosts)
+        ranks = range(self.world_size)
+        alike = () if hosts else tuple(tuple(ranks[first : first + per_host]) for first in ranks[::per_host])
+        return row_jobs(self.tables, self.link, alike)
 
     @property
     def other_seconds(self) -> float:
@@ -213,25 +264,50 @@ class Measurement:
         return min(exchanges, key=lambda exchange: self.costs(compressor, exchange).seconds(everything))
 
     def doubts(self) -> list[str]:
-        """Return names of doubtful measurements, where half of the points are further off than `DOUBTFUL`."""
+        """Return names of doubtful measurements.
+
+        They are those where half of the points are further off than `DOUBTFUL`, and compressors whose training was
+        faster than the timeline by more than `BELIEVED`.
+        """
         link = self.link
         fits = {"all_reduce": link.all_reduce, "all_gather": link.all_gather, "all_to_all": link.all_to_all}
         for codec in self.codecs:
             name = codec.compressor or "copies"
             fits |= {f"{name} (encode)": codec.encode, f"{name} (decode)": codec.decode}
-        return [name for name, fit in fits.items() if fit.residual > DOUBTFUL]
+        least = -BELIEVED * self.all_backward_seconds
+        gains = [extra.compressor or "exact gradients" for extra in self.extras if extra.seconds < least]
+        bent = [name for name, fit in fits.items() if fit.residual > DOUBTFUL]
+        return bent + [f"{name} (faster in training than its parts)" for name in dict.fromkeys(gains)]
+
+    def whole(self) -> Measurement:
+        """Return the same model with its dense tables as gradients like all others, as DDP sees them; for pricing."""
+        rows = [*zip(self.ready_seconds, self.parameters, strict=True)]
+        dense = [table for table in self.tables if not table.is_sparse]
+        rows += [
+            (table.ready_seconds, Parameter(table.name, (table.num_rows, table.width), table.dtype)) for table in dense
+        ]
+        rows.sort(key=lambda row: row[0])
+        moments = (0.0, *(ready for ready, _ in rows))
+        seconds = tuple(end - start for start, end in pairwise(moments))
+        return replace(self, parameters=tuple(entry for _, entry in rows), backward_seconds=seconds, tables=())
 
     def at(self, mbit: float) -> Measurement:
         """Return the same model on the same machines with another link, see `MeasuredLink.at`.
 
-        The extra seconds of exact gradients shrink with the cost of a byte on a faster link. Those of compressors stay:
-        they are the work of processors, and no gain must be promised that was never measured.
+        The extra seconds of exact gradients change with the cost of a byte. Those of compressors are work of
+        processors: on a faster link they stay, on a slower one they grow, and a gain is not carried over, because none
+        must be promised that was never measured.
         """
-        faster = min(1.0, self.link.mbit / mbit)
-        extras = tuple(
-            replace(extra, seconds=faster * extra.seconds) if extra.compressor in (COPIES, STOCK) else extra
-            for extra in self.extras
-        )
+        slower = self.link.mbit / mbit
+
+        def moved(extra: Extra) -> Extra:
+            if extra.compressor in (COPIES, STOCK):
+                return replace(extra, seconds=slower * extra.seconds)
+            return replace(
+                extra, seconds=max(1.0, slower) * (extra.seconds if slower == 1.0 else max(0.0, extra.seconds))
+            )
+
+        extras = tuple(map(moved, self.extras))
         return replace(self, link=self.link.at(mbit), extras=extras)
 
     def to_json(self) -> dict[str, Any]:
@@ -249,10 +325,11 @@ class Measurement:
                 {"name": entry.name, "shape": list(entry.shape), "dtype": _dtype_name(entry.dtype), "seconds": seconds}
                 for entry, seconds in zip(self.parameters, self.backward_seconds, strict=True)
             ],
-            "tables": list(self.tables),
+            "tables": [table.to_json() for table in self.tables],
             "link": self.link.to_json(),
             "codecs": [codec.to_json() for codec in self.codecs],
             "extras": [asdict(extra) for extra in self.extras],
+            "ddp": None if self.ddp is None else asdict(self.ddp),
         }
 
     @classmethod
@@ -277,6 +354,8 @@ class Measurement:
             fields["link"] = MeasuredLink.from_json(fields["link"])
             fields["extras"] = [Extra.from_json(row) for row in fields.get("extras", ())]
             fields["codecs"] = [Codec.from_json(codec) for codec in fields["codecs"]]
+            fields["tables"] = [EmbeddingTable.from_json(table) for table in fields.get("tables", ())]
+            fields["ddp"] = None if fields.get("ddp") is None else DdpSite(**fields["ddp"])
             return cls(**fields)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"a damaged measurement ({type(error).__name__}: {error}): {_HOW} again") from error

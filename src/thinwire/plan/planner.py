@@ -15,12 +15,12 @@ from thinwire.fuse.buckets import ByteCap, byte_cap
 from thinwire.fuse.policy import Policy
 from thinwire.fuse.profile import Groups, Linear, Profile
 from thinwire.fuse.safusion import SaFusion
-from thinwire.fuse.timeline import iteration_seconds
 from thinwire.plan.costs import Costs, chosen_costs
 from thinwire.plan.lane_search import espresso_jobs, fastest_jobs
-from thinwire.plan.measurement import Measurement
+from thinwire.plan.measurement import BELIEVED, Measurement
 from thinwire.plan.plan import EXACT, STOCK, Candidate, Group, Plan
 from thinwire.plan.speeds import COPIES
+from thinwire.plan.tables import gathered
 
 DEFAULTS = ("bf16", "top_k:density=0.01", "ef_sign_sgd", "power_sgd")
 """Compressors considered by default: one of each kind."""
@@ -32,6 +32,17 @@ LOSSY_WORTH = 1.15
 """Least ratio of step times at which a lossy way replaces an exact one: costs of compressors are predicted with errors
 of 4 to 10 % mostly and 30 % at worst where compared, and a plan slower than stock DDP is worse than none."""
 
+MEASURED_LOSSY_WORTH = 1.08
+"""The same where both were measured in the training itself."""
+
+LOSSIER_WORTH = 1.05
+"""Least ratio of step times at which a way replaces another lossy one that loses less, or that needs no plan."""
+
+LEAST_LOSSY = ("fp16", "bf16", "qsgd", "int8", "natural", "fp8", "power_sgd", "ef_sign_sgd", "terngrad", "top_k")
+"""Compressors by what they lose, least first, as far as they were compared; all others come last. A character
+transformer under AdamW, 300 steps on 4 ranks, ended above dense by 0.04 % (qsgd of 8 bits), 1.9 to 3.7 % (power_sgd of
+rank 8), 5.6 % (ef_sign_sgd) and 15 to 21 % (top_k of 3 %)."""
+
 BEST_CUT = "best cut"
 """Name of groups that are optimal for costs that no policy sees exactly; see `thinwire.plan.lane_search`."""
 
@@ -40,6 +51,12 @@ WHERE_IT_PAYS = "where it pays"
 
 MIXED = f"compressors mixed, each {WHERE_IT_PAYS}"
 """Name of the way that chooses per gradient among everything measured."""
+
+USUAL = "buckets of DDP"
+"""Name of the groups in which gradients travel without a plan."""
+
+ROWS = "exact, tables as rows"
+"""Name of what ``attach(model)`` does for a model with tables."""
 
 SEARCHES = ("espresso", "groups")
 """Names of the searches for gradients worth compressing; see `best_plan`."""
@@ -59,6 +76,8 @@ class Way:
         exchanges: exchange of each group.
         seconds: seconds from the start of backward until the last gradient is synchronized, corrected by training.
         joins: whether each group travels by the job of the group before; empty if none does.
+        timeline_seconds: the same without the correction, which breaks ties.
+        is_plain: whether ``attach(model)``, with ``compress=`` if it is lossy, does it without a plan.
     """
 
     name: str
@@ -67,6 +86,15 @@ class Way:
     exchanges: tuple[str, ...]
     seconds: float
     joins: tuple[bool, ...] = ()
+    timeline_seconds: float = 0.0
+    is_plain: bool = False
+
+    @property
+    def loss(self) -> int:
+        """Rank of what is lost: 0 for stock DDP, 1 for exact ways, then compressors as in `LEAST_LOSSY`."""
+        lossy = [text.partition(":")[0] for text in self.compressors if text]
+        ranks = [LEAST_LOSSY.index(name) if name in LEAST_LOSSY else len(LEAST_LOSSY) for name in lossy]
+        return 2 + max(ranks) if ranks else int(self.name != STOCK)
 
     @property
     def is_exact(self) -> bool:
@@ -120,15 +148,35 @@ def best_plan(
     return plan_of(best_way(measurement, found := ways(measurement, compressors, policies, search)), measurement, found)
 
 
-def best_way(measurement: Measurement, found: Sequence[Way]) -> Way:
-    """Return the way that `best_plan` chooses. The first must be stock DDP."""
-    stock, exact = found[0], [way for way in found if way.is_exact]
-    chosen = stock
-    for among, worth in ((exact, WORTH), (found, LOSSY_WORTH)):
-        fastest = min(among, key=lambda way: way.seconds)
-        if _is_worth(measurement, fastest, chosen, worth):
-            chosen = fastest
-    return chosen
+def best_way(measurement: Measurement, found: Sequence[Way], lossy_worth: float = LOSSY_WORTH) -> Way:
+    """Return the way that `best_plan` chooses: the simplest one that no other beats by enough.
+
+    Stock DDP is simpler than other exact ways, they are simpler than lossy ones, and among these the less lossy one is;
+    of equals the one without a plan. "Enough" is `WORTH` among exact ways, ``lossy_worth`` of a lossy one over an exact
+    one, and `LOSSIER_WORTH` among lossy ones.
+
+    Args:
+        found: ways; the first must be stock DDP.
+    """
+    kinds: dict[tuple[int, bool], Way] = {}
+    for way in sorted(found, key=lambda way: (way.seconds, way.timeline_seconds)):
+        kinds.setdefault((way.loss, not way.is_plain), way)
+    simplest_first = [kinds[kind] for kind in sorted(kinds)]
+
+    def is_beaten(way: Way, by: Way) -> bool:
+        worth = WORTH if by.is_exact else lossy_worth if way.is_exact else LOSSIER_WORTH
+        return _is_worth(measurement, by, way, worth)
+
+    return next(
+        way
+        for place, way in enumerate(simplest_first)
+        if not any(is_beaten(way, other) for other in simplest_first[place + 1 :])
+    )
+
+
+def step_seconds(measurement: Measurement, way: Way) -> float:
+    """Return the predicted seconds of a whole step."""
+    return measurement.other_seconds + way.seconds
 
 
 def ways(
@@ -142,7 +190,7 @@ def ways(
         raise ValueError(f"no search {search!r}; legal are {', '.join(SEARCHES)}")
     policies = default_policies() if policies is None else policies
     exact = _Option(None, "all_reduce", measurement.costs())
-    found = [stock_way(measurement), *_fused(measurement, exact, policies)]
+    found = [stock_way(measurement), *_rows_alone(measurement, exact), *_fused(measurement, exact, policies)]
     options = list(_options(measurement, compressors))
     for option in options:
         found += _fused(measurement, option, policies)
@@ -163,35 +211,83 @@ def _options(measurement: Measurement, compressors: Sequence[str]) -> Iterator[_
 
 
 def stock_way(measurement: Measurement) -> Way:
-    """Return the way of stock DDP: buckets of 1 MiB, then of 25 MiB, each all-reduced as soon as it is full."""
-    costs, groups = measurement.costs(), DDP_BUCKETS.groups(measurement.profile())
-    seconds = [costs.seconds(group) - costs.opening_seconds for group in groups]  # DDP sends no headers
-    return Way(
-        STOCK,
-        groups,
-        (None,) * len(groups),
-        ("all_reduce",) * len(groups),
-        _in_training(measurement, groups, seconds, [(STOCK, "all_reduce")]),
-    )
+    """Return the way of stock DDP: each bucket is all-reduced as soon as it is full, dense tables and all.
+
+    Sparse gradients of tables are gathered. The groups of the way are those of `usual_groups`.
+    """
+    groups = usual_groups(measurement)
+    jobs, wire_seconds = _stock_jobs(measurement)
+    way = Way(STOCK, groups, (None,) * len(groups), ("all_reduce",) * len(groups), 0.0, is_plain=True)
+    return _timed(measurement, way, jobs, wire_seconds, [(STOCK, "all_reduce")])
 
 
-def _in_training(
-    measurement: Measurement, jobs: Groups, seconds: Sequence[float], codecs: Iterable[tuple[str | None, str]]
-) -> float:
-    """Return `in_turn` plus the largest extra seconds of the codecs, and never less than backward alone."""
+def stock_seconds(measurement: Measurement) -> float:
+    """Return the seconds in which the network is busy in a step of stock DDP."""
+    return math.fsum(seconds for _, seconds in _stock_jobs(measurement)[0])
+
+
+def usual_groups(measurement: Measurement) -> Groups:
+    """Return the groups in which gradients travel without a plan: the buckets of DDP, without tables."""
+    if measurement.ddp is None or not measurement.ddp.buckets:
+        return DDP_BUCKETS.groups(measurement.profile())
+    bucket_of = {name: place for place, names in enumerate(measurement.ddp.buckets) for name in names}
+    groups: dict[int, list[int]] = {}
+    for place, name in enumerate(measurement.names):
+        groups.setdefault(bucket_of.get(name, len(bucket_of)), []).append(place)
+    return tuple(tuple(groups[place]) for place in sorted(groups))
+
+
+Job = tuple[float, float]
+"""Seconds from the start of backward until a job can start, and seconds that it lasts."""
+
+
+def _stock_jobs(measurement: Measurement) -> tuple[list[Job], float]:
+    """Return the collectives of stock DDP, and the seconds of their bytes alone."""
+    everything = measurement.whole()
+    costs = everything.costs()
+    jobs = [
+        (max(everything.ready_seconds[place] for place in group), costs.seconds(group) - costs.opening_seconds)
+        for group in usual_groups(everything)
+    ]  # DDP sends no headers
+    wire_seconds = math.fsum(costs.wire_seconds)
+    for table in measurement.tables:
+        if table.is_sparse:
+            seconds, wire = gathered(table, measurement.link)
+            jobs.append((table.ready_seconds, seconds))
+            wire_seconds += wire
+    return sorted(jobs), wire_seconds
+
+
+def _timed(
+    measurement: Measurement,
+    way: Way,
+    jobs: Sequence[Job],
+    wire_seconds: float,
+    codecs: Iterable[tuple[str | None, str]],
+) -> Way:
+    """Return the way with the seconds of its jobs, corrected by the largest extra of its codecs.
+
+    They are never less than those of backward, or of the bytes on the wire. Of a correction that makes it faster not
+    more than `BELIEVED` of the timeline is believed.
+    """
+    timeline = in_turn(measurement, jobs)
     extra = max(measurement.extra_seconds(*codec) for codec in codecs)
-    return max(in_turn(measurement, jobs, seconds) + extra, math.fsum(measurement.backward_seconds))
+    seconds = max(timeline + max(extra, -BELIEVED * timeline), measurement.all_backward_seconds, wire_seconds)
+    return replace(way, seconds=seconds, timeline_seconds=timeline)
 
 
-def in_turn(measurement: Measurement, groups: Groups, seconds: Sequence[float]) -> float:
-    """Return the timeline of groups of known seconds: one after the other, each when its last gradient is ready."""
-    backward = measurement.backward_seconds
-    ready = tuple(math.fsum(backward[place] for place in group) for group in groups)
-    free = Linear(0.0, 0.0)
-    profile = Profile(
-        ready, tuple(seconds), free, free, Linear(0.0, 1.0)
-    )  # a group is a tensor, and its size is its time
-    return iteration_seconds(profile, tuple((place,) for place in range(len(groups))))
+def in_turn(measurement: Measurement, jobs: Iterable[Job]) -> float:
+    """Return the timeline of jobs, one after the other, each when it is ready; and never less than backward."""
+    free = 0.0
+    for ready, seconds in jobs:
+        free = max(free, ready) + seconds
+    return max(free, measurement.all_backward_seconds)
+
+
+def jobs_of(measurement: Measurement, groups: Groups, seconds: Sequence[float]) -> list[Job]:
+    """Return groups of known seconds as jobs."""
+    ready = measurement.ready_seconds
+    return [(max(ready[place] for place in group), lasts) for group, lasts in zip(groups, seconds, strict=True)]
 
 
 def equivalent_profile(measurement: Measurement, costs: Costs) -> Profile:
@@ -253,8 +349,16 @@ def plan_of(way: Way, measurement: Measurement, found: Sequence[Way]) -> Plan:
         other_seconds=measurement.other_seconds,
         choice=way.name,
         candidates=tuple(Candidate(candidate.name, candidate.seconds) for candidate in ranked),
-        note=f"{tables} tables of embeddings are not in it: thinwire.attach sends their rows." if tables else "",
+        note=_note(tables),
     )
+
+
+def _note(tables: int) -> str:
+    """Say what happens to embedding tables, which no plan has."""
+    if not tables:
+        return ""
+    what = "1 embedding table is" if tables == 1 else f"{tables} embedding tables are"
+    return f"{what} not in the plan: thinwire.attach sends the rows that a step touches. The seconds include that."
 
 
 def _is_worth(measurement: Measurement, way: Way, instead_of: Way, worth: float) -> bool:
@@ -267,17 +371,28 @@ def counts_bytes(policy: Policy) -> bool:
     return isinstance(policy, ByteCap) or (isinstance(policy, SaFusion) and not policy.adapt)
 
 
+def _rows_alone(measurement: Measurement, exact: _Option) -> Iterator[Way]:
+    """Yield what ``attach(model)`` does, where that is not the same as stock DDP: tables travel as rows."""
+    if measurement.tables:
+        groups = usual_groups(measurement)
+        yield _way(measurement, ROWS, [exact], groups, (0,) * len(measurement.names), is_plain=True)
+
+
 def _fused(measurement: Measurement, option: _Option, policies: Sequence[Policy]) -> Iterator[Way]:
     """Yield one way for each new grouping, named after the first policy that chooses it."""
     by_bytes = measurement.profile(option.compressor, option.exchange)
     by_cost = equivalent_profile(measurement, option.costs)
     named = [(policy.name, policy.groups(by_bytes if counts_bytes(policy) else by_cost)) for policy in policies]
     named.append((BEST_CUT, fastest_jobs(measurement.backward_seconds, (option.costs,))[0]))
+    choices = (0,) * len(measurement.names)
     seen: set[Groups] = set()
+    if option.compressor is not None:
+        seen.add(usual := usual_groups(measurement))
+        yield _way(measurement, f"{option.label}, {USUAL}", [option], usual, choices, is_plain=True)
     for name, groups in named:
         if groups not in seen:
             seen.add(groups)
-            yield _way(measurement, f"{option.label}, {name}", [option], groups, (0,) * len(measurement.names))
+            yield _way(measurement, f"{option.label}, {name}", [option], groups, choices)
 
 
 def _mixed(measurement: Measurement, options: Sequence[_Option], search: str) -> list[Way]:
@@ -299,8 +414,15 @@ def _search(measurement: Measurement, options: Sequence[Costs], search: str) -> 
     return groups, tuple(way for group, way in zip(groups, taken, strict=True) for _ in group)
 
 
-def _way(measurement: Measurement, name: str, options: Sequence[_Option], jobs: Groups, choices: Sequence[int]) -> Way:
-    """Return a way by the option of each gradient: a group for each option in a job."""
+def _way(
+    measurement: Measurement,
+    name: str,
+    options: Sequence[_Option],
+    jobs: Groups,
+    choices: Sequence[int],
+    is_plain: bool = False,
+) -> Way:
+    """Return a way by the option of each gradient: a group for each option in a job. Tables travel as rows."""
     costs = chosen_costs([option.costs for option in options], choices)
     parts = [(part, place > 0) for job in jobs for place, part in enumerate(_parts(options, job, choices))]
     way = Way(
@@ -310,9 +432,18 @@ def _way(measurement: Measurement, name: str, options: Sequence[_Option], jobs: 
         tuple(options[option].exchange for (option, _), _ in parts),
         0.0,
         tuple(joins for _, joins in parts),
+        is_plain=is_plain,
     )
-    seconds = _in_training(measurement, jobs, [costs.seconds(job) for job in jobs], way.codecs)
-    return replace(way, seconds=seconds)
+    rows = measurement.row_jobs
+    wire_seconds = math.fsum(costs.wire_seconds) + math.fsum(job.wire_seconds for job in rows)
+    dense = jobs_of(measurement, jobs, [costs.seconds(job) for job in jobs])
+    return _timed(
+        measurement,
+        way,
+        sorted([*dense, *((job.ready_seconds, job.seconds) for job in rows)]),
+        wire_seconds,
+        way.codecs,
+    )
 
 
 def _parts(options: Sequence[_Option], job: Sequence[int], choices: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from thinwire.comm.machine import Network
+from thinwire.comm.machine import Machine, Network
 from thinwire.fuse.profile import Linear
 
 COPIES = ""
@@ -80,6 +80,7 @@ class MeasuredLink:
         all_reduce: cost of the process group's all-reduce, of 2 (n - 1) / n of the tensor's bytes.
         all_gather: cost of the same message from every rank to all others.
         all_to_all: cost of a separate message from every rank to each other one.
+        work: costs of the work on rows, as the fields of `Machine` from ``part_seconds`` on; empty if not measured.
 
     Raises:
         ValueError: a link that costs no time.
@@ -90,6 +91,7 @@ class MeasuredLink:
     all_reduce: Fit
     all_gather: Fit
     all_to_all: Fit
+    work: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("message", "all_reduce", "all_gather", "all_to_all"):
@@ -106,6 +108,12 @@ class MeasuredLink:
         return Network(self.round.alpha, self.message.alpha, self.all_to_all.line.beta)
 
     @property
+    def machine(self) -> Machine | None:
+        """The link with the cost of work on rows, for pricing schemes; None if that was not measured."""
+        link = (self.round.alpha, self.message.alpha, self.all_to_all.line.beta, self.all_reduce.line.beta)
+        return Machine(*link, *self.work) if self.work else None
+
+    @property
     def mbit(self) -> float:
         """Payload rate of a rank that sends to all others at once, in Mbit/s."""
         return self.network.mbit
@@ -113,7 +121,8 @@ class MeasuredLink:
     def at(self, mbit: float) -> MeasuredLink:
         """Return the same machines on a link of another rate.
 
-        The cost of a byte is the wire's part, 1 / rate, and the rest of processors and protocols, which stays.
+        The cost of a byte is the wire's part, 1 / rate, and the rest of processors and protocols, which stays. On a
+        slower link no byte costs less than the wire needs.
 
         Args:
             mbit: payload rate of one rank.
@@ -126,7 +135,8 @@ class MeasuredLink:
         wire, measured = 8e-6 / mbit, self.network.byte_seconds
 
         def moved(line: Linear) -> Linear:
-            return Linear(line.alpha, max(min(line.beta, wire), line.beta + wire - measured))
+            least = wire if wire > measured else min(line.beta, wire)
+            return Linear(line.alpha, max(least, line.beta + wire - measured))
 
         def refit(fit: Fit) -> Fit:
             return Fit(moved(fit.line), fit.floor, fit.residual)
@@ -140,14 +150,15 @@ class MeasuredLink:
         )
 
     def to_json(self) -> dict[str, Any]:
-        return {item.name: getattr(self, item.name).to_json() for item in fields(self)}
+        collectives = {item.name: getattr(self, item.name).to_json() for item in fields(self) if item.name != "work"}
+        return {**collectives, "work": list(self.work)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> MeasuredLink:
         """Parse the result of `to_json`; raise KeyError, TypeError or ValueError for anything else."""
         lines: dict[str, Any] = {name: Linear.from_json(value[name]) for name in ("message", "round")}
         fits: dict[str, Any] = {name: Fit.from_json(value[name]) for name in ("all_reduce", "all_gather", "all_to_all")}
-        return cls(**lines, **fits)
+        return cls(**lines, **fits, work=tuple(map(float, value.get("work", ()))))
 
 
 @dataclass(frozen=True)

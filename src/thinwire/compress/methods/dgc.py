@@ -90,7 +90,7 @@ def dgc(
 
     The density of epoch ``e`` is ``max(c^(e + 1), density)`` with ``c = density^(1 / (warm_up_epochs + 1))``: for 0.1 %
     and four epochs 25 %, 6.3 %, 1.6 %, 0.4 %, then 0.1 %. The optimizer must have no momentum for these parameters, and
-    keeps its own for those that are not compressed: see "Momentum twice" in docs/guides/compression.md.
+    keeps its own for those that are not compressed: see "Momentum" in docs/guides/compression.md.
 
     Args:
         density: density after the warm-up, in (0, 1].

@@ -3,6 +3,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -14,6 +15,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.lab.analyze.recording import Table, TableSteps, save_rank
+from thinwire.measure.ready import nonzero_rows
 from thinwire.sparse import Layout
 
 MIN_TABLE_BYTES = 16 * 1024
@@ -131,6 +133,7 @@ def install(recorder: ScriptWatcher) -> Callable[[], None]:
     build, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
     watches: WeakKeyDictionary[DistributedDataParallel, Watch] = WeakKeyDictionary()
 
+    @wraps(build)
     def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         build(model, *args, **kwargs)
         watch = recorder.watch(model)
@@ -148,20 +151,6 @@ def install(recorder: ScriptWatcher) -> Callable[[], None]:
     DistributedDataParallel.__init__ = init
     DistributedDataParallel.register_comm_hook = register_comm_hook
     return uninstall
-
-
-def nonzero_rows(gradient: Tensor) -> Tensor:
-    """Return the sorted unique ids, int64, of the rows named by a sparse gradient, or non-zero in a dense one."""
-    gradient, layout = gradient.detach(), Layout.of(gradient)
-    if gradient.numel() == 0:
-        return torch.empty(0, dtype=torch.int64)
-    if layout.sparse_dim is None:
-        return (gradient.reshape(layout.num_rows, -1) != 0).any(dim=1).nonzero().flatten()
-    indices = gradient._indices()
-    ids = indices[0]
-    for dim in range(1, layout.sparse_dim):
-        ids = ids * layout.shape[dim] + indices[dim]
-    return ids.unique()
 
 
 def _mean_as_stock(process_group: dist.ProcessGroup, gradient: Tensor) -> Future[Tensor]:

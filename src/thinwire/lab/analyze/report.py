@@ -4,38 +4,54 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from thinwire.lab import palette
 from thinwire.lab.analyze.prediction import Prediction
 from thinwire.lab.analyze.statistics import OwnerLoad, TableStatistics
 from thinwire.lab.analyze.summary import EXTRAPOLATION, Analysis, explanations, warnings_of
 from thinwire.lab.demo.summary import format_bytes, format_seconds
-from thinwire.lab.report import PALETTE, Report
+from thinwire.lab.plot import INK, is_narrow, key, label_ends, mark
+from thinwire.lab.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_TABLES_PICTURED = 4
-"""Largest number of tables with pictures, five each; all tables are in the numbers."""
+"""Largest number of tables with plots, five each; all tables are in the numbers."""
 
-_LINES = ("-", "--", ":")
-_SECONDS_OF = ("dense", "agsparse", "zen", "column_split")
-"""Schemes whose seconds are drawn, beside the pick."""
+_LOOKS: dict[str, tuple[str, Any]] = {
+    "dense": (palette.STOCK, "-"),
+    "agsparse": (palette.TORCH, "-"),
+    "sparcml": (palette.PUBLISHED, "-"),
+    "omnireduce": (palette.PUBLISHED, palette.DASHES[1]),
+    "zen": (palette.THINWIRE, "-"),
+}
+"""Schemes with a line, beside the chosen one; the tables have all of them."""
+_CHOSEN = "chosen by auto"
 
 
 def build_report(analysis: Analysis) -> Report:
-    """Build a page of figures, pictures of the largest sparse tables, and all numbers; ``.write(path)`` saves it."""
-    report = Report("How sparse are the gradients?", analysis.conditions)
+    """Build a page of the result, plots of the largest sparse tables, and all numbers; ``.write(path)`` saves it."""
+    facts = [("Link", analysis.network.describe()), ("Ranks", f"{analysis.recording.world_size} on one machine")]
+    report = Report("How sparse are the gradients?", analysis.conditions, facts)
     if not analysis.sparse:
-        report.text("No parameter has a sparse gradient: a dense all-reduce is right for all of them.")
+        report.hero(
+            "A dense all-reduce is right",
+            "No parameter has a sparse gradient: thinwire doctor says whether compression pays.",
+        )
     else:
         _figures(report, analysis.sparse[0])
         report.table("Sparse tables", *overview(analysis))
     for table in analysis.sparse[:MOST_TABLES_PICTURED]:
-        _pictures(report, table)
+        _bytes_picture(report, table)
         _seconds_picture(report, table, analysis)
+        _statistics_pictures(report, table)
     for table in analysis.sparse:
-        _explanation(report, table)
+        report.items(
+            f"{table.name}: what thinwire would choose, by predicted seconds, and why",
+            warnings_of(table) + explanations(table),
+        )
         _bytes_table(report, table)
         _seconds_table(report, table, analysis)
     if analysis.others:
@@ -85,166 +101,213 @@ def _figures(report: Report, table: TableStatistics) -> None:
     here = table.prediction(table.world_size)
     dense = table.sent_bytes["dense"]
     sent = table.sent_bytes.get(here.pick, here.bytes[here.pick])
-    report.figures(
-        [
-            (f"density of {table.name}, the largest sparse table", f"{table.density.mean:.2%}"),
-            (f"gamma: densification over {table.world_size} ranks", f"{table.densification[-1]:.2f}"),
-            (f"pick on {table.world_size} ranks, by predicted seconds", here.pick),
-            ("fewer bytes than a dense all-reduce", f"{dense / sent:.1f}x" if sent else "all"),
+    ranks = f"on {table.world_size} ranks"
+    if here.pick == "dense":
+        report.hero(
+            "A dense all-reduce is right", f"{table.name}, the largest sparse table, {ranks}: no scheme is faster."
+        )
+    elif sent:
+        report.hero(
+            f"{dense / sent:.1f}x fewer bytes than a dense all-reduce",
+            f"{table.name}, the largest sparse table, by {here.pick} {ranks}: {format_bytes(sent)} instead of"
+            f" {format_bytes(dense)} a step and rank.",
+            lossy=False,
+        )
+    figures = [
+        (f"of the rows of {table.name} are touched by a rank", f"{table.density.mean:.2%}"),
+        (f"the rows of one rank, {ranks} together", f"{table.densification[-1]:.2f}x"),
+    ]
+    if {"dense", here.pick} <= here.seconds.keys():
+        figures += [
+            ("predicted for a dense all-reduce", format_seconds(here.seconds["dense"])),
+            (f"predicted for {here.pick}", format_seconds(here.seconds[here.pick])),
         ]
-    )
+    report.figures(figures)
 
 
-def _pictures(report: Report, table: TableStatistics) -> None:
-    report.picture(
-        f"{table.name}: densification",
-        lambda axes: _draw_densification(axes, table),
-        "Rows of n ranks together over the rows of one. " + EXTRAPOLATION,
-        height_inches=2.8,
-    )
-    report.picture(
-        f"{table.name}: overlap of two ranks",
-        lambda axes: _draw_overlaps(axes, table),
-        f"|A ∩ B| / min(|A|, |B|) of every pair of ranks in every step: {len(table.overlaps)} values.",
-        height_inches=2.4,
-    )
-    report.picture(
-        f"{table.name}: load of each owner",
-        lambda axes: _draw_loads(axes, table),
-        "Rows that each owner receives in the push, mean over steps. Contiguous: equal ranges of ids. Permutation:"
-        " thinwire's own.",
-        height_inches=2.6,
-    )
+def _bytes_picture(report: Report, table: TableStatistics) -> None:
     report.picture(
         f"{table.name}: bytes by number of ranks",
-        lambda axes: _draw_bytes(axes, table),
+        lambda axes: _draw_schemes(axes, table, lambda prediction: prediction.bytes, format_bytes),
         "Expected bytes that a rank sends in a step; both axes are logarithmic. Contiguous partitions are drawn at"
-        " their best case, even loads. Dots: exact bytes for the recorded ids. Right of the grey line the union is"
-        " extrapolated.",
-        height_inches=4.2,
+        " their best case, even loads. Dots: exact bytes for the recorded ids. Right of the dotted line the union is"
+        " extrapolated. The table below has all schemes.",
+        _in_words(table, lambda prediction: prediction.bytes, format_bytes),
+        height_inches=3.8,
     )
 
 
 def _seconds_picture(report: Report, table: TableStatistics, analysis: Analysis) -> None:
     report.picture(
         f"{table.name}: predicted seconds by number of ranks",
-        lambda axes: _draw_seconds(axes, table),
+        lambda axes: _draw_schemes(axes, table, lambda prediction: prediction.seconds, format_seconds),
         f"Predicted, not measured: {analysis.network.describe()}. One synchronization, none of it hidden behind"
         " computing; both axes are logarithmic. Wide band: what thinwire would choose, the fastest of its candidates."
-        " Right of the grey line the union is extrapolated.",
-        height_inches=3.6,
+        " Right of the dotted line the union is extrapolated.",
+        _in_words(table, lambda prediction: prediction.seconds, format_seconds),
+        height_inches=3.8,
     )
 
 
-def _explanation(report: Report, table: TableStatistics) -> None:
-    report.text(f"What thinwire would choose for {table.name}, by predicted seconds, and why:")
-    for line in warnings_of(table) + explanations(table):
-        report.text(line)
+def _statistics_pictures(report: Report, table: TableStatistics) -> None:
+    last = table.predictions[-1]
+    report.picture(
+        f"{table.name}: rows of all ranks together",
+        lambda axes: _draw_densification(axes, table),
+        "Rows that n ranks touch together, over those of one. " + EXTRAPOLATION,
+        f"Recorded: {table.densification[-1]:.2f} times on {table.world_size} ranks. Extrapolated:"
+        f" {last.densification:.2f} times on {last.world_size}.",
+        height_inches=2.8,
+    )
+    report.picture(
+        f"{table.name}: overlap of two ranks",
+        lambda axes: _draw_overlaps(axes, table),
+        f"|A ∩ B| / min(|A|, |B|) of every pair of ranks in every step: {len(table.overlaps)} values.",
+        f"Median {table.overlap_quantiles[0.5]:.2f}, from {min(table.overlaps):.2f} to {max(table.overlaps):.2f}.",
+        height_inches=2.4,
+    )
+    report.picture(
+        f"{table.name}: load of each owner",
+        lambda axes: _draw_loads(axes, table),
+        "Rows that each owner, the rank that sums them, receives; mean over steps. Contiguous: equal ranges of ids."
+        " Permutation: thinwire's own. Dotted: the mean.",
+        f"Fullest owner over the mean: contiguous {table.contiguous.imbalance_push:.2f}, permutation"
+        f" {table.permutation.imbalance_push:.2f}.",
+        height_inches=2.6,
+    )
 
 
 def _draw_densification(axes: Axes, table: TableStatistics) -> None:
     ranks = [prediction.world_size for prediction in table.predictions]
     growth = [prediction.densification for prediction in table.predictions]
-    axes.plot(ranks, growth, "--", color=PALETTE[2], label=f"n^{table.densification_exponent:.2f}, at most all rows")
+    axes.plot(ranks, growth, "--", color=INK, label=f"n^{table.densification_exponent:.2f}, at most all rows")
     recorded = range(1, table.world_size + 1)
-    axes.plot(recorded, table.densification, "o-", color=PALETTE[1], markersize=5, label="recorded")
-    axes.set(xlabel="ranks", ylabel="gamma", xscale="log", yscale="log" if growth[-1] > 10 else "linear")
+    axes.plot(recorded, table.densification, "o-", color=INK, markersize=4, label="_recorded")
+    axes.set(xlabel="ranks", ylabel="times the rows of one rank", xscale="log", xlim=(1, max(ranks)))
+    axes.set_yscale("log" if growth[-1] > 10 else "linear")
     _rank_ticks(axes, [1, *ranks])
     axes.yaxis.set_major_formatter(lambda value, _position: f"{value:g}")
-    axes.legend()
+    axes.yaxis.set_minor_formatter(lambda _value, _position: "")
+    mark(axes, table.world_size, f"recorded: {table.world_size} ranks")
+    label_ends(axes)
 
 
 def _draw_overlaps(axes: Axes, table: TableStatistics) -> None:
-    axes.hist(table.overlaps, bins=[share / 40 for share in range(41)], color=PALETTE[5])
-    axes.axvline(table.overlap_quantiles[0.5], color=PALETTE[3], linestyle="--", linewidth=1.2, label="median")
+    axes.hist(table.overlaps, bins=[share / 40 for share in range(41)], color=INK, alpha=0.4)
     axes.set(xlabel="overlap ratio", ylabel="pairs", xlim=(0, 1))
-    axes.legend()
+    median = table.overlap_quantiles[0.5]
+    mark(axes, median, f"median {median:.2f}")
 
 
 def _draw_loads(axes: Axes, table: TableStatistics) -> None:
     loads: tuple[tuple[str, OwnerLoad, str], ...] = (
-        ("contiguous", table.contiguous, PALETTE[0]),
-        ("permutation", table.permutation, PALETTE[1]),
+        ("contiguous", table.contiguous, palette.PUBLISHED),
+        ("permutation", table.permutation, palette.THINWIRE),
     )
     for offset, (label, load, color) in zip((-0.2, 0.2), loads, strict=True):
         owners = [owner + offset for owner in range(table.world_size)]
-        axes.bar(owners, load.push_rows, 0.38, color=color, label=f"{label}, imbalance {load.imbalance_push:.2f}")
-    axes.axhline(sum(table.permutation.push_rows) / table.world_size, color=PALETTE[2], linewidth=1.2, linestyle="--")
-    axes.set(xlabel="owner", ylabel="rows received", xticks=range(table.world_size))
+        axes.bar(
+            owners, load.push_rows, 0.38, color=color, label=f"{label}: fullest {load.imbalance_push:.2f}x the mean"
+        )
+    axes.axhline(sum(table.permutation.push_rows) / table.world_size, color=INK, linewidth=1.0, linestyle=":")
+    step = -(-table.world_size // (8 if is_narrow(axes) else 16))
+    axes.set(xlabel="owner (rank)", ylabel="rows received", xticks=range(0, table.world_size, step))
     axes.grid(axis="x", visible=False)
-    axes.margins(y=0.3)  # room for the legend
-    axes.legend(ncols=2)
+    key(axes, 1 if is_narrow(axes) else 2)
 
 
-def _draw_bytes(axes: Axes, table: TableStatistics) -> None:
+def _draw_schemes(
+    axes: Axes,
+    table: TableStatistics,
+    values_of: Callable[[Prediction], Mapping[str, float]],
+    written: Callable[[float], str],
+) -> None:
+    """Draw bytes or seconds of the schemes in `_LOOKS` and of the chosen one."""
     ranks = [prediction.world_size for prediction in table.predictions]
-    for place, name in enumerate(table.schemes):
-        color, line = PALETTE[place % len(PALETTE)], _LINES[place // len(PALETTE) % len(_LINES)]
-        expected = [prediction.bytes.get(name, math.nan) for prediction in table.predictions]
-        axes.plot(ranks, expected, line, color=color, label=name)
-        if name in table.sent_bytes:
-            axes.plot([table.world_size], [table.sent_bytes[name]], "o", color=color, markersize=5)
-    axes.axvline(table.world_size, color=PALETTE[2], linewidth=1, linestyle=":")
-    axes.set(xlabel="ranks", xscale="log", yscale="log")
+    chosen = [values_of(prediction)[prediction.pick] for prediction in table.predictions]
+    axes.plot(ranks, chosen, color=palette.THINWIRE, linewidth=7, alpha=0.35, solid_capstyle="round", label=_CHOSEN)
+    for name, (color, line) in _LOOKS.items():
+        values = [values_of(prediction).get(name, math.nan) for prediction in table.predictions]
+        if any(math.isfinite(value) for value in values):
+            axes.plot(ranks, values, linestyle=line, color=color, label=name)
+    axes.set(xlabel="ranks", xscale="log", yscale="log", xlim=(min(ranks), max(ranks)))
     _rank_ticks(axes, ranks)
-    axes.yaxis.set_major_formatter(lambda value, _position: format_bytes(value))
+    axes.yaxis.set_major_formatter(lambda value, _position: written(value))
     axes.yaxis.set_minor_formatter(lambda _value, _position: "")
-    axes.figure.legend(loc="outside right upper", fontsize=8)
+    if written is format_bytes:
+        axes.set_ylabel("sent by a rank in a step")
+        for name, (color, _) in _LOOKS.items():
+            if name in table.sent_bytes:
+                axes.plot([table.world_size], [table.sent_bytes[name]], "o", color=color, markersize=4, label="_exact")
+    else:
+        axes.set_ylabel("predicted time of a step")
+    mark(axes, table.world_size, f"recorded: {table.world_size} ranks")
+    label_ends(axes)
 
 
-def _draw_seconds(axes: Axes, table: TableStatistics) -> None:
-    ranks = [prediction.world_size for prediction in table.predictions]
-    picked = [prediction.seconds[prediction.pick] for prediction in table.predictions]
-    axes.plot(ranks, picked, color=PALETTE[1], linewidth=8, alpha=0.5, solid_capstyle="round", label="pick")
-    for name, color in zip(_SECONDS_OF, (PALETTE[2], PALETTE[0], PALETTE[3], PALETTE[5]), strict=True):
-        seconds = [prediction.seconds.get(name, math.nan) for prediction in table.predictions]
-        axes.plot(ranks, seconds, "o-", color=color, markersize=3.5, label=name)
-    axes.axvline(table.world_size, color=PALETTE[2], linewidth=1, linestyle=":")
-    axes.set(xlabel="ranks", ylabel="predicted seconds", xscale="log", yscale="log")
-    _rank_ticks(axes, ranks)
-    axes.yaxis.set_major_formatter(lambda value, _position: format_seconds(value))
-    axes.yaxis.set_minor_formatter(lambda _value, _position: "")
-    axes.figure.legend(loc="outside right upper", fontsize=8)
+def _in_words(
+    table: TableStatistics, values_of: Callable[[Prediction], Mapping[str, float]], written: Callable[[float], str]
+) -> str:
+    here, last = table.prediction(table.world_size), table.predictions[-1]
+    names = [*(name for name in _LOOKS if name in values_of(here) and name in values_of(last))]
+    return " ".join(
+        f"{name}: {written(values_of(here)[name])} on {here.world_size} ranks, {written(values_of(last)[name])} on"
+        f" {last.world_size}."
+        for name in names
+    )
 
 
 def _rank_ticks(axes: Axes, ranks: list[int]) -> None:
-    axes.set_xticks(ranks, [str(count) for count in ranks])
+    """Label powers of two; in a narrow plot every second one, from the largest on."""
+    powers = [count for count in ranks if count & (count - 1) == 0]
+    shown = powers[::-2][::-1] if is_narrow(axes) else powers
+    axes.set_xticks(shown, [str(count) for count in shown])
     axes.set_xticks([], minor=True)
 
 
 def _bytes_table(report: Report, table: TableStatistics) -> None:
-    exact = [f"{table.world_size}, exact", "", "", *_cells(table, table.sent_bytes, format_bytes)]
+    exact = f"{table.world_size}, exact"
     rows = [
-        [
-            _ranks(prediction),
-            f"{prediction.union:,.0f}",
-            prediction.pick,
-            *_cells(table, prediction.bytes, format_bytes),
-        ]
-        for prediction in table.predictions
+        ["rows together", "", *(f"{one.union:,.0f}" for one in table.predictions)],
+        [_CHOSEN, "", *(one.pick for one in table.predictions)],
     ]
+    for name in _fewest_first(table, lambda prediction: prediction.bytes):
+        of_ranks = (_cell(one.bytes, name, format_bytes) for one in table.predictions)
+        rows.append([name, _cell(table.sent_bytes, name, format_bytes), *of_ranks])
     report.table(
-        f"{table.name}: bytes per rank and step",
-        ["ranks", "rows together", "pick", *table.schemes],
-        [exact, *rows],
+        f"{table.name}: bytes per rank and step, by number of ranks",
+        ["scheme", exact, *map(_ranks, table.predictions)],
+        rows,
         f"Exact: the recorded ids; no scheme can send less than {format_bytes(table.lower_bound_bytes)} of values."
-        " The others: expected, with even loads. " + EXTRAPOLATION,
+        f" The others: expected, with even loads; * extrapolated. {EXTRAPOLATION}",
     )
 
 
 def _seconds_table(report: Report, table: TableStatistics, analysis: Analysis) -> None:
     report.table(
-        f"{table.name}: predicted seconds per step",
-        ["ranks", "pick", *table.schemes],
-        [[_ranks(one), one.pick, *_cells(table, one.seconds, format_seconds)] for one in table.predictions],
+        f"{table.name}: predicted seconds per step, by number of ranks",
+        ["scheme", *map(_ranks, table.predictions)],
+        [
+            [_CHOSEN, *(one.pick for one in table.predictions)],
+            *(
+                [name, *(_cell(one.seconds, name, format_seconds) for one in table.predictions)]
+                for name in _fewest_first(table, lambda prediction: prediction.seconds)
+            ),
+        ],
         f"Predicted, not measured: {analysis.network.describe()}. Of the busiest rank where rows are dealt by"
-        " thinwire's permutation; contiguous ranges and blocks are at their best case, even loads.",
+        " thinwire's permutation; contiguous ranges and blocks are at their best case, even loads. * extrapolated.",
     )
 
 
+def _fewest_first(table: TableStatistics, values_of: Callable[[Prediction], Mapping[str, float]]) -> list[str]:
+    """Return all schemes, by their bytes or seconds on the recorded number of ranks."""
+    here = values_of(table.prediction(table.world_size))
+    return sorted(table.schemes, key=lambda name: here.get(name, math.inf))
+
+
 def _ranks(prediction: Prediction) -> str:
-    return f"{prediction.world_size}{' (extrapolated)' if prediction.extrapolated else ''}"
+    return f"{prediction.world_size}{'*' if prediction.extrapolated else ''}"
 
 
-def _cells(table: TableStatistics, values: Mapping[str, float], written: Callable[[float], str]) -> list[str]:
-    return [written(values[name]) if name in values else "-" for name in table.schemes]
+def _cell(values: Mapping[str, float], name: str, written: Callable[[float], str]) -> str:
+    return written(values[name]) if name in values else "-"

@@ -7,17 +7,19 @@ alone (the parameters of the ranks drift apart, and are not used afterwards).
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.lane import Lane
+from thinwire.lab.analyze.site import find_site, follows_plans
 from thinwire.measure.ready import WARM_STEPS, StepWatch
 from thinwire.measure.training import How, OnStage, begin_together, finish, trained_parameters
-from thinwire.plan.measurement import Measurement
+from thinwire.plan.measurement import DdpSite, Measurement
 
 
 class StepRecorder:
@@ -40,7 +42,9 @@ class StepRecorder:
         self._lane: Lane | None = None
         self._watch: StepWatch | None = None
         self._trained: dict[str, Tensor] = {}
-        self._tables: list[str] = []
+        self._tables: frozenset[str] = frozenset()
+        self._hook: Unsynchronized | None = None
+        self._site = DdpSite()
 
     def watch(self, model: DistributedDataParallel) -> "Unsynchronized":
         """Watch a model; called on all ranks for each model that is built."""
@@ -48,9 +52,12 @@ class StepRecorder:
         if self._lane is None:
             self._lane = Lane(model.process_group)
             self._trained, self._tables = trained_parameters(model.module)
-            self._watch = StepWatch(model.module, self._trained, self._before_step)
+            self._watch = StepWatch(model.module, self._trained, self._before_step, self._tables)
+            self._hook = Unsynchronized(model.module)
+            self._site = replace(find_site(), follows_plans=follows_plans(model))
             self._on_stage("training steps")
-        return Unsynchronized()
+            return self._hook
+        return Unsynchronized(model.module)
 
     @property
     def num_steps(self) -> int:
@@ -63,11 +70,11 @@ class StepRecorder:
         Raises:
             ValueError: no steps were timed.
         """
-        if self._lane is None or self._watch is None or self.finished:
+        if self._lane is None or self._watch is None or self._hook is None or self.finished:
             return
         self.finished = True
-        times = self._watch.close()
-        self.measurement = finish(self._lane, times, self._trained, self._tables, self.how, self._on_stage)
+        measured = finish(self._lane, self._watch, self._trained, self._tables, self.how, self._on_stage)
+        self.measurement = replace(measured, ddp=replace(self._site, buckets=tuple(self._hook.buckets)))
 
     def close(self) -> None:
         """Close the lane to the other ranks, also after a failed script."""
@@ -84,10 +91,17 @@ class StepRecorder:
 
 
 class Unsynchronized:
-    """Communication hook of a DDP model that leaves gradients as they are."""
+    """Communication hook of a DDP model that leaves gradients as they are, and notes which share a bucket."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.buckets: list[tuple[str, ...]] = []
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         del state
+        if bucket.index() == 0:
+            self.buckets = []
+        self.buckets.append(tuple(self._names[id(parameter)] for parameter in bucket.parameters()))
         buffer = bucket.buffer()
         future: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
         future.set_result(buffer)

@@ -3,45 +3,73 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
 
-from thinwire.lab.analyze.run import ScriptFailed, launch
+from thinwire.lab.analyze.run import ScriptFailed
 from thinwire.lab.analyze.step_recorder import StepRecorder
+from thinwire.lab.analyze.trials import run_on_ranks, torchrun_environment
 from thinwire.lab.analyze.worker import run_recorded
+from thinwire.lab.testbed.launch import RanksFailed
+from thinwire.lab.testbed.network import EmulatedNetwork
+from thinwire.lab.testbed.rank import RankContext
 from thinwire.measure.ready import WARM_STEPS
 from thinwire.measure.training import How, OnStage, check
 from thinwire.plan.measurement import Measurement
 
 
-def measure_script(script: Path, arguments: Sequence[str], workers: int, how: How) -> Measurement:
+def measure_script(
+    script: Path,
+    arguments: Sequence[str],
+    workers: int,
+    how: How,
+    network: EmulatedNetwork | None = None,
+    on_stage: OnStage = lambda stage: None,
+) -> Measurement:
     """Run ``SCRIPT ARGUMENTS...`` as torchrun does, on this machine, until its steps are timed.
+
+    Args:
+        network: emulated hosts with one rank each; None for processes of this machine.
 
     Raises:
         FileNotFoundError: no such script.
         ValueError: fewer than 2 workers; a script without DDP model or with too few steps; see `How`.
-        ScriptFailed: the script failed on a rank; its traceback is on standard error.
+        ScriptFailed: the script failed on a rank; its traceback is in the text.
     """
     if workers < 2:
         raise ValueError(f"at least 2 workers are needed, because one has nobody to talk to; got {workers}")
     _check_script(script)
     check(how.compressors)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
-    with tempfile.TemporaryDirectory(prefix="thinwire-doctor-") as directory:
-        result = Path(directory) / "measurement.json"
-        launch("thinwire.lab.analyze.steps", workers, directory, [json.dumps(asdict(how))], script, arguments)
-        if not result.exists():
-            raise ScriptFailed(f"{script.name} left nothing behind: does it call os._exit or exec?")
-        found = json.loads(result.read_text())
+    if network is not None and network.link.mbit is not None:
+        how = replace(how, link=f"emulated, {network.link.mbit:g} Mbit/s, {network.hosts} hosts")
+    try:
+        found, *_ = run_on_ranks(
+            _measure_rank,
+            str(script),
+            list(arguments),
+            how,
+            world_size=workers,
+            network=network,
+            on_message=lambda rank, stage: on_stage(stage),
+        )
+    except RanksFailed as failed:
+        raise ScriptFailed(f"{script.name} failed. It must run under torchrun; try that first.\n{failed}") from failed
     return _checked(None if found is None else Measurement.from_json(found), script)
+
+
+def _measure_rank(context: RankContext, script: str, arguments: list[str], how: How) -> Any:
+    """Measure on one rank; the result is JSON, or None if the script has no DDP model."""
+    os.environ.update(torchrun_environment(context))
+    os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
+    tell = context.send if context.rank == 0 else lambda stage: None
+    measurement = run_watched(StepRecorder(how, tell), Path(script), arguments)
+    return None if measurement is None else measurement.to_json()
 
 
 def measure_script_in_job(script: Path, arguments: Sequence[str], how: How, on_stage: OnStage) -> Measurement:
@@ -57,19 +85,6 @@ def measure_script_in_job(script: Path, arguments: Sequence[str], how: How, on_s
     with contextlib.redirect_stdout(sys.stderr):
         found = run_watched(StepRecorder(how, on_stage), script, arguments)
     return _checked(found, script)
-
-
-@record
-def main() -> None:
-    """Run one rank of torchrun: ``python -m thinwire.lab.analyze.steps DIRECTORY HOW SCRIPT [ARGS...]``."""
-    os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
-    directory, how, script, *arguments = sys.argv[1:]
-    measurement = run_watched(StepRecorder(How(**json.loads(how))), Path(script), arguments)
-    if os.environ["RANK"] == "0":
-        found = None if measurement is None else measurement.to_json()
-        (Path(directory) / "measurement.json").write_text(json.dumps(found))
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def run_watched(recorder: StepRecorder, script: Path, arguments: Sequence[str]) -> Measurement | None:
@@ -104,7 +119,3 @@ def _checked(measurement: Measurement | None, script: Path) -> Measurement:
             " no training to measure"
         )
     return measurement
-
-
-if __name__ == "__main__":
-    main()

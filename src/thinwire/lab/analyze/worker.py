@@ -6,6 +6,7 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,16 +53,22 @@ def run_recorded(recorder: ScriptWatcher, script: str, arguments: list[str]) -> 
     """Run a script as ``python SCRIPT ARGS...`` would. Its errors pass through, an orderly exit is swallowed."""
     from thinwire.lab.analyze.recorder import install
 
+    uninstall = install(recorder)
+    try:
+        run_script(script, arguments, lambda: recorder.finished)
+    finally:
+        uninstall()
+
+
+def run_script(script: str, arguments: list[str], is_finished: Callable[[], bool]) -> None:
+    """Run a script as ``python SCRIPT ARGS...`` would; how it exits does not matter if it was ended by us."""
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)
-    uninstall = install(recorder)
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as exit:
-        if exit.code not in (None, 0) and not recorder.finished:
+        if exit.code not in (None, 0) and not is_finished():
             raise
-    finally:
-        uninstall()
 
 
 if __name__ == "__main__":

@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import math
 import os
+import statistics
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from thinwire.lab.analyze.trials import WARM_STEPS, attach_as_advised, steps_for
 from thinwire.lab.bench.jobs.job import Data, Job
 from thinwire.lab.bench.jobs.named import parse_job
 from thinwire.lab.bench.jobs.own import OwnJob, clear_job_errors
+from thinwire.lab.doctor.advice import Advice
+from thinwire.lab.doctor.diagnosis import Confirmed
 from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.measure.training import How, Training, check, measure_training
 from thinwire.plan.measurement import Measurement
+from thinwire.plan.planner import Way, step_seconds
 
 OnStage = Callable[[str], None]
 """Function called with the name of the next measurement."""
@@ -94,6 +102,72 @@ def measure_rank(
     training = target.training(context.rank, context.world_size, data)
     tell = context.send if context.rank == 0 else lambda stage: None
     return measure_training(training, how, on_stage=tell).to_json()
+
+
+def try_on_hosts(
+    target: TrainingTarget,
+    advised: Sequence[tuple[Way, Advice]],
+    measurement: Measurement,
+    ranks_per_host: int,
+    link: Link,
+    on_stage: OnStage,
+) -> list[Confirmed]:
+    """Train each way for a few steps on hosts like those that were measured, in turns, and return what a step takes."""
+    limited = link.mbit is not None
+    predicted = [step_seconds(measurement, way) for way, _ in advised]
+    hosts = measurement.world_size // ranks_per_host
+    with clear_job_errors(), EmulatedNetwork(hosts, link) if limited else nullcontext() as network:
+        outcomes = run_ranks(
+            _try_rank,
+            target,
+            target.job.load(),
+            [(way.name, advice, steps_for(seconds)) for (way, advice), seconds in zip(advised, predicted, strict=True)],
+            tuple(sys.path),
+            world_size=measurement.world_size,
+            ranks_per_host=ranks_per_host if limited else None,
+            network=network,
+            timeout_seconds=1800.0,
+            on_message=lambda rank, stage: on_stage(stage),
+        )
+    slowest = [max(seconds) for seconds in zip(*(outcome.value for outcome in outcomes), strict=True)]
+    return [
+        Confirmed(way.name, seconds, measured)
+        for (way, _), seconds, measured in zip(advised, predicted, slowest, strict=True)
+    ]
+
+
+def _try_rank(
+    context: RankContext,
+    target: TrainingTarget,
+    data: Data | None,
+    advised: Sequence[tuple[str, Advice, int]],
+    path: tuple[str, ...],
+) -> list[float]:
+    """Return the median step of each way on one rank: the shorter of two turns."""
+    sys.path[:] = path
+    training = target.training(context.rank, context.world_size, data)
+    medians = [math.inf] * len(advised)
+    for place, (name, advice, steps) in [*enumerate(advised)] * 2:
+        if context.rank == 0:
+            context.send(f"training steps: {name}")
+        medians[place] = min(medians[place], _median_step(training, advice, steps))
+    return medians
+
+
+def _median_step(training: Training, advice: Advice, steps: int) -> float:
+    dist.barrier()
+    model: torch.nn.Module = training.model
+    synchronizer = attach_as_advised(model, advice) if advice.attaches else None
+    if synchronizer is None:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    step, moments = training.stepper(model), []
+    for _ in range(WARM_STEPS + steps + 1):
+        moments.append(time.perf_counter())
+        step()
+        training.settle()
+    if synchronizer is not None:
+        synchronizer.detach()
+    return statistics.median(end - start for start, end in pairwise(moments[WARM_STEPS:]))
 
 
 def measure_in_job(target: TrainingTarget, how: How, on_stage: OnStage) -> Measurement:

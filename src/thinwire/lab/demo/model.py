@@ -1,4 +1,4 @@
-"""A word-level LSTM language model whose two embedding tables have sparse gradients.
+"""A word-level LSTM language model with two large embedding tables, of whose rows a step touches few.
 
 The input table gets gradients for the words of the batch; the output table for the target words and a sample
 of other words, because the softmax is *sampled* (Jean et al. 2015, "On Using Very Large Target Vocabulary for
@@ -16,12 +16,19 @@ from torch.nn import functional
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model. ``candidates`` counts draws per step, before repeated words are dropped."""
+    """Sizes of the model.
+
+    Args:
+        candidates: draws per step, before repeated words are dropped.
+        sparse: whether gradients of the tables are sparse tensors, as in ``nn.Embedding(sparse=True)``; the default of
+            `nn.Embedding` is False.
+    """
 
     num_words: int
     embedding_dim: int = 128
     hidden_size: int = 128
     candidates: int = 4096
+    sparse: bool = True
 
 
 class LogUniform:
@@ -58,10 +65,7 @@ class LogUniform:
 
 
 class LanguageModel(nn.Module):
-    """Model that predicts each next word: embedding, LSTM, projection, sampled softmax.
-
-    Both tables are ``nn.Embedding(num_words, embedding_dim, sparse=True)``.
-    """
+    """Model that predicts each next word: embedding, LSTM, projection, sampled softmax."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -70,16 +74,22 @@ class LanguageModel(nn.Module):
         self.projection = nn.Linear(config.hidden_size, config.embedding_dim)
         self.words_out = _word_table(config)
 
+    @staticmethod
+    def looked_up(words: Tensor, candidates: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the ids that `forward` looks up in ``words_in`` and in ``words_out``: targets, then candidates."""
+        # One look-up for both, so that the table has one gradient.
+        return words[:, :-1], torch.cat([words[:, 1:].flatten(), candidates])
+
     def forward(self, words: Tensor, candidates: Tensor, sampler: LogUniform) -> Tensor:
         """Return the mean loss over ``words``, int64 ``[batch, time + 1]``: each word predicts the one after it.
 
         ``candidates`` are the sampled words of this step, int64 ``[num_candidates]``.
         """
-        targets = words[:, 1:].flatten()
-        states, _ = self.lstm(self.words_in(words[:, :-1]))
+        read, scored = self.looked_up(words, candidates)
+        states, _ = self.lstm(self.words_in(read))
         context = self.projection(states).flatten(end_dim=1)
-        # One look-up for both, so that the table has one sparse gradient.
-        rows = self.words_out(torch.cat([targets, candidates]))
+        rows = self.words_out(scored)
+        targets = scored[: len(scored) - len(candidates)]
         return sampled_softmax_loss(
             context,
             rows[: len(targets)],
@@ -93,7 +103,7 @@ class LanguageModel(nn.Module):
 
 def _word_table(config: ModelConfig) -> nn.Embedding:
     weight = torch.empty(config.num_words, config.embedding_dim).uniform_(-0.1, 0.1)
-    return nn.Embedding.from_pretrained(weight, freeze=False, sparse=True)
+    return nn.Embedding.from_pretrained(weight, freeze=False, sparse=config.sparse)
 
 
 def sampled_softmax_loss(

@@ -1,166 +1,118 @@
-"""Report of the comparison as a page: ``report.html``."""
+"""Report of the comparison as a page, and its plots."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from thinwire.lab.demo.compare import Comparison, ModeResult
-from thinwire.lab.demo.summary import conclusion, conditions, format_bytes, format_seconds, summary_rows
-from thinwire.lab.demo.train import MODES
-from thinwire.lab.report import PALETTE, Report
+from thinwire.lab import palette
+from thinwire.lab.demo.compare import Comparison
+from thinwire.lab.demo.summary import (
+    COLUMNS,
+    NEXT,
+    advice,
+    conditions,
+    exactness,
+    format_factor,
+    format_link,
+    format_seconds,
+    link_rows,
+    losing_points,
+    result,
+    rows,
+)
+from thinwire.lab.demo.train import VARIANTS
+from thinwire.lab.plot import INK, label_ends, save_picture
+from thinwire.lab.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_LABELS = {"ddp": "stock DDP", "thinwire": "thinwire"}
-_COLORS = {"ddp": PALETTE[0], "thinwire": PALETTE[1], "ddp_dense": PALETTE[2]}
+_COLORS = {
+    "ddp": palette.STOCK,
+    "thinwire": palette.THINWIRE,
+    "ddp_sparse": palette.TORCH,
+    "thinwire_sparse": palette.THINWIRE,
+}
+_STYLES = {"ddp": "-", "thinwire": "-", "ddp_sparse": "-", "thinwire_sparse": palette.DASHES[1]}
+_STEP_TITLE = "Step time"
+_CURVE_TITLE = "Step time against the link"
 
 
-def build_report(comparison: Comparison) -> Report:
-    """Build a page of figures, tables and five pictures; ``.write(path)`` writes the file."""
-    report = Report("One language model, trained twice", conditions(comparison))
-    figures = comparison.to_json()
-    sent = figures["bytes_per_step"]
-    report.figures(
-        [
-            ("fewer bytes than stock DDP", f"{sent['ddp'] / sent['thinwire']:.2f}x"),
-            ("fewer bytes than DDP with dense gradients", f"{sent['ddp_dense'] / sent['thinwire']:.0f}x"),
-            ("largest relative difference of the loss", f"{figures['loss_max_relative_difference']:.1e}"),
-            ("parameters bitwise equal on all ranks", "yes" if figures["parameters_bitwise_equal"] else "NO"),
-        ]
+def build_report(comparisons: Sequence[Comparison]) -> Report:
+    """Build the page of one comparison, or of one for each link."""
+    first = comparisons[0]
+    report = Report("One language model, trained in four ways", conditions(first))
+    how, what = result(first).split(", by one line: ")
+    report.hero(how, f"By one line: {what}")
+    report.text(advice(first))
+    if len(comparisons) > 1:
+        columns = ["", *(format_link(one.link_mbit) for one in comparisons)]
+        report.picture(_CURVE_TITLE, lambda axes: _draw_curve(axes, comparisons), " ".join(losing_points(comparisons)))
+        report.table("Step on each link", columns, link_rows(comparisons))
+    report.picture(
+        _STEP_TITLE,
+        lambda axes: _draw_steps(axes, first),
+        "Medians; thin lines go from the 10th to the 90th percentile.",
     )
-    report.text(conclusion(comparison))
-    _pictures(report, comparison)
-    report.table("All figures", ["", "stock DDP", "thinwire"], summary_rows(comparison))
-    for mode in MODES:
-        _parameter_table(report, _LABELS[mode], comparison.modes[mode])
+    report.picture("Loss", lambda axes: _draw_losses(axes, first), exactness(first))
+    note = "Stock DDP's bytes follow from the formulas of Gloo's collectives and the rows of every step."
+    report.table("All figures", COLUMNS, rows(first), f"{note} thinwire's are counted.")
+    report.text(NEXT)
     return report
 
 
-def write_report(comparison: Comparison, path: Path) -> None:
-    """Write ``report.html``."""
-    build_report(comparison).write(path)
+def write_report(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Write the page."""
+    build_report(comparisons).write(path)
 
 
-def _pictures(report: Report, comparison: Comparison) -> None:
-    report.picture(
-        "Loss",
-        lambda axes: _draw_losses(axes, comparison),
-        "Sampled-softmax loss, mean over ranks. The same seed gives two curves that lie on each other.",
-    )
-    report.picture(
-        "How far the losses are apart",
-        lambda axes: _draw_difference(axes, comparison),
-        "Both sums are exact up to the order of additions; what is left is float32 rounding.",
-        height_inches=2.4,
-    )
-    report.picture(
-        "Bytes by scheme",
-        lambda axes: _draw_bytes(axes, comparison),
-        "Sent per step and rank, logarithmic axis. The DDP figures follow from the formulas of torch's Gloo "
-        "collectives, applied to the rows of every step; dense DDP was not run. thinwire's are counted.",
-        height_inches=2.2,
-    )
-    report.picture(
-        "Where the bytes went",
-        lambda axes: _draw_parameters(axes, comparison),
-        "Per step and rank: each table with sparse gradients, and the dense parameters together.",
-    )
-    report.picture(
-        "Where the time went",
-        lambda axes: _draw_times(axes, comparison),
-        "Median step. Synchronization runs during backward and adds what it could not hide; the hatched bar "
-        "is the time in which a collective was under way, waiting for slower ranks included.",
-        height_inches=2.6,
-    )
+def write_picture(comparisons: Sequence[Comparison], path: Path) -> None:
+    """Write the plot of the step times: bars of the variants, or curves if there are several links."""
+    first = comparisons[0]
+    if len(comparisons) > 1:
+        save_picture(lambda axes: _draw_curve(axes, comparisons), path, title=_CURVE_TITLE)
+    else:
+        title = f"Step time, {first.hosts} hosts, {format_link(first.link_mbit)}"
+        save_picture(lambda axes: _draw_steps(axes, first), path, height_inches=2.4, title=title)
+
+
+def _draw_steps(axes: "Axes", comparison: Comparison) -> None:
+    results = list(comparison.results.values())
+    seconds = np.array([one.step_seconds for one in results])
+    low, high = np.array([one.step_seconds_range for one in results]).T
+    spread = np.maximum(0.0, [seconds - low, high - seconds])
+    labels = [one.variant.label.replace(", ", ",\n") for one in results]
+    colors = [_COLORS[one.variant.name] for one in results]
+    axes.barh(labels, seconds, xerr=spread, color=colors, height=0.6, ecolor=INK, error_kw={"linewidth": 0.8})
+    for row, (one, end) in enumerate(zip(results, high, strict=True)):
+        text = format_seconds(one.step_seconds)
+        if one.variant.name == "thinwire":
+            text += f" ({format_factor(comparison.speedup('ddp', 'thinwire'))})"
+        axes.annotate(text, (max(end, seconds[row]), row), xytext=(5, 0), textcoords="offset points", va="center")
+    axes.set(xlabel="seconds", xlim=(0, 1.25 * high.max()))
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
 
 
 def _draw_losses(axes: "Axes", comparison: Comparison) -> None:
-    steps = np.arange(1, comparison.config.steps + 1)
-    axes.plot(steps, comparison.modes["ddp"].loss, color=_COLORS["ddp"], linewidth=5, alpha=0.55, label="stock DDP")
-    axes.plot(steps, comparison.modes["thinwire"].loss, color=_COLORS["thinwire"], label="thinwire")
+    steps = np.arange(1, comparison.steps + 1)
+    for width, (name, one) in zip((7, 4.5, 2.5, 1), comparison.results.items(), strict=True):
+        color, style, label = _COLORS[name], _STYLES[name], one.variant.label
+        axes.plot(steps, one.loss, color=color, linewidth=width, linestyle=style, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per word)", xlim=(1, max(2, steps[-1])))
-    axes.legend()
+    label_ends(axes)
 
 
-def _draw_difference(axes: "Axes", comparison: Comparison) -> None:
-    difference = comparison.loss_difference
-    steps = np.flatnonzero(difference) + 1
-    axes.plot(steps, difference[steps - 1], ".", color=_COLORS["thinwire"], markersize=5)
-    axes.axhline(1e-4, color=PALETTE[3], linewidth=1.2, linestyle="--")
-    axes.text(1, 1.3e-4, "promised: below 1e-4", color=PALETTE[3], va="bottom")
-    axes.set(xlabel="step", ylabel="relative difference", yscale="log", ylim=(1e-9, 1e-3))
-    axes.set_xlim(1, max(2, comparison.config.steps))
-    if not len(steps):
-        axes.text(0.5, 0.4, "every loss is bit for bit the same", transform=axes.transAxes, ha="center")
-
-
-def _draw_bytes(axes: "Axes", comparison: Comparison) -> None:
-    bars = {
-        "DDP, dense gradients": (comparison.dense_ddp_bytes_per_step, _COLORS["ddp_dense"]),
-        "stock DDP, sparse": (comparison.modes["ddp"].bytes_per_step, _COLORS["ddp"]),
-        "thinwire": (comparison.modes["thinwire"].bytes_per_step, _COLORS["thinwire"]),
-    }
-    values = [value for value, _ in bars.values()]
-    drawn = axes.barh(list(bars), values, color=[color for _, color in bars.values()], height=0.62)
-    axes.bar_label(drawn, [format_bytes(value) for value in values], padding=4)
-    axes.set(xscale="log", xlabel="per step and rank", xlim=(min(values) / 10, max(values) * 4))
-    axes.xaxis.set_major_formatter(lambda value, _position: format_bytes(value))
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-
-
-def _draw_parameters(axes: "Axes", comparison: Comparison) -> None:
-    separate = comparison.sparse_parameters
-    sent = {mode: comparison.modes[mode].bytes_by_parameter(separate) for mode in MODES}
-    names = sorted(sent["ddp"], key=lambda name: -sent["ddp"][name])
-    largest = max(max(of.values()) for of in sent.values())
-    for offset, mode in zip((-0.2, 0.2), MODES, strict=True):
-        values = [sent[mode][name] / 1e6 for name in names]
-        drawn = axes.barh(np.arange(len(names)) + offset, values, 0.38, color=_COLORS[mode], label=_LABELS[mode])
-        axes.bar_label(drawn, [format_bytes(1e6 * value) for value in values], padding=4, fontsize=9)
-    axes.set_yticks(np.arange(len(names)), names)
-    axes.set(xlabel="MB per step and rank", xlim=(0, max(largest, 1.0) / 1e6 * 1.15))
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.legend(loc="lower right")
-
-
-def _draw_times(axes: "Axes", comparison: Comparison) -> None:
-    for row, name in enumerate(MODES):
-        mode = comparison.modes[name]
-        left = 0.0
-        parts = (mode.forward_seconds, mode.backward_seconds, mode.optimizer_seconds)
-        labels = ("forward", "backward with synchronization", "optimizer")
-        for seconds, label, color in zip(parts, labels, (PALETTE[5], PALETTE[1], PALETTE[4]), strict=True):
-            width = 1e3 * float(np.median(seconds))
-            axes.barh(row, width, 0.4, left=left, color=color, label=label if row == 0 else None)
-            left += width
-        communication = 1e3 * float(np.median(mode.comm_seconds))
-        label = "collective under way" if row == 0 else None
-        axes.barh(row + 0.32, communication, 0.16, color="none", edgecolor=PALETTE[3], hatch="////", label=label)
-        axes.annotate(format_seconds(left / 1e3), (left, row), xytext=(4, 0), textcoords="offset points", va="center")
-    axes.set_yticks(range(len(MODES)), [_LABELS[mode] for mode in MODES])
-    axes.set(xlabel="milliseconds")
-    axes.margins(x=0.12)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.figure.legend(loc="outside upper left", ncols=4, fontsize=9)
-
-
-def _parameter_table(report: Report, label: str, mode: ModeResult) -> None:
-    columns = list(dict.fromkeys(column for row in mode.table for column in row))
-    if columns:
-        rows = [[_cell(column, row.get(column)) for column in columns] for row in mode.table]
-        report.table(f"Parameters, {label}", [column.replace("_", " ") for column in columns], rows)
-
-
-def _cell(column: str, value: Any) -> str:
-    if value is None:
-        return ""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return str(value)
-    if "bytes" in column:
-        return format_bytes(value)
-    return f"{value:.2%}" if column.startswith("density") else f"{value:.3g}"
+def _draw_curve(axes: "Axes", comparisons: Sequence[Comparison]) -> None:
+    points = sorted(comparisons, key=lambda one: one.link_mbit or 0.0)
+    links = [one.link_mbit or 0.0 for one in points]
+    for variant in VARIANTS:
+        seconds = [one.results[variant.name].step_seconds for one in points]
+        style, color = _STYLES[variant.name], _COLORS[variant.name]
+        axes.plot(links, seconds, marker="o", markersize=4, color=color, linestyle=style, label=variant.label)
+    axes.set(xscale="log", yscale="log", xlabel="measured link of a host (Mbit/s)", ylabel="step (seconds)")
+    axes.set_xticks(links, [f"{link:,.0f}" for link in links])
+    axes.minorticks_off()
+    label_ends(axes)

@@ -1,17 +1,12 @@
-"""Stock DDP with measurement: its own collectives, with their times and bytes.
+"""Seconds and bytes of stock DDP, which runs without any hook of ours.
 
-DDP gives a registered communication hook the work of its reducer, so this hook repeats the reducer's steps:
-divide by the world size, then all-reduce each bucket asynchronously. Losses are bit for bit those of DDP
-without a hook (``tests/ranks/test_demo.py``).
+Seconds are those of DDP's own log. Gloo keeps no count of bytes: they follow from the formulas of its collectives and
+the rows of each gradient.
 """
 
-import time
-from collections import defaultdict
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 METADATA_BYTES = 9 * 8
@@ -32,114 +27,28 @@ def gathered_bytes(rows: int, row_bytes: int, world_size: int) -> float:
     return (world_size - 1) * (METADATA_BYTES + rows * (8 + row_bytes))
 
 
-@dataclass
-class ParameterTotals:
-    """Sums over all steps, for one parameter."""
+def sent_bytes(model: DistributedDataParallel, looked_up: Sequence[Tensor], world_size: int) -> float:
+    """Return the bytes that each rank sends in a step.
 
-    kind: str
-    scheme: str
-    sent_bytes: float = 0.0
-    density: float = 0.0
-    density_after: float = 0.0
-    steps: int = 0
-
-
-@dataclass
-class StockMeter:
-    """Meter returned by :func:`attach`: same ``stats`` and ``table`` as a thinwire synchronizer.
-
-    Times are measured, from the launch of a collective to its completion; bytes follow from the formulas
-    above, because Gloo keeps no count.
+    Args:
+        looked_up: the ids looked up in each table of sparse gradients by this rank, repeated or not.
     """
-
-    names: dict[Tensor, str]
-    world_size: int
-    intervals: list[tuple[float, float]] = field(default_factory=list)
-    totals: dict[str, ParameterTotals] = field(default_factory=lambda: defaultdict(_dense_totals))
-
-    def stats(self) -> dict[str, float]:
-        """Return totals since :func:`attach`: bytes this rank sent, seconds in which a collective was under way."""
-        sent = sum(total.sent_bytes for total in self.totals.values())
-        return {"comm/bytes_sent": sent, "comm/seconds": covered_seconds(self.intervals)}
-
-    def table(self) -> list[dict[str, str | float]]:
-        """Return one row per parameter, means per step."""
-        return [
-            {
-                "name": name,
-                "kind": total.kind,
-                "scheme": total.scheme,
-                "bytes": total.sent_bytes / total.steps,
-                "density": total.density / total.steps,
-                "density_after": total.density_after / total.steps,
-            }
-            for name, total in sorted(self.totals.items())
-        ]
+    tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding) and module.sparse]
+    of_tables = sum(
+        gathered_bytes(ids.unique().numel(), weight[0].nbytes, world_size)
+        for weight, ids in zip(tables, looked_up, strict=True)
+    )
+    dense = sum(weight.nbytes for weight in model.parameters()) - sum(weight.nbytes for weight in tables)
+    return ring_bytes(dense, world_size) + of_tables
 
 
-def _dense_totals() -> ParameterTotals:
-    return ParameterTotals("dense", "all-reduce")
+def log_every_step(model: DistributedDataParallel) -> None:
+    """Have DDP measure every step, instead of one in a hundred."""
+    model._set_ddp_runtime_logging_sample_rate(1)
 
 
-def attach(model: DistributedDataParallel) -> StockMeter:
-    """Measure a DDP model whose gradients stock PyTorch synchronizes."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in model.module.named_parameters()}
-    meter = StockMeter(names, dist.get_world_size(model.process_group))
-    model.register_comm_hook(meter, stock_hook)
-    return meter
-
-
-def stock_hook(meter: StockMeter, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-    """Run the reducer's own all-reduce of one bucket, timed and counted."""
-    gradient = bucket.buffer()
-    if gradient.is_sparse:
-        gradient.div_(meter.world_size)
-    else:
-        gradient.mul_(1 / meter.world_size)  # the reducer multiplies dense and divides sparse gradients
-    (_count_sparse if gradient.is_sparse else _count_dense)(meter, bucket)
-    start = time.perf_counter()
-    work = dist.all_reduce(gradient, async_op=True)
-    assert work is not None
-
-    def finished(future: torch.futures.Future[list[Tensor]]) -> Tensor:
-        meter.intervals.append((start, time.perf_counter()))
-        total = future.value()[0]
-        if total.is_sparse:
-            name = meter.names[bucket.parameters()[0]]
-            meter.totals[name].density_after += distinct_rows(total) / total.shape[0]
-        return total
-
-    return work.get_future().then(finished)
-
-
-def _count_sparse(meter: StockMeter, bucket: dist.GradBucket) -> None:
-    gradient = bucket.buffer()
-    rows = distinct_rows(gradient)
-    total = meter.totals.setdefault(meter.names[bucket.parameters()[0]], ParameterTotals("sparse rows", "agsparse"))
-    row_bytes = gradient[0].numel() * gradient.element_size()
-    total.sent_bytes += gathered_bytes(rows, row_bytes, meter.world_size)
-    total.density += rows / gradient.shape[0]
-    total.steps += 1
-
-
-def _count_dense(meter: StockMeter, bucket: dist.GradBucket) -> None:
-    for parameter in bucket.parameters():
-        total = meter.totals[meter.names[parameter]]
-        total.sent_bytes += ring_bytes(parameter.numel() * parameter.element_size(), meter.world_size)
-        total.density += 1.0
-        total.density_after += 1.0
-        total.steps += 1
-
-
-def distinct_rows(gradient: Tensor) -> int:
-    """Return the number of rows of a sparse COO gradient, counting repeated ids once, without adding up the values."""
-    return gradient._indices()[0].unique().numel()
-
-
-def covered_seconds(intervals: list[tuple[float, float]]) -> float:
-    """Return the length of the union of time intervals: buckets in flight together count once."""
-    covered, end = 0.0, float("-inf")
-    for start, stop in sorted(intervals):
-        covered += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return covered
+def comm_seconds(model: DistributedDataParallel) -> float:
+    """Return the seconds from the first collective of the last backward pass to the end of its last one."""
+    assert model.logger is not None, "DDP makes it when it is built"
+    model.logger.set_runtime_stats_and_log()  # as the next forward pass would
+    return int(model._get_ddp_logging_data().get("backward_comm_time", 0)) / 1e9

@@ -1,12 +1,15 @@
-"""Summary of the comparison in words and table rows, for the terminal and for the report."""
+"""The comparison in words and table rows, for the terminal and for the report."""
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
+from thinwire.lab.demo.compare import Comparison
+from thinwire.lab.demo.train import VARIANTS
 
-from thinwire.lab.demo.compare import Comparison, ModeResult
-from thinwire.lab.demo.train import LOOPBACK_SCHEME, MODES
+ALIKE = 0.05
+"""Share by which step times may differ and still count as equal: medians of two runs differ by up to 4 %."""
+NEXT = "Your model: thinwire doctor train.py"
+_PAIRS = (("ddp", "thinwire"), ("ddp_sparse", "thinwire_sparse"))
+_LABELS = {variant.name: variant.label for variant in VARIANTS}
 
 
 def format_bytes(value: float) -> str:
@@ -22,65 +25,108 @@ def format_seconds(value: float) -> str:
     return f"{value:.3g} s" if value >= 1 else f"{1e3 * value:.3g} ms"
 
 
+def format_link(link_mbit: float | None) -> str:
+    """Format a measured link: ``format_link(955.4) == '955 Mbit/s'``."""
+    return "loopback" if link_mbit is None else f"{link_mbit:,.0f} Mbit/s"
+
+
+def format_factor(value: float) -> str:
+    """Format a ratio of step times: ``format_factor(4.83) == '4.8x'`` and ``format_factor(1.234) == '1.23x'``."""
+    return f"{value:.1f}x" if value >= 2 else f"{value:.2f}x"
+
+
 def conditions(comparison: Comparison) -> str:
-    """Return workers, link, model and text in one line."""
-    config = comparison.config
-    mbit = comparison.link_mbit
-    link = "loopback" if mbit is None else f"emulated hosts, {mbit:.0f} Mbit/s measured"
+    """Return hosts, link, model and steps in one line."""
+    link = comparison.link_mbit
+    where = (
+        f"{comparison.hosts} ranks on the loopback of one machine"
+        if link is None
+        else f"{comparison.hosts} emulated hosts, links of {format_link(link)} measured"
+    )
     return (
-        f"{comparison.workers} workers on {link}; {config.steps} steps, seed {config.seed}; LSTM language "
-        f"model, two tables of {comparison.num_words:,} x {config.embedding_dim}; "
-        f"text of {comparison.num_tokens:,} words"
+        f"{where}; LSTM language model, two tables of {comparison.num_words:,} x {comparison.config.embedding_dim},"
+        f" Adagrad; {comparison.steps} steps of each in turn, medians of the last {comparison.measured_steps}"
     )
 
 
-def conclusion(comparison: Comparison) -> str:
-    """Return one honest sentence on bytes and step times."""
-    ddp, thinwire = (comparison.modes[mode] for mode in MODES)
-    fewer = ddp.bytes_per_step / thinwire.bytes_per_step
-    faster = float(np.median(ddp.step_seconds) / np.median(thinwire.step_seconds))
-    bytes_part = f"thinwire sent {fewer:.2f}x fewer bytes than stock DDP for the same losses"
-    if comparison.link_mbit is None:
-        return (
-            f"{bytes_part}; on loopback bytes cost next to nothing, so expect little or no gain in step time "
-            f"({faster:.2f}x here, scheme={LOOPBACK_SCHEME}): see a slow link with `thinwire demo --link 100mbit`."
-        )
-    return f"{bytes_part}, and a step was {faster:.2f}x as fast on a link of {comparison.link_mbit:.0f} Mbit/s."
+def result(comparison: Comparison) -> str:
+    """Return the result in one sentence."""
+    speedup = comparison.speedup("ddp", "thinwire")
+    if speedup > 1 + ALIKE:
+        how = f"{format_factor(speedup)} faster than this model under DDP"
+    elif speedup < 1 - ALIKE:
+        how = f"{format_factor(1 / speedup)} slower than this model under DDP"
+    else:
+        how = "As fast as this model under DDP"
+    losses = "with the same losses" if comparison.is_exact else "but the losses differ: please report this"
+    where = ", on loopback, where bytes cost next to nothing" if comparison.link_mbit is None else ""
+    return f"{how}, by one line: thinwire.attach(model), {losses}{where}."
 
 
-def summary_rows(comparison: Comparison) -> list[list[str]]:
-    """Return rows of (what, stock DDP, thinwire); cells that span both modes repeat their text."""
-    results = [comparison.modes[mode] for mode in MODES]
-    difference = f"{comparison.loss_difference.max():.1e}"
+def advice(comparison: Comparison) -> str:
+    """Return what ``sparse=True`` gives, with and without thinwire."""
+    sparse = comparison.results["ddp_sparse"].step_seconds
+    speedup = comparison.speedup("ddp_sparse", "thinwire_sparse")
+    if speedup > 1 + ALIKE:
+        then = f"is {format_factor(speedup)} faster than that"
+    elif speedup < 1 - ALIKE:
+        then = f"is {format_factor(1 / speedup)} slower than that"
+    else:
+        then = "is as fast"
+    if sparse > comparison.results["thinwire"].step_seconds:
+        return f"With sparse=True, stock DDP takes {format_seconds(sparse)} a step, and thinwire {then}."
+    return (
+        f"If you can switch to sparse=True, do that first: stock DDP then takes {format_seconds(sparse)} a step, and"
+        f" thinwire {then}."
+    )
 
-    def row(what: str, cells: Sequence[str]) -> list[str]:
-        return [what, *cells]
 
-    rows = [
-        row("loss, first step", [f"{mode.loss[0]:.6f}" for mode in results]),
-        row("loss, last step", [f"{mode.loss[-1]:.6f}" for mode in results]),
-        row("max relative loss difference", ["", difference]),
-        row("parameters bitwise equal", ["yes" if mode.parameters_bitwise_equal else "NO" for mode in results]),
-        row("bytes per step and rank", [format_bytes(mode.bytes_per_step) for mode in results]),
-        row("communication time per step", [_median(mode.comm_seconds) for mode in results]),
-        row("step time", [_median(mode.step_seconds) for mode in results]),
+def exactness(comparison: Comparison) -> str:
+    """Return how far the variants are apart."""
+    equal = "bitwise equal" if comparison.parameters_bitwise_equal else "NOT equal"
+    return (
+        f"Losses of the four differ by at most {comparison.loss_difference:.1e} (relative); parameters are {equal} on"
+        " all ranks."
+    )
+
+
+COLUMNS = ("", "step", "p10 to p90", "sent per step", "last loss")
+
+
+def rows(comparison: Comparison) -> list[list[str]]:
+    """Return a row for each variant, of the cells that `COLUMNS` names."""
+    return [
+        [
+            one.variant.label,
+            format_seconds(one.step_seconds),
+            " to ".join(map(format_seconds, one.step_seconds_range)),
+            format_bytes(one.bytes_per_step),
+            f"{one.loss[-1]:.6f}",
+        ]
+        for one in comparison.results.values()
     ]
-    rows += [
-        row(f"density of {name}, after sum", [_density(mode, name) for mode in results])
-        for name in comparison.sparse_parameters
+
+
+def link_rows(comparisons: Sequence[Comparison]) -> list[list[str]]:
+    """Return the step of each variant on each link, and what thinwire gains."""
+    times = [
+        [label, *(format_seconds(one.results[name].step_seconds) for one in comparisons)]
+        for name, label in _LABELS.items()
     ]
-    # In Gloo's gather a rank also sends rows of others, so that the formula knows the mean over ranks only.
-    rows.append(row("imbalance of bytes, max / mean rank", ["-", f"{results[1].imbalance:.3f}"]))
-    return rows
+    gains = [
+        [f"{_LABELS[of]}: speed-up", *(format_factor(one.speedup(over, of)) for one in comparisons)]
+        for over, of in _PAIRS
+    ]
+    return times + gains
 
 
-def _median(seconds: Any) -> str:
-    return format_seconds(float(np.median(seconds)))
-
-
-def _density(mode: ModeResult, name: str) -> str:
-    for row in mode.table:
-        if row.get("name") == name and isinstance(row.get("density"), float):
-            after = row.get("density_after")
-            return f"{row['density']:.2%}" + (f" -> {after:.2%}" if isinstance(after, float) else "")
-    return "-"
+def losing_points(comparisons: Sequence[Comparison]) -> list[str]:
+    """Return a sentence for each link on which thinwire is slower than stock DDP, or one that there is none."""
+    sentences = [
+        f"At {format_link(one.link_mbit)}, {_LABELS[of]} is {format_factor(1 / one.speedup(over, of))} slower than"
+        f" {_LABELS[over]}."
+        for one in comparisons
+        for over, of in _PAIRS
+        if one.speedup(over, of) < 1 - ALIKE
+    ]
+    return sentences or [f"On none of these links is thinwire slower than stock DDP by more than {ALIKE:.0%}."]

@@ -1,38 +1,70 @@
-"""One rank of the demo: train the language model for some steps and record losses, times and bytes."""
+"""One rank of the demo: train four variants of the language model in turn, and record losses, times and bytes."""
 
 import hashlib
-import json
+import math
 import os
-import signal
 import time
-from dataclasses import asdict, dataclass, replace
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
+import thinwire
 from thinwire.lab.demo import stock
 from thinwire.lab.demo.model import LanguageModel, LogUniform, ModelConfig
-
-LOOPBACK_SCHEME = "zen"
-"""Scheme on loopback: the demo is about bytes, which cost nothing there, so that "auto" would save none."""
-MODES = ("ddp", "thinwire")
+from thinwire.lab.testbed.rank import RankContext
 
 INITIAL_ACCUMULATOR = 0.1
 """Initial accumulator of Adagrad: from 0 a gradient of rounding noise would cause a full step."""
+WARM_UP_STEPS = 2
+"""First steps, which no median includes: DDP forms its buckets, thinwire measures the link and loads its kernels."""
+LEAST_STEPS = 4
+"""Fewest steps if their number follows from a time: at 100 Mbit/s, dense tables take stock DDP 18 s a step."""
+MOST_STEPS = 60
+"""Most steps if their number follows from a time."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train the model.
+
+    Args:
+        sparse: whether the tables are ``nn.Embedding(sparse=True)``; the default of `nn.Embedding` is False.
+        attached: whether thinwire is attached to the DDP model.
+    """
+
+    name: str
+    label: str
+    sparse: bool
+    attached: bool
+
+
+VARIANTS = (
+    Variant("ddp", "stock DDP", sparse=False, attached=False),
+    Variant("thinwire", "thinwire", sparse=False, attached=True),
+    Variant("ddp_sparse", "stock DDP, sparse=True", sparse=True, attached=False),
+    Variant("thinwire_sparse", "thinwire, sparse=True", sparse=True, attached=True),
+)
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of a training run: ``batch_size`` sequences of ``sequence_length`` words per rank and step."""
+    """Settings of a training run.
 
-    steps: int = 120
+    Args:
+        steps: steps of each variant; None for as many as fit into ``seconds``, from `LEAST_STEPS` to `MOST_STEPS`.
+        batch_size: sequences per rank and step, of ``sequence_length`` words.
+    """
+
+    steps: int | None = None
+    seconds: float = 40.0
     seed: int = 0
     batch_size: int = 32
     sequence_length: int = 20
@@ -41,145 +73,137 @@ class TrainConfig:
     hidden_size: int = 128
     candidates: int = 4096
 
-    def model(self, num_words: int) -> ModelConfig:
+    def model(self, num_words: int, sparse: bool = True) -> ModelConfig:
         """Return the sizes of the model for a vocabulary."""
-        return ModelConfig(num_words, self.embedding_dim, self.hidden_size, self.candidates)
+        return ModelConfig(num_words, self.embedding_dim, self.hidden_size, self.candidates, sparse)
 
     def __post_init__(self) -> None:
-        if self.steps < 1:
+        if self.steps is not None and self.steps < 1:
             raise ValueError(f"steps must be at least 1, got {self.steps}")
+
+    def steps_in_all(self, done: int, seconds: float) -> int:
+        """Return the expected number of steps of a run that took ``seconds`` for the first ``done`` of them."""
+        if self.steps is not None:
+            return self.steps
+        fitting = done if seconds >= self.seconds else max(done + 1, math.floor(done * self.seconds / seconds))
+        return min(max(LEAST_STEPS, fitting), MOST_STEPS)
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """A run as sent to the workers: text and results are in the directory ``results``."""
+    """A run as sent to the ranks.
+
+    Args:
+        tokens_file: path of the text: ``.npy``, int32 word ids below ``num_words``.
+    """
 
     config: TrainConfig
     num_words: int
-    results: Path
-    scheme: str = "auto"
-
-    @property
-    def tokens_file(self) -> Path:
-        """Path of the text: ``.npy``, int32 word ids below ``num_words``."""
-        return self.results / "tokens.npy"
-
-    def result_file(self, mode: str, rank: int) -> Path:
-        """Return the path at which a rank leaves its :class:`RankResult` as JSON."""
-        return self.results / f"{mode}-rank{rank}.json"
-
-    def progress_file(self, mode: str) -> Path:
-        """Return the path at which rank 0 appends its loss, one float64 per finished step."""
-        return self.results / f"{mode}-progress.f64"
+    tokens_file: Path
 
 
-class DemoSynchronizer(Protocol):
-    """Common interface of the two modes: bytes, seconds and one table row per parameter."""
+@dataclass(frozen=True)
+class StepReport:
+    """Message of a rank after a step of all variants: the loss under stock DDP, and the expected number of steps."""
 
-    def stats(self) -> dict[str, float]: ...
-
-    def table(self) -> Any: ...
+    step: int
+    loss: float
+    steps_in_all: int
 
 
 @dataclass(frozen=True)
 class RankResult:
-    """Report of a rank about one mode; lists hold one number per step, of this rank alone."""
+    """Results of a rank for one variant.
 
-    loss: list[float]
-    step_seconds: list[float]
-    forward_seconds: list[float]
-    backward_seconds: list[float]
-    optimizer_seconds: list[float]
-    comm_seconds: list[float]
-    bytes_sent: list[float]
+    Args:
+        columns: a number per step, of this rank alone: loss, bytes_sent, comm_seconds, and the seconds of `timed_step`.
+        parameters_digest: hash of all parameters at the end.
+        table: what `Synchronizer.table` returns at the end; empty for stock DDP.
+    """
+
+    columns: dict[str, list[float]]
     parameters_digest: str
     table: list[dict[str, Any]]
-    stats: dict[str, float]
 
 
-@record
-def train_worker(job: TrainJob) -> None:
-    """Join the process group and train, as a worker that torchrun started."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends a worker at once, without four tracebacks
-    dist.init_process_group("gloo")
-    try:
-        train_rank(replace(job, scheme=LOOPBACK_SCHEME))
-    finally:
-        dist.destroy_process_group()
+def train_rank(context: RankContext, job: TrainJob) -> dict[str, RankResult]:
+    """Train all variants from the same seed in the default process group, and return the results by variant.
 
-
-def train_on_host(_context: object, job: TrainJob) -> None:
-    """Train as a rank on an emulated host, where the testbed has made the process group."""
-    train_rank(job)
-
-
-def train_rank(job: TrainJob, modes: tuple[str, ...] = MODES) -> None:
-    """Train the same seed once per mode in the default process group, and write the result files.
-
-    The modes take turns step by step, and alternate in going first, so that a temporary load on the machine
-    does not fall on one of them alone.
+    The variants take turns step by step, and in going first, so that a temporary load on the machine does not fall on
+    one of them alone.
     """
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // dist.get_world_size()))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // context.world_size))
     # Adagrad builds sparse tensors; saying "no checks" aloud silences torch's warning that there are none.
     torch.sparse.check_sparse_tensor_invariants.disable()
-    trainings = [DemoTraining(job, mode) for mode in modes]
-    for step in range(job.config.steps):
-        for training in trainings if step % 2 == 0 else reversed(trainings):
-            training.step(step)
-    for training in trainings:
-        training.write_result()
+    trainings = [DemoTraining(job, variant) for variant in VARIANTS]
+    dist.barrier()
+    start, done, in_all = time.perf_counter(), 0, 1
+    while done < in_all:
+        first = done % len(trainings)
+        for training in trainings[first:] + trainings[:first]:
+            training.step(done)
+        done += 1
+        in_all = _of_rank_0(job.config.steps_in_all(done, time.perf_counter() - start))
+        context.send(StepReport(done, trainings[0].columns["loss"][-1], in_all))
+    return {training.variant.name: training.result() for training in trainings}
+
+
+def _of_rank_0(number: int) -> int:
+    shared = torch.tensor([number])
+    dist.broadcast(shared, 0)
+    return int(shared)
 
 
 class DemoTraining:
-    """One mode's model, optimizer and synchronizer, and its measurements so far."""
+    """One variant's model, optimizer and synchronizer, and its measurements so far."""
 
-    def __init__(self, job: TrainJob, mode: str) -> None:
-        self.job, self.mode = job, mode
+    def __init__(self, job: TrainJob, variant: Variant) -> None:
+        self.job, self.variant = job, variant
         config = job.config
         torch.manual_seed(config.seed)
         # All ranks draw the same parameters, so DDP need not broadcast 120 MB over the link.
-        self.model = DistributedDataParallel(LanguageModel(config.model(job.num_words)), init_sync=False)
+        model = LanguageModel(config.model(job.num_words, variant.sparse))
+        self.model = DistributedDataParallel(model, init_sync=False)
+        # The same rule in both forms. Adagrad that is not fused takes 247 ms of a step for dense gradients, fused 65.
         self.optimizer = torch.optim.Adagrad(
-            self.model.parameters(), lr=config.learning_rate, initial_accumulator_value=INITIAL_ACCUMULATOR
+            self.model.parameters(),
+            lr=config.learning_rate,
+            initial_accumulator_value=INITIAL_ACCUMULATOR,
+            fused=not variant.sparse,
         )
-        self.synchronizer = _attach(mode, self.model, job.scheme)
+        self.synchronizer = thinwire.attach(self.model) if variant.attached else None
+        if self.synchronizer is None:
+            stock.log_every_step(self.model)
         self.sampler = LogUniform(job.num_words, config.candidates)
         self.tokens = np.load(job.tokens_file, mmap_mode="r", allow_pickle=False)
-        self.records: list[dict[str, float]] = []
+        self.columns: defaultdict[str, list[float]] = defaultdict(list)
 
     def step(self, step: int) -> None:
-        """Train one step, record it, and append to the progress file."""
+        """Train one step, which all ranks begin together, and record it."""
         config = self.job.config
         words = batch(self.tokens, config, step, dist.get_rank(), dist.get_world_size())
-        before = self.synchronizer.stats()
+        sent, busy = self._totals()
+        dist.barrier()
         record = timed_step(self.model, self.optimizer, words, self.sampler, config.seed, step)
-        after = self.synchronizer.stats()
-        record["comm_seconds"] = after["comm/seconds"] - before["comm/seconds"]
-        record["bytes_sent"] = after["comm/bytes_sent"] - before["comm/bytes_sent"]
-        self.records.append(record)
-        if dist.get_rank() == 0:
-            with self.job.progress_file(self.mode).open("ab") as file:
-                file.write(np.float64(record["loss"]).tobytes())
+        if self.synchronizer is None:
+            looked_up = self.model.module.looked_up(words, self.sampler.sample(config.seed, step))
+            tables = looked_up if self.variant.sparse else ()
+            record["bytes_sent"] = stock.sent_bytes(self.model, tables, dist.get_world_size())
+            record["comm_seconds"] = stock.comm_seconds(self.model)
+        else:
+            sent_after, busy_after = self._totals()
+            record["bytes_sent"], record["comm_seconds"] = sent_after - sent, busy_after - busy
+        for name, value in record.items():
+            self.columns[name].append(value)
 
-    def write_result(self) -> None:
-        """Write the :class:`RankResult` for the parent."""
-        columns = {name: [record[name] for record in self.records] for name in self.records[0]}
-        result = RankResult(
-            **columns,
-            parameters_digest=digest(self.model),
-            table=[dict(row) for row in self.synchronizer.table()],
-            stats=self.synchronizer.stats(),
-        )
-        path = self.job.result_file(self.mode, dist.get_rank())
-        path.write_text(json.dumps(asdict(result), default=str))
+    def _totals(self) -> tuple[float, float]:
+        stats = {} if self.synchronizer is None else self.synchronizer.stats()
+        return stats.get("comm/bytes_sent", 0.0), stats.get("comm/seconds", 0.0)
 
-
-def _attach(mode: str, model: DistributedDataParallel, scheme: str) -> DemoSynchronizer:
-    if mode == "ddp":
-        return stock.attach(model)
-    import thinwire
-
-    return thinwire.attach(model, scheme=scheme)
+    def result(self) -> RankResult:
+        """Return the measurements, and what the model has become."""
+        table = [] if self.synchronizer is None else [dict(row) for row in self.synchronizer.table()]
+        return RankResult(dict(self.columns), digest(self.model), table)
 
 
 def timed_step(

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-COLUMNS = ("method", "s/step", "ratio", "ms/GB", "wasted", "killed", "host", "link", "lost", "equal")
+COLUMNS = ("method", "s/step", "ratio", "blocked", "wasted", "killed", "host", "link", "lost", "equal")
 CAPTION = (
-    "s/step: median iteration; ratio: to none, paired; ms/GB: training stands still; wasted: seconds, by a failure, on"
-    " average; killed: seconds until ready after all trainers died; host: after a host was lost too; link: share of it"
-    " in fetching that host's state; lost: iterations, at most; equal: losses and parameters bitwise as if nothing had"
-    " happened."
+    "s/step: median iteration; ratio: to none, paired; blocked: ms that training stands still for a checkpoint; wasted:"
+    " seconds, by a failure, on average; killed: seconds until ready after all trainers died; host: after a host was"
+    " lost too; link: share of it in fetching that host's state; lost: iterations, at most; equal: losses and"
+    " parameters bitwise as if nothing had happened."
 )
 
 
@@ -21,7 +21,7 @@ def table_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
             row["method"],
             _text(row["iteration_seconds_median"], ".4f"),
             _text(row["overhead_ratio"], ".3f"),
-            _text(row["blocking_ms_per_gb"], ",.0f"),
+            _text(_blocked_ms(row), ",.1f"),
             _text(row["wasted_seconds"], ".2f"),
             _text(row["recovery_seconds_processes"], ".2f"),
             _text(row["recovery_seconds_host"], ".2f"),
@@ -31,6 +31,12 @@ def table_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
         ]
         for row in rows
     ]
+
+
+def _blocked_ms(row: dict[str, Any]) -> float | None:
+    """Return the milliseconds that training stands still for one checkpoint of the state that was measured."""
+    per_gb = row["blocking_ms_per_gb"]
+    return None if per_gb is None else per_gb * row["state_bytes"] / 1e9
 
 
 def _text(value: float | None, form: str) -> str:

@@ -7,52 +7,97 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from thinwire.lab.bench.train.methods import DDP
-from thinwire.lab.bench.train.summary import COLUMNS, conditions, summarize, table_rows, verdict
-from thinwire.lab.report import PALETTE, Report
+from thinwire.lab import palette
+from thinwire.lab.bench.train.methods import DDP, PLAN, THINWIRE, parse
+from thinwire.lab.bench.train.summary import (
+    COLUMNS,
+    PAYS_FROM,
+    caption,
+    conditions,
+    link_text,
+    summarize,
+    table_rows,
+    verdict,
+)
+from thinwire.lab.plot import MOST_LINES, SMALL, is_narrow, key, label_ends, wrapped
+from thinwire.lab.report import Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _PARTS = (
-    ("backward_seconds", "forward and backward", PALETTE[5]),
-    ("exposed_seconds", "exposed communication", PALETTE[3]),
-    ("optimizer_seconds", "optimizer", PALETTE[4]),
+    ("backward_seconds", "forward and backward", palette.COMPUTE, 0.45),
+    ("exposed_seconds", "waiting for the network", palette.NETWORK, 1.0),
+    ("optimizer_seconds", "optimizer", palette.COMPUTE, 1.0),
 )
 _LANE_PARTS = (
-    ("encode_seconds", "encode", PALETTE[0]),
-    ("wire_seconds", "wire", PALETTE[2]),
-    ("decode_seconds", "decode", PALETTE[1]),
+    ("encode_seconds", "encode, decode", palette.STOCK, 0.6),
+    ("wire_seconds", "network busy", palette.NETWORK, 0.4),
+    ("decode_seconds", "", palette.STOCK, 0.6),
 )
-_LINES = ("-", "--", ":", "-.")
+_EARLY = 6
+"""The first sixth of a run, where all losses fall alike, is above the plot: the differences are at the end."""
+_MOST_LOSSY = len(palette.DASHES)
 
 
 def build_report(result: dict[str, Any]) -> Report:
-    """Build the page of figures, a table and three pictures; ``.write(path)`` writes the file."""
+    """Build the page of the verdict, a table and three plots; ``.write(path)`` writes the file."""
     rows = result["rows"]
-    report = Report(f"Training {rows[0]['job']}, one method at a time", conditions(result))
-    others = [summary for summary in summarize(rows) if summary.method != DDP]
-    report.figures([(f"{other.method}: time to stock DDP's loss", _speedup(other.speedup)) for other in others[:6]])
-    report.text(verdict(rows))
-    first_seed = [row for row in rows if row["seed"] == rows[0]["seed"]]
-    note = f"Held-out loss, seed {rows[0]['seed']}: the same initial parameters and batches under every method."
-    report.picture(
-        "Loss against steps", lambda axes: _draw_losses(axes, first_seed, "curve_steps"), note, height_inches=4.2
+    summaries = summarize(rows)
+    job, environment = rows[0]["job"], result["environment"]
+    report = Report(
+        f"Training {job}, one method at a time",
+        conditions(result),
+        [("Link", link_text(rows[0])), ("Run", f"{environment['steps']} steps, {environment['seeds']} seeds")],
     )
+    ranked = sorted(
+        (one for one in summaries if one.method != DDP and one.speedup), key=lambda one: -(one.speedup or 0)
+    )
+    best = ranked[0] if ranked else None
+    if best is not None and (best.speedup or 0) >= PAYS_FROM:
+        headline, lossy = f"{best.speedup:.2f}x faster to the loss of stock DDP", _is_lossy(best.method)
+    elif best is not None:
+        headline, lossy = "Nothing is faster than stock DDP here", None
+    elif any(one.method == DDP for one in summaries):
+        headline, lossy = "Nothing else reached the loss of stock DDP", None
+    else:
+        headline, lossy = "Stock DDP was not run", None
+    report.hero(headline, verdict(rows), lossy)
+    report.figures([(f"speed of {one.method} to stock DDP's loss", f"{one.speedup:.2f}x") for one in ranked[:4]])
+    loss = environment.get("judged_by", "held-out loss")
+    drawn = _drawn(rows)
+    first_seed = [row for row in rows if row["seed"] == rows[0]["seed"] and row["method"] in drawn]
+    note = (
+        f"Seed {rows[0]['seed']}: the same initial parameters and batches under every method. The first sixth, where"
+        " all losses fall alike, is above the plot."
+    )
+    left_out = len(summaries) - len(drawn)
+    if left_out:
+        note += f" The {left_out} slowest methods are in the table only."
     report.picture(
         "Loss against seconds",
-        lambda axes: _draw_losses(axes, first_seed, "seconds_curve"),
-        "The same losses against the time of the training steps; measuring the held-out loss takes no time here.",
-        height_inches=4.2,
+        lambda axes: _draw_losses(axes, first_seed, "seconds_curve", loss),
+        note + " Time of the training steps, without that of measuring the loss.",
+        _in_words(first_seed, "seconds_curve", "s"),
+        height_inches=4.0,
     )
     report.picture(
-        "Where a step's time goes",
-        lambda axes: _draw_times(axes, rows),
-        "Medians. Upper bar: the training thread. Lower, thin bar: encode, wire and decode, which run beside backward"
-        " and are exposed only where they outlast it.",
-        height_inches=1.2 + 0.5 * len(summarize(rows)),
+        "Loss against steps",
+        lambda axes: _draw_losses(axes, first_seed, "curve_steps", loss),
+        note,
+        _in_words(first_seed, "curve_steps", "steps"),
+        height_inches=4.0,
     )
-    report.table("Medians over seeds", COLUMNS, table_rows(rows))
+    most_breaks = max(_name(one.method, narrow=True).count("\n") for one in summaries)
+    report.picture(
+        "Where the time of a step goes",
+        lambda axes: _draw_times(axes, rows),
+        "Medians. Thick bar: the training thread. Thin bar below it: encoding, the network and decoding, which run"
+        " beside backward; training waits only where they outlast it.",
+        " ".join(f"{cells[0]}: {cells[COLUMNS.index('step s')]} s." for cells in table_rows(rows)),
+        height_inches=1.0 + len(summaries) * max(0.55, 0.16 * (1 + most_breaks)),
+    )
+    report.table("All methods", COLUMNS, table_rows(rows), caption(result))
     return report
 
 
@@ -61,34 +106,81 @@ def write_report(result: dict[str, Any], path: Path) -> None:
     build_report(result).write(path)
 
 
-def _speedup(value: float | None) -> str:
-    return "never" if value is None else f"{value:.2f}x"
+def _is_lossy(method: str) -> bool:
+    return parse(method)[0] not in (DDP, THINWIRE, PLAN)
 
 
-def _draw_losses(axes: Axes, rows: Sequence[dict[str, Any]], against: str) -> None:
-    for i, row in enumerate(rows):
-        points = [(x, y) for x, y in zip(row[against], row["loss_curve"], strict=True) if y is not None]
-        color, line = PALETTE[i % len(PALETTE)], _LINES[i // len(PALETTE) % len(_LINES)]
-        width = 3.0 if row["method"] == DDP else 1.6
-        seen, losses = [x for x, _ in points], [y for _, y in points]
-        axes.plot(seen, losses, line, color=color, linewidth=width, label=row["method"])
-    axes.set(xlabel="step" if against == "curve_steps" else "seconds", ylabel="held-out loss (nats)")
-    axes.legend(fontsize=8, ncols=2)
+def _drawn(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the methods with a line: stock DDP, exact ones, and of the others the fastest to stock DDP's loss."""
+    summaries = sorted(summarize(rows), key=lambda one: (one.method != DDP, -(one.speedup or 0)))
+    exact = [one.method for one in summaries if not _is_lossy(one.method)][: MOST_LINES - 1]
+    lossy = [one.method for one in summaries if _is_lossy(one.method)][: min(_MOST_LOSSY, MOST_LINES - len(exact))]
+    return [one.method for one in summaries if one.method in (*exact, *lossy)]
+
+
+def _looks(methods: Sequence[str]) -> dict[str, tuple[str, Any]]:
+    """Return the colour and line style of each method; lines of one colour have different styles."""
+    looks: dict[str, tuple[str, Any]] = {}
+    for method in methods:
+        color = palette.STOCK if method == DDP else palette.LOSSY if _is_lossy(method) else palette.THINWIRE
+        alike = sum(used == color for used, _ in looks.values())
+        looks[method] = color, palette.DASHES[alike % len(palette.DASHES)]
+    return looks
+
+
+def _points(row: dict[str, Any], against: str) -> list[tuple[float, float]]:
+    return [(x, y) for x, y in zip(row[against], row["loss_curve"], strict=True) if y is not None]
+
+
+def _draw_losses(axes: Axes, rows: Sequence[dict[str, Any]], against: str, loss: str) -> None:
+    looks = _looks([row["method"] for row in rows])
+    last = 0.0
+    for row in rows:
+        points = _points(row, against)
+        if points:
+            color, line = looks[row["method"]]
+            width = 2.6 if row["method"] == DDP else 1.6
+            x, y = zip(*points, strict=True)
+            axes.plot(x, y, linestyle=line, color=color, linewidth=width, label=row["method"])
+            last = max(last, x[-1])
+    axes.set(xlabel="step" if against == "curve_steps" else "time (s)", ylabel=loss, xlim=(0, last or 1))
+    late = [y for row in rows for _, y in _points(row, against)[len(row[against]) // _EARLY :]]
+    if late:
+        axes.set_ylim(min(late) - 0.05 * (max(late) - min(late)), max(late))
+    label_ends(axes)
+
+
+def _in_words(rows: Sequence[dict[str, Any]], against: str, unit: str) -> str:
+    ends = [(row["method"], _points(row, against)) for row in rows]
+    return " ".join(
+        f"{method} ends at a loss of {points[-1][1]:.3f} after {points[-1][0]:.4g} {unit}."
+        for method, points in ends
+        if points
+    )
+
+
+def _name(method: str, narrow: bool) -> str:
+    return wrapped(method, 14 if narrow else 24)
 
 
 def _draw_times(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     methods = list(dict.fromkeys(row["method"] for row in rows))
+    step_seconds = {cells[0]: cells[COLUMNS.index("step s")] for cells in table_rows(rows)}
     for place, method in enumerate(methods):
         own = [row for row in rows if row["method"] == method]
-        for offset, height, parts in ((-0.12, 0.4, _PARTS), (0.24, 0.2, _LANE_PARTS)):
+        for offset, height, parts in ((-0.12, 0.4, _PARTS), (0.22, 0.18, _LANE_PARTS)):
             left = 0.0
-            for name, label, color in parts:
+            for name, label, color, alpha in parts:
                 width = statistics.median(row[name] or 0.0 for row in own)
-                shown = label if place == 0 else None
-                axes.barh(place + offset, width, height, left=left, color=color, label=shown)
+                shown = label if place == 0 and label else None
+                axes.barh(place + offset, width, height, left=left, color=color, alpha=alpha, label=shown, linewidth=0)
                 left += width
-    axes.set_yticks(range(len(methods)), methods)
-    axes.set(xlabel="seconds a step")
+            if parts is _PARTS:
+                text, at = f"{step_seconds[method]} s", (left, place + offset)
+                axes.annotate(text, at, xytext=(4, 0), textcoords="offset points", va="center", fontsize=SMALL)
+    axes.set_yticks(range(len(methods)), [_name(method, is_narrow(axes)) for method in methods])
+    axes.set(xlabel="time of a step (s)")
+    axes.margins(x=0.14)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.figure.legend(loc="outside upper left", ncols=3, fontsize=8)
+    key(axes, 5)

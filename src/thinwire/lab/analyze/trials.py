@@ -1,0 +1,243 @@
+"""Train a script for a few steps as advised, to see what a step takes: the script is not changed, its DDP model is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.attach import attach
+from thinwire.compress.named import parse
+from thinwire.lab.analyze.worker import run_script
+from thinwire.lab.doctor.advice import Advice
+from thinwire.lab.doctor.diagnosis import Confirmed
+from thinwire.lab.testbed.launch import RanksFailed, preload, run_ranks
+from thinwire.lab.testbed.network import EmulatedNetwork
+from thinwire.lab.testbed.rank import RankContext
+from thinwire.plan.measurement import Measurement
+from thinwire.plan.planner import Way, step_seconds
+from thinwire.synchronizer import Synchronizer
+
+WARM_STEPS = 6
+"""Steps that do not count: "auto" measures the link in the first and may try schemes in the next few."""
+LEAST_STEPS, MOST_STEPS = 5, 24
+CLOSE = 1.25
+"""Ratio to the shortest step up to which a way is tried twice, and its shorter step counts: what else the machine does
+only adds to it. Two runs of one way differed by up to 20 % where other work came and went."""
+_SECONDS = 6.0
+"""Seconds for which a way is trained, as predicted, within these numbers of steps."""
+_TIMEOUT_SECONDS = 600.0
+
+
+def steps_for(predicted_step_seconds: float) -> int:
+    """Return how many steps of a way are timed."""
+    return max(LEAST_STEPS, min(MOST_STEPS, round(_SECONDS / max(predicted_step_seconds, 1e-6))))
+
+
+def try_script(
+    script: Path,
+    arguments: Sequence[str],
+    advised: Sequence[tuple[Way, Advice]],
+    measurement: Measurement,
+    network: EmulatedNetwork | None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> list[Confirmed]:
+    """Run a script once for each way, on the ranks that were measured, and return what a step takes.
+
+    Args:
+        network: emulated hosts with one rank each; None for processes of this machine.
+    """
+    rows: dict[str, Confirmed] = {}
+
+    def run(way: Way, advice: Advice) -> None:
+        predicted = step_seconds(measurement, way)
+        on_stage(f"training steps: {way.name}")
+        steps = steps_for(predicted)
+        try:
+            ranks = run_on_ranks(
+                _try_rank,
+                str(script),
+                list(arguments),
+                advice,
+                steps,
+                world_size=measurement.world_size,
+                network=network,
+            )
+            known = rows[way.name].measured_step_seconds if way.name in rows else None
+            seconds = max(map(statistics.median, ranks))
+            rows[way.name] = Confirmed(way.name, predicted, seconds if known is None else min(known, seconds))
+        except RanksFailed as failed:
+            rows[way.name] = Confirmed(way.name, predicted, None, f"failed: {last_line(failed)}")
+
+    for way, advice in advised:
+        run(way, advice)
+    close = close_to_best([rows[way.name].measured_step_seconds for way, _ in advised])
+    for place in reversed(close if len(close) > 1 else []):
+        run(*advised[place])
+    return [rows[way.name] for way, _ in advised]
+
+
+def close_to_best(seconds: Sequence[float | None]) -> list[int]:
+    """Return the places of the times that are within `CLOSE` of the shortest one.
+
+    Example:
+        >>> close_to_best([1.0, None, 1.2, 1.5])
+        [0, 2]
+    """
+    bound = CLOSE * min((value for value in seconds if value is not None), default=0.0)
+    return [place for place, value in enumerate(seconds) if value is not None and value <= bound]
+
+
+def run_on_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int,
+    network: EmulatedNetwork | None,
+    on_message: Callable[[int, Any], None] | None = None,
+) -> list[Any]:
+    """Run a function that runs a script, on ranks with the environment of torchrun, and return their values.
+
+    Raises:
+        RanksFailed: a rank failed; its traceback is in the text.
+    """
+    for module in ("torch._dynamo", "thinwire.measure.training", __name__):
+        preload(module)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns that emulated hosts have no names
+    outcomes = run_ranks(
+        function,
+        *args,
+        world_size=world_size,
+        ranks_per_host=None if network is None else 1,
+        network=network,
+        timeout_seconds=_TIMEOUT_SECONDS,
+        init_process_group=False,
+        on_message=on_message,
+    )
+    return [outcome.value for outcome in outcomes]
+
+
+def last_line(failed: RanksFailed) -> str:
+    """Return the last line of the first rank's traceback, which names the error."""
+    lines = [line.strip() for line in str(failed).splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
+    return (errors or lines or ["no reason was given"])[0]
+
+
+def torchrun_environment(context: RankContext) -> dict[str, str]:
+    """Return what torchrun sets beyond what `run_ranks` does; some frameworks look for it."""
+    return {
+        "TORCHELASTIC_RUN_ID": "thinwire",
+        "GROUP_RANK": str(context.host),
+        "ROLE_RANK": str(context.rank),
+        "ROLE_WORLD_SIZE": str(context.world_size),
+    }
+
+
+def _try_rank(context: RankContext, script: str, arguments: list[str], advice: Advice, steps: int) -> list[float]:
+    """Train on one rank; return the seconds of its steps."""
+    os.environ.update(torchrun_environment(context))
+    with open(os.devnull, "w") as nowhere:  # the script has said it all when it was measured
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    clock = StepClock(WARM_STEPS + steps)
+    with _advised(advice, clock):
+        run_script(script, arguments, lambda: clock.is_done)
+    clock.close()
+    if len(clock.moments) < 3:
+        raise ValueError(f"the script ended after {len(clock.moments)} training steps")
+    warm = min(WARM_STEPS, len(clock.moments) - 2)
+    return [end - start for start, end in pairwise(clock.moments[warm:])]
+
+
+class StepClock:
+    """A clock that notes when each training step of a model begins, and ends the script after enough of them.
+
+    Example:
+        >>> clock, model = StepClock(2), nn.Linear(2, 1)
+        >>> clock.watch(model)
+        >>> for _ in range(2):
+        ...     _ = model(torch.ones(1, 2))
+        >>> len(clock.moments), clock.is_done
+        (2, False)
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.moments: list[float] = []
+        self.synchronizer: Synchronizer | None = None
+        self.is_watching = False
+        self._steps = steps
+
+    @property
+    def is_done(self) -> bool:
+        return len(self.moments) > self._steps
+
+    def watch(self, model: nn.Module) -> None:
+        """Watch a model; only the first counts."""
+        self.is_watching = True
+        model.register_forward_pre_hook(self._before_forward)
+
+    def close(self) -> None:
+        """End the synchronization, if the script has left its process group to us."""
+        if self.synchronizer is not None:
+            with contextlib.suppress(Exception):
+                self.synchronizer.detach()
+
+    def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
+        del args
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        self.moments.append(time.perf_counter())
+        if self.is_done:
+            sys.exit(0)
+
+
+@contextmanager
+def _advised(advice: Advice, clock: StepClock) -> Iterator[None]:
+    """Follow the advice for the first DDP model that is built, as if its lines were in the script."""
+    build = DistributedDataParallel.__init__
+
+    @wraps(build)
+    def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        if clock.is_watching:
+            build(model, *args, **kwargs)
+            return
+        if advice.plan is not None:
+            kwargs.pop("bucket_cap_mb", None)
+            kwargs["bucket_cap_mb_list"] = advice.plan.bucket_cap_mb_list()
+        build(model, *args, **kwargs)
+        clock.watch(model)
+        if advice.attaches:
+            clock.synchronizer = attach_as_advised(model, advice)
+
+    DistributedDataParallel.__init__ = init
+    try:
+        yield
+    finally:
+        DistributedDataParallel.__init__ = build
+
+
+def attach_as_advised(model: nn.Module, advice: Advice) -> Synchronizer:
+    """Do what `thinwire.lab.doctor.advice.lines_of` says."""
+    if advice.plan is not None:
+        return attach(model, plan=advice.plan)
+    if advice.compressor is None:
+        return attach(model)
+    if advice.exchange is None:
+        return attach(model, compress=parse(advice.compressor))
+    return attach(model, compress=parse(advice.compressor), exchange=advice.exchange)

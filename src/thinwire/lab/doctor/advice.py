@@ -1,0 +1,104 @@
+"""The lines that do what a `Way` says, which the doctor prints for pasting and runs to see whether they are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+
+from thinwire.compress.assign import with_memory
+from thinwire.compress.named import NAMES, parse, split
+from thinwire.compress.reduction.choose import reduction_for
+from thinwire.plan.measurement import DdpSite, Measurement
+from thinwire.plan.plan import STOCK, Plan
+from thinwire.plan.planner import Way, plan_of
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to change in a training.
+
+    Args:
+        name: name of the way.
+        attaches: whether to call ``thinwire.attach`` at all; False for stock DDP.
+        compressor: text of `thinwire.compress.named.parse` for ``compress=``; None for none.
+        exchange: ``exchange=``; None where "auto" takes the right one.
+        plan: the plan to follow, or None.
+    """
+
+    name: str
+    attaches: bool = True
+    compressor: str | None = None
+    exchange: str | None = None
+    plan: Plan | None = None
+
+
+def advice_of(way: Way, measurement: Measurement, found: Sequence[Way]) -> Advice:
+    """Return what to change so that a training goes this way.
+
+    Args:
+        found: all ways, which a plan has as its candidates; the first is stock DDP.
+    """
+    if way.name == STOCK:
+        return Advice(way.name, attaches=False)
+    if not way.is_plain:
+        return Advice(way.name, plan=plan_of(way, measurement, found))
+    if way.is_exact:
+        return Advice(way.name)
+    (compressor, exchange), *_ = way.codecs
+    code, costs = with_memory(parse(compressor)), measurement.costs(compressor, exchange)
+    by_itself = {
+        reduction_for("auto", code, parameter, measurement.world_size).name
+        for parameter, coded in zip(measurement.parameters, costs.coded, strict=True)
+        if coded
+    }
+    return Advice(way.name, True, compressor, None if by_itself == {exchange} else exchange)
+
+
+def lines_of(advice: Advice, ddp: DdpSite | None, plan_path: str = "plan.json") -> list[str]:
+    """Return the lines to paste, none for stock DDP.
+
+    Args:
+        ddp: the DDP model of the script; None for a plain module called ``model``.
+        plan_path: path of the file with the plan.
+    """
+    if not advice.attaches:
+        return []
+    model = ddp.target if ddp is not None and ddp.target else "model"
+    if advice.plan is None:
+        arguments = [model]
+        arguments += [f"compress={expression(advice.compressor)}"] if advice.compressor else []
+        arguments += [f'exchange="{advice.exchange}"'] if advice.exchange else []
+        return ["import thinwire", f"sync = thinwire.attach({', '.join(arguments)})"]
+    lines = ["import thinwire", f'plan = thinwire.Plan.load("{plan_path}")']
+    if ddp is not None:
+        built = ddp.grouped_call or "DistributedDataParallel(module, bucket_cap_mb_list=plan.bucket_cap_mb_list())"
+        lines.append(f"{model} = {built}")
+    return [*lines, f"sync = thinwire.attach({model}, plan=plan)"]
+
+
+def where_to_paste(advice: Advice, ddp: DdpSite | None) -> str:
+    """Return a sentence that says where the lines belong, and what their names stand for."""
+    if ddp is None:
+        return "before the first step, with `model` the plain module on every rank, without DistributedDataParallel"
+    line = f"line {ddp.line} of {PurePath(ddp.file).name}" if ddp.file else "the line that builds it"
+    instead = advice.plan is not None
+    if ddp.target:
+        return f"in place of {line}" if instead else f"after {line}, `{ddp.target} = {ddp.call}`"
+    names = "`model` is the DistributedDataParallel" + (" and `module` what it wraps" if instead else "")
+    return f"{'in place of' if instead else 'after'} {line}, where {names}"
+
+
+def expression(compressor: str) -> str:
+    """Return the Python expression of a compressor's text.
+
+    Example:
+        >>> expression("top_k:density=0.01:values=bf16")
+        'thinwire.compress.top_k(density=0.01, values=thinwire.compress.bf16())'
+    """
+    name, settings = split(compressor)
+    arguments = [
+        f"{key}={expression(value) if key == 'values' and value in NAMES else repr(value)}"
+        for key, value in settings.items()
+    ]
+    return f"thinwire.compress.{name}({', '.join(arguments)})"

@@ -1,0 +1,134 @@
+"""What the documents tell readers to run, run: the notebook, scripts on two ranks, and commands that take seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from documents import ROOT, Block, Command, blocks, commands
+from thinwire.plan import Measurement, best_plan
+
+pytestmark = pytest.mark.docs
+
+MEASURED = ROOT / "docs" / "lstm-100mbit.json"
+NOTEBOOK = ROOT / "docs" / "tutorials" / "two-ranks.ipynb"
+ON_RANKS = [block for block in blocks("python") if block.mark == "run on 2 ranks"]
+
+SMALLER = {
+    "demo": "--link none --hosts 2 --steps 2 --report report.html",
+    "analyze": "--ranks 2 --steps 2",
+    "bench sync": "--link none --hosts 2 --repeat 1 --scale 0.01",
+    "bench train": "--link none --hosts 2 --steps 2 --seeds 1 --extra 0",
+    "bench checkpoint": "--link none --hosts 2 --steps 2 --repeat 1 --kills 0 --compute-ms 20",
+    "doctor": "--compress none",
+    "plan show": "",
+    "plan": "--compress none",
+}
+"""Options that make a command small; of an option that is given twice the last one counts."""
+
+ON_LOOPBACK = "--link none --hosts 2"
+"""For `doctor` and `plan` where they make ranks of their own: not where they watch a script or read a file."""
+
+INSTEAD = {"train.py": "examples/ddp_sparse.py", "train.py:make": "examples/mytrain.py:make"}
+"""Files of a reader, and ours that are like them."""
+
+NOT_RUN = {
+    "thinwire holder": "it outlives the command; tests/ranks/test_holder.py runs each of its forms",
+    "torchrun": "tests/ranks/test_examples.py and test_checkpointer.py run the examples",
+    "--no-python": "in a job of torchrun: tests/ranks/test_plan_measure.py",
+    "--design-space": "minutes, also when small: tests/net/test_bench_sync.py runs it nightly",
+    "--version": "tests/ranks/test_examples.py",
+    "--help": "tests/ranks/test_examples.py",
+}
+"""Commands that no test here runs, by words in them, and why. All of them are parsed in test_commands.py."""
+
+
+def kind(command: Command) -> tuple[str, ...]:
+    """What two commands have in common that need not both be run: the subcommand, and the names of options."""
+    return tuple(word for word in command.words if word.startswith("--") or re.fullmatch(r"[a-z]+", word))
+
+
+def runnable() -> list[Command]:
+    found = [command for block in blocks("sh") for command in commands(block) if command.words[0] == "thinwire"]
+    found = [command for command in found if not any(words in " ".join(command.words) for words in NOT_RUN)]
+    return list({kind(command): command for command in found}.values())
+
+
+def small(command: Command) -> list[str]:
+    words = [INSTEAD.get(word, word) for word in command.words[1:]]
+    name = next(name for name in SMALLER if words[: name.count(" ") + 1] == name.split())
+    options = SMALLER[name].split()
+    makes_ranks = name == "plan" and "--measure" in words
+    if makes_ranks or (name == "doctor" and not any(word.endswith((".py", ".json")) for word in words)):
+        options += ON_LOOPBACK.split()
+    depth = name.count(" ") + 1
+    return [*words[:depth], *_before_script(words[depth:], options)]
+
+
+def _before_script(words: list[str], options: list[str]) -> list[str]:
+    """Options stand before a script, whose own options follow it; the later ones of an option count."""
+    place = next((place for place, word in enumerate(words) if word.endswith(".py")), len(words))
+    return [*words[:place], *options, *words[place:]]
+
+
+def finish(words: list[str], folder: Path, seconds: float) -> str:
+    """Run a command in a folder where the repository's examples and documents are; return what it printed."""
+    for name in ("examples", "docs", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    environment |= {"XDG_CACHE_HOME": str(folder / "cache"), "THINWIRE_HOLDER": str(folder / "holder.sock")}
+    done = subprocess.run(
+        words, cwd=folder, env=environment, timeout=seconds, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def on_ranks(script: Path, ranks: int = 2) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*launcher, "--nproc-per-node", str(ranks), str(script)]
+
+
+@pytest.mark.parametrize("block", ON_RANKS, ids=str)
+def test_a_script_runs_on_two_ranks(block: Block, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(block.code)
+    finish(on_ranks(script), tmp_path, seconds=100)
+
+
+@pytest.mark.parametrize("command", runnable(), ids=str)
+def test_a_command_runs(command: Command, tmp_path: Path) -> None:
+    """Every kind of `thinwire` command in the documents, made small, on loopback."""
+    shutil.copy(MEASURED, tmp_path / "measured.json")
+    best_plan(Measurement.load(MEASURED), []).save(tmp_path / "plan.json")
+    finish([sys.executable, "-m", "thinwire", *small(command)], tmp_path, seconds=110)
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In under 60 s on two ranks, with the outputs that it was saved with."""
+    nbformat = pytest.importorskip("nbformat")
+    nbclient = pytest.importorskip("nbclient")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    saved = [texts(cell) for cell in notebook.cells]
+    nbclient.NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert [texts(cell) for cell in notebook.cells] == saved
+
+
+def texts(cell: dict) -> list[str]:
+    """What a cell printed, without the numbers: bytes depend on what "auto" chose."""
+    outputs = [output for output in cell.get("outputs", []) if output["output_type"] == "stream"]
+    return [re.sub(r"\d+(\.\d+)?", "#", output["text"]) for output in outputs if output["name"] == "stdout"]
+
+
+def test_the_notebook_is_saved_with_its_outputs() -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert all(cell["outputs"] for cell in cells if "print(" in "".join(cell.get("source", "")).split("%%writefile")[0])

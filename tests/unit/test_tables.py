@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from thinwire.cli import analyze, bench_checkpoint, bench_sync, bench_train
+from thinwire.cli import analyze, bench_checkpoint, bench_sync, bench_train, output
 from thinwire.cli.bench import compared_table
 from thinwire.lab.analyze.prediction import AssumedLink
 from thinwire.lab.analyze.recording import Recording, Table
@@ -143,3 +144,19 @@ def test_a_comparison_with_an_earlier_run() -> None:
     assert re.search(r"dense +[\d.]+ +[\d.]+ +0.5", text)
     with pytest.raises(ValueError, match="no row that is the same in workload"):
         compared_table(rows, [row | {"workload": "bert"} for row in rows], same, "scheme", "seconds_median", Path("x"))
+
+
+def test_progress_is_reported_also_while_nothing_happens(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A step may last for minutes; without a terminal somebody waits for a line."""
+    monkeypatch.setattr(output, "SECONDS_BETWEEN_LINES", 0.01)
+    lines = ""
+    with output.progress("dense [1]", total=4) as tell:
+        tell(done=2)
+        while lines.count("dense [1]: 2 of 4") < 3:
+            lines += capsys.readouterr().err
+            time.sleep(0.01)
+    with output.progress("nothing", quiet=True):
+        time.sleep(0.05)
+    assert "nothing" not in capsys.readouterr().err

@@ -1,6 +1,6 @@
-"""Draw the figure of README from a result of `thinwire demo --json`, as SVG that reads on light and dark pages.
+"""Draw the figure of README from a result of `thinwire demo`, as SVG that reads on light and dark pages.
 
-thinwire demo --link 1gbit --json benchmarks/results/demo-4x1gbit.json
+thinwire demo --json benchmarks/results/demo-4x1gbit.json
 python tools/figures.py
 """
 
@@ -10,46 +10,61 @@ import json
 from pathlib import Path
 from typing import Any
 
+from thinwire.lab.demo.train import VARIANTS
+from thinwire.lab.palette import DARK, STOCK, THINWIRE, TORCH
+
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "demo-4x1gbit.json"
 FIGURE = ROOT / "docs" / "images" / "demo-4x1gbit.svg"
 
-NAMES = {
-    "ddp": "stock DDP, nn.Embedding",
-    "thinwire": "the same + thinwire.attach",
-    "ddp_sparse": "stock DDP, sparse=True",
-    "thinwire_sparse": "sparse=True + thinwire.attach",
-}
-STOCK, THINWIRE = "#8a8f98", "#2f6fde"
-LEFT, WIDTH, BAR, GAP, TOP = 235, 330, 26, 14, 40
+COLORS = {"ddp": STOCK, "thinwire": THINWIRE, "ddp_sparse": TORCH, "thinwire_sparse": THINWIRE}
+LEFT, WIDTH, BAR, GAP, TOP = 190, 360, 26, 12, 40
+
+
+def rows(result: dict[str, Any]) -> list[str]:
+    """Return the rows of README's table: variant, seconds and MB a step, speed against stock DDP."""
+    stock = result["variants"][0]["step_seconds"]
+    return [
+        f"| {label(variant)} | {variant['step_seconds']:.2f} s | {variant['bytes_per_step'] / 1e6:.1f} MB |"
+        f" {stock / variant['step_seconds']:.1f}x |"
+        for variant in result["variants"]
+    ]
+
+
+def label(variant: dict[str, Any]) -> str:
+    return next(known.label for known in VARIANTS if known.name == variant["name"])
 
 
 def draw(result: dict[str, Any]) -> str:
-    """Return a bar for each variant: the time of a step, labelled with seconds and the ratio to the first."""
-    seconds = {variant["name"]: variant["step_seconds"] for variant in result["variants"]}
-    longest = max(seconds.values())
-    height = TOP + len(seconds) * (BAR + GAP) + 10
-    title = f"Time of a training step, 4 emulated hosts at {result['link_mbit']:.0f} Mbit/s"
+    """Return a bar for each variant: the time of a step, labelled with seconds and the ratio to stock DDP."""
+    stock = result["variants"][0]["step_seconds"]
+    longest = max(variant["step_seconds"] for variant in result["variants"])
+    title = f"Time of a training step, {result['hosts']} emulated hosts, {result['link_mbit']:.0f} Mbit/s measured"
+    classes = {color: f"c{place}" for place, color in enumerate(dict.fromkeys(COLORS.values()))}
+    light = " ".join(f".{name} {{ fill: {color} }}" for color, name in classes.items())
+    dark = " ".join(f".{name} {{ fill: {DARK[color]} }}" for color, name in classes.items())
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" role="img" aria-label="{title}"'
-        ' font-family="system-ui, sans-serif" font-size="14">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {TOP + len(result["variants"]) * (BAR + GAP)}"'
+        f' role="img" aria-label="{title}" font-family="system-ui, sans-serif" font-size="14">',
         f"<title>{title}</title>",
-        "<style>text { fill: #24292f } @media (prefers-color-scheme: dark) { text { fill: #d0d7de } }</style>",
+        f"<style>text {{ fill: #24292f }} {light}",
+        f"@media (prefers-color-scheme: dark) {{ text {{ fill: #d0d7de }} {dark} }}</style>",
         f'<text x="0" y="20" font-weight="600">{title}</text>',
     ]
-    for place, (name, value) in enumerate(seconds.items()):
-        y = TOP + place * (BAR + GAP)
-        bar = max(2.0, WIDTH * value / longest)
-        color = THINWIRE if name.startswith("thinwire") else STOCK
-        label = f"{value:.2f} s" + ("" if name == "ddp" else f", {seconds['ddp'] / value:.1f}x")
+    for place, variant in enumerate(result["variants"]):
+        seconds, top = variant["step_seconds"], TOP + place * (BAR + GAP)
+        width = max(2, round(WIDTH * seconds / longest))
+        ratio = "" if variant["name"] == "ddp" else f", {stock / seconds:.1f}x faster"
         lines += [
-            f'<text x="{LEFT - 10}" y="{y + 18}" text-anchor="end">{NAMES[name]}</text>',
-            f'<rect x="{LEFT}" y="{y}" width="{bar:.0f}" height="{BAR}" rx="3" fill="{color}"/>',
-            f'<text x="{LEFT + bar + 8:.0f}" y="{y + 18}">{label}</text>',
+            f'<text x="{LEFT - 10}" y="{top + 18}" text-anchor="end">{label(variant)}</text>',
+            f'<rect class="{classes[COLORS[variant["name"]]]}" x="{LEFT}" y="{top}" width="{width}" height="{BAR}"/>',
+            f'<text x="{LEFT + width + 8}" y="{top + 18}">{seconds:.2f} s{ratio}</text>',
         ]
     return "\n".join([*lines, "</svg>", ""])
 
 
 if __name__ == "__main__":
-    FIGURE.write_text(draw(json.loads(RESULT.read_text())))
-    print(f"wrote {FIGURE.relative_to(ROOT)}")
+    found = json.loads(RESULT.read_text())
+    FIGURE.parent.mkdir(exist_ok=True)
+    FIGURE.write_text(draw(found))
+    print(*rows(found), f"wrote {FIGURE.relative_to(ROOT)}", sep="\n")

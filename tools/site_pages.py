@@ -22,7 +22,7 @@ import typer
 NOTEBOOK = Path(__file__).parents[1] / "docs" / "tutorials" / "two-ranks.ipynb"
 
 PACKAGES = {
-    "thinwire": "What `import thinwire` offers. Names are loaded on first use.",
+    "thinwire": "What `import thinwire` offers; names are loaded on first use. [Errors](errors.md) have a page.",
     "thinwire.schemes": "Exact schemes by name, and the types to define others. See [schemes](../guides/schemes.md).",
     "thinwire.compress": "Compressors. See [compression](../guides/compression.md).",
     "thinwire.fuse": "Fusion policies: which gradients travel together. See [fusion](../guides/fusion.md).",
@@ -30,14 +30,24 @@ PACKAGES = {
     "thinwire.checkpoint": "Checkpoints in the memory of peers. See [checkpoints](../guides/checkpoints.md).",
 }
 
-PUBLISHED_ELSEWHERE = {"checkpoint", "compress", "fuse", "plan", "schemes"}
-"""Names of `thinwire.__all__` that are packages with a page of their own."""
+
+def public_names(package: str) -> list[str]:
+    """Return the names in ``__all__`` that are no modules: functions first, then classes, then exceptions."""
+    module = importlib.import_module(package)
+    names = [name for name in module.__all__ if not inspect.ismodule(getattr(module, name))]
+    return sorted(
+        names, key=lambda name: (_is_exception(getattr(module, name)), inspect.isclass(getattr(module, name)))
+    )
+
+
+def _is_exception(value: object) -> bool:
+    return inspect.isclass(value) and issubclass(value, Exception)
 
 
 def python_page(package: str) -> str:
-    """Return the page of a public package: each name in its ``__all__``, in that order, constants as a table."""
+    """Return the page of a public package: constants as a table, then each of its other names."""
     module = importlib.import_module(package)
-    names = [name for name in module.__all__ if name not in PUBLISHED_ELSEWHERE]
+    names = public_names(package)
     constants = [name for name in names if _is_constant(getattr(module, name))]
     lines = [f"# `{package}`", "", PACKAGES[package], ""]
     if constants:
@@ -128,7 +138,8 @@ def _command(path: str, command: Any, context: Any) -> list[str]:
 def _prose(text: str | None) -> list[str]:
     """Return a help text as Markdown: paragraphs as they are, command lines as code."""
     lines = (line.strip() for line in inspect.cleandoc(text or "").replace("\b", "").splitlines())
-    return [f"`{line}`" if line.startswith(("thinwire ", "torchrun ", "python ")) else line for line in lines]
+    commands = r"^(|[A-Z][\w ]*: )((?:thinwire|torchrun|python) .*)$"
+    return [re.sub(commands, r"\1`\2`", line) for line in lines]
 
 
 def _cell(text: str) -> str:

@@ -100,6 +100,16 @@ class Synchronizer:
         self._release = weakref.finalize(model, _release, self._passes, self._lookups, self._lane)
         self._release.atexit = False  # type: ignore[misc]  # a property, which the stubs make a field
 
+    def __repr__(self) -> str:
+        of = f"<Synchronizer of {type(self._model).__name__}"
+        if not self._passes.are_watched:
+            return f"{of}, detached>"
+        lossy = "" if self._compressed is None else f" ({len(self._compressed.plans)} compressed)"
+        return (
+            f"{of}: {len(self._names)} parameters{lossy} by {self._gradients.scheme} on {self._lane.world_size} ranks,"
+            f" {self._steps.count} steps>"
+        )
+
     def stats(self) -> dict[str, float]:
         """Return totals of this rank since `attach`: bytes, seconds, steps. Slash names suit any metrics logger.
 

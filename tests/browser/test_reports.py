@@ -2,94 +2,21 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import chromium
 import pytest
-import torch
 
-from measured import measurement, table
-from thinwire import fuse
-from thinwire.lab.analyze.prediction import AssumedLink
-from thinwire.lab.analyze.recording import Recording, Table
-from thinwire.lab.analyze.report import build_report as analyze_report
-from thinwire.lab.analyze.statistics import table_statistics
-from thinwire.lab.analyze.summary import Analysis
-from thinwire.lab.bench.checkpoint.report import build_report as checkpoint_report
-from thinwire.lab.bench.trace import IndexTrace
-from thinwire.lab.bench.train.report import build_report as train_report
-from thinwire.lab.doctor_picture import build_report as doctor_report
+from pages import PAGES
 from thinwire.lab.plot import MOST_LINES
 from thinwire.lab.report import Report
-from thinwire.plan.doctor import Confirmed, confirm, diagnose, finalists
-from thinwire.plan.planner import step_seconds
 
 pytestmark = [
     pytest.mark.browser,
     pytest.mark.skipif(chromium.find() is None, reason="no chromium: apt-get install chromium"),
 ]
 pytest.importorskip("matplotlib")
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
-POLICIES = (fuse.cupcake(), fuse.one_bucket())
-NUM_ROWS, WIDTH, RANKS = 4096, 840, 8
-
-
-def doctor(mbit: float) -> Report:
-    return doctor_report(diagnose("train.py", measurement(mbit), ["bf16", "top_k:density=0.01"], POLICIES))
-
-
-def doctor_of_tables() -> Report:
-    """A model with embedding tables, whose best ways were trained; the last of them failed."""
-    tables = (table("encoder.embeddings.word_embeddings.weight"), table("decoder.weight", num_rows=30_000))
-    model = measurement(100, tables=tables)
-    diagnosis = diagnose("train.py", model, ["bf16", "top_k:density=0.01"], POLICIES)
-    *ways, failing = finalists(diagnosis)
-    trained = [Confirmed(way.name, step_seconds(model, way), 1.1 * step_seconds(model, way)) for way in ways]
-    failed = Confirmed(failing.name, step_seconds(model, failing), None, "ValueError: loss is not a number")
-    return doctor_report(confirm(diagnosis, [*trained, failed]), "plan.json")
-
-
-def analysis() -> Report:
-    """A table of words and a dense layer; the frequent words come first."""
-    generator = torch.Generator().manual_seed(0)
-    share = 1.0 / (1.0 + torch.arange(NUM_ROWS) / 40.0)
-
-    def draw() -> torch.Tensor:
-        return (torch.rand(NUM_ROWS, generator=generator) < share).nonzero().flatten()
-
-    trace = IndexTrace(NUM_ROWS, WIDTH, tuple(tuple(draw() for _ in range(RANKS)) for _ in range(2)))
-    words = "encoder.embeddings.word_embeddings.weight"
-    tables = (Table(words, NUM_ROWS, WIDTH, "float32", "sparse"), Table("lstm.bias", 2048, 1, "float32", "dense"))
-    densities = {table.name: torch.ones(2, RANKS) for table in tables}
-    recording = Recording(RANKS, 2, tables, densities, {words: trace})
-    network = AssumedLink(1000.0)
-    statistics = table_statistics(words, trace, network=network)
-    return analyze_report(Analysis("train.py", 2, recording, (statistics,), network))
-
-
-def measured(name: str) -> dict[str, Any]:
-    """Results of a benchmark that were kept, with the fields that came later."""
-    result = json.loads((RESULTS / f"{name}.json").read_text())
-    later = {"in_job": False, "judged_by": "held-out loss", "loss_tolerance": 0.001}
-    result["environment"] = later | result["environment"]
-    for row in result["rows"]:
-        row |= {"gradient_bytes": 4 * row.get("parameters", 0), "optimizer": "SGD"}
-    return result
-
-
-PAGES: dict[str, Callable[[], Report]] = {
-    "doctor": lambda: doctor(20),
-    "doctor, tables": doctor_of_tables,
-    "doctor, do nothing": lambda: doctor(100_000),
-    "analyze": analysis,
-    "bench train": lambda: train_report(measured("train-lstm-8x100mbit")),
-    "bench train, eight methods": lambda: train_report(measured("train-digits-4xloopback")),
-    "bench checkpoint": lambda: checkpoint_report(measured("checkpoint-8x100mbit")),
-}
 
 FIND = """(() => {
   const shown = element => element.getClientRects().length > 0

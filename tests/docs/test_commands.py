@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,9 @@ from typing import Any
 import pytest
 import typer
 
+import thinwire
 from documents import ROOT, Block, Command, blocks, commands
+from thinwire.checkpoint import Checkpointer
 from thinwire.cli.main import app
 
 SHELL = list(blocks("sh", "bash", "console"))
@@ -125,9 +128,33 @@ def test_programs_are_known(command: Command) -> None:
         assert named <= set(extras)
 
 
+SCRIPTS = [command for command in COMMANDS if command.words[0] in ("python", "torchrun")]
+
+
+@pytest.mark.parametrize("command", SCRIPTS, ids=str)
+def test_scripts_know_their_options(command: Command) -> None:
+    """Those behind a script of the repository."""
+    script = next((word for word in command.words if (ROOT / word).is_file()), None)
+    if script is not None:
+        options = [word for word in command.words[command.words.index(script) :] if word.startswith("--")]
+        assert [option for option in options if f'"{option}"' not in (ROOT / script).read_text()] == []
+
+
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_python_compiles(block: Block) -> None:
     ast.parse(_dedented(block.code), str(block))
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=str)
+def test_names_in_python_exist(block: Block) -> None:
+    for name in re.findall(r"(?<![\w.])thinwire((?:\.\w+)+)", block.code):
+        reached: Any = thinwire
+        for part in name[1:].split("."):
+            reached = getattr(reached, part, None) or importlib.import_module(f"{reached.__name__}.{part}")
+    for name in re.findall(r"\bsync\.(\w+)", block.code):
+        assert hasattr(thinwire.Synchronizer, name)
+    for name in re.findall(r"\bcheckpointer\.(\w+)", block.code):
+        assert hasattr(Checkpointer, name)
 
 
 def _dedented(code: str) -> str:

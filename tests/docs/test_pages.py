@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,12 @@ def site_pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return importlib.import_module("site_pages")
 
 
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    return importlib.import_module("figures")
+
+
 def test_every_page_is_in_the_navigation(site_pages: ModuleType) -> None:
     """Those in docs/ and those that tools/site_pages.py writes; and the navigation lists nothing else."""
     listed = re.findall(r"^ +- .*?([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), flags=re.MULTILINE)
@@ -54,8 +61,9 @@ def _variables(tree: ast.Module) -> Iterator[str]:
     """Names of variables in statements that use ``os.environ``, also by a constant."""
     for node in ast.walk(tree):
         if isinstance(node, ast.stmt) and not hasattr(node, "body") and "os.environ" in ast.unparse(node):
-            yield from re.findall(r"'([A-Z][A-Z0-9_]{3,})'", ast.unparse(node))
-            for name in re.findall(r"\b_?[A-Z][A-Z0-9_]{3,}\b", re.sub(r"'[^']*'", "", ast.unparse(node))):
+            text = re.sub(r"((?:get|setdefault)\([^,()]+), '[^']*'\)", r"\1)", ast.unparse(node))  # without defaults
+            yield from re.findall(r"'([A-Z][A-Z0-9_]{3,})'", text)
+            for name in re.findall(r"\b_?[A-Z][A-Z0-9_]{3,}\b", re.sub(r"'[^']*'", "", text)):
                 yield from _constant(name)
         elif isinstance(node, (ast.If, ast.While)) and "os.environ" in ast.unparse(node.test):
             yield from re.findall(r"'([A-Z][A-Z0-9_]{3,})'", ast.unparse(node.test))
@@ -106,8 +114,29 @@ def test_generated_pages_are_complete(site_pages: ModuleType) -> None:
     assert "--secret-file" in commands
     for package in site_pages.PACKAGES:
         page = site_pages.python_page(package)
-        public = set(importlib.import_module(package).__all__) - site_pages.PUBLISHED_ELSEWHERE
-        assert {name for name in public if f"{package}.{name}" not in page} == set()
+        assert {name for name in site_pages.public_names(package) if f"{package}.{name}" not in page} == set()
+        assert str(ROOT) not in page
+
+
+REPOSITORY = "https://github.com/thinwire/thinwire/blob/main/"
+
+
+def test_readme_is_short_and_its_links_work_anywhere() -> None:
+    """PyPI shows README too, where a relative link leads nowhere."""
+    text = (ROOT / "README.md").read_text()
+    assert text.count("\n") < 120
+    links = re.findall(r"(?:\]\(|^\[[^]]+\]: )([^)\s]+)", text, flags=re.MULTILINE)
+    assert len(links) > 10
+    assert [link for link in links if not link.startswith("https://")] == []
+    ours = [link.removeprefix(REPOSITORY) for link in links if link.startswith(REPOSITORY)]
+    assert [path for path in ours if not (ROOT / path).is_file()] == []
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/start/demo.md"])
+def test_the_rows_of_the_demo_are_those_of_its_result(page: str, figures: ModuleType) -> None:
+    found = json.loads(figures.RESULT.read_text())
+    assert "\n".join(figures.rows(found)) in (ROOT / page).read_text(), "python tools/figures.py prints the rows"
+    assert figures.FIGURE.read_text() == figures.draw(found), "python tools/figures.py draws it"
 
 
 TERMS = ("owner", "lane", "union", "densification", "skewness")

@@ -355,9 +355,11 @@ def test_a_limit_of_age_raises_and_nothing_else_does(hosts: Hosts) -> None:
         model, run_id="run", replicas=1, holder_socket=hosts.start("a"), max_age_steps=3
     ) as checkpointer:
         assert checkpointer.restore() is None
+        assert repr(checkpointer) == "<Checkpointer of run 'run', rank 0: 0 steps, no step that all ranks have>"
         for _ in range(5):
             checkpointer.step()
             time.sleep(0.02)
+        assert re.search(r"rank 0: 5 steps, all ranks have step \d>", repr(checkpointer))
         assert [record.skipped for record in checkpointer.records()] == [""] * 5
         hosts.lose("a")
         with pytest.warns(UserWarning, match="training goes on without checkpoints"):

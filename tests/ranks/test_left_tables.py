@@ -13,9 +13,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.comm.lane import Lane
+from thinwire.comm.machine import Machine
 from thinwire.gradients import exact
 from thinwire.gradients.exact import NativeAllReduce
 from thinwire.lab.testbed.launch import RankContext, run_ranks
+from thinwire.sync import choose, experience
+from thinwire.sync.named import name_of
 
 ROWS, WIDTH = 3000, 8
 LIMIT_SECONDS = 15.0  # for what otherwise takes the timeout of 60 s
@@ -138,6 +142,36 @@ def test_a_table_that_grows_comes_back_on_all_ranks_together() -> None:
     first, *others = [outcome.value for outcome in run_ranks(_grows, world_size=3, timeout_seconds=60)]
     assert first[:5] == ["native"] * 5
     assert all(scheme != "native" for scheme in first[5:])
+    assert all(other == first for other in others)
+
+
+def _declines(context: RankContext) -> list[str]:
+    """Steps show that torch's own all-reduce is the fastest; then one rank's batch is eight times as large."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "machine", lambda lane: Machine(2e-3, 3e-4, 2e-9, 2e-9, 1e-5, *[1e-8, 1e-10] * 3))
+        patch.setattr(exact, "LEFT_BYTES", -1)
+        patch.setattr(choose, "MIN_BYTES", 1.0)
+        patch.setattr(experience, "is_clearly_torchs", lambda *_: True)
+        model = Tables(torch.float32)
+        sync = thinwire.attach(DistributedDataParallel(model))
+        seen = []
+        for step in range(7):
+            sizes = [2400 if step == 4 and rank == 1 else 300 for rank in range(context.world_size)]
+            model.zero_grad()
+            sync._model([lookup(context.rank, step, 0, sizes[context.rank])]).backward()
+            expected = expected_mean(context.world_size, torch.float32, step, 0, sizes)
+            torch.testing.assert_close(model.tables[0].weight.grad.to_dense(), expected)
+            seen += schemes(sync)
+        booked = sum(int(row["total_bytes"]) for row in sync.table())
+        assert booked == sync.stats()["comm/bytes_sent"]
+        sync.detach()
+    return seen
+
+
+def test_a_large_table_is_left_after_two_steps_and_comes_back_when_it_grows() -> None:
+    first, *others = [outcome.value for outcome in run_ranks(_declines, world_size=3, timeout_seconds=60)]
+    assert first[1:5] == ["native"] * 4, "the second step tried it, on the lane"
+    assert first[5:] == [name_of(choose.TORCHS)] * 2, "again on the lane, until a window of batches is known"
     assert all(other == first for other in others)
 
 

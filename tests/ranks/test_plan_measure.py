@@ -104,19 +104,6 @@ def test_a_plan_is_measured_and_measured_again_from_the_cache(toy: Path) -> None
     assert all(group.compressor is None for group in Plan.load("exact.json").groups)
 
 
-@pytest.mark.timeout(120)
-def test_the_doctor_looks_at_a_script(toy: Path) -> None:
-    result = invoke("doctor", "--ranks", "2", "--steps", "2", "--compress", TOP_K, "--json", "out.json", "--link",
-                    "1mbit", "--output", "plan.json", "train.py", "1000")  # fmt: skip
-    assert result.exit_code == 0, result.output
-    data = json.loads((toy / "out.json").read_text())
-    check_measurement(Measurement.from_json(data["measurement"]))
-    assert data["link_mbit"] == pytest.approx(1.0)
-    assert data["do_nothing"] is False  # at 1 Mbit/s
-    assert data["plan"] == Plan.load("plan.json").to_json()
-    assert "Exposed?             yes" in result.output
-
-
 @pytest.mark.slow  # two processes import torch: 13 s
 def test_the_ranks_of_a_torchrun_job_measure_themselves(toy: Path) -> None:
     torchrun = ["torchrun", "--standalone", "--nproc-per-node", "2", "--no-python"]

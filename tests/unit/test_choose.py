@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -15,11 +17,15 @@ from thinwire.sync.choose import (
     CANDIDATES,
     DENSE_SHARE,
     HYSTERESIS,
+    MANY_TIMES,
+    TORCHS,
     Demand,
     busiest_rank_bytes,
     choose,
     explain,
+    is_clearly_torchs,
     prices,
+    ranked,
 )
 from thinwire.sync.cost import expected_bytes
 from thinwire.sync.ledger import sent_bytes
@@ -98,6 +104,37 @@ ROWS = [20_000] * 8, 200_000, 64, 4
 def test_a_fast_link_needs_no_sparsity_and_a_slow_one_does() -> None:
     assert choose(*ROWS, union=80_000, machine=FAST).is_dense
     assert not choose(*ROWS, union=80_000, machine=SLOW).is_dense
+
+
+BURST = replace(SLOW, byte_seconds=4.6e-7, reduced_byte_seconds=1.65e-9)
+"""Probes of a busy machine on 1 Gbit/s: the all-reduce passed as a burst, and a swap of messages met a stall."""
+WORDS = Demand(4, 60_000, 128, 4, 2200.0, 2750.0)
+
+
+def test_nobody_pays_many_times_the_bytes_on_an_estimate() -> None:
+    offers = prices(WORDS, BURST)
+    dense = next(offer for offer in offers if offer.scheme == schemes.DENSE)
+    assert dense.sent_bytes > 10 * MANY_TIMES * offers[0].sent_bytes / 5
+    assert dense.seconds < 0.2 * min(offer.seconds for offer in offers if offer is not dense)
+    assert not choose([2200] * 4, 60_000, 128, 4, union=2750, machine=BURST).is_dense
+    assert ranked(offers, current=schemes.DENSE)[0] is not dense, "nor does it stand"
+    measured = replace(dense, is_measured=True)
+    assert ranked([measured, *(offer for offer in offers if offer is not dense)])[0] is measured
+
+
+def test_torchs_own_all_reduce_is_weighed_where_it_may_run_only() -> None:
+    assert TORCHS not in [offer.scheme for offer in prices(WORDS, FAST)]
+    assert TORCHS in [offer.scheme for offer in prices(replace(WORDS, is_torchs=True), FAST)]
+
+
+@pytest.mark.parametrize(("mbit", "work", "is_clear"), [(40_000, 0.01, True), (1000, 0.0, False), (100, 0.01, False)])
+def test_one_step_shows_that_bytes_cost_nothing(mbit: float, work: float, is_clear: bool) -> None:
+    """A step all of wire leaves others their share of it; one all of work leaves them nothing to gain."""
+    machine = replace(FAST, byte_seconds=8e-6 / mbit, reduced_byte_seconds=8e-6 / mbit)
+    offers = prices(replace(WORDS, is_torchs=True), machine)
+    torchs = next(offer for offer in offers if offer.scheme == TORCHS)
+    seconds = torchs.sent_bytes * 8e-6 / mbit + work * (mbit > 10_000) * 0.1
+    assert is_clearly_torchs(offers, seconds, machine) == is_clear
 
 
 def test_a_few_milliseconds_are_no_reason_to_send_more() -> None:

@@ -133,7 +133,7 @@ def test_names_in_the_help_of_benchmarks_are_those_there_are() -> None:
     assert bench.SCHEMES.split(", ") == [*METHODS]
     assert bench.DTYPES.split(", ") == [*DTYPES]
     assert bench.JOBS.split(", ") == [*named.JOBS]
-    assert bench.METHODS.split(", ") == [*train.TORCH_METHODS, train.THINWIRE, train.PLAN, *train.SETTINGS]
+    assert bench.METHODS.split(", ") == [*train.NAMES, *train.SETTINGS]
     assert bench.CHECKPOINT_METHODS.split(",") == [*checkpoint.METHODS]
 
 

@@ -5,21 +5,34 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from measured import codec, measurement
+from measured import codec, measurement, table
 from thinwire import fuse
 from thinwire.cli.main import app
 from thinwire.fuse.policy import Policy
 from thinwire.lab.analyze.step_recorder import StepRecorder
 from thinwire.lab.analyze.steps import run_watched
+from thinwire.lab.doctor.diagnosis import (
+    FINALISTS,
+    SPEEDS_MBIT,
+    Confirmed,
+    Diagnosis,
+    confirm,
+    describe,
+    diagnose,
+    finalists,
+    format_mbit,
+)
 from thinwire.measure.training import How
-from thinwire.plan.doctor import SPEEDS_MBIT, Diagnosis, describe, diagnose, format_mbit
+from thinwire.plan.measurement import DdpSite
 from thinwire.plan.plan import STOCK, Plan
+from thinwire.plan.planner import ROWS, step_seconds
 
 TOP_K = "top_k:density=0.01"
 POLICIES: tuple[Policy, ...] = (fuse.cupcake(), fuse.one_bucket())
@@ -108,6 +121,103 @@ Add, before the first step, with `model` the plain module on every rank, without
 
 It is lossy: compare the loss too, or take the exact way with --compress none.
 """
+
+
+def with_tables(mbit: float, **changes: Any) -> Diagnosis:
+    tables = [table(world_size=4), table("items.weight", 4, num_rows=100_000, held=(50.0,) * 4, union=180.0)]
+    measured = measurement(mbit, world_size=4, tables=tables, **changes)
+    return diagnose("a test", measured, [TOP_K, "bf16"], POLICIES, with_plan=False)
+
+
+def test_tables_have_a_line_and_the_model_has_all_its_parameters() -> None:
+    diagnosed = with_tables(100, shapes=[(64, 64), (64,)])
+    text = describe(diagnosed)
+    assert "\nModel                4 parameters, 38.4 MB of gradients\n" in text
+    assert "\nTables               words.weight: 12.8 MB, of whose rows a rank touches 0.4 %; by " in text
+    assert "                     items.weight: 25.6 MB, of whose rows a rank touches 0.05 %; by " in text
+    assert "    sync = thinwire.attach(model)\n" in text
+    assert diagnosed.plan.speedup > 5
+    assert not any(group.compressor for group in diagnosed.plan.groups)
+    assert [set(job) for job in diagnosed.to_json()["tables"]] == [
+        {"tables", "scheme", "sent_bytes", "wire_seconds", "seconds", "ready_seconds"}
+    ] * 2
+
+
+def trained(diagnosed: Diagnosis, seconds: dict[str, float]) -> Diagnosis:
+    """Confirm with the given factors on predicted seconds, by the beginning of the name."""
+    rows = []
+    for way in finalists(diagnosed):
+        predicted = step_seconds(diagnosed.measurement, way)
+        factor = next((value for name, value in seconds.items() if way.name.startswith(name)), 1.0)
+        rows.append(Confirmed(way.name, predicted, predicted * factor))
+    return confirm(diagnosed, rows)
+
+
+def test_ways_that_are_tried_are_stock_ddp_the_best_exact_one_and_compressors() -> None:
+    diagnosed = with_tables(100)
+    names = [way.name for way in finalists(diagnosed)]
+    assert names[:2] == [STOCK, ROWS]
+    assert names[2].startswith(TOP_K)
+    assert len(names) == len(set(names)) <= FINALISTS
+
+
+def test_what_was_measured_decides() -> None:
+    diagnosed = diagnosis(100, world_size=4)
+    assert diagnosed.plan.choice.startswith(TOP_K)
+    slow = trained(diagnosed, {TOP_K: 9.0, "exact": 9.0})
+    assert slow.plan.does_nothing
+    assert slow.advice.attaches is False
+    text = describe(slow)
+    assert "Compression pays" not in text, "which the measured steps contradict"
+    assert "An exact way pays" not in text
+    assert text.endswith("\nDo nothing. Stock DDP is as good as anything here, and simpler.\n")
+    alike = trained(diagnosed, {STOCK: 1.5})
+    assert alike.stock_step_seconds == pytest.approx(1.5 * diagnosed.stock_step_seconds)
+    assert alike.plan.choice == diagnosed.plan.choice
+    assert "Compression pays" in describe(alike)
+    (row,) = [row for row in alike.to_json()["confirmed"] if row["name"] == STOCK]
+    assert row["measured_step_seconds"] == pytest.approx(alike.to_json()["stock_step_seconds"])
+
+
+def test_the_recommended_way_is_within_ten_percent_of_the_best_that_was_measured() -> None:
+    diagnosed = with_tables(100)
+    for factor in (0.5, 0.8, 0.9, 0.95, 1.0, 1.1, 1.3):
+        for kind in (TOP_K, "bf16", ROWS):
+            chosen = trained(diagnosed, {kind: factor})
+            measured = [row.measured_step_seconds for row in chosen.confirmed if row.measured_step_seconds is not None]
+            assert chosen.plan.step_seconds <= 1.1 * min(measured)
+
+
+def test_a_way_that_failed_is_listed_and_not_taken() -> None:
+    diagnosed = diagnosis(100, world_size=4)
+    rows = [
+        Confirmed(way.name, 1.0, 1.0 if way.name == STOCK else None, "failed: OSError") for way in finalists(diagnosed)
+    ]
+    failed = confirm(diagnosed, rows)
+    assert failed.plan.does_nothing
+    assert "failed: OSError" in describe(failed)
+    with pytest.raises(ValueError, match="failed under stock DDP"):
+        confirm(diagnosed, [Confirmed(STOCK, 1.0, None, "failed: OSError")])
+
+
+def test_without_a_file_for_the_plan_no_advice_needs_one() -> None:
+    measured = measurement(100, world_size=4, shapes=[(512, 550), (6600, 1000), (64, 64)], alpha=0.05)
+    without = diagnose("", measured, [TOP_K], POLICIES, with_plan=False)
+    assert without.advice.plan is None
+    assert all(way.is_plain for way in finalists(without))
+    with_plan = diagnose("", measured, [TOP_K], POLICIES)
+    if with_plan.advice.plan is not None:
+        assert "Try --output plan.json" in describe(without)
+
+
+def test_buckets_of_ddp_follow_no_plan_where_torch_has_no_caps_for_each_or_a_table_is_among_them() -> None:
+    site = DdpSite((measurement().names,), "train.py", 7, "ddp", "DDP(net)", "DDP(net, bucket_cap_mb_list=...)", True)
+    for changes in ({"follows_plans": False}, {}):
+        tables = [] if changes else [table(ready_seconds=0.01)]
+        measured = replace(measurement(100, tables=tables), ddp=replace(site, **changes))
+        assert all(way.is_plain for way in diagnose("", measured, [TOP_K], POLICIES).found)
+    follows = replace(measurement(100), ddp=site)
+    assert not all(way.is_plain for way in diagnose("", follows, [TOP_K], POLICIES).found)
 
 
 def test_speeds_are_said_in_two_digits() -> None:

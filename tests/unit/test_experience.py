@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import cycle, repeat
 
 import pytest
 
 from thinwire.comm.machine import Machine
-from thinwire.sync.choose import Demand, rehearse
+from thinwire.sync.choose import TORCHS, Demand, Point, Price, choose, rehearse
 from thinwire.sync.experience import Experience
 from thinwire.sync.named import name_of, resolve
 from thinwire.sync.scheme import Communication, Scheme
@@ -122,6 +123,71 @@ def test_what_trials_take_longer_is_bounded_and_then_they_wait() -> None:
     learned.learn(tried, _demand(3000), 0.03)
     learned.observe(_demand(3000))
     assert not learned.is_timed, "that took two steps longer, which are a whole window's"
+
+
+WORDS = Demand(4, 60_000, 128, 4, 2200.0, 2750.0, is_torchs=True)
+
+
+def _steps(demand: Demand, machine: Machine, truth: Callable[[Price], float], steps: int = 8) -> tuple[list[str], int]:
+    """Schemes of the first steps, and the first step after which a table is left to torch, or the number of steps."""
+    learned, names = Experience(), []
+    point: Point = choose([demand.held] * 4, demand.num_rows, demand.width, 4, demand.union, machine)
+    for step in range(steps):
+        learned.know(machine, ())
+        point = (learned.take(demand.held) if learned.is_timed else learned.choice) or point
+        names.append(name_of(point))
+        offer = learned.estimate(point, demand)
+        if learned.is_told and offer is not None:
+            learned.learn(point, demand, truth(offer))
+        learned.observe(demand)
+        points = learned.hopeful(demand)
+        if learned.is_torchs:
+            return names, step
+        if points:
+            learned.begin(rehearse(points, demand.held))
+    return names, steps
+
+
+def _on_a_wire(mbit: float, work_seconds: float) -> Callable[[Price], float]:
+    """Work of the lane takes several times what torch needs, and bytes take their time."""
+
+    def seconds(offer: Price) -> float:
+        work = work_seconds if offer.scheme == TORCHS else 3 * work_seconds
+        return work + offer.sent_bytes * 8e-6 / mbit
+
+    return seconds
+
+
+@pytest.mark.parametrize("probed", [500, 5000])
+def test_where_bytes_cost_nothing_a_table_is_left_to_torch_after_two_steps(probed: float) -> None:
+    """Whatever a probe takes the link for: ranks that share processors probe it ten times too slow."""
+    machine = replace(FAST, byte_seconds=8e-6 / probed, reduced_byte_seconds=8e-6 / probed)
+    names, left = _steps(WORDS, machine, _on_a_wire(40_000, 0.006))
+    assert names[1:] == [name_of(TORCHS)]
+    assert left == 1
+
+
+def test_a_slow_link_never_sees_the_bytes_of_torch() -> None:
+    machine = replace(FAST, byte_seconds=8e-8, reduced_byte_seconds=8e-8)
+    names, left = _steps(WORDS, machine, _on_a_wire(100, 0.002), steps=40)
+    assert left == 40
+    assert name_of(TORCHS) not in names
+
+
+def test_a_burst_that_a_probe_took_for_the_link_costs_one_step() -> None:
+    machine = replace(FAST, byte_seconds=1.6e-9, reduced_byte_seconds=1.6e-9)
+    names, left = _steps(WORDS, machine, _on_a_wire(100, 0.002), steps=40)
+    assert left == 40
+    assert names.count(name_of(TORCHS)) <= 1
+
+
+def test_dense_is_left_at_once_when_a_step_shows_that_its_estimate_was_wrong() -> None:
+    """Up to a few times the fewest bytes it is taken on an estimate; steps of it say nothing about the others."""
+    demand = Demand(4, 20_000, 64, 4, 6000.0, 14_000.0)
+    machine = replace(FAST, byte_seconds=3e-8, reduced_byte_seconds=5e-10)
+    names, _ = _steps(demand, machine, lambda offer: offer.sent_bytes * 2e-8, steps=8)
+    assert names[0] == "dense"
+    assert "dense" not in names[3:]
 
 
 def test_all_that_was_tried_is_learned_and_then_no_step_is_timed() -> None:

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pages import PAGES
 from thinwire.lab import palette
-from thinwire.lab.plot import label_ends, spread
+from thinwire.lab.plot import MOST_LINES, label_ends, spread
 from thinwire.lab.report import Origin, Report
 
 if TYPE_CHECKING:
@@ -54,6 +55,28 @@ def test_the_origin_is_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "torch" in origin.versions
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", origin.date)
     assert " cores, " in origin.machine
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_page_is_whole_and_shows_numbers_where_it_promises_them(name: str) -> None:
+    pytest.importorskip("matplotlib")
+    page = PAGES[name]().html()
+    assert not re.search(r"<script|<link|<img|src=|url\(http|@import", page)
+    assert "How this was made" in page
+    assert page.count('class="hero') == 1
+    plots = re.findall(r'role="img" aria-label="([^"]*)"><svg.*?</svg>', page, re.DOTALL)
+    assert plots
+    assert all(len(label.partition(". ")[2]) > 20 for label in plots), "a plot without a description"
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        labels = [
+            text for text in re.findall(r'<g id="[^"]*-text_\d+">.*?</g>', svg, re.DOTALL) if "fill: var(" in text
+        ]
+        assert len(labels) <= MOST_LINES
+    tiles = re.findall(r"<dd>(.*?)</dd>", "".join(re.findall(r'<dl class="figures".*?</dl>', page)))
+    assert all(re.search(r"\d", tile) for tile in tiles), "a tile without a number"
+    result = re.search(r'class="result">([^<]*)', page)
+    assert result is not None
+    assert "never" not in result[1]
 
 
 def test_every_part_has_a_name_and_is_escaped() -> None:

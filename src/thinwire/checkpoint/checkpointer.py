@@ -120,6 +120,11 @@ class Checkpointer:
         self._run_id, self._max_age_steps, self._first = run_id, max_age_steps, 0
         self._foreign: str | None = None  # topology of versions that become useless once there are new ones
 
+    def __repr__(self) -> str:
+        newest = self._agreement.keep
+        kept = f"all ranks have step {newest}" if newest >= 0 else "no step that all ranks have"
+        return f"<Checkpointer of run {self._run_id!r}, rank {self._rank}: {self.steps} steps, {kept}>"
+
     def __enter__(self) -> Checkpointer:
         return self
 

@@ -26,9 +26,9 @@ from thinwire.cli.plan import (
 )
 
 if TYPE_CHECKING:
+    from thinwire.lab.doctor.diagnosis import Diagnosis
     from thinwire.lab.testbed.network import EmulatedNetwork
     from thinwire.measure.training import How
-    from thinwire.plan.doctor import Diagnosis
     from thinwire.plan.measurement import Measurement
 
 EXAMPLES = """Examples:
@@ -187,9 +187,9 @@ def _confirmed(diagnosis: Diagnosis, examined: Examined, network: EmulatedNetwor
     """Train the best ways. On a link that could only be predicted nothing is trained."""
     from thinwire.lab.analyze.trials import try_script
     from thinwire.lab.bench.measured import TrainingTarget, try_on_hosts
+    from thinwire.lab.doctor.advice import advice_of
+    from thinwire.lab.doctor.diagnosis import confirm, finalists
     from thinwire.lab.testbed.network import Link
-    from thinwire.plan.advice import advice_of
-    from thinwire.plan.doctor import confirm, finalists
 
     measurement = diagnosis.measurement
     speed = Link.parse(examined.link) if examined.link is not None else None
@@ -214,7 +214,7 @@ def _at(measured: Measurement, link: str | None) -> Measurement:
 
 
 def _diagnose(title: str, found: Measurement, compressors: tuple[str, ...], with_plan: bool, quiet: bool) -> Diagnosis:
-    from thinwire.plan.doctor import diagnose
+    from thinwire.lab.doctor.diagnosis import diagnose
 
     with progress("pricing links", quiet=quiet) as tell:
         return diagnose(
@@ -223,7 +223,7 @@ def _diagnose(title: str, found: Measurement, compressors: tuple[str, ...], with
 
 
 def _print(diagnosis: Diagnosis, console: Console, output: Path | None) -> None:
-    from thinwire.plan.doctor import describe
+    from thinwire.lab.doctor.diagnosis import describe
 
     text = describe(diagnosis, None if output is None else str(output))
     console.print(text, end="", highlight=False, markup=False, soft_wrap=True)
@@ -236,7 +236,7 @@ def _print(diagnosis: Diagnosis, console: Console, output: Path | None) -> None:
 def _draw(
     diagnosis: Diagnosis, console: Console, picture: Path | None, report: Path | None, output: Path | None
 ) -> None:
-    from thinwire.lab.doctor_picture import TITLE, build_report, draw
+    from thinwire.lab.doctor.report import TITLE, build_report, draw
     from thinwire.lab.plot import save_picture
 
     if picture is not None:

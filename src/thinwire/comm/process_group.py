@@ -343,7 +343,10 @@ class Exchange(Protocol):
         ...
 
     def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a contiguous tensor over the ranks, in place, by the group's own algorithm."""
+        """Sum a contiguous or sparse tensor over the ranks, in place, by the group's own algorithm.
+
+        The bytes of a sparse one depend on the rows of all ranks, and are left to `count_all_reduce`.
+        """
         ...
 
     def count_all_reduce(self, moved_bytes: int) -> None:
@@ -471,7 +474,8 @@ class ProcessGroupExchange:
             self.waits.wait(dist.all_reduce(tensor, group=self.process_group, async_op=True))
         except RuntimeError as error:
             raise self._lost(error) from error
-        self.count_all_reduce(ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size))
+        if not tensor.is_sparse:
+            self.count_all_reduce(ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size))
 
     def count_all_reduce(self, moved_bytes: int) -> None:
         self._count_sent((self.rank + 1) % self.world_size, moved_bytes)

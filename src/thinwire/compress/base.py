@@ -78,6 +78,14 @@ class Compressor(ABC):
     by every rank, those of a `Summable` one are added up inside an all-reduce. A compressor can be both.
     """
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = Compressor.__repr__  # before `dataclass` writes one with the name of the class
+
+    def __repr__(self) -> str:
+        return self.name
+
     @property
     @abstractmethod
     def name(self) -> str:

@@ -29,12 +29,21 @@ class NamedPolicy:
 
     constructor: ClassVar[str]
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        cls.__repr__ = NamedPolicy.__repr__  # before `dataclass` writes one with the name of the class
+
+    def __repr__(self) -> str:
+        return f"{self.constructor}({', '.join(self._settings())})"
+
     @property
     def name(self) -> str:
         """Name of the policy, as `thinwire.fuse.parse` reads it: ``byte_cap:mb=8``."""
-        settings = {item.name: getattr(self, item.name) for item in fields(self)}
-        changed = [item.name for item in fields(self) if settings[item.name] != item.default]
-        return ":".join([self.constructor, *(f"{name}={settings[name]!r}" for name in changed)])
+        return ":".join([self.constructor, *self._settings()])
+
+    def _settings(self) -> list[str]:
+        values = {item: getattr(self, item.name) for item in fields(self)}
+        return [f"{item.name}={value!r}" for item, value in values.items() if value != item.default]
 
 
 def groups_ending_at(ends: Iterable[int]) -> Groups:

@@ -111,16 +111,12 @@ class Buckets:
 
     def add(self, bucket: dist.GradBucket) -> Pending:
         """Submit a bucket; its mean is a new sparse tensor, or its buffer, in place."""
-        self._clock.ready(f"bucket {bucket.index()}")
-        return self.submit(self._take_apart(bucket), bucket.is_last())
+        name = f"bucket {bucket.index()}"
+        self._clock.ready(name)
+        return self._start(bucket, name) or self.submit(self._take_apart(bucket), bucket.is_last())
 
     def submit(self, contents: Contents, is_last: bool = False) -> Pending:
         """Submit a bucket that is already split into its parts, like `add`."""
-        if self._native is not None and contents.buffer.is_sparse and self._gradients.leaves(contents.tables[0].name):
-            if is_last:
-                self.flush()
-            job = self._clock.submit(contents.load)
-            return self._native.start_sparse(contents.tables[0].name, contents.buffer, job)
         if self._native is not None and not contents.compressed:
             dense = [gradient for _, gradient in contents.others]
             if not contents.tables:
@@ -136,6 +132,30 @@ class Buckets:
                 return future
         self.flush()
         return future
+
+    def _start(self, bucket: dist.GradBucket, name: str) -> Pending | None:
+        """All-reduce a bucket that travels as a whole, beside the lane; None for any other.
+
+        Stock DDP does not need a microsecond for it, so this creates nothing that is not needed.
+        """
+        if self._native is None:
+            return None
+        buffer = bucket.buffer()
+        if buffer.is_sparse:
+            table = self._names[id(bucket.parameters()[0])]
+            if not self._gradients.leaves(table):
+                return None
+            self._flush_at_last(bucket)
+            return self._native.start_sparse(table, buffer, self._clock.submit(Load(name)))
+        if self._tables or self._compressed is not None:
+            return None
+        self._flush_at_last(bucket)
+        job = self._clock.submit(Load(name, buffer.nbytes))
+        return self._native.start_bucket([as_real(buffer)], buffer, job)
+
+    def _flush_at_last(self, bucket: dist.GradBucket) -> None:
+        if bucket.is_last():
+            self.flush()
 
     def take_formed(self) -> list[tuple[str, ...]]:
         """Return the parameters of each bucket that DDP formed since the last call, without tables."""

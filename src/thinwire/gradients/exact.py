@@ -9,7 +9,7 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,12 @@ from thinwire.gradients.tables import TableGradient, TableShape, plan_groups, sh
 from thinwire.kernels import dispatch
 from thinwire.observe.step import JobTimes, ParameterRecord
 from thinwire.sparse import SparseRows
-from thinwire.sync.choose import MIN_BYTES, Demand, rehearse, seen_byte_seconds
+from thinwire.sync.choose import MIN_BYTES, TORCHS, Demand, rehearse, seen_byte_seconds
 from thinwire.sync.cost import expected_bytes
 from thinwire.sync.experience import Experience
 from thinwire.sync.named import AUTO, DENSE, name_of, resolve
 from thinwire.sync.scheme import Scheme, Unit
-from thinwire.sync.synchronize import agree, chosen, dense_all_reduce, placed, synchronize
+from thinwire.sync.synchronize import agree, chosen, dense_all_reduce, placed, sparse_all_reduce, synchronize
 from thinwire.sync.two_level import TwoLevel
 
 DENSE_PAUSE_STEPS = 50
@@ -48,6 +48,8 @@ LEFT_STEPS = 1000
 """Number of steps for which a table is left, before it is examined again."""
 LEFT = "native"
 """Scheme of a table left to stock DDP, in `Synchronizer.table`."""
+ROWS_OF_A_MASK = 1 << 20
+"""Most rows of a table whose touched rows are counted by a mask: its zeros take as long as sorting 1000 ids."""
 MAX_EXPERIENCES = 64
 """Largest number of groups with an `Experience`; small tables may be grouped differently in every step."""
 
@@ -207,7 +209,9 @@ class GradientSync:
             seconds = time.perf_counter() - started
             unions, means = [rows.num_rows], [group[0].gradient]
         else:
-            totals = unstack(synchronize(rows, scheme, channel, scale), [table.num_rows for table in held])
+            is_torchs = learned is not None and scheme == TORCHS
+            total = sparse_all_reduce(rows, channel, scale) if is_torchs else synchronize(rows, scheme, channel, scale)
+            totals = unstack(total, [table.num_rows for table in held])
             seconds = time.perf_counter() - started
             unions = [total.ids.numel() for total in totals]
             means = [table.store(mine, total) for table, mine, total in zip(group, held, totals, strict=True)]
@@ -216,6 +220,7 @@ class GradientSync:
         self._remember(group, unions)
         if learned is not None:
             demand = Demand.of(channel.held, rows.num_rows, rows.width, rows.values.element_size(), sum(unions))
+            demand = replace(demand, is_torchs=self._may_be_torchs(group))
             is_typical = unready_calls == dispatch.unready_calls()
             self._learn(lane, learned, channel, scheme, demand, seconds if is_typical else None)
             self._decide_next(group, learned, channel, demand)
@@ -284,7 +289,8 @@ class GradientSync:
         """Decide the next step from numbers that all ranks know."""
         key = _key(group)
         choice = learned.observe(demand)
-        last, self.choices[key] = self.choices.get(key), AUTO if choice.is_dense else name_of(choice)
+        is_asked = choice.is_dense or (demand.is_torchs and choice == TORCHS)
+        last, self.choices[key] = self.choices.get(key), AUTO if is_asked else name_of(choice)
         points = learned.hopeful(demand)
         reason = self._leave(group, learned, channel)
         if reason:
@@ -300,7 +306,7 @@ class GradientSync:
             self._explain(group, learned.explain(), channel.rank)
 
     def _leave(self, group: Group, learned: Experience, channel: Channel) -> str:
-        """Leave tables to stock DDP if that costs next to nothing, and return the reason; "" if they stay.
+        """Leave tables to stock DDP if that is faster or costs next to nothing; return the reason, "" if they stay.
 
         Those that came back stay until all batches of a window are small.
         """
@@ -317,14 +323,23 @@ class GradientSync:
             moved += sparse_all_reduce_bytes(counts, 0, now.row_bytes, len(group) - len(dense))
         rounds = 3 * max(0, len(group) - len(dense) - 1) * machine.round_seconds
         seconds = rounds + moved * max(machine.byte_seconds, machine.reduced_byte_seconds)
-        if moved > LEFT_BYTES or seconds > LEFT_SECONDS:
+        if learned.is_torchs:
+            growth = LEFT_ROOM * max(demand.union for demand in learned.demands) / max(1.0, now.union)
+        elif moved <= LEFT_BYTES and seconds <= LEFT_SECONDS:
+            used = max(moved / LEFT_BYTES, seconds / LEFT_SECONDS)
+            growth = LEFT_ROOM / used * max(1.0, held) / max(1.0, now.held) if used else math.inf
+        else:
             return ""
         for table in group:
             self.left[table.name] = LEFT_STEPS
             self._entry(table.name).leave(LEFT)
-        used = max(moved / LEFT_BYTES, seconds / LEFT_SECONDS)
-        self._limit_rows(group, LEFT_ROOM / used * max(1.0, held) / max(1.0, now.held) if used else math.inf)
+        self._limit_rows(group, growth)
         return f"{LEFT} ({moved / 1e6:.3f} MB in {1e3 * seconds:.1f} ms) instead of {learned.explain()}"
+
+    def _may_be_torchs(self, group: Group) -> bool:
+        """Return whether torch's own sparse all-reduce may sum a group: one table, since it has no stacked ones."""
+        (table, *others) = group
+        return self.may_leave and not others and table.gradient.is_sparse and _can_leave(table)
 
     def _limit_rows(self, group: Group, growth: float) -> None:
         """Set the rows of the sum at which left tables come back: ``growth`` times those of this step."""
@@ -367,7 +382,10 @@ class GradientSync:
             part = weights[place] / sum(weights) if any(weights) else 1 / len(group)
             dense = ring_all_reduce_bytes(rows.num_rows * row_bytes, world_size)
             predicted = partial(_predicted, part, scheme, world_size, num_rows, row_bytes, mean, union, itemsize)
-            record.add(sent[place], predicted, stock[place] if table.gradient.is_sparse else dense)
+            if scheme == TORCHS and self.scheme == AUTO:
+                record.add(sent[place], sent[place], stock[place])
+            else:
+                record.add(sent[place], predicted, stock[place] if table.gradient.is_sparse else dense)
 
     def _entry(self, name: str) -> ParameterRecord:
         return self.records.setdefault(name, ParameterRecord(name))
@@ -493,12 +511,14 @@ class NativeAllReduce:
         return DenseBucket(self.start(gradients), buffer, job)
 
     def start_sparse(self, name: str, gradient: Tensor, job: JobTimes) -> Future[Tensor]:
-        """Start averaging a sparse gradient by torch's own all-reduce, which adds in the order of ranks, as it must."""
+        """Start averaging a sparse gradient in place by torch's own all-reduce, which adds in rank order, as it must.
+
+        Its thread coalesces the gradient, beside backward, and DDP need not copy a mean that is the bucket itself.
+        """
         job.started = time.perf_counter()
         self._jobs.append(job)
-        coalesced = gradient.coalesce()
-        held = coalesced._nnz()
-        work = dist.all_reduce(coalesced, group=self._process_group, async_op=True)
+        held = _distinct_rows(gradient)
+        work = dist.all_reduce(gradient, group=self._process_group, async_op=True)
         assert work is not None, "hooks run on ranks of the group"
         rank, world_size = self._process_group.rank(), self._process_group.size()  # its thread must not end the group
 
@@ -506,15 +526,15 @@ class NativeAllReduce:
 
         def end(done: Future[list[Tensor]]) -> None:
             try:
-                total = done.value()[0].coalesce()
+                done.value()
             except RuntimeError as error:
                 future.set_exception(lost_peer(error, rank, world_size))  # type: ignore[arg-type]
                 return
-            total._values().mul_(1.0 / world_size)
-            self._account.see_sum(name, total)
-            self._tables.append((name, total, held))
+            gradient._values().mul_(1.0 / world_size)
+            self._account.see_sum(name, gradient)
+            self._tables.append((name, gradient, held))
             job.ended = time.perf_counter()
-            future.set_result(total)
+            future.set_result(gradient)
 
         work.get_future().add_done_callback(end)
         return future
@@ -547,6 +567,14 @@ class NativeAllReduce:
         assert work is not None, "hooks run on ranks of the group"
         self.count(gradient.nbytes)
         return Started(work, group.rank(), group.size())
+
+
+def _distinct_rows(gradient: Tensor) -> int:
+    """Return the number of rows of a COO tensor, without coalescing it; a mask of its rows is seven times as fast."""
+    ids = gradient._indices()[0]
+    if gradient.is_coalesced() or gradient.shape[0] > ROWS_OF_A_MASK:
+        return gradient._nnz() if gradient.is_coalesced() else ids.unique().numel()
+    return int(torch.zeros(gradient.shape[0], dtype=torch.bool).index_fill_(0, ids, True).sum())
 
 
 def is_native(process_group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -11,7 +11,6 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
@@ -127,15 +126,10 @@ class Guard:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda _: self.enter())
 
-    @contextmanager
-    def finishing(self) -> Iterator[None]:
-        """Guard the work at the end of a pass; after errors that all ranks raise they stay in step."""
-        try:
-            yield
-        except BaseException as error:
-            if ranks_told(error) < self._lane.world_size:
-                self._broke_off()
-            raise
+    def failed(self, error: BaseException) -> None:
+        """Break off after an error in the work at the end of a pass, unless all ranks raise it and stay in step."""
+        if ranks_told(error) < self._lane.world_size:
+            self._broke_off()
 
     def check(self) -> None:
         """Raise ThinwireError at the beginning of a step that cannot be synchronized any more."""
@@ -226,8 +220,11 @@ class Passes:
             self._stop_warning()
             is_repeated = self._is_ddp and 0 < self._forwards == self._counted
             self._counted = self._forwards
-            with self._guard.finishing():
+            try:
                 self._finish(not is_repeated)
+            except BaseException as error:
+                self._guard.failed(error)
+                raise
 
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         if torch.compiler.is_compiling():  # anything would break its graph

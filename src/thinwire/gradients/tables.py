@@ -137,10 +137,11 @@ class LookupRows:
         self._handles: list[RemovableHandle] = []
         self._probes: dict[int, RemovableHandle] = {}  # see `hooks_on_node`
         self.parameters: list[nn.Parameter] = []
-        self._handles.append(module.register_forward_pre_hook(Hook(self._before_forward)))
         for table in filter(_has_dense_gradient, module.modules()):
             if id(table.weight) not in compressed:
                 self._watch(table)
+        if self._handles:
+            self._handles.append(module.register_forward_pre_hook(Hook(self._before_forward)))
 
     def take(self, parameter: nn.Parameter, bucket: Tensor | None = None) -> Tensor | None:
         """Return ids (any order, repeated) of all rows that can be non-zero in the gradient just made, or None.

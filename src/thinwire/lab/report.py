@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -28,7 +29,6 @@ from pathlib import Path
 from thinwire.lab import palette
 from thinwire.lab.plot import NARROW_INCHES, WIDE_INCHES, Draw, inline_svg
 
-PALETTE = (palette.TORCH, palette.THINWIRE, palette.STOCK, palette.NETWORK, palette.COMPUTE, palette.PUBLISHED)
 _NO_MATPLOTLIB = "Plots need matplotlib: <code>pip install 'thinwire[plot]'</code>, then run the command again."
 _COPY = "navigator.clipboard.writeText(this.nextElementSibling.innerText)"
 
@@ -45,8 +45,8 @@ class Origin:
     @classmethod
     def of_this_process(cls) -> Origin:
         """Return the origin of what this process measures now."""
-        name = Path(sys.argv[0]).name
-        command = "thinwire" if name in ("thinwire", "__main__.py") else name
+        program = Path(sys.argv[0])
+        command = program.parent.name if program.name == "__main__.py" else program.name  # python -m thinwire
         return cls(
             shlex.join([command, *sys.argv[1:]]),
             f"thinwire {_version('thinwire')}, torch {_version('torch')}, Python {platform.python_version()}",
@@ -108,13 +108,13 @@ class Report:
         )
 
     def text(self, paragraph: str) -> None:
-        """Add a paragraph of plain text."""
-        self._parts.append(f"<p>{escape(paragraph)}</p>")
+        """Add a paragraph of plain text; here and in other sentences `backquotes` mark code."""
+        self._parts.append(f"<p>{_with_code(paragraph)}</p>")
 
     def items(self, title: str, lines: Sequence[str]) -> None:
         """Add a heading and a list of sentences; nothing if there are none."""
         if lines:
-            entries = "".join(f"<li>{escape(line)}</li>" for line in lines)
+            entries = "".join(f"<li>{_with_code(line)}</li>" for line in lines)
             name = self._new_id()
             self._parts.append(
                 f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2><ul>{entries}</ul></section>'
@@ -131,7 +131,7 @@ class Report:
         """Add text to paste, with a button that copies it."""
         name = self._new_id()
         self._parts.append(
-            f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2><div class="code">'
+            f'<section aria-labelledby="{name}"><h2 id="{name}">{_with_code(title)}</h2><div class="code">'
             f'<button type="button" onclick="{_COPY}">Copy</button>'
             f'<pre tabindex="0"><code>{escape(text.strip())}</code></pre></div></section>'
         )
@@ -205,6 +205,10 @@ class Report:
     def _new_id(self) -> str:
         self._ids += 1
         return f"part{self._ids}"
+
+
+def _with_code(text: str) -> str:
+    return re.sub("`([^`]*)`", r"<code>\1</code>", escape(text))
 
 
 def _pairs(values: Sequence[tuple[str, str]]) -> str:

@@ -122,6 +122,14 @@ class Plan:
     note: str = ""
     version: int = VERSION
 
+    def __repr__(self) -> str:
+        name = f"Plan {self.choice}" if self.choice else "Plan"
+        predicted, stock = 1e3 * self.predicted_seconds, 1e3 * self.dense_seconds
+        return (
+            f"<{name} for {self.world_size} ranks: {len(self.parameters)} parameters in {len(self.groups)} groups,"
+            f" {predicted:.1f} ms predicted, {stock:.1f} ms with stock DDP>"
+        )
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "groups", tuple(self.groups))
         object.__setattr__(self, "candidates", tuple(self.candidates))

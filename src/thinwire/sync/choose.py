@@ -25,9 +25,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from thinwire.comm.hosts import Hosts
-from thinwire.comm.machine import Machine
+from thinwire.comm.machine import PROBE_BYTES, Machine
 from thinwire.sync.cost import expected_bytes
-from thinwire.sync.named import AGSPARSE_CODED, COLUMN_SPLIT, DENSE, SPARCML_CODED, UNION_SPLIT, ZEN, name_of
+from thinwire.sync.named import (
+    AGSPARSE_CODED,
+    AGSPARSE_RING,
+    COLUMN_SPLIT,
+    DENSE,
+    SPARCML_CODED,
+    UNION_SPLIT,
+    ZEN,
+    name_of,
+)
 from thinwire.sync.scheme import Aggregation, Communication, Ownership, Scheme, begins_with_opening, unit_shape
 from thinwire.sync.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
 from thinwire.sync.two_level import TwoLevel
@@ -45,6 +54,7 @@ class Demand:
         itemsize: bytes of an element.
         held: rows that a rank holds, as the mean over ranks.
         union: rows that all ranks hold together.
+        is_torchs: whether torch's own all-reduce of sparse tensors may sum it.
     """
 
     world_size: int
@@ -53,6 +63,7 @@ class Demand:
     itemsize: int
     held: float
     union: float
+    is_torchs: bool = False
 
     @classmethod
     def of(
@@ -82,6 +93,13 @@ class Demand:
 
 
 CONTENTION = 2.0
+"""Factor on the measured cost of work and of waiting, where ranks share processors."""
+TORCHS = AGSPARSE_RING
+"""The scheme of torch's own all-reduce of sparse tensors over Gloo, which runs it in C++ and straight from the hook."""
+LANE_SHARE, LANE_SECONDS = 1.3, 0.001
+"""What a synchronization on the lane costs a step beyond its own seconds, as a factor and in seconds, and torch's own
+all-reduce does not: it wakes no thread up, and runs beside backward. For the larger table of the demo `zen` took
+21 to 36 ms on the lane and torch 28 to 45, of 4 ranks on two processors; and a step was 9 % longer with `zen`."""
 
 
 def expected_seconds(scheme: Scheme, demand: Demand, machine: Machine, sent_bytes: float) -> float:
@@ -169,6 +187,9 @@ STRATIFICATION = 0.5
 1.07 where sqrt(2 ln n n / u) gives 1.16 (lstm, 8 ranks), 1.10 for 1.17 (bert)."""
 HYSTERESIS = 0.03
 """Share of bytes that another scheme must save to replace a choice: sparsity changes a little in every step."""
+MANY_TIMES = 5.0
+"""Factor on the fewest bytes, above which a scheme is chosen for its speed only if steps have measured it: a probe of
+128 kB passes through the burst of a link of 1 Gbit/s as if that were one of 5 Gbit/s."""
 CLEAR_SHARE, CLEAR_SECONDS = 0.25, 0.005
 """Least gain, both as a share and in seconds, with which a scheme of more bytes is chosen for its speed."""
 MEASURED = 0.02, 0.0
@@ -195,6 +216,12 @@ class Price:
         """Bytes less the gain of streaming, by which schemes are compared."""
         point = self.scheme.between if isinstance(self.scheme, TwoLevel) else self.scheme
         return self.sent_bytes * (1.0 - STREAMING_GAIN * (point.ownership is Ownership.COLUMNS))
+
+    @property
+    def weighted_seconds(self) -> float:
+        """Seconds less what the lane costs and torch's own all-reduce does not, by which schemes are compared."""
+        seconds = self.seconds or 0.0
+        return max(0.0, seconds - LANE_SECONDS) / LANE_SHARE if self.scheme == TORCHS else seconds
 
 
 def choose(
@@ -241,6 +268,8 @@ def prices(demand: Demand, machine: Machine | None = None, hosts: Hosts = ()) ->
 def offers_of(demand: Demand, machine: Machine | None, hosts: Hosts) -> list[Price]:
     """Return the prices of all candidates, in an order that does not depend on the number of rows."""
     offers = [price(scheme, demand, machine) for scheme in CANDIDATES if _is_sensible(scheme, demand)]
+    if demand.is_torchs and machine is not None:
+        offers.append(price(TORCHS, demand, machine))
     if 1 < len(hosts) < demand.world_size:
         offers += _two_level_prices(demand, machine, hosts)
     return offers
@@ -252,12 +281,19 @@ def ranked(offers: Sequence[Price], current: Scheme | TwoLevel | None = None) ->
     ``current`` stays the choice unless that one is better by `HYSTERESIS`, or clearly faster.
     """
     by_bytes = sorted(offers, key=lambda offer: offer.weighted_bytes)
-    by_seconds = sorted(offers, key=lambda offer: offer.seconds or 0.0)
-    best = next((offer for offer in by_seconds if _is_clearly_faster(offer, by_bytes[0])), by_bytes[0])
-    standing = next((offer for offer in offers if offer.scheme == current), None)
+    by_seconds = sorted(offers, key=lambda offer: offer.weighted_seconds)
+    trusted = [offer for offer in by_seconds if _is_trusted(offer, by_bytes[0])]
+    best = next((offer for offer in trusted if _is_clearly_faster(offer, by_bytes[0])), by_bytes[0])
+    standing = next((offer for offer in trusted if offer.scheme == current), None)
     if standing is not None and not _is_better(best, standing):
         best = standing
     return sorted(by_bytes, key=lambda offer: offer is not best)
+
+
+def _is_trusted(offer: Price, smallest: Price) -> bool:
+    """Return whether its seconds were measured, or an estimate suffices: its bytes are few, or few times the fewest."""
+    is_small = offer.sent_bytes <= max(MANY_TIMES * smallest.sent_bytes, PROBE_BYTES)
+    return offer.is_measured or (is_small and offer.scheme != TORCHS)
 
 
 def _is_better(one: Price, other: Price) -> bool:
@@ -269,8 +305,8 @@ def _is_clearly_faster(one: Price, other: Price) -> bool:
     if one.seconds is None or other.seconds is None:
         return False
     share, least = MEASURED if one.is_measured and other.is_measured else (CLEAR_SHARE, CLEAR_SECONDS)
-    gain = other.seconds - one.seconds
-    return gain > share * other.seconds and gain > least
+    gain = other.weighted_seconds - one.weighted_seconds
+    return gain > share * other.weighted_seconds and gain > least
 
 
 def price(scheme: Scheme, demand: Demand, machine: Machine | None = None) -> Price:
@@ -391,6 +427,9 @@ MAX_SECONDS = 0.1
 """Longest expected step for a rehearsal: in longer ones the wire decides, and so bytes do."""
 HOPELESS = 1.3
 """Factor on the expected seconds of the fastest, above which a candidate is not rehearsed."""
+HOPELESS_OF_TORCH = 4.0
+"""The same factor for torch's own all-reduce, which moves more bytes with less work: a probe that ranks make together
+on few processors takes a link for ten times slower than it is."""
 REGRET_STEPS, REGRET_SHARE, FIRST_REGRET = 50, 0.05, 0.6
 """Bound of the extra time of trials: a share of the last 50 steps, and at least 0.6 of a step. A trial that is expected
 to exceed it waits; one that costs more than expected delays the next."""
@@ -442,9 +481,12 @@ def to_rehearse(offers: Sequence[Price]) -> list[Point]:
     best = offers[0]
     if best.sent_bytes < MIN_BYTES or _seconds(best) > MAX_SECONDS or not adds_in_rank_order(best.scheme):
         return []
-    rivals = sorted((offer for offer in offers if adds_in_rank_order(offer.scheme)), key=_seconds)
+    rivals = [offer for offer in offers if adds_in_rank_order(offer.scheme) and offer.scheme != TORCHS]
+    rivals.sort(key=_seconds)
+    torchs = [offer for offer in offers if offer.scheme == TORCHS]
+    trials = [offer.scheme for offer in torchs if _seconds(offer) <= HOPELESS_OF_TORCH * _seconds(rivals[0])]
     hopeful = [offer.scheme for offer in rivals if _seconds(offer) <= HOPELESS * _seconds(rivals[0])]
-    return hopeful if len(hopeful) > 1 else []
+    return trials + hopeful if len(trials + hopeful) > 1 else []  # torch's first: alone it can end the rehearsal
 
 
 def rehearse(points: Sequence[Point], held: float) -> Rehearsal:
@@ -453,7 +495,26 @@ def rehearse(points: Sequence[Point], held: float) -> Rehearsal:
 
 
 def adds_in_rank_order(point: Point) -> bool:
-    return isinstance(point, Scheme) and point.communication is Communication.POINT_TO_POINT
+    return isinstance(point, Scheme) and (point.communication is Communication.POINT_TO_POINT or point == TORCHS)
+
+
+def is_clearly_torchs(offers: Sequence[Price], seconds: float, machine: Machine) -> bool:
+    """Return whether torch's own all-reduce, which took ``seconds``, is the fastest, even if they were all wire.
+
+    The bytes of other schemes would then take their share of ``seconds``, and their work comes on top of that.
+    """
+    torchs = next(offer for offer in offers if offer.scheme == TORCHS)
+
+    def least_seconds(offer: Price) -> float:
+        work = _seconds(offer) - offer.sent_bytes * machine.byte_seconds
+        return seconds * offer.sent_bytes / torchs.sent_bytes + CONTENTION * work
+
+    needed = replace(torchs, seconds=seconds).weighted_seconds
+    return all(needed <= least_seconds(offer) for offer in offers if offer is not torchs and not _is_dense(offer))
+
+
+def _is_dense(offer: Price) -> bool:
+    return isinstance(offer.scheme, Scheme) and offer.scheme.is_dense
 
 
 def _seconds(offer: Price) -> float:

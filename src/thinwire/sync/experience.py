@@ -29,12 +29,14 @@ from thinwire.sync.choose import (
     MAX_REHEARSALS,
     REGRET_SHARE,
     REGRET_STEPS,
+    TORCHS,
     Demand,
     Point,
     Price,
     Rehearsal,
     adds_in_rank_order,
     explained,
+    is_clearly_torchs,
     is_dense,
     offers_of,
     ranked,
@@ -57,6 +59,8 @@ FAR = 4.0
 CHANGED, SURPRISES = 2.0, 3
 """Factor by which the current choice must cost more or less than before, and how often in a row, before the machine
 counts as changed."""
+
+_OF_TORCH = (name_of(DENSE), name_of(TORCHS))
 
 Size = tuple[int, int]
 
@@ -97,6 +101,7 @@ class Experience:
     _prices: dict[Size, list[Price]] = field(default_factory=dict)
     _unchecked_steps: int = 0
     _surprises: int = 0
+    _is_clear: bool = False  # whether the last step of torch's own all-reduce showed that no other can be faster
     _regrets: deque[float] = field(default_factory=lambda: deque(maxlen=REGRET_STEPS))
     _regret: float = 0.0
 
@@ -139,6 +144,10 @@ class Experience:
         self._samples.setdefault(name, deque(maxlen=KEPT_SAMPLES)).append(_Sample(size, seconds))
         self._prices.clear()
         self._next_wait = 1
+        if point == TORCHS:
+            self._is_clear = is_clearly_torchs(self._estimated(size), seconds, self._machine)
+            if self._is_clear and self.rehearsal is not None:
+                self.rehearsal.points.clear()
         if self.rehearsal is not None:
             best = min(self._seconds(offer) for offer in self._priced(size) if offer.is_measured)
             self._regret = (seconds - best) / self._mean_cost()
@@ -175,7 +184,7 @@ class Experience:
         """Return the candidates that a rehearsal should try in such steps; none if there is nothing to learn."""
         if self._machine is None or self.rehearsal is not None or self.rehearsals >= MAX_REHEARSALS:
             return []
-        if is_dense(demand):
+        if is_dense(demand) or self._is_clear:
             return []
         size = self._size(demand)
         by_bytes = sorted(self._priced(size), key=lambda offer: offer.weighted_bytes)
@@ -208,6 +217,12 @@ class Experience:
         return [self._demands[size] for size in self.window]
 
     @property
+    def is_torchs(self) -> bool:
+        """Whether steps have shown that torch's own all-reduce is the fastest."""
+        is_known = self.rehearsal is None and name_of(TORCHS) in self._samples
+        return is_known and self.choice == TORCHS and self._demands[self.window[-1]].is_torchs
+
+    @property
     def is_settled(self) -> bool:
         """Whether a whole window of batches was seen."""
         return len(self.window) == WINDOW_STEPS
@@ -234,7 +249,7 @@ class Experience:
 
     def _decide(self) -> None:
         every = all(is_dense(self._demands[size]) for size in set(self.window))
-        choice = DENSE if every else self.offers()[0].scheme
+        choice = DENSE if every else TORCHS if self._is_clear else self.offers()[0].scheme
         if choice != self.choice:
             self.choice, self._unchecked_steps, self._surprises = choice, 0, 0
 
@@ -250,6 +265,8 @@ class Experience:
 
     def _affords(self, point: Point, size: Size) -> bool:
         """Return whether a trial in a step of this size is expected to keep the cost of trials within bounds."""
+        if point == TORCHS and name_of(point) not in self._samples:
+            return True  # one step, and what is expected of it follows from nothing that was measured
         seconds, best = self._seconds(self._price(point, size)), self._cost(size)
         expected = sum(self._regrets) + (seconds - best) / self._mean_cost()
         return expected <= max(FIRST_REGRET, REGRET_SHARE * len(self._regrets))
@@ -280,12 +297,15 @@ class Experience:
         return self._estimates[size]
 
     def _corrected(self, offer: Price, size: Size) -> Price:
-        """Return the price corrected by samples of its scheme, or by those of the others if it has none."""
+        """Return the price corrected by samples of its scheme, or by those of the others if it has none.
+
+        Steps of torch's own all-reduces say nothing about the others, nor the reverse.
+        """
         if offer.seconds is None:
             return offer
         samples = self._samples.get(name_of(offer.scheme))
         if not samples:
-            ratios = [self._ratio(name, size) for name in self._samples]
+            ratios = [self._ratio(name, size) for name in self._samples if name not in _OF_TORCH]
             return replace(offer, seconds=offer.seconds * (statistics.median(ratios) if ratios else 1.0))
         name = name_of(offer.scheme)
         is_measured = bool(self._near(name, size))

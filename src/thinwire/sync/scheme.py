@@ -215,6 +215,16 @@ class Scheme:
         if self.servers is not None:
             self._check_servers()
 
+    def __repr__(self) -> str:
+        from thinwire.sync.named import NAMED
+
+        for name, scheme in NAMED.items():
+            if scheme == self:
+                return name.upper()
+        values = {item: getattr(self, item.name) for item in fields(self)}
+        settings = [f"{item.name}={_plain(value)!r}" for item, value in values.items() if value != item.default]
+        return f"Scheme({', '.join(settings)})"
+
     def _check_native(self) -> None:
         if self.is_parallel:
             raise ValueError("the native all-reduce partitions by itself: use Partitioning.CENTRALIZATION")
@@ -386,6 +396,11 @@ def _partition(ownership: Ownership, num_rows: int, world_size: int, seed: int) 
     if ownership is Ownership.BLOCK_CYCLIC:
         return BlockCyclic(num_rows, world_size)
     return _PARTITIONS[ownership](num_rows, world_size, seed)
+
+
+def _plain(value: object) -> object:
+    """A member of an enumeration as its text."""
+    return tuple(map(str, value)) if isinstance(value, tuple) else str(value) if isinstance(value, StrEnum) else value
 
 
 def _text(value: object) -> str:

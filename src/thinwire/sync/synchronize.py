@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from thinwire.comm.channel import Channel
 from thinwire.comm.hosts import ranks_of_hosts
+from thinwire.comm.process_group import sparse_all_reduce_bytes
 from thinwire.kernels import nonzero_rows
 from thinwire.partition import Partition
 from thinwire.sparse import SparseRows
@@ -144,6 +146,17 @@ def dense_all_reduce(tensor: Tensor, channel: Channel, scale: float = 1.0) -> No
     if scale != 1.0:
         tensor.mul_(scale)
     channel.all_reduce(tensor)
+
+
+def sparse_all_reduce(rows: SparseRows, channel: Channel, scale: float) -> SparseRows:
+    """Sum rows by torch's own all-reduce of sparse tensors, which gathers all and adds in rank order; after `open`."""
+    ids, size = rows.ids[None], (rows.num_rows, rows.width)
+    tensor = torch.sparse_coo_tensor(ids, rows.values, size, is_coalesced=True, check_invariants=False)
+    channel.all_reduce(tensor)
+    row_bytes = rows.width * rows.values.element_size()
+    channel.exchange.count_all_reduce(sparse_all_reduce_bytes(channel.held, channel.rank, row_bytes))
+    total = tensor.coalesce()
+    return SparseRows.trusted(total._indices()[0], total._values().mul_(scale), rows.num_rows)
 
 
 def _through_dense(rows: SparseRows, channel: Channel, scale: float) -> SparseRows:

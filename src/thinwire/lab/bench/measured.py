@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import sys
@@ -19,12 +20,12 @@ from thinwire.lab.analyze.trials import WARM_STEPS, attach_as_advised, steps_for
 from thinwire.lab.bench.jobs.job import Data, Job
 from thinwire.lab.bench.jobs.named import parse_job
 from thinwire.lab.bench.jobs.own import OwnJob, clear_job_errors
+from thinwire.lab.doctor.advice import Advice
+from thinwire.lab.doctor.diagnosis import Confirmed
 from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.measure.training import How, Training, check, measure_training
-from thinwire.plan.advice import Advice
-from thinwire.plan.doctor import Confirmed
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.planner import Way, step_seconds
 
@@ -142,27 +143,31 @@ def _try_rank(
     advised: Sequence[tuple[str, Advice, int]],
     path: tuple[str, ...],
 ) -> list[float]:
-    """Return the median step of each way on one rank."""
+    """Return the median step of each way on one rank: the shorter of two turns."""
     sys.path[:] = path
     training = target.training(context.rank, context.world_size, data)
-    medians = []
-    for name, advice, steps in advised:
+    medians = [math.inf] * len(advised)
+    for place, (name, advice, steps) in [*enumerate(advised)] * 2:
         if context.rank == 0:
             context.send(f"training steps: {name}")
-        dist.barrier()
-        model: torch.nn.Module = training.model
-        synchronizer = attach_as_advised(model, advice) if advice.attaches else None
-        if synchronizer is None:
-            model = torch.nn.parallel.DistributedDataParallel(model)
-        step, moments = training.stepper(model), []
-        for _ in range(WARM_STEPS + steps + 1):
-            moments.append(time.perf_counter())
-            step()
-            training.settle()
-        medians.append(statistics.median(end - start for start, end in pairwise(moments[WARM_STEPS:])))
-        if synchronizer is not None:
-            synchronizer.detach()
+        medians[place] = min(medians[place], _median_step(training, advice, steps))
     return medians
+
+
+def _median_step(training: Training, advice: Advice, steps: int) -> float:
+    dist.barrier()
+    model: torch.nn.Module = training.model
+    synchronizer = attach_as_advised(model, advice) if advice.attaches else None
+    if synchronizer is None:
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    step, moments = training.stepper(model), []
+    for _ in range(WARM_STEPS + steps + 1):
+        moments.append(time.perf_counter())
+        step()
+        training.settle()
+    if synchronizer is not None:
+        synchronizer.detach()
+    return statistics.median(end - start for start, end in pairwise(moments[WARM_STEPS:]))
 
 
 def measure_in_job(target: TrainingTarget, how: How, on_stage: OnStage) -> Measurement:

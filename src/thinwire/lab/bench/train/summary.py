@@ -12,7 +12,8 @@ from thinwire.lab.bench.train.curve import TOLERANCE
 from thinwire.lab.bench.train.methods import BF16, DDP, TORCH_METHODS, parse
 
 COLUMNS = ("method", "MB", "step s", "faster", "loss", "vs ddp", "to loss", "faster")
-_PAYS_FROM = 1.05  # less is within the noise of a machine that plays all hosts
+PAYS_FROM = 1.05
+"""Least speedup that counts: less is within the noise of a machine that plays all hosts."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,7 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     best = ranked[0]
     own = [summary for summary in ranked if parse(summary.method)[0] not in TORCH_METHODS]
     text = f"reached the loss of stock DDP within {TOLERANCE:.1%} {best.speedup:.2f}x as fast as stock DDP did"
-    if (best.speedup or 0) < _PAYS_FROM:
+    if (best.speedup or 0) < PAYS_FROM:
         sentence = f"Compression does not pay on this link: the best, {best.method}, {text}."
     elif own and best is own[0]:
         sentence = f"Compression pays on this link: {best.method} {text}{_against_bf16(best, summaries)}."

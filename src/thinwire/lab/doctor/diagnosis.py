@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from thinwire.fuse.policy import Policy
-from thinwire.plan.advice import Advice, advice_of, lines_of, where_to_paste
+from thinwire.lab.doctor.advice import Advice, advice_of, lines_of, where_to_paste
 from thinwire.plan.explain import format_bytes, format_seconds
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.plan import STOCK, Plan

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from thinwire.lab import palette
+from thinwire.lab.doctor.advice import lines_of, where_to_paste
+from thinwire.lab.doctor.diagnosis import SPEEDS_MBIT, Diagnosis, LinkCurve, answers, format_mbit
 from thinwire.lab.plot import MOST_LINES, is_narrow, label_ends, mark
 from thinwire.lab.report import Report
-from thinwire.plan.advice import lines_of, where_to_paste
-from thinwire.plan.doctor import SPEEDS_MBIT, Diagnosis, LinkCurve, answers, format_mbit
 from thinwire.plan.explain import format_bytes, format_seconds
 from thinwire.plan.plan import EXACT, STOCK
 
@@ -162,8 +162,9 @@ def _ways(report: Report, diagnosis: Diagnosis) -> None:
         against = f"{diagnosis.stock_step_seconds / seconds:.2f}x" if seconds else "-"
         rows.append([candidate.name, format_seconds(seconds), against, kind])
     is_cut = len(plan.candidates) > _SHOWN
+    note = "Predicted; of a way that was trained, as measured." if diagnosis.confirmed else ""
     title = f"The fastest {_SHOWN} ways of {len(plan.candidates)}" if is_cut else "All ways"
-    report.table(title, ["way", "step", "against stock DDP", ""], rows)
+    report.table(title, ["way", "step", "against stock DDP", ""], rows, note)
 
 
 def _is_lossy(name: str) -> bool:

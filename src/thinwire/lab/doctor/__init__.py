@@ -1,0 +1,1 @@
+"""The doctor: a diagnosis of a training, the lines to paste, and its page."""

@@ -18,26 +18,31 @@ from thinwire.comm.hosts import HOST_VARIABLE
 from thinwire.comm.lane import Lane
 from thinwire.comm.machine import LONG_PROBE_BYTES, Machine
 from thinwire.comm.machine import measure as measure_machine
+from thinwire.gradients.exact import GradientSync
+from thinwire.gradients.tables import TableGradient
 from thinwire.lab.bench.methods import AGSPARSE_TORCH, scheme_of
 from thinwire.lab.bench.workload import Workload
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.sparse import SparseRows
+from thinwire.sync.choose import MAX_STEPS
+from thinwire.sync.experience import Experience
 from thinwire.sync.named import AUTO, DENSE, name_of
 from thinwire.sync.scheme import Scheme
-from thinwire.sync.synchronize import agree, chosen, dense_all_reduce, synchronize
+from thinwire.sync.synchronize import agree, dense_all_reduce, synchronize
 from thinwire.sync.two_level import TwoLevel
 
 _HEAD_START_SECONDS = 0.05  # a broadcast of 8 bytes lasts 5 to 15 ms
 
 
 _WARM_UP_ROWS = 64
+_TABLE, _LEAST_STEPS = "table", 2
 
 Run = Callable[[], SparseRows | Tensor]
 
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """Measurement of one method on one rank. Times are of the machine's monotonic clock, comparable between ranks."""
+    """Measurement of one method on one rank. Times of all ranks are comparable, see `Turns`."""
 
     started: tuple[float, ...]
     ended: tuple[float, ...]
@@ -49,27 +54,43 @@ class RankMeasurement:
     machine: Machine | None
 
 
-def measure(
-    context: RankContext, workload: Workload, methods: tuple[str, ...], repeat: int, ranks_per_host: int | None
-) -> dict[str, RankMeasurement]:
-    """Run each method ``repeat`` times, interleaved, after a warm-up on a few rows, and return a measurement for each.
+@dataclass(frozen=True)
+class Turns:
+    """How often each method runs; in every turn each runs once.
 
-    With ``ranks_per_host`` that many consecutive ranks pretend to share a host, without emulated hosts.
+    Args:
+        repeat: turns that are timed.
+        warm_up: full turns before, which are not; a run on a few rows always comes first.
+        ranks_per_host: so many consecutive ranks pretend to share a host; None if they are on hosts of their own.
+        one_clock: whether all ranks are on one machine, whose clock times a run from the first start to the last end.
+            Otherwise each rank times itself from a barrier on.
     """
-    if ranks_per_host is not None:
-        os.environ[HOST_VARIABLE] = str(context.rank // ranks_per_host)
+
+    repeat: int
+    warm_up: int = 0
+    ranks_per_host: int | None = None
+    one_clock: bool = True
+
+
+def measure(
+    context: RankContext, workload: Workload, methods: tuple[str, ...], turns: Turns
+) -> dict[str, RankMeasurement]:
+    """Run each method in turns, interleaved, and return a measurement for each."""
+    if turns.ranks_per_host is not None:
+        os.environ[HOST_VARIABLE] = str(context.rank // turns.ranks_per_host)
     rows = workload.rows(context.rank)
     lane = Lane()
     kernels.warm_up()
     machine = lane.submit(lambda lane: measure_machine(lane.exchange, LONG_PROBE_BYTES)).wait()
     points = {method: _point(method, lane, rows) for method in methods}
     for method in methods:
-        _once(_runner(points[method], lane, _few(rows)), lane)
+        _once(_runner(points[method], lane, _few(rows)), lane, turns.one_clock)
     runs: dict[str, list[_Run]] = {method: [] for method in methods}
-    for _ in range(repeat):
+    for turn in range(turns.warm_up + turns.repeat):
         for method in methods:
-            run = _once(_runner(points[method], lane, rows), lane)
-            runs[method] = [*(replace(earlier, result=None) for earlier in runs[method]), run]
+            run = _once(_runner(points[method], lane, rows), lane, turns.one_clock)
+            if turn >= turns.warm_up:
+                runs[method] = [*(replace(earlier, result=None) for earlier in runs[method]), run]
             context.send(method)
     lane.close()
     results = {method: _as_rows(runs[method][-1].result) for method in methods}
@@ -78,9 +99,11 @@ def measure(
         method: RankMeasurement(
             started=tuple(run.started for run in runs[method]),
             ended=tuple(run.ended for run in runs[method]),
-            sent_bytes=None if method == AGSPARSE_TORCH else runs[method][-1].sent_bytes,
-            sent_between_hosts_bytes=None if method == AGSPARSE_TORCH else runs[method][-1].sent_between_hosts_bytes,
-            chosen=name_of(_known(points[method])) if method == AUTO else method,
+            sent_bytes=None if points[method] == AGSPARSE_TORCH else runs[method][-1].sent_bytes,
+            sent_between_hosts_bytes=(
+                None if points[method] == AGSPARSE_TORCH else runs[method][-1].sent_between_hosts_bytes
+            ),
+            chosen=_name(points[method]) if method == AUTO else method,
             digest=_digest(results[method]),
             max_abs_error=errors.get(method),
             machine=machine,
@@ -100,16 +123,20 @@ class _Run:
     result: SparseRows | Tensor | None
 
 
-def _once(run: Run, lane: Lane) -> _Run:
+def _once(run: Run, lane: Lane, one_clock: bool) -> _Run:
     before = replace(lane.exchange.traffic)
-    _start_together()
+    if one_clock:
+        _start_together()
+    else:
+        dist.barrier()
     started = time.perf_counter()
     result = run()
     ended = time.perf_counter()
     now = lane.exchange.traffic
     sent_bytes = now.sent_bytes - before.sent_bytes
     between_bytes = now.sent_between_hosts_bytes - before.sent_between_hosts_bytes
-    return _Run(started, ended, sent_bytes, between_bytes, result)
+    origin = 0.0 if one_clock else started
+    return _Run(started - origin, ended - origin, sent_bytes, between_bytes, result)
 
 
 def _few(rows: SparseRows) -> SparseRows:
@@ -135,23 +162,34 @@ def _start_together() -> None:
 Point = Scheme | TwoLevel | str
 
 
+def _name(point: Point) -> str:
+    return point if isinstance(point, str) else name_of(point)
+
+
 def _point(method: str, lane: Lane, rows: SparseRows) -> Point:
-    """The scheme that a method runs. For "auto" the one chosen after a first step, when the union is known."""
+    """Return the scheme that a method runs; for "auto" the one that a training settles on within its first steps."""
     if method == AGSPARSE_TORCH:
         return method
     scheme = scheme_of(method)
+    if scheme is not None:
+        return scheme
+    gradients, shape = GradientSync(AUTO), (rows.num_rows, rows.width)
+    gradients.may_leave = True
 
-    def first_step(lane: Lane) -> Scheme | TwoLevel:
-        channel = lane.channel(Subject("bench auto", f"{rows.num_rows} x {rows.width} {rows.values.dtype}"))
-        total = synchronize(*agree(lambda: rows, AUTO, channel), channel)
-        return chosen(rows, channel, total.ids.numel())
+    def step(lane: Lane) -> Experience | None:
+        tensor = torch.sparse_coo_tensor(rows.ids[None], rows.values, shape, is_coalesced=True, check_invariants=False)
+        gradients.tables(lane, [TableGradient(_TABLE, tensor)])
+        return gradients.experiences.get(_TABLE)
 
-    return scheme or lane.submit(first_step).wait()
-
-
-def _known(point: Point) -> Scheme | TwoLevel:
-    assert not isinstance(point, str), "torch's own method is not a scheme"
-    return point
+    learned = None
+    for number in range(1, MAX_STEPS + 1):
+        learned = lane.submit(step).wait()
+        if gradients.left:
+            return AGSPARSE_TORCH
+        if learned is None or (number > _LEAST_STEPS and learned.rehearsal is None):
+            break
+    point = DENSE if learned is None or learned.choice is None else learned.choice
+    return point.placed(lane.exchange.hosts) if isinstance(point, TwoLevel) else point
 
 
 def _runner(point: Point, lane: Lane, rows: SparseRows) -> Run:

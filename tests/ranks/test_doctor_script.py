@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from thinwire.cli.main import app
 from thinwire.lab.analyze.steps import measure_script
 from thinwire.lab.analyze.trials import run_on_ranks, try_script
-from thinwire.lab.analyze.worker import run_script
+from thinwire.lab.analyze.worker import run_as_main
 from thinwire.lab.doctor.advice import Advice, advice_of, lines_of, where_to_paste
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.measure.training import How
@@ -123,7 +123,7 @@ def pasted(script: Path, advice: Advice, measurement: Measurement) -> str:
 
 
 def run_rank(context: RankContext, script: str, arguments: list[str]) -> None:
-    run_script(script, arguments, lambda: False)
+    run_as_main(script, arguments, lambda: False)
 
 
 @pytest.mark.timeout(120)

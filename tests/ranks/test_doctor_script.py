@@ -223,6 +223,15 @@ def test_a_way_that_fails_is_reported_and_the_others_are_tried() -> None:
     assert rows[1].failure.startswith("failed: ValueError")
 
 
+@pytest.mark.timeout(60)
+def test_a_script_that_ends_too_early_is_one_line() -> None:
+    text = TABLES.replace("range(60)", "range(2)") + "    dist.destroy_process_group()\n"
+    with pytest.raises(ValueError, match=r"^train.py ended before 5 training steps were timed") as caught:
+        measured(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.timeout(60)
 def test_a_script_that_fails_says_why() -> None:
     from thinwire.lab.analyze.run import ScriptFailed
 

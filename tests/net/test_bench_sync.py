@@ -74,6 +74,33 @@ def test_json_to_standard_output_and_a_trace(tmp_path: Path) -> None:
     assert row["bytes_lower_bound"] == pytest.approx((2 * 2 + 3) * 16 / 3)
 
 
+def test_auto_and_torchs_own_ways_are_measured_unless_others_are_asked_for() -> None:
+    result = invoke("--hosts", "2", "--link", "none", "--scale", "0.002", "--repeat", "1", "--json", "-")
+    assert result.exit_code == 0, result.output
+    schemes = [row["scheme"] for row in json.loads(result.stdout)["rows"]]
+    assert schemes == list(SyncBenchmark("lstm").methods)
+    assert {"auto", "agsparse_torch", "dense"} <= set(schemes)
+
+
+def test_a_sweep_of_sizes_and_a_comparison_with_an_earlier_run(tmp_path: Path) -> None:
+    before = str(tmp_path / "before.json")
+    arguments = ["--hosts", "2", "--link", "none", "--repeat", "1", "--sizes", "100kb,1mb", "--schemes", "zen,dense"]
+    first = invoke(*arguments, "--warm-up", "1", "--json", before)
+    assert first.exit_code == 0, first.output
+    written = json.loads(Path(before).read_text())
+    assert [row["scheme"] for row in written["rows"]] == ["zen", "dense"] * 2
+    assert written["environment"]["warm_up"] == 1
+    for row, size in zip(written["rows"], (1e5, 1e5, 1e6, 1e6), strict=True):
+        assert row["size_bytes"] == pytest.approx(size, rel=0.02)
+        assert row["algbw"] == pytest.approx(row["size_bytes"] / row["seconds_median"])
+        assert row["busbw"] == pytest.approx(row["algbw"] * 2 * (2 - 1) / 2)
+    again = invoke(*arguments, "--compare", before)
+    assert again.exit_code == 0, again.output
+    assert "busbw" in again.output
+    assert again.output.count("zen") >= 4, "each size in the sweep, and in the comparison"
+    assert "ratio" in again.output
+
+
 def test_two_levels_send_fewer_bytes_off_their_hosts() -> None:
     """Without a link ranks only say where they are; torch's ring crosses hosts once for each of them."""
     result = invoke(
@@ -103,6 +130,8 @@ def test_two_levels_send_fewer_bytes_off_their_hosts() -> None:
         (["--trace", "missing.npz"], "missing.npz"),
         (["--schemes", "agsparse_torch", "--dtype", "float16"], "leave it out"),
         (["--scale", "-1"], "scale"),
+        (["--sizes", "1mb,big"], "unknown size 'big'"),
+        (["--compare", "/nowhere/old.json"], "/nowhere/old.json is no result of a benchmark"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(arguments: list[str], says: str) -> None:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -164,6 +170,87 @@ def test_a_script_without_gradients(script: Path, mode: str, message: str) -> No
         run_script(script, [mode, "5", "log"], workers=2, steps=2)
 
 
+FAILING = """
+import os, signal, sys
+import torch.distributed as dist
+from torch import nn, ones
+from torch.nn.parallel import DistributedDataParallel
+
+def learn(model):
+    if dist.get_rank() == 1:
+        {end}
+    model(ones(4, 8)).sum().backward()
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(nn.Linear(8, 8))
+    learn(model)
+    learn(model)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "last"),
+    [
+        ("raise ValueError('the loss is [not] a number')", "ValueError: the loss is [not] a number"),
+        ("sys.exit(3)", "train.py ended on rank 1: it called sys.exit(3). It must run under torchrun; try that first"),
+        ("sys.exit('no data')", "ended on rank 1: it called sys.exit('no data'). It must run under torchrun; try that"),
+        ("os._exit(4)", "train.py ended with exit status 4 on rank 1: does it call os._exit or exec?"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "train.py: rank 1 was killed by SIGKILL"),
+    ],
+)
+def test_the_error_of_a_script_is_the_last_thing_on_the_screen(
+    end: str, last: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not a traceback of ours, of the launcher or of the rank that lost its peer."""
+    script = tmp_path / "train.py"
+    script.write_text(FAILING.replace("{end}", end))
+    result = CliRunner().invoke(app, [str(script), "--ranks", "2", "--steps", "2"])
+    assert result.exit_code != 0
+    shown = result.output.strip()
+    assert last in shown.splitlines()[-1]
+    assert "closed by peer" not in shown
+    assert "runpy" not in shown
+    traceback = shown[shown.find("Traceback") :].splitlines() if "raise" in end else []
+    assert [line for line in traceback if "File" in line] == [
+        line for line in traceback if f'File "{script}"' in line
+    ], "from the script's own line on"
+    written = capfd.readouterr()
+    assert "Traceback" not in written.out + written.err, "nor by a rank itself"
+    assert "elastic" not in written.out + written.err
+
+
+def test_an_interrupt_ends_the_ranks_and_is_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(FAILING.replace("{end}", "pass").replace("    learn(model)\n", "    while True: learn(model)\n"))
+    command = [sys.executable, "-m", "thinwire", "analyze", str(script), "--ranks", "2", "--steps", "100000"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline().startswith("Recording")
+            while not ranks_of(script, process.pid):
+                assert process.poll() is None
+                time.sleep(0.05)
+            os.killpg(process.pid, signal.SIGINT)
+            rest = process.stderr.read()
+            assert process.wait(60) == 130, rest
+        finally:
+            process.kill()
+    assert [line for line in rest.splitlines() if not line.startswith("Recording")] == ["interrupted"]
+    assert ranks_of(script, process.pid) == []
+
+
+def ranks_of(script: Path, launcher: int) -> list[int]:
+    """Processes that run the script, besides the launcher."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != launcher:
+            with suppress(OSError):
+                if str(script) in (folder / "cmdline").read_text():
+                    found.append(int(folder.name))
+    return found
+
+
 def test_a_script_that_fails(script: Path) -> None:
-    with pytest.raises(ScriptFailed, match=r"train.py failed on rank \d \(exit status 1\)"):
+    with pytest.raises(ScriptFailed, match=r"train.py failed on rank \d .*\n(.*\n)*RuntimeError: boom"):
         run_script(script, ["crash", "5", "log"], workers=2, steps=2)

@@ -157,3 +157,16 @@ def test_the_ranks_of_a_torchrun_job_run_one_benchmark(folder: Path) -> None:
     refused = torchrun(*command, "--hosts", "2")
     assert refused.returncode == 1
     assert "leave out --hosts and --link" in refused.stderr
+
+
+@pytest.mark.timeout(120)
+def test_the_ranks_of_a_torchrun_job_sum_one_workload(folder: Path) -> None:
+    ran = torchrun("sync", "--scale", "0.002", "--repeat", "2", "--schemes", "zen,agsparse_torch", "--json", "-")
+    assert ran.returncode == 0, ran.stderr
+    rows = json.loads(ran.stdout)["rows"]
+    assert [(row["scheme"], row["world_size"], row["ranks_per_host"]) for row in rows] == [
+        ("zen", 2, 2),
+        ("agsparse_torch", 2, 2),
+    ]
+    assert all(row["bitwise_equal_across_ranks"] and row["seconds_median"] > 0 for row in rows)
+    assert ran.stderr.count("their own network") == 1

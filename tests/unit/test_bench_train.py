@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import random
 import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,7 +20,7 @@ from thinwire.cli.main import app
 from thinwire.lab.bench.jobs.digits import DigitsJob
 from thinwire.lab.bench.jobs.job import Data, Job, Samples
 from thinwire.lab.bench.jobs.named import JOBS, get_job
-from thinwire.lab.bench.jobs.own import JobError
+from thinwire.lab.bench.jobs.own import JobError, same_random_numbers_after
 from thinwire.lab.bench.train.account import covered_seconds
 from thinwire.lab.bench.train.curve import LossCurve, evaluation_steps, reached_at, smoothed, window_of
 from thinwire.lab.bench.train.methods import SETTINGS, TORCH_METHODS, method_of, method_of_plan, parse
@@ -265,6 +267,23 @@ def test_a_method_with_momentum_needs_an_optimizer_that_can_leave_it_out() -> No
     layer = nn.Linear(64, 32)
     with pytest.raises(JobError, match=r"dgc needs torch\.optim\.SGD, and the job has Adam"):
         set_up_optimizer(torch.optim.Adam(layer.parameters()), method_of("dgc", get_job("lstm"), 100, 2), layer, "dgc")
+
+
+def test_judging_and_planning_leave_the_batches_of_the_training_as_they_are() -> None:
+    def drawn() -> tuple[float, float, float]:
+        return random.random(), np.random.rand(), torch.rand(()).item()
+
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    expected = drawn(), drawn()
+    random.seed(1)
+    np.random.seed(1)
+    torch.manual_seed(1)
+    first = drawn()
+    with same_random_numbers_after():
+        drawn()
+    assert (first, drawn()) == expected
 
 
 def row(method: str, seconds: float | None, seed: int = 0, loss: float | None = 1.0) -> dict[str, Any]:

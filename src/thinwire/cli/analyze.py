@@ -12,7 +12,16 @@ from rich.markup import escape
 from rich.table import Table
 
 from thinwire.cli.commands import ScriptCommand, option
-from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
+from thinwire.cli.output import (
+    add_column,
+    check_directories,
+    clear_errors,
+    console_for,
+    plain_table,
+    print_table,
+    progress,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from thinwire.lab.analyze.prediction import AssumedLink
@@ -70,10 +79,11 @@ def analyze(
         write_json(analysis.to_json(), json_path)
         if report is not None:
             build_report(analysis).write(report)
-            console.print(f"Pictures and all figures: [bold]{report}[/]")
+            console.print(f"Pictures and all figures: [bold]{escape(str(report))}[/]", soft_wrap=True)
         if record is not None:
             save_trace(record, analysis.largest_trace())
-            console.print(f"Ids of {analysis.sparse[0].name}: [bold]{record}[/]")
+            name = escape(analysis.sparse[0].name)
+            console.print(f"Ids of {name}: [bold]{escape(str(record))}[/]", soft_wrap=True)
 
 
 def parse_network(link: str, latency: str) -> AssumedLink:
@@ -109,22 +119,33 @@ def _print(analysis: Analysis, console: Console) -> None:
     from thinwire.lab.analyze.report import overview
     from thinwire.lab.analyze.summary import warnings_of
 
-    console.print(analysis.conditions, highlight=False)
+    console.print(analysis.conditions, markup=False, highlight=False, soft_wrap=True)
     if not analysis.sparse:
         console.print("No parameter has a sparse gradient: a dense all-reduce is right for all of them.")
+        script = analysis.script if analysis.script.endswith(".py") else "train.py"
+        console.print(
+            f"Whether compressing or fusing dense gradients pays: thinwire doctor {script}",
+            markup=False,
+            highlight=False,
+            soft_wrap=True,
+        )
         return
     columns, rows, note = overview(analysis)
     table = _table("Sparse tables", columns)
     table.caption = note
     for row in rows:
-        table.add_row(*row)
-    console.print(table)
+        table.add_row(*map(escape, row))
+    print_table(console, table)
     for statistics in analysis.sparse:
-        console.print(_predictions_table(statistics))
+        print_table(console, _predictions_table(statistics))
         for warning in warnings_of(statistics):
-            console.print(f"[yellow]{escape(warning)}[/]", highlight=False)
-        console.print(f"Pick: {statistics.prediction(statistics.world_size).explanation}.", highlight=False)
-    console.print(f"Seconds are predicted: {analysis.network.describe()}.", highlight=False)
+            console.print(f"[yellow]{escape(warning)}[/]", highlight=False, soft_wrap=True)
+        explanation = statistics.prediction(statistics.world_size).explanation
+        console.print(f"Pick: {explanation}.", markup=False, highlight=False, soft_wrap=True)
+    print_table(console, _totals_table(analysis))
+    console.print(
+        f"Seconds are predicted: {analysis.network.describe()}.", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 def _predictions_table(statistics: TableStatistics) -> Table:
@@ -152,8 +173,26 @@ def _predictions_table(statistics: TableStatistics) -> Table:
     return table
 
 
+def _totals_table(analysis: Analysis) -> Table:
+    from thinwire.lab.demo.summary import format_bytes, format_seconds
+
+    table = _table(
+        f"All {len(analysis.recording.tables)} parameters, {analysis.recording.world_size} ranks: predicted for a step",
+        ["way", "bytes", "time", "faster"],
+    )
+    stock = analysis.totals[0]
+    for total in analysis.totals:
+        faster = f"{stock.seconds / total.seconds:.2f}x" if total.seconds else "-"
+        table.add_row(total.name, format_bytes(total.bytes), format_seconds(total.seconds), faster)
+    table.caption = (
+        "sparse=True: tables are nn.Embedding(sparse=True), summed by torch's all-gather; it needs an optimizer for"
+        " sparse gradients. Communication alone, none of it hidden behind computing."
+    )
+    return table
+
+
 def _table(title: str, columns: list[str]) -> Table:
-    table = plain_table(title)
+    table = plain_table(escape(title))
     for column in columns:
-        table.add_column(column, justify="left" if column in ("parameter", "pick") else "right", overflow="fold")
+        add_column(table, column, is_text=column in ("parameter", "pick", "way"), folds=column == "rows x width")
     return table

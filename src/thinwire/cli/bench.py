@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import typer
 
 from thinwire.cli.commands import LazyGroup
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from rich.table import Table
+
     from thinwire.lab.testbed.network import Link
 
 WORKLOADS = "bert, deepfm, llm_dgc, lstm, nmt"
@@ -74,3 +78,32 @@ def where(hosts: int | None, ranks_per_host: int | None, link: str | None) -> tu
         raise ValueError("the ranks of a torchrun job have their own hosts and network: leave out --hosts and --link")
     size = JobSize.of_environment()
     return size.hosts, size.ranks_per_host, Link(None)
+
+
+def compared_table(
+    rows: list[dict[str, Any]],
+    earlier: list[dict[str, Any]],
+    same: tuple[str, ...],
+    name: str,
+    seconds: str,
+    path: Path,
+) -> Table:
+    """Return a table of the median seconds of each method before and now, with their ratio.
+
+    Raises:
+        ValueError: no row of the earlier run is comparable.
+    """
+    from rich.markup import escape
+
+    from thinwire.cli.output import add_column, plain_table
+    from thinwire.lab.bench.compare import compare
+
+    table = plain_table(
+        f"Compared with {escape(str(path))}", "ratio: seconds now over seconds before, below 1 is faster."
+    )
+    for column in (name, "before s", "now s", "ratio"):
+        add_column(table, column, is_text=column == name)
+    for one in compare(rows, earlier, same, name, seconds):
+        figures = (one.before, one.now, one.ratio)
+        table.add_row(escape(one.name), *("-" if value is None else f"{value:.4g}" for value in figures))
+    return table

@@ -11,7 +11,16 @@ from rich.console import Console
 
 from thinwire.cli.bench import CHECKPOINT_METHODS, JOBS
 from thinwire.cli.commands import Command, option
-from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
+from thinwire.cli.output import (
+    add_column,
+    check_directories,
+    clear_errors,
+    console_for,
+    plain_table,
+    print_table,
+    progress,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
@@ -88,9 +97,9 @@ def _print(result: dict[str, Any], console: Console) -> None:
         title_justify="center",
     )
     for name in COLUMNS:
-        table.add_column(name, justify="left" if name == "method" else "right", no_wrap=True)
+        add_column(table, name, is_text=name == "method")
     for cells in table_rows(result["rows"]):
         table.add_row(*cells)
-    console.print(table)
+    print_table(console, table)
     for sentence in sentences(result):
-        console.print(sentence, highlight=False, soft_wrap=True)
+        console.print(sentence, highlight=False, markup=False, soft_wrap=True)

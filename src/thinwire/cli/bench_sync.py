@@ -8,15 +8,29 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from thinwire.cli.bench import DTYPES, SCHEMES, WORKLOADS
+from thinwire.cli.bench import DTYPES, SCHEMES, WORKLOADS, compared_table, where
 from thinwire.cli.commands import Command, option
-from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
+from thinwire.cli.output import (
+    add_column,
+    check_directories,
+    clear_errors,
+    console_for,
+    plain_table,
+    print_table,
+    progress,
+    write_json,
+)
+from thinwire.cli.plan import in_job, is_first_rank
 
 if TYPE_CHECKING:
     from thinwire.lab.bench.sync import SyncBenchmark
 
 app = typer.Typer(add_completion=False)
+
+_SAME = ("workload", "world_size", "ranks_per_host", "dtype", "num_rows")
+"""Fields in which rows of two runs must agree to be compared."""
 
 
 @app.command(cls=Command, epilog="Example: thinwire bench sync --link 100mbit --workload lstm --json out.json")
@@ -25,11 +39,11 @@ def sync(
     trace: Path = typer.Option(
         None, metavar="FILE", help="Use a recorded trace instead of a workload.", show_default=False
     ),
-    hosts: int = option("--hosts", 8),
-    ranks_per_host: int = option("--ranks-per-host", 1),
-    link: str = option("--link", "100mbit", "; none for loopback"),
+    hosts: int = option("--hosts", None, "; 8 by default"),
+    ranks_per_host: int = option("--ranks-per-host", None, "; 1 by default"),
+    link: str = option("--link", None, "; none for loopback; 100mbit by default"),
     schemes: str = typer.Option(
-        "zen,agsparse,agsparse_torch,sparse_ps,dense",
+        "auto,zen,agsparse,agsparse_torch,sparse_ps,dense",
         help=f"Comma-separated, of: {SCHEMES}, two_level:NAME.",
     ),
     every_point: bool = typer.Option(
@@ -38,6 +52,7 @@ def sync(
         help="Price and run every point of the design space, on a tenth of the table unless --scale is given.",
     ),
     repeat: int = option("--repeat", 5, ", after a small warm-up"),
+    warm_up: int = typer.Option(0, metavar="N", min=0, help="Full turns before those that count."),
     seed: int = option("--seed", 0),
     dtype: str = typer.Option("float32", help=f"One of {DTYPES}."),
     scale: float = typer.Option(
@@ -45,33 +60,54 @@ def sync(
         help="Shrink the workload's table to this share; by default a dense gradient is about 80 MB.",
         show_default=False,
     ),
+    sizes: str = typer.Option(
+        None,
+        metavar="SIZES",
+        help="Sweep the size of the dense gradient, such as 1mb,16mb,256mb: seconds, algbw and busbw at each.",
+        show_default=False,
+    ),
+    compare: Path = option("--compare"),
     json_path: Path = option("--json"),
     quiet: bool = option("--quiet", False),
 ) -> None:
-    """Sum one workload's sparse gradients by every scheme, and compare bytes, time and exactness."""  # fmt: skip
+    """Sum one workload's sparse gradients by every scheme, and compare bytes, time and exactness.
+
+    Under torchrun (torchrun --nproc-per-node 4 --no-python thinwire bench sync ...) the ranks of the job run one
+    benchmark together, on the CPU and over their own network.
+    """
+    from thinwire.lab.bench.compare import load_rows
     from thinwire.lab.bench.methods import design_space
-    from thinwire.lab.bench.sync import SyncBenchmark
+    from thinwire.lab.bench.sync import SyncBenchmark, parse_size
     from thinwire.lab.testbed.launch import RanksFailed
-    from thinwire.lab.testbed.network import Link, NetAdminError
+    from thinwire.lab.testbed.network import NetAdminError
 
     check_directories({"--json": json_path})
     console = console_for(json_path)
     with clear_errors(ValueError, FileNotFoundError, NetAdminError, RanksFailed):
+        earlier = None if compare is None else load_rows(compare)
+        swept = [parse_size(size) for size in _names(sizes)] if sizes else []
+        emulated, each, speed = where(hosts, ranks_per_host, link)
         benchmark = SyncBenchmark(
             workload=str(trace) if trace else workload,
             is_trace=trace is not None,
-            hosts=hosts,
-            ranks_per_host=ranks_per_host,
-            link=Link.parse(link),
+            hosts=emulated,
+            ranks_per_host=each,
+            link=speed,
             methods=tuple(design_space()) if every_point else _names(schemes),
             repeat=repeat,
+            warm_up=warm_up,
             seed=seed,
             dtype=dtype,
             scale=_small(workload) if every_point and scale is None and trace is None else scale,
         )
-        result = _run(benchmark, quiet)
-    _print(result, console)
-    write_json(result, json_path)
+        result = _run(benchmark, swept, quiet or not is_first_rank())
+        if not is_first_rank():
+            return
+        (_print_sizes if swept else _print)(result, console)
+        write_json(result, json_path)
+        if earlier is not None:
+            table = compared_table(result["rows"], earlier, _SAME, "scheme", "seconds_median", compare)
+            print_table(console, table)
 
 
 def _names(schemes: str) -> tuple[str, ...]:
@@ -85,47 +121,90 @@ def _small(workload: str) -> float:
     return get_recipe(workload).default_scale / 10
 
 
-def _run(benchmark: SyncBenchmark, quiet: bool) -> dict[str, Any]:
-    from thinwire.lab.bench.sync import run
+def _run(benchmark: SyncBenchmark, sizes: list[int], quiet: bool) -> dict[str, Any]:
+    from thinwire.lab.bench.sync import run, run_in_job, run_sizes
 
     done = count(1)
-    with progress("starting hosts", len(benchmark.methods) * benchmark.repeat, quiet) as tell:
-        return run(benchmark, lambda method: tell(method, next(done)))
+    runs = len(benchmark.methods) * (benchmark.warm_up + benchmark.repeat) * max(1, len(sizes))
+    run_one = run_in_job if in_job() else run
+    with progress("starting ranks", runs, quiet) as tell:
+
+        def on_progress(method: str) -> None:
+            tell(method, next(done))
+
+        if sizes:
+            return run_sizes(benchmark, sizes, lambda sized: run_one(sized, on_progress))
+        return run_one(benchmark, on_progress)
+
+
+def _print_sizes(result: dict[str, Any], console: Console) -> None:
+    rows = result["rows"]
+    table = plain_table(
+        title=f"{rows[0]['workload']} {rows[0]['dtype']}, {rows[0]['world_size']} ranks, {_link(result)}",
+        caption="size: of the dense gradient; algbw: size over seconds; busbw: algbw times 2 (n - 1) / n, as nccl-tests"
+        " has it for an all-reduce. A scheme that sends less than the dense gradient may exceed the link.",
+    )
+    for name in ("size MB", "scheme", "MB sent", "seconds", "algbw MB/s", "busbw MB/s"):
+        add_column(table, name, is_text=name == "scheme")
+    for before, row in zip([None, *rows], rows, strict=False):
+        is_new = before is None or before["size_bytes"] != row["size_bytes"]
+        table.add_row(
+            f"{row['size_bytes'] / 1e6:.3g}" if is_new else "",
+            escape(row["scheme"]),
+            f"{row['bytes_sent_max'] / 1e6:.3g}",
+            f"{row['seconds_median']:.4f}",
+            f"{row['algbw'] / 1e6:.1f}",
+            f"{row['busbw'] / 1e6:.1f}",
+        )
+    print_table(console, table)
+    _print_exactness(rows, console)
+
+
+def _link(result: dict[str, Any]) -> str:
+    if result["environment"].get("in_job"):
+        return "their own network"
+    mbit = result["rows"][0]["link_mbit"]
+    return f"{mbit:.1f} Mbit/s measured" if mbit else "loopback"
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
     rows = sorted(result["rows"], key=lambda row: row["seconds_median"])
     first = rows[0]
-    link = f"{first['link_mbit']:.1f} Mbit/s measured" if first["link_mbit"] else "loopback"
     table = plain_table(
-        title=f"{first['workload']}: {first['num_rows']:,} x {first['width']} {first['dtype']}, density"
-        f" {first['density']:.2%}, {first['world_size']} ranks, {link}",
+        title=f"{escape(first['workload'])}: {first['num_rows']:,} x {first['width']} {first['dtype']}, density"
+        f" {first['density']:.2%}, {first['world_size']} ranks, {_link(result)}",
         caption="MB sent: of the busiest rank; off host: of the ranks of the busiest host, to others; "
         "own wire: seconds over what the bytes off host need on the link; dense: speed-up "
         "over dense. agsparse_torch is torch's own sparse all-reduce, bytes by formula.",
         title_justify="center",
     )
-    spread = "p10 .. p90" if first["ranks_per_host"] == 1 else "off host"  # 80 columns do not hold both
+    spread = "p10..p90" if first["ranks_per_host"] == 1 else "off host"  # 80 columns do not hold both
     for name in ("scheme", "MB sent", "seconds", spread, "own wire", "dense", "error"):
-        table.add_column(name, justify="left" if name == "scheme" else "right", no_wrap=True)
+        add_column(table, name, is_text=name == "scheme")
     for row in rows:
         table.add_row(*_cells(row))
-    console.print(table)
+    print_table(console, table)
     _print_checks(rows, console)
 
 
 def _print_checks(rows: list[dict[str, Any]], console: Console) -> None:
     first = rows[0]
     bound = f", {first['seconds_wire_bound']:.3f} s" if first["seconds_wire_bound"] is not None else ""
-    console.print(f"No scheme can send less than {first['bytes_lower_bound'] / 1e6:.2f} MB of values a rank{bound}.")
+    console.print(
+        f"No scheme can send less than {first['bytes_lower_bound'] / 1e6:.2f} MB of values a rank{bound}.",
+        soft_wrap=True,
+    )
+    _print_exactness(rows, console)
+
+
+def _print_exactness(rows: list[dict[str, Any]], console: Console) -> None:
     wrong = [row["scheme"] for row in rows if row["bytes_sent_max"] != row["bytes_predicted_max"]]
-    console.print(
-        f"Bytes sent are not the bytes predicted: {', '.join(wrong)}" if wrong else "All sent the predicted bytes."
-    )
     unequal = [row["scheme"] for row in rows if not row["bitwise_equal_across_ranks"]]
-    console.print(
-        f"Not the same bits on all ranks: {', '.join(unequal)}" if unequal else "All ranks got the same bits."
-    )
+    for names, good, bad in (
+        (wrong, "All sent the predicted bytes.", "Bytes sent are not the bytes predicted"),
+        (unequal, "All ranks got the same bits.", "Not the same bits on all ranks"),
+    ):
+        console.print(f"{bad}: {', '.join(names)}" if names else good, markup=False, soft_wrap=True)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -133,7 +212,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
     spread = f"{row['seconds_p10']:.3f} .. {row['seconds_p90']:.3f}"
     chosen = f" ({row['chosen']})" if row["chosen"] != row["scheme"] else ""
     return [
-        row["scheme"] + chosen,
+        escape(row["scheme"] + chosen),
         f"{row['bytes_sent_max'] / 1e6:.2f}",
         f"{row['seconds_median']:.3f}",
         spread if row["ranks_per_host"] == 1 else f"{row['bytes_between_hosts_max'] / 1e6:.2f} MB",

@@ -7,10 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
-from thinwire.cli.bench import JOBS, METHODS, where
+from thinwire.cli.bench import JOBS, METHODS, compared_table, where
 from thinwire.cli.commands import Command, option
-from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
+from thinwire.cli.output import (
+    add_column,
+    check_directories,
+    clear_errors,
+    console_for,
+    plain_table,
+    print_table,
+    progress,
+    write_json,
+)
 from thinwire.cli.plan import in_job, is_first_rank
 
 if TYPE_CHECKING:
@@ -39,6 +49,7 @@ def train(
     seeds: int = typer.Option(3, help="Runs of each method, from other initial parameters and orders of the data."),
     steps: int = option("--steps", None, "; by default the job's own number"),
     extra: float = typer.Option(0.25, help="Share of the steps that a method may need more to reach ddp's loss."),
+    compare: Path = option("--compare"),
     json_path: Path = option("--json"),
     report: Path = option("--report"),
     quiet: bool = option("--quiet", False),
@@ -48,6 +59,7 @@ def train(
     Under torchrun (torchrun --nproc-per-node 4 --no-python thinwire bench train ...) the ranks of the job run one
     benchmark together, on the CPU and over their own network.
     """
+    from thinwire.lab.bench.compare import load_rows
     from thinwire.lab.bench.train.benchmark import TrainBenchmark
     from thinwire.lab.testbed.launch import RanksFailed
     from thinwire.lab.testbed.network import NetAdminError
@@ -55,6 +67,7 @@ def train(
     check_directories({"--report": report, "--json": json_path})
     console = console_for(json_path)
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
+        earlier = None if compare is None else load_rows(compare)
         emulated, each, speed = where(hosts, None, link)
         benchmark = TrainBenchmark(
             job=job,
@@ -66,15 +79,18 @@ def train(
             extra=extra,
         )
         result = _run(benchmark, quiet)
-    if not is_first_rank():
-        return
-    _print(result, console)
-    if report is not None:
-        from thinwire.lab.bench.train.report import write_report
+        if not is_first_rank():
+            return
+        _print(result, console)
+        if report is not None:
+            from thinwire.lab.bench.train.report import write_report
 
-        write_report(result, report)
-        console.print(f"Report: [bold]{report}[/bold]")
-    write_json(result, json_path)
+            write_report(result, report)
+            console.print(f"Report: [bold]{escape(str(report))}[/bold]", soft_wrap=True)
+        write_json(result, json_path)
+        if earlier is not None:
+            table = compared_table(result["rows"], earlier, ("job", "hosts"), "method", "step_seconds_median", compare)
+            print_table(console, table)
 
 
 def _run(benchmark: TrainBenchmark, quiet: bool) -> dict[str, Any]:
@@ -94,17 +110,16 @@ def _print(result: dict[str, Any], console: Console) -> None:
 
     rows = result["rows"]
     table = plain_table(
-        title=conditions(result),
+        title=escape(conditions(result)),
         caption=caption(result),
         title_justify="center",
     )
     for name in COLUMNS:
-        is_text = name == "method"  # which is folded rather than a figure cut
-        table.add_column(name, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+        add_column(table, name, is_text=name == "method")
     for cells in table_rows(rows):
-        table.add_row(*cells)
-    console.print(table)
+        table.add_row(*map(escape, cells))
+    print_table(console, table)
     unequal = sorted({row["method"] for row in rows if not row["bitwise_equal_across_ranks"]})
     if unequal:
-        console.print(f"Parameters are not the same bits on all ranks: {', '.join(unequal)}")
-    console.print(verdict(rows), soft_wrap=True)
+        console.print(f"Parameters are not the same bits on all ranks: {', '.join(unequal)}", markup=False)
+    console.print(verdict(rows), soft_wrap=True, markup=False)

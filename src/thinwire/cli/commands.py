@@ -26,6 +26,7 @@ OPTIONS: dict[str, tuple[str, str | None]] = {
     "--output": ("Write the plan here, for thinwire.attach(model, plan=...)", "FILE"),
     "--report": ("Write an HTML page with plots and all figures here", "FILE"),
     "--picture": ("Draw the plot here: .png, .svg or .pdf", "FILE"),
+    "--compare": ("Compare the median seconds with those of an earlier --json", "FILE"),
     "--json": ("Write the figures as JSON here; - for standard output", "FILE"),
     "--quiet": ("Print no progress, only the result", None),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,17 +17,20 @@ from rich import box
 from rich.console import Console, JustifyMethod
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from thinwire.errors import MissingPackageError, missing_package
 
 STDOUT = Path("-")
 PIPE_COLUMNS = 160
 """Width of a pipe or a file, where nothing has to fit a window: no cell of a table is cut."""
+LONGEST_HEAD = 7
+"""Widest head of a column in one line, if it has several words."""
 SECONDS_BETWEEN_LINES = 10.0
 """How often progress is reported where there is no terminal to show a bar on."""
 PICTURES = (".png", ".svg", ".pdf")
-FAILURE, USAGE = 1, 2
-"""Exit statuses; success is 0, and an interrupt (Ctrl-C) is 130."""
+FAILURE, USAGE, INTERRUPTED = 1, 2, 130
+"""Exit statuses; success is 0, and an interrupt is Ctrl-C."""
 WRONG_USAGE = (ValueError, FileNotFoundError, ModuleNotFoundError)
 """Errors that the user can correct in the command itself."""
 is_command = False
@@ -35,7 +39,7 @@ is_command = False
 
 def console_for(json_path: Path | None) -> Console:
     """Return the console for the result: standard output, or standard error when that carries the JSON."""
-    console = Console(stderr=json_path == STDOUT)
+    console = Console(stderr=json_path == STDOUT, emoji=False)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = PIPE_COLUMNS
     return console
@@ -49,10 +53,11 @@ class OnProgress(Protocol):
 
 @contextmanager
 def progress(description: str, total: int | None = None, quiet: bool = False) -> Iterator[OnProgress]:
-    """Show work on standard error: a bar on a terminal, elsewhere a line for each stage or every ten seconds."""
-    console = Console(stderr=True, quiet=quiet)
+    """Show work on standard error: a bar on a terminal, elsewhere a line for each stage and every ten seconds."""
+    console = Console(stderr=True, quiet=quiet, emoji=False)
     if not console.is_terminal:
-        yield _line_printer(console, description, total)
+        with _lines(console, description, total) as on_progress:
+            yield on_progress
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -66,25 +71,36 @@ def progress(description: str, total: int | None = None, quiet: bool = False) ->
         yield on_progress
 
 
-def _line_printer(console: Console, description: str, total: int | None) -> OnProgress:
+@contextmanager
+def _lines(console: Console, description: str, total: int | None) -> Iterator[OnProgress]:
+    """Print a line every ten seconds, from a thread of its own: a step or a stage may last for minutes."""
     now = {"description": description, "done": 0, "total": total}
-    printed = time.monotonic()
+    started, ended = time.monotonic(), threading.Event()
 
     def show() -> None:
         count = f": {now['done']} of {now['total']}" if now["total"] else " ..."
-        console.print(f"{now['description']}{count}", markup=False, highlight=False, soft_wrap=True)
+        elapsed = f" ({seconds:.0f} s)" if (seconds := time.monotonic() - started) >= 1 else ""
+        console.print(f"{now['description']}{count}{elapsed}", markup=False, highlight=False, soft_wrap=True)
+
+    def repeat() -> None:
+        while not ended.wait(SECONDS_BETWEEN_LINES):
+            show()
 
     def on_progress(description: str | None = None, done: int | None = None, total: int | None = None) -> None:
-        nonlocal printed
         given = {"description": description, "done": done, "total": total}
         is_new_stage = description not in (None, now["description"])
         now.update({name: value for name, value in given.items() if value is not None})
-        if time.monotonic() - printed >= SECONDS_BETWEEN_LINES or (is_new_stage and not now["total"]):
-            printed = time.monotonic()
+        if is_new_stage and not now["total"]:
             show()
 
     show()
-    return on_progress
+    printer = threading.Thread(target=repeat, name="thinwire-progress", daemon=True)
+    printer.start()
+    try:
+        yield on_progress
+    finally:
+        ended.set()
+        printer.join()
 
 
 def plain_table(title: str | None = None, caption: str | None = None, title_justify: JustifyMethod = "left") -> Table:
@@ -98,6 +114,30 @@ def plain_table(title: str | None = None, caption: str | None = None, title_just
         title_justify=title_justify,
         caption_justify="left",
     )
+
+
+def add_column(table: Table, name: str, is_text: bool = False, folds: bool = False) -> None:
+    """Add a column of figures, which are never cut, or of texts, which are folded where the window is narrow.
+
+    Figures with ``folds`` are long ones of several words. A wide head of several words takes a line for each.
+    """
+    head = name.replace(" ", "\n") if len(name) > LONGEST_HEAD and not is_text else name
+    justify: JustifyMethod = "left" if is_text else "right"
+    table.add_column(head, justify=justify, no_wrap=not (is_text or folds), overflow="fold", min_width=6)
+
+
+def print_table(console: Console, table: Table) -> None:
+    """Print a table with all figures whole: in a narrow window without padding, and if need be beyond its edge."""
+    least = 0
+    for column in table.columns:
+        if column.no_wrap:
+            cells = [Text.from_markup(str(cell)).plain for cell in (column.header, *column.cells)]
+            column.min_width = max(len(line) for cell in cells for line in cell.splitlines() or [""])
+        least += column.min_width or 1
+    gaps = len(table.columns) - 1
+    if least + 2 * gaps + 2 > console.width:
+        table.padding, table.show_edge = (0, 0, 0, 0), False
+    console.print(table, width=max(console.width, least + gaps), crop=False)
 
 
 def write_json(result: dict[str, Any], path: Path | None) -> None:
@@ -125,8 +165,11 @@ def clear_errors(*expected: type[Exception]) -> Iterator[None]:
 
             restart_as_root_of_a_user_namespace()
         message = f"[bold red]error:[/] {escape(str(error))}"
-        Console(stderr=True).print(message, highlight=False, soft_wrap=True)
+        Console(stderr=True, emoji=False).print(message, highlight=False, soft_wrap=True)
         raise typer.Exit(USAGE if isinstance(error, WRONG_USAGE) else FAILURE) from error
+    except KeyboardInterrupt as error:
+        Console(stderr=True).print("interrupted")
+        raise typer.Exit(INTERRUPTED) from error
 
 
 def check_directories(paths: dict[str, Path | None]) -> None:

@@ -10,12 +10,14 @@ import logging
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
 from thinwire.lab.testbed.supervise import is_peer_lost
+
+_EXITED = "it called sys.exit"
 
 
 @contextmanager
@@ -28,7 +30,7 @@ def kept_errors(directory: Path, rank: int, script: str) -> Iterator[None]:
         yield
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else repr(ended.code)
-        _file(directory, rank).write_text(f"it called sys.exit({code})")
+        _file(directory, rank).write_text(f"{_EXITED}({code})")
         sys.exit(ended.code if isinstance(ended.code, int) else 1)
     except Exception as error:
         frames = _from_script(error.__traceback__, script)
@@ -37,20 +39,22 @@ def kept_errors(directory: Path, rank: int, script: str) -> Iterator[None]:
         sys.exit(1)
 
 
-def describe(directory: Path, script: str, ranks: int, first: int, exit_code: int) -> str:
+def describe(directory: Path, script: str, exit_codes: Mapping[int, int]) -> str:
     """Return which rank failed, and the error that it kept, whose last line is the error itself.
 
     Args:
-        first: the rank whose end the launcher noticed first, with its exit code; it may have lost its peer only.
+        exit_codes: of the ranks whose ends the launcher noticed first; some may have lost their peer only.
     """
-    if exit_code < 0:
-        return f"{script}: rank {first} was killed by {signal.Signals(-exit_code).name}"
-    files = {rank: _file(directory, rank) for rank in range(ranks)}
-    kept = {rank: file.read_text() for rank, file in files.items() if file.exists()}
-    if first not in kept and all(is_peer_lost(text) for text in kept.values()):
-        return f"{script} ended with exit status {exit_code} on rank {first}: does it call os._exit or exec?"
-    rank = min(kept, key=lambda rank: (is_peer_lost(kept[rank]), files[rank].stat().st_mtime_ns))
-    if kept[rank].startswith("it called"):
+    for rank, code in exit_codes.items():
+        if code < 0 and code != -signal.SIGTERM:  # the launcher's own
+            return f"{script}: rank {rank} was killed by {signal.Signals(-code).name}"
+    kept = {rank: text for rank in exit_codes if (text := _read(directory, rank))}
+    causes = [rank for rank, text in kept.items() if not is_peer_lost(text)]
+    if not causes and len(kept) < len(exit_codes):
+        rank, code = next((rank, code) for rank, code in exit_codes.items() if rank not in kept)
+        return f"{script} ended with exit status {code} on rank {rank}: does it call os._exit or exec?"
+    rank = next(iter(causes or kept))
+    if kept[rank].startswith(_EXITED):
         return f"{script} ended on rank {rank}: {kept[rank]}. It must run under torchrun; try that first"
     return f"{script} failed on rank {rank} (it must run under torchrun; try that first):\n{kept[rank]}"
 
@@ -58,13 +62,12 @@ def describe(directory: Path, script: str, ranks: int, first: int, exit_code: in
 @contextmanager
 def quiet_launcher() -> Iterator[None]:
     """Silence what the launcher logs about ranks that end."""
-    logger = logging.getLogger("torch.distributed.elastic")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logging.disable(before)
 
 
 def _from_script(frames: TracebackType | None, script: str) -> TracebackType | None:
@@ -77,3 +80,8 @@ def _from_script(frames: TracebackType | None, script: str) -> TracebackType | N
 
 def _file(directory: Path, rank: int) -> Path:
     return directory / f"rank{rank}.error"
+
+
+def _read(directory: Path, rank: int) -> str:
+    file = _file(directory, rank)
+    return file.read_text() if file.exists() else ""

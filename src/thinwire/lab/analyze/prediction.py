@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from thinwire.comm.machine import Machine
+from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
 from thinwire.lab.bench.trace import IndexTrace
 from thinwire.sync.choose import DENSE_SHARE, Demand, busiest_rank_bytes, choose, expected_seconds, explain
 from thinwire.sync.cost import expected_bytes
@@ -55,9 +56,11 @@ class Prediction:
     """Expected bytes that a rank sends in a step and their seconds, by scheme, on ``world_size`` ranks.
 
     ``union`` is the number of rows that all ranks hold together; ``extrapolated``: more ranks than were recorded. Bytes
-    are for even loads, seconds for the busiest rank. ``pick`` is the scheme that thinwire would choose there, by
-    seconds, and ``explanation`` the reason. ``warning`` is set if the numbers are impossible, so that nothing follows
-    from them: then the pick is dense, the only scheme with bytes and seconds.
+    are for even loads, seconds for the busiest rank. ``torch_bytes`` and ``torch_seconds`` are those of stock DDP with
+    ``nn.Embedding(sparse=True)``, where Gloo gathers each rank's distinct rows with ids of 8 bytes. ``pick`` is the
+    scheme that thinwire would choose there, by seconds, and ``explanation`` the reason. ``warning`` is set if the
+    numbers are impossible, so that nothing follows from them: then the pick is dense, the only scheme with bytes and
+    seconds.
     """
 
     world_size: int
@@ -66,6 +69,8 @@ class Prediction:
     union: float
     bytes: dict[str, float]
     seconds: dict[str, float]
+    torch_bytes: float
+    torch_seconds: float
     pick: str
     explanation: str
     warning: str | None
@@ -101,6 +106,7 @@ def predict_one(demand: Demand, machine: Machine, extrapolated: bool) -> Predict
     pick, warning = _pick(demand, machine)
     schemes = {name: _without_list(scheme) for name, scheme in NAMED.items() if warning is None or scheme.is_dense}
     growth = demand.union / demand.held if demand.held else 1.0
+    gathered = sparse_all_reduce_bytes([round(demand.held)] * demand.world_size, 0, demand.row_bytes)
     return Prediction(
         world_size=demand.world_size,
         extrapolated=extrapolated,
@@ -111,10 +117,18 @@ def predict_one(demand: Demand, machine: Machine, extrapolated: bool) -> Predict
             name: expected_seconds(scheme, demand, machine, busiest_rank_bytes(scheme, demand))
             for name, scheme in schemes.items()
         },
+        torch_bytes=float(gathered),
+        torch_seconds=expected_seconds(NAMED["agsparse"], demand, machine, gathered),
         pick=pick,
         explanation=_explanation(demand, machine, warning),
         warning=warning,
     )
+
+
+def predict_dense(size_bytes: int, world_size: int, machine: Machine) -> tuple[float, float]:
+    """Return the bytes that a rank sends in one dense all-reduce, and its seconds."""
+    sent = float(ring_all_reduce_bytes(size_bytes, world_size))
+    return sent, expected_seconds(NAMED["dense"], Demand(world_size, 1, 1, 4, 1, 1), machine, sent)
 
 
 def _pick(demand: Demand, machine: Machine) -> tuple[str, str | None]:

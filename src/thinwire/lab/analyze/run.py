@@ -116,8 +116,8 @@ def launch(
         with quiet_launcher():
             elastic_launch(config, sys.executable)("-u", "-m", worker, directory, *settings, str(script), *arguments)
     except ChildFailedError as failed:
-        rank, failure = failed.get_first_failure()
-        raise ScriptFailed(describe(Path(directory), script.name, workers, rank, failure.exitcode)) from failed
+        codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
+        raise ScriptFailed(describe(Path(directory), script.name, codes)) from failed
     except SignalException as stopped:  # Ctrl-C: the launcher has ended the workers
         raise KeyboardInterrupt from stopped
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from thinwire.lab.analyze.prediction import DEFAULT_LINK, AssumedLink, Prediction
+from thinwire.lab.analyze.prediction import DEFAULT_LINK, AssumedLink, Prediction, predict_dense
 from thinwire.lab.analyze.recording import Recording, Table
 from thinwire.lab.analyze.statistics import TableStatistics, table_statistics
 from thinwire.lab.bench.trace import IndexTrace
@@ -14,6 +14,15 @@ EXTRAPOLATION = (
     "The union on more ranks than were recorded is extrapolated by gamma = n^a, fitted to the recorded curve, and"
     " capped at the number of rows."
 )
+
+
+@dataclass(frozen=True)
+class StepTotal:
+    """Predicted bytes that a rank sends for all parameters in a step, and the seconds, none of them hidden."""
+
+    name: str
+    bytes: float
+    seconds: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,6 +62,23 @@ class Analysis:
         tables = f"{len(self.sparse)} of {len(recording.tables)} parameters are sparse tables"
         return f"{self.script} on {recording.world_size} workers, {steps}: {tables}"
 
+    @property
+    def totals(self) -> tuple[StepTotal, ...]:
+        """Stock DDP with dense tables, with sparse=True, and thinwire, on the recorded ranks."""
+        ranks = self.recording.world_size
+        rest = sum(table.size_bytes for table in self.others)
+        sent, seconds = predict_dense(rest, ranks, self.network.machine(ranks)) if rest else (0.0, 0.0)
+        tables = [table.prediction(ranks) for table in self.sparse]
+        ways = {
+            "stock DDP": [(each.bytes["dense"], each.seconds["dense"]) for each in tables],
+            "stock DDP, sparse=True": [(each.torch_bytes, each.torch_seconds) for each in tables],
+            "thinwire": [(each.bytes[each.pick], each.seconds[each.pick]) for each in tables],
+        }
+        return tuple(
+            StepTotal(name, sent + sum(each[0] for each in each_table), seconds + sum(each[1] for each in each_table))
+            for name, each_table in ways.items()
+        )
+
     def largest_trace(self) -> IndexTrace:
         """Return the ids of the largest sparse table. Raises ValueError if there is none."""
         if not self.sparse:
@@ -71,6 +97,7 @@ class Analysis:
             "steps_wanted": self.steps_wanted,
             "extrapolation": EXTRAPOLATION,
             "machine": self.network.to_json(self.recording.world_size),
+            "totals": [asdict(total) for total in self.totals],
             "parameters": [_sparse_json(table) for table in self.sparse],
             "others": [
                 {

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import runpy
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-
-import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import record
+from typing import TYPE_CHECKING
 
 from thinwire.lab.analyze.failure import kept_errors
-from thinwire.lab.analyze.recorder import Recorder, ScriptWatcher, install
+
+if TYPE_CHECKING:
+    from thinwire.lab.analyze.recorder import ScriptWatcher
 
 
 def rank_file(directory: Path, rank: int) -> Path:
@@ -26,9 +27,12 @@ def progress_file(directory: Path) -> Path:
     return directory / "progress"
 
 
-@record
 def main() -> None:
     """Run the script as its own main program, and write the recording when it ends well, by itself or by us."""
+    from torch import distributed as dist
+
+    from thinwire.lab.analyze.recorder import Recorder
+
     os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
     directory, steps, script, *arguments = sys.argv[1:]
     rank = int(os.environ["RANK"])
@@ -47,6 +51,8 @@ def _add_byte(path: Path) -> None:
 
 def run_recorded(recorder: ScriptWatcher, script: str, arguments: list[str]) -> None:
     """Run a script as ``python SCRIPT ARGS...`` would. Its errors pass through, an orderly exit is swallowed."""
+    from thinwire.lab.analyze.recorder import install
+
     uninstall = install(recorder)
     try:
         run_script(script, arguments, lambda: recorder.finished)
@@ -66,4 +72,5 @@ def run_script(script: str, arguments: list[str], is_finished: Callable[[], bool
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it at once, and without a traceback
     main()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
+import re
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -17,8 +18,10 @@ import thinwire
 from thinwire.comm.hosts import Hosts, host_of_ranks
 from thinwire.comm.process_group import sparse_all_reduce_bytes
 from thinwire.lab import sparsity
+from thinwire.lab.bench.in_job import gloo_group, is_in_job, on_all_ranks
 from thinwire.lab.bench.methods import AGSPARSE_TORCH, scheme_of
-from thinwire.lab.bench.sync_rank import RankMeasurement, measure
+from thinwire.lab.bench.recipes import get_recipe
+from thinwire.lab.bench.sync_rank import RankMeasurement, Turns, measure
 from thinwire.lab.bench.workload import Workload
 from thinwire.lab.testbed.launch import run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
@@ -44,8 +47,9 @@ class SyncBenchmark:
     hosts: int = 8
     ranks_per_host: int = 1
     link: Link = Link(None)  # noqa: RUF009  # frozen
-    methods: tuple[str, ...] = ("zen", "agsparse", "agsparse_torch", "sparse_ps", "dense")
+    methods: tuple[str, ...] = ("auto", "zen", "agsparse", "agsparse_torch", "sparse_ps", "dense")
     repeat: int = 5
+    warm_up: int = 0
     seed: int = 0
     dtype: str = "float32"
     scale: float | None = None
@@ -61,6 +65,8 @@ class SyncBenchmark:
             raise ValueError("hosts, ranks per host, repeats and schemes must be at least one")
         if self.dtype == "float16" and AGSPARSE_TORCH in self.methods:
             raise ValueError(f"{AGSPARSE_TORCH} cannot sum float16 (torch has no kernel for it): leave it out")
+        if self.warm_up < 0:
+            raise ValueError(f"turns before those that count are at least 0, not {self.warm_up}")
         self.gradients().ids(0)
 
     @property
@@ -72,6 +78,18 @@ class SyncBenchmark:
         """Ranks of each host: consecutive ranks share one."""
         starts = range(0, self.world_size, self.ranks_per_host)
         return tuple(tuple(range(start, start + self.ranks_per_host)) for start in starts)
+
+    def of_size(self, size_bytes: int) -> SyncBenchmark:
+        """Return this benchmark with a table whose dense gradient has about ``size_bytes``.
+
+        Raises:
+            ValueError: a recorded trace, which cannot be scaled.
+        """
+        if self.is_trace:
+            raise ValueError("the table of a recorded trace has one size: leave out --sizes")
+        recipe = get_recipe(self.workload)
+        full = recipe.num_rows * recipe.width * DTYPES[self.dtype].itemsize
+        return replace(self, scale=size_bytes / full)
 
     def gradients(self) -> Workload:
         return Workload(self.workload, self.is_trace, self.scale, self.seed, self.world_size, DTYPES[self.dtype])
@@ -93,15 +111,54 @@ def run(benchmark: SyncBenchmark, on_progress: Callable[[str], None]) -> dict[st
             measure,
             benchmark.gradients(),
             benchmark.methods,
-            benchmark.repeat,
-            None if limited else benchmark.ranks_per_host,
+            Turns(benchmark.repeat, benchmark.warm_up, None if limited else benchmark.ranks_per_host),
             world_size=benchmark.world_size,
             ranks_per_host=benchmark.ranks_per_host if limited else None,
             network=network,
             timeout_seconds=benchmark.timeout_seconds,
             on_message=lambda rank, message: on_progress(message) if rank == 0 else None,
         )
-    per_rank = [outcome.value for outcome in outcomes]
+    return _result(benchmark, link_mbit, [outcome.value for outcome in outcomes])
+
+
+def run_in_job(benchmark: SyncBenchmark, on_progress: Callable[[str], None]) -> dict[str, Any]:
+    """Run the benchmark as a rank of a job that torchrun started, over its own network, and return the same on all."""
+    turns = Turns(benchmark.repeat, benchmark.warm_up, one_clock=benchmark.hosts == 1)
+    with gloo_group():
+        per_rank = on_all_ranks(measure, benchmark.gradients(), benchmark.methods, turns, on_message=on_progress)
+    return _result(benchmark, None, per_rank)
+
+
+def run_sizes(
+    benchmark: SyncBenchmark,
+    sizes: Sequence[int],
+    run_one: Callable[[SyncBenchmark], dict[str, Any]],
+) -> dict[str, Any]:
+    """Run the benchmark for dense gradients of about these sizes in bytes, and return the rows of all."""
+    results = [run_one(benchmark.of_size(size)) for size in sizes]
+    return {**results[-1], "rows": [row for result in results for row in result["rows"]]}
+
+
+def parse_size(text: str) -> int:
+    """Parse a size such as ``64kb``, ``16mb`` or ``1gb``, of 1000 bytes a step as links have them.
+
+    Raises:
+        ValueError: another text, or less than a byte.
+
+    Example:
+        >>> parse_size("1.5mb")
+        1500000
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)(b|kb|mb|gb)", text.strip().lower())
+    size = round(float(match[1]) * {"b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9}[match[2]]) if match else 0
+    if size < 1:
+        raise ValueError(f"unknown size {text!r}; legal forms: '64kb', '16mb', '1gb'")
+    return size
+
+
+def _result(
+    benchmark: SyncBenchmark, link_mbit: float | None, per_rank: Sequence[dict[str, RankMeasurement]]
+) -> dict[str, Any]:
     measured = {method: [values[method] for values in per_rank] for method in benchmark.methods}
     return {"environment": _environment(benchmark), "rows": _rows(benchmark, link_mbit, measured)}
 
@@ -114,10 +171,12 @@ def _environment(benchmark: SyncBenchmark) -> dict[str, Any]:
         "system": f"{platform.system()} {platform.machine()}",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hosts": benchmark.hosts,
+        "in_job": is_in_job(),
         "link_nominal_mbit": benchmark.link.mbit,
         "repeat": benchmark.repeat,
+        "warm_up": benchmark.warm_up,
         "seed": benchmark.seed,
-        "threads_per_rank": 1,
+        "threads_per_rank": torch.get_num_threads() if is_in_job() else 1,
     }
 
 
@@ -154,6 +213,7 @@ def _rows(
                 "seconds_p10": _quantile(seconds[method], 0.1),
                 "seconds_p90": _quantile(seconds[method], 0.9),
                 "seconds_predicted": _predicted_seconds(benchmark, measurements, ids, max(predicted)),
+                **_bandwidths(num_rows * width * DTYPES[benchmark.dtype].itemsize, benchmark.world_size, median),
                 "seconds_own_wire": between * 8e-6 / link_mbit if link_mbit else None,
                 "speedup_vs_dense": dense / median if dense is not None else None,
                 "max_abs_error": measurements[0].max_abs_error,
@@ -161,6 +221,12 @@ def _rows(
             }
         )
     return rows
+
+
+def _bandwidths(size_bytes: int, world_size: int, seconds: float) -> dict[str, float]:
+    """The bandwidths of nccl-tests for an all-reduce: of the dense gradient, whatever a scheme sends in its place."""
+    algbw = size_bytes / seconds
+    return {"size_bytes": size_bytes, "algbw": algbw, "busbw": algbw * 2 * (world_size - 1) / world_size}
 
 
 def _common(

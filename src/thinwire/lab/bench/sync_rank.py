@@ -42,7 +42,7 @@ Run = Callable[[], SparseRows | Tensor]
 
 @dataclass(frozen=True)
 class RankMeasurement:
-    """Measurement of one method on one rank. Times are of the machine's monotonic clock, comparable between ranks."""
+    """Measurement of one method on one rank. Times of all ranks are comparable, see `Turns`."""
 
     started: tuple[float, ...]
     ended: tuple[float, ...]
@@ -54,27 +54,43 @@ class RankMeasurement:
     machine: Machine | None
 
 
-def measure(
-    context: RankContext, workload: Workload, methods: tuple[str, ...], repeat: int, ranks_per_host: int | None
-) -> dict[str, RankMeasurement]:
-    """Run each method ``repeat`` times, interleaved, after a warm-up on a few rows, and return a measurement for each.
+@dataclass(frozen=True)
+class Turns:
+    """How often each method runs; in every turn each runs once.
 
-    With ``ranks_per_host`` that many consecutive ranks pretend to share a host, without emulated hosts.
+    Args:
+        repeat: turns that are timed.
+        warm_up: full turns before, which are not; a run on a few rows always comes first.
+        ranks_per_host: so many consecutive ranks pretend to share a host; None if they are on hosts of their own.
+        one_clock: whether all ranks are on one machine, whose clock times a run from the first start to the last end.
+            Otherwise each rank times itself from a barrier on.
     """
-    if ranks_per_host is not None:
-        os.environ[HOST_VARIABLE] = str(context.rank // ranks_per_host)
+
+    repeat: int
+    warm_up: int = 0
+    ranks_per_host: int | None = None
+    one_clock: bool = True
+
+
+def measure(
+    context: RankContext, workload: Workload, methods: tuple[str, ...], turns: Turns
+) -> dict[str, RankMeasurement]:
+    """Run each method in turns, interleaved, and return a measurement for each."""
+    if turns.ranks_per_host is not None:
+        os.environ[HOST_VARIABLE] = str(context.rank // turns.ranks_per_host)
     rows = workload.rows(context.rank)
     lane = Lane()
     kernels.warm_up()
     machine = lane.submit(lambda lane: measure_machine(lane.exchange, LONG_PROBE_BYTES)).wait()
     points = {method: _point(method, lane, rows) for method in methods}
     for method in methods:
-        _once(_runner(points[method], lane, _few(rows)), lane)
+        _once(_runner(points[method], lane, _few(rows)), lane, turns.one_clock)
     runs: dict[str, list[_Run]] = {method: [] for method in methods}
-    for _ in range(repeat):
+    for turn in range(turns.warm_up + turns.repeat):
         for method in methods:
-            run = _once(_runner(points[method], lane, rows), lane)
-            runs[method] = [*(replace(earlier, result=None) for earlier in runs[method]), run]
+            run = _once(_runner(points[method], lane, rows), lane, turns.one_clock)
+            if turn >= turns.warm_up:
+                runs[method] = [*(replace(earlier, result=None) for earlier in runs[method]), run]
             context.send(method)
     lane.close()
     results = {method: _as_rows(runs[method][-1].result) for method in methods}
@@ -107,16 +123,20 @@ class _Run:
     result: SparseRows | Tensor | None
 
 
-def _once(run: Run, lane: Lane) -> _Run:
+def _once(run: Run, lane: Lane, one_clock: bool) -> _Run:
     before = replace(lane.exchange.traffic)
-    _start_together()
+    if one_clock:
+        _start_together()
+    else:
+        dist.barrier()
     started = time.perf_counter()
     result = run()
     ended = time.perf_counter()
     now = lane.exchange.traffic
     sent_bytes = now.sent_bytes - before.sent_bytes
     between_bytes = now.sent_between_hosts_bytes - before.sent_between_hosts_bytes
-    return _Run(started, ended, sent_bytes, between_bytes, result)
+    origin = 0.0 if one_clock else started
+    return _Run(started - origin, ended - origin, sent_bytes, between_bytes, result)
 
 
 def _few(rows: SparseRows) -> SparseRows:

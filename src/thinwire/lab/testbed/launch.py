@@ -18,9 +18,11 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import tempfile
 from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 from thinwire.lab.testbed.network import EmulatedNetwork, in_namespace
@@ -161,8 +163,22 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def _start(setup: RankSetup, payload: bytes) -> RankProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preloaded)
+    _start_server()
     ours, theirs = context.Pipe()
     with theirs:
         process = context.Process(target=rank_main, args=(setup, theirs, payload), name=f"rank {setup.rank}")
         process.start()
     return RankProcess(setup.rank, process, ours)
+
+
+def _start_server() -> None:
+    """Start the server, if it does not run yet, so that Ctrl-C, which is for the launcher, does not reach its imports.
+
+    It ignores that signal later itself; until then, for seconds, it would print a traceback.
+    """
+    resource_tracker.ensure_running()  # the server's start would call it, and it unblocks the signal
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -199,6 +199,16 @@ def _endless(make_batch: Callable[[], Any], name: str) -> Callable[[], Any]:
     return batch
 
 
+@contextmanager
+def same_random_numbers_after() -> Iterator[None]:
+    """Go on afterwards with the random numbers that would come now: of Python, numpy, and torch on the CPU."""
+    state, numpy_state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        yield
+    random.setstate(state)
+    np.random.set_state(numpy_state)
+
+
 def _seed_all(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)

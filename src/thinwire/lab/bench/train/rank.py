@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.gradients.tables import tables_of
 from thinwire.lab.bench.jobs.job import Data, Job
-from thinwire.lab.bench.jobs.own import JobError, OwnJob, share_parameters
+from thinwire.lab.bench.jobs.own import JobError, OwnJob, same_random_numbers_after, share_parameters
 from thinwire.lab.bench.train.account import Account, interface_bytes_sent
 from thinwire.lab.bench.train.curve import evaluation_steps, smoothed, window_of
 from thinwire.lab.bench.train.methods import Method, method_of, method_of_plan
@@ -168,7 +168,7 @@ class _Trainer:
 
     def _planned(self, planning: Planning, data: Data | None) -> Method:
         """The method of the plan, which is made before the run, by a training of its own."""
-        with torch.random.fork_rng(devices=[]):
+        with same_random_numbers_after():
             plan = planning.plan(
                 lambda: self.job.training(data, self.context.rank, self.context.world_size, self.run.seed)
             )
@@ -212,7 +212,7 @@ class _Trainer:
     def held_out_loss(self) -> float:
         """Mean over all held-out samples: each rank computes its share, and a small all-reduce combines them."""
         self.network.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), same_random_numbers_after():
             loss = self.training.loss(self.network, self.held_out)
         self.network.train()
         total = torch.tensor([loss.item() * self.weight, self.weight], dtype=torch.float64)

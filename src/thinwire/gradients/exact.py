@@ -349,6 +349,8 @@ class GradientSync:
             self.left[table.name] = LEFT_STEPS
             self._entry(table.name).leave(LEFT)
         self._limit_rows(group, growth)
+        if learned.is_torchs:
+            return f"{LEFT}: {learned.explain()}"
         return f"{LEFT} ({moved / 1e6:.3f} MB in {1e3 * seconds:.1f} ms) instead of {learned.explain()}"
 
     def _may_be_torchs(self, group: Group) -> bool:

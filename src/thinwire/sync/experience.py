@@ -245,7 +245,7 @@ class Experience:
         demand = replace(demands[-1], held=held, union=union)
         if self.choice == DENSE and is_dense(demand):
             return f"dense: {demand.world_size} ranks, density {held / max(1, demand.num_rows):.2%}"
-        return explained(self.offers(), demand)
+        return explained(sorted(self.offers(), key=lambda offer: offer.scheme != self.choice), demand)
 
     def _decide(self) -> None:
         every = all(is_dense(self._demands[size]) for size in set(self.window))

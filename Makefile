@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo docs test test-gpu test-jit-off test-nightly house lint format clean
+.PHONY: help install demo docs dist test test-gpu test-jit-off test-nightly house lint format clean
 
 help:            ## list the verbs
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -41,6 +41,11 @@ test-nightly: install ## the slow tests: full demo, benchmark figures, long fuzz
 docs: install    ## build the site into site/, failing on any warning; run its notebook and its commands, made small
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m pytest -m "docs" -n 2 --dist worksteal tests/docs
+
+dist: install    ## build the wheel and the sdist into dist/, and check them as PyPI does
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	$(BIN)/twine check --strict dist/*
 
 house: install   ## measure the structure of the library: files on the way of a gradient, sizes, circles, duplicate names
 	$(BIN)/python tools/house.py

@@ -66,7 +66,7 @@ if not TYPE_CHECKING:  # which would take any name for one of ours
             return value
         if name in __all__:
             return import_module(f"thinwire.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
 
 
 def __dir__() -> list[str]:

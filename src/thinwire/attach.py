@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
 
 from thinwire.comm.lane import resolve_group, telling_peers
 from thinwire.compress.assign import Compress
@@ -106,6 +107,8 @@ def attach(
         _check_parameters(model)
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
+    if grad_scaler is not None and not hasattr(grad_scaler, "is_enabled"):
+        raise ValueError(f"grad_scaler is {grad_scaler!r}: pass the torch.amp.GradScaler of the training loop")
     if fallback:
         _check_fallback(model, plan)
     if plan is not None:
@@ -138,7 +141,8 @@ def attach(
 def _found(model: nn.Module) -> nn.Module:
     """Return the model itself, or the one DDP that it wraps, as results of `torch.compile` and Fabric do."""
     if not isinstance(model, nn.Module):
-        raise ValueError(f"attach needs a module, not {type(model).__name__}")
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
+        raise ValueError(f"attach needs the model, not {given}: pass a DistributedDataParallel or another nn.Module")
     for module in model.modules():
         if _is_any(module, "torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel"):
             raise ValueError(
@@ -240,7 +244,13 @@ def _names(model: nn.Module) -> tuple[str, ...]:
 def _check_parameters(model: nn.Module) -> None:
     trained = (parameter.device for _, parameter in synchronized_parameters(model) if parameter.requires_grad)
     device = next(trained, None)
+    if next(synchronized_parameters(model), None) is None:
+        raise ValueError(
+            f"{type(model).__name__} has no parameters, so there is nothing to synchronize: pass the model"
+        )
     for name, parameter in synchronized_parameters(model):
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run a batch through the model first")
         if _is_any(parameter, "torch.distributed.tensor", "DTensor"):
             raise ValueError(f"parameter {name!r} is a DTensor: attach does not take sharded models yet")
         if parameter.requires_grad and parameter.device != device:
@@ -275,6 +285,8 @@ def _check_momentum(optimizer: torch.optim.Optimizer, plans: Mapping[str, Planne
 
     A group counts as others' only if it has nothing else: tensors that are not the module's may be copies of it.
     """
+    if not hasattr(optimizer, "param_groups"):
+        raise ValueError(f"optimizer is {optimizer!r}: pass the optimizer of the model")
     corrected = [name for name, plan in plans.items() if _has_momentum(plan.compressor)]
     others = {id(parameter) for name, parameter in module.named_parameters() if name not in corrected}
     for group in optimizer.param_groups if corrected else ():

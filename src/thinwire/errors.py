@@ -16,6 +16,7 @@ Wrong arguments are a ``ValueError`` or ``TypeError``, as in torch.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from types import TracebackType
 
 __all__ = [
@@ -62,6 +63,21 @@ class MissingPackageError(ThinwireError, ImportError):
 def missing_package(package: str, purpose: str) -> MissingPackageError:
     """Return the error that ``purpose`` needs ``package``, which one of thinwire's extras brings."""
     return MissingPackageError(f"{purpose} needs {package}: pip install 'thinwire[{_EXTRAS[package]}]'")
+
+
+def unknown(what: str, given: str, legal: Iterable[str], more: str = "") -> ValueError:
+    """Return the error that nothing has the name ``given``: the legal names, ``more`` that is legal, and the nearest.
+
+    Example:
+        >>> str(unknown("scheme", "zeen", ["auto", "zen"], ", or a Scheme"))
+        "unknown scheme 'zeen'; legal are auto, zen, or a Scheme. Did you mean 'zen'?"
+    """
+    from difflib import get_close_matches
+
+    names = [*legal]
+    near = get_close_matches(given.lower().replace("-", "_"), names, n=1)
+    hint = f". Did you mean {near[0]!r}?" if near else ""
+    return ValueError(f"unknown {what} {given!r}; legal are {', '.join(names)}{more}{hint}")
 
 
 def told(error: Exception, num_ranks: int) -> Exception:

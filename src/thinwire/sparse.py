@@ -111,6 +111,8 @@ class Layout:
         Raises:
             ValueError: the tensor is neither COO nor strided, or COO without a sparse dimension.
         """
+        if not isinstance(tensor, Tensor):
+            raise ValueError(f"a tensor is needed, sparse COO or dense, not {type(tensor).__name__}")
         if tensor.layout == torch.sparse_coo:
             if tensor.sparse_dim() == 0:
                 raise ValueError("a sparse tensor needs at least one sparse dimension")

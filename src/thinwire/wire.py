@@ -1,7 +1,4 @@
-"""Encoding of rows as bytes: the formats, their exact sizes, and the header of a payload.
-
-docs/reference/wire-format.md describes them.
-"""
+"""Encoding of rows as bytes: formats, exact sizes, and headers of payloads (docs/reference/wire-format.md)."""
 
 from __future__ import annotations
 

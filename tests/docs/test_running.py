@@ -27,7 +27,7 @@ SMALLER = {
     "bench sync": "--link none --hosts 2 --repeat 1 --scale 0.01",
     "bench train": "--link none --hosts 2 --steps 2 --seeds 1 --extra 0",
     "bench checkpoint": "--link none --hosts 2 --steps 2 --repeat 1 --kills 0 --compute-ms 20",
-    "doctor": "--compress none",
+    "doctor": "--compress none --steps 3 --no-confirm",
     "plan show": "",
     "plan": "--compress none",
 }
@@ -63,6 +63,8 @@ def runnable() -> list[Command]:
 
 def small(command: Command) -> list[str]:
     words = [INSTEAD.get(word, word) for word in command.words[1:]]
+    if words[0] == "doctor" and "--link" in words and "--hosts" not in words:  # of a script: loopback is the default
+        del words[words.index("--link") : words.index("--link") + 2]
     name = next(name for name in SMALLER if words[: name.count(" ") + 1] == name.split())
     options = SMALLER[name].split()
     makes_ranks = name == "plan" and "--measure" in words

@@ -155,7 +155,11 @@ def test_the_table_and_the_report_show_every_method(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no picture of the links"):
         write_picture(result(), tmp_path / "links.png")
     pytest.importorskip("matplotlib")
+    seldom = result()
+    seldom["environment"]["bounds"]["reached_interval_iterations"] = 1.67
+    assert "a checkpoint in every 1.67 steps" in build_report(seldom).html()
     page = build_report(result(traced=True)).html()
+    assert "+1.0% a step for a checkpoint in every step" in page
     assert "<svg" in page
     assert "host 1" in page
     write_picture(result(traced=True), tmp_path / "links.png")

@@ -44,6 +44,13 @@ def test_a_fit_says_how_far_off_it_is() -> None:
     assert bent.residual == errors[1] > 0.01
 
 
+def test_a_line_for_more_bytes_than_were_measured_has_the_slope_of_the_long_messages() -> None:
+    """Points of an all-reduce at 100 Mbit/s; 24 kB took as long as 98 kB."""
+    points = [(6144, 5.3e-3), (24576, 8.7e-3), (98304, 8.6e-3), (393216, 31.7e-3), (786432, 64.7e-3),
+              (1572864, 130e-3), (3145728, 263.3e-3)]  # fmt: skip
+    assert Fit.of(points, extrapolates=True)(19.3e6) == pytest.approx(19.3e6 / 3145728 * 263.3e-3, rel=0.02)
+
+
 @given(st.floats(1, 1e6), st.floats(1, 1e6), st.floats(1e-6, 1.0))
 def test_a_link_at_another_rate_changes_the_wire_alone(measured: float, other: float, alpha: float) -> None:
     slow, overhead = link(measured, alpha), 3e-9

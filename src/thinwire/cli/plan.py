@@ -191,10 +191,17 @@ def _finish(
 
 
 def save_plan(best: Plan, output: Path, console: Console) -> None:
-    """Save a plan and print how to use it."""
+    """Save a plan and print how to use it, under DDP too, whose buckets are fixed when it is built."""
     best.save(output)
-    use = f'thinwire.attach(model, plan=thinwire.Plan.load("{output}"))'
-    console.print(f"Plan: [bold]{output}[/]; {use}", highlight=False, soft_wrap=True)
+    console.print(f"Plan: [bold]{output}[/]", highlight=False, soft_wrap=True)
+    if best.does_nothing:
+        return
+    lines = (
+        f'plan = thinwire.Plan.load("{output}")',
+        "model = DistributedDataParallel(model, bucket_cap_mb_list=plan.bucket_cap_mb_list())  # only under DDP",
+        "sync = thinwire.attach(model, plan=plan)",
+    )
+    console.print("\n".join(f"    {line}" for line in lines), highlight=False, markup=False, soft_wrap=True)
 
 
 def print_measurement(measured: Measurement, console: Console) -> None:

@@ -70,8 +70,10 @@ def resolve_group(process_group: Group) -> dist.ProcessGroup:
                 f"the DeviceMesh has {process_group.ndim} dimensions; pass one of them, such as mesh['dp']"
             )
         return process_group.get_group()
+    if process_group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("this rank is not in the process group: only its members may call this")
     if not isinstance(process_group, dist.ProcessGroup):
-        raise ValueError(f"this rank is not in the process group ({process_group!r})")
+        raise ValueError(f"process_group is {process_group!r}: pass a ProcessGroup, a DeviceMesh, or None for all")
     return process_group
 
 

@@ -19,6 +19,7 @@ class LeaveSmall:
     min_dimensions: int = 2
 
     def __post_init__(self) -> None:
+        _compressor(self.compressor, "leave_small got")
         if self.min_elements < 0 or self.min_dimensions < 0:
             raise ValueError(
                 f"parameters of fewer than {self.min_elements} elements or {self.min_dimensions} dimensions: use limits"
@@ -86,8 +87,8 @@ def _policy(compress: Compress, parameters: Sequence[Parameter]) -> Policy:
         return _by_pattern(dict(compress), parameters)
     if not callable(compress):
         raise ValueError(
-            f"compress is {compress!r}: pass a compressor such as thinwire.compress.top_k(0.01), a policy (a function"
-            " from a Parameter to a compressor or None), or a dict of name patterns and compressors"
+            f"compress is {compress!r}: pass a compressor such as thinwire.compress.top_k(0.01), not its name; a policy"
+            " (a function from a Parameter to a compressor or None); or a dict of name patterns and compressors"
         )
     return _called(compress)
 
@@ -129,5 +130,5 @@ def _by_pattern(patterns: dict[str, Compressor | None], parameters: Sequence[Par
 
 def _compressor(value: object, where: str) -> Compressor:
     if not isinstance(value, Compressor):
-        raise ValueError(f"{where} {value!r}, which is not a compressor such as thinwire.compress.top_k(0.01)")
+        raise ValueError(f"{where} {value!r}: pass a compressor such as thinwire.compress.top_k(0.01)")
     return value

@@ -31,6 +31,7 @@ class ErrorFeedback(Wrapper):
     decay: float = 1.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0.0 <= self.decay <= 1.0:
             raise ValueError(f"error feedback decays by a factor in [0, 1], not {self.decay}")
         if self.inner.memory is Memory.OWN:
@@ -137,6 +138,7 @@ class MomentumCorrection(Wrapper):
     masking: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not 0.0 <= self.momentum < 1.0:
             raise ValueError(f"momentum is in [0, 1), not {self.momentum}")
         if self.clip_norm is not None and not self.clip_norm > 0.0:

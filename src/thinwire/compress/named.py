@@ -8,6 +8,7 @@ from typing import Any
 
 from thinwire import compress
 from thinwire.compress.base import Compressor
+from thinwire.errors import unknown
 
 _TYPES = {"Compressor", "Identity", "Parameter"}
 _AROUND_COMPRESSORS = {"error_feedback", "leave_small", "momentum_correction", "redistribute", "warm_up"}
@@ -59,7 +60,7 @@ def construct(name: str, settings: Mapping[str, Any]) -> Compressor:
         ValueError: as in `parse`.
     """
     if name not in NAMES:
-        raise ValueError(f"unknown compressor {name!r}; legal are {', '.join(NAMES)}")
+        raise unknown("compressor", name, NAMES)
     constructor: Callable[..., Compressor] = getattr(compress, name)
     try:
         return constructor(**settings)

@@ -54,6 +54,7 @@ class WarmUp(Wrapper):
     stairs: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.steps < 0 or (self.stairs is not None and not 1 <= self.stairs <= max(1, self.steps)):
             raise ValueError(f"a warm-up of {self.steps} steps in {self.stairs} stairs: use at least one step for each")
         final = density_of(self.inner)

@@ -18,6 +18,10 @@ class Wrapper(Compressor):
 
     inner: Compressor
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.inner, Compressor):
+            raise ValueError(f"{self.inner!r} is no compressor: pass one such as thinwire.compress.top_k(0.01)")
+
     @property
     def memory(self) -> Memory:
         return self.inner.memory

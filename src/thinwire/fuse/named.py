@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 
+from thinwire.errors import unknown
 from thinwire.fuse.buckets import byte_cap, equal_count, layerwise, mg_wfbp, omgs, one_bucket
 from thinwire.fuse.cupcake import cupcake
 from thinwire.fuse.policy import Policy
@@ -35,7 +36,7 @@ def parse(text: str) -> Policy:
     """
     name, *pairs = text.strip().split(":")
     if name not in POLICIES:
-        raise ValueError(f"unknown fusion policy {name!r}; legal are {', '.join(POLICIES)}")
+        raise unknown("fusion policy", name, POLICIES)
     settings = dict(_setting(text, pair) for pair in pairs)
     try:
         return POLICIES[name](**settings)

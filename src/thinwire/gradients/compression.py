@@ -11,10 +11,11 @@ from thinwire.compress.base import Compressor, Parameter, check_parameter
 from thinwire.compress.memory import with_memory
 from thinwire.compress.reduction.base import Reduction
 from thinwire.compress.reduction.choose import AUTO, REDUCTIONS, reduction_for
+from thinwire.errors import unknown
 from thinwire.plan.plan import Group, Plan
-from thinwire.sync.named import name_of, resolve
+from thinwire.sync.named import NAMED, name_of, resolve
 from thinwire.sync.scheme import Scheme
-from thinwire.sync.two_level import TwoLevel
+from thinwire.sync.two_level import TWO_LEVEL_PREFIX, TwoLevel
 
 
 class GradScaler(Protocol):
@@ -59,13 +60,9 @@ class Compression:
     def __post_init__(self) -> None:
         if self.reduction in (AUTO, *REDUCTIONS):
             return
-        try:
-            resolve(self.reduction)
-        except ValueError as error:
-            generic = ", ".join((AUTO, *REDUCTIONS))
-            raise ValueError(
-                f"unknown exchange {self.reduction!r}; legal are {generic}, and schemes: {error}"
-            ) from error
+        if isinstance(self.reduction, str) and self.reduction.removeprefix(TWO_LEVEL_PREFIX) not in NAMED:
+            raise unknown("exchange", self.reduction, (AUTO, *REDUCTIONS, *NAMED))
+        resolve(self.reduction)
 
     @property
     def scheme(self) -> Scheme | TwoLevel | None:

@@ -308,12 +308,13 @@ class GradientSync:
     def _leave(self, group: Group, learned: Experience, channel: Channel) -> str:
         """Leave tables to stock DDP if that is faster or costs next to nothing; return the reason, "" if they stay.
 
-        Those that came back stay until all batches of a window are small.
+        Those that came back go again at once if a step shows that it is faster, else if a whole window of batches is
+        small.
         """
         machine, known = channel.machine(), [self.left.get(table.name) for table in group]
         if not self.may_leave or machine is None or not all(map(_can_leave, group)):
             return ""
-        if any(steps is not None for steps in known) and not learned.is_settled:
+        if any(steps is not None for steps in known) and not (learned.is_settled or learned.is_torchs):
             return ""
         dense = [table for table in group if not table.gradient.is_sparse]
         held, now = max(demand.held for demand in learned.demands), learned.demands[-1]

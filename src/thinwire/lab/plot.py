@@ -110,7 +110,10 @@ def save_picture(draw: Draw, path: str | Path, height_inches: float = 3.2, title
 
     with matplotlib.rc_context({**_STYLE, "figure.facecolor": "white"}):
         figure = _figure(draw, WIDE_INCHES, height_inches)
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        if figure.legends:  # which are at the top, where the title would be
+            figure.axes[0].set_title(title, loc="left", fontsize=11)
+        else:
+            figure.suptitle(title, x=0.01, ha="left", fontsize=11)
         figure.savefig(path, dpi=160)
 
 

@@ -79,7 +79,8 @@ def _curve(exchange: Exchange, probe: Probe, sent_bytes: Callable[[int], int]) -
     measured again, with messages four times as long, whose bytes weigh more.
     """
     for attempt in range(_ATTEMPTS):
-        fit = Fit.of(_points(exchange, probe, sent_bytes, _MAX_SENT_BYTES * _GROWTH**attempt))
+        points = _points(exchange, probe, sent_bytes, _MAX_SENT_BYTES * _GROWTH**attempt)
+        fit = Fit.of(points, extrapolates=True)
         if fit.line.beta > 0.0:
             break
     return fit

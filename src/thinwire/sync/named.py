@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from thinwire.errors import unknown
 from thinwire.sync.scheme import Aggregation, Balance, Communication, Ownership, Partitioning, Scheme, Unit
 from thinwire.sync.two_level import TWO_LEVEL_PREFIX, TwoLevel
 from thinwire.wire import Format
@@ -170,14 +171,16 @@ def resolve(scheme: str | Scheme | TwoLevel) -> Scheme | TwoLevel | None:
     Raises:
         ValueError: the name is unknown, and the message lists the legal ones; or the scheme cannot have two levels.
     """
-    if not isinstance(scheme, str):
+    if isinstance(scheme, (Scheme, TwoLevel)):
         return scheme
+    if not isinstance(scheme, str):
+        legal = "pass a name such as 'zen', or one of thinwire.schemes (a compressor is compress=)"
+        raise ValueError(f"scheme is {scheme!r}: {legal}")
     if scheme == AUTO:
         return None
     name = scheme.removeprefix(TWO_LEVEL_PREFIX)
     if name not in NAMED:
-        names = ", ".join([AUTO, *NAMED])
-        raise ValueError(f"unknown scheme {scheme!r}; legal are {names}, {TWO_LEVEL_PREFIX}NAME, or a Scheme")
+        raise unknown("scheme", scheme, [AUTO, *NAMED], f", {TWO_LEVEL_PREFIX}NAME, or a Scheme")
     return TwoLevel(NAMED[name]) if name != scheme else NAMED[name]
 
 

@@ -32,6 +32,11 @@ class TrainingState:
     synchronizer: Any = None
     data: Any = None
 
+    def __post_init__(self) -> None:
+        for name, part in {"model": self.model, **self.parts()}.items():
+            if not hasattr(part, "load_state_dict"):
+                raise ValueError(f"{name} is of class {type(part).__name__}, which has no load_state_dict")
+
     @property
     def module(self) -> nn.Module:
         """The model, without DDP around it."""

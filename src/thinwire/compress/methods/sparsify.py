@@ -203,8 +203,8 @@ class DensitySelector(Selector):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 < self.density <= 1.0:
-            raise ValueError(f"density is the part of the elements that is sent, in (0, 1], not {self.density}")
+        if isinstance(self.density, str) or not 0.0 < self.density <= 1.0:
+            raise ValueError(f"density is the part of the elements that is sent, in (0, 1], not {self.density!r}")
 
     @property
     def settings(self) -> tuple[str, ...]:

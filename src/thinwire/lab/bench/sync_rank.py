@@ -18,19 +18,24 @@ from thinwire.comm.hosts import HOST_VARIABLE
 from thinwire.comm.lane import Lane
 from thinwire.comm.machine import LONG_PROBE_BYTES, Machine
 from thinwire.comm.machine import measure as measure_machine
+from thinwire.gradients.exact import GradientSync
+from thinwire.gradients.tables import TableGradient
 from thinwire.lab.bench.methods import AGSPARSE_TORCH, scheme_of
 from thinwire.lab.bench.workload import Workload
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.sparse import SparseRows
+from thinwire.sync.choose import MAX_STEPS
+from thinwire.sync.experience import Experience
 from thinwire.sync.named import AUTO, DENSE, name_of
 from thinwire.sync.scheme import Scheme
-from thinwire.sync.synchronize import agree, chosen, dense_all_reduce, synchronize
+from thinwire.sync.synchronize import agree, dense_all_reduce, synchronize
 from thinwire.sync.two_level import TwoLevel
 
 _HEAD_START_SECONDS = 0.05  # a broadcast of 8 bytes lasts 5 to 15 ms
 
 
 _WARM_UP_ROWS = 64
+_TABLE, _LEAST_STEPS = "table", 2
 
 Run = Callable[[], SparseRows | Tensor]
 
@@ -94,9 +99,11 @@ def measure(
         method: RankMeasurement(
             started=tuple(run.started for run in runs[method]),
             ended=tuple(run.ended for run in runs[method]),
-            sent_bytes=None if method == AGSPARSE_TORCH else runs[method][-1].sent_bytes,
-            sent_between_hosts_bytes=None if method == AGSPARSE_TORCH else runs[method][-1].sent_between_hosts_bytes,
-            chosen=name_of(_known(points[method])) if method == AUTO else method,
+            sent_bytes=None if points[method] == AGSPARSE_TORCH else runs[method][-1].sent_bytes,
+            sent_between_hosts_bytes=(
+                None if points[method] == AGSPARSE_TORCH else runs[method][-1].sent_between_hosts_bytes
+            ),
+            chosen=_name(points[method]) if method == AUTO else method,
             digest=_digest(results[method]),
             max_abs_error=errors.get(method),
             machine=machine,
@@ -155,23 +162,34 @@ def _start_together() -> None:
 Point = Scheme | TwoLevel | str
 
 
+def _name(point: Point) -> str:
+    return point if isinstance(point, str) else name_of(point)
+
+
 def _point(method: str, lane: Lane, rows: SparseRows) -> Point:
-    """The scheme that a method runs. For "auto" the one chosen after a first step, when the union is known."""
+    """Return the scheme that a method runs; for "auto" the one that a training settles on within its first steps."""
     if method == AGSPARSE_TORCH:
         return method
     scheme = scheme_of(method)
+    if scheme is not None:
+        return scheme
+    gradients, shape = GradientSync(AUTO), (rows.num_rows, rows.width)
+    gradients.may_leave = True
 
-    def first_step(lane: Lane) -> Scheme | TwoLevel:
-        channel = lane.channel(Subject("bench auto", f"{rows.num_rows} x {rows.width} {rows.values.dtype}"))
-        total = synchronize(*agree(lambda: rows, AUTO, channel), channel)
-        return chosen(rows, channel, total.ids.numel())
+    def step(lane: Lane) -> Experience | None:
+        tensor = torch.sparse_coo_tensor(rows.ids[None], rows.values, shape, is_coalesced=True, check_invariants=False)
+        gradients.tables(lane, [TableGradient(_TABLE, tensor)])
+        return gradients.experiences.get(_TABLE)
 
-    return scheme or lane.submit(first_step).wait()
-
-
-def _known(point: Point) -> Scheme | TwoLevel:
-    assert not isinstance(point, str), "torch's own method is not a scheme"
-    return point
+    learned = None
+    for number in range(1, MAX_STEPS + 1):
+        learned = lane.submit(step).wait()
+        if gradients.left:
+            return AGSPARSE_TORCH
+        if learned is None or (number > _LEAST_STEPS and learned.rehearsal is None):
+            break
+    point = DENSE if learned is None or learned.choice is None else learned.choice
+    return point.placed(lane.exchange.hosts) if isinstance(point, TwoLevel) else point
 
 
 def _runner(point: Point, lane: Lane, rows: SparseRows) -> Run:

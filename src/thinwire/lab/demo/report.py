@@ -43,7 +43,9 @@ _CURVE_TITLE = "Step time against the link"
 def build_report(comparisons: Sequence[Comparison]) -> Report:
     """Build the page of one comparison, or of one for each link."""
     first = comparisons[0]
-    report = Report("One language model, trained in four ways", conditions(first))
+    links = ", ".join(format_link(one.link_mbit) for one in comparisons)
+    facts = [("Link", links if first.link_mbit is None else f"{links}, measured")]
+    report = Report("One language model, trained in four ways", conditions(first), facts)
     how, what = result(first).split(", by one line: ")
     report.hero(how, f"By one line: {what}")
     report.text(advice(first))

@@ -32,7 +32,11 @@ def build_report(result: dict[str, Any]) -> Report:
     report = Report("Checkpoints: what they cost and what they save", conditions(result), [("Link", link)])
     own = next((row for row in rows if row["method"] == THINWIRE and row["overhead_ratio"] is not None), None)
     if own is not None:
-        report.hero(f"{own['overhead_ratio'] - 1:+.1%} a step for a checkpoint in every step", _result(own))
+        bounds = result["environment"].get("bounds") or {}
+        report.hero(
+            f"{own['overhead_ratio'] - 1:+.1%} a step for {_how_often(bounds.get('reached_interval_iterations'))}",
+            _result(own),
+        )
     figures = [
         ("seconds until all trainers run again", own and own["recovery_seconds_processes"], ".2f"),
         ("seconds until ready after a host was lost", own and own["recovery_seconds_host"], ".2f"),
@@ -42,7 +46,7 @@ def build_report(result: dict[str, Any]) -> Report:
     timed = [row for row in rows if row["overhead_ratio"] is not None]
     if timed:
         report.picture(
-            "Step time with a checkpoint in every step",
+            "Step time with and without checkpoints",
             lambda axes: _draw_steps(axes, timed),
             "Median step, and its ratio to the step without checkpoints, paired turn by turn.",
             " ".join(f"{row['method']}: {row['overhead_ratio']:.3f} times as long." for row in timed),
@@ -55,6 +59,13 @@ def build_report(result: dict[str, Any]) -> Report:
     report.table("All methods", COLUMNS, table_rows(rows), CAPTION)
     report.items("Bounds", sentences(result))
     return report
+
+
+def _how_often(interval: float | None) -> str:
+    """Return how many checkpoints were made, where the link allowed fewer than were asked for."""
+    if interval is None or interval < 1.005:
+        return "a checkpoint in every step"
+    return f"a checkpoint in every {interval:.2f} steps"
 
 
 def _result(row: dict[str, Any]) -> str:

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.lab.analyze.failure import kept_errors
-
 if TYPE_CHECKING:
     from thinwire.lab.analyze.recorder import ScriptWatcher
 
@@ -31,6 +29,7 @@ def main() -> None:
     """Run the script as its own main program, and write the recording when it ends well, by itself or by us."""
     from torch import distributed as dist
 
+    from thinwire.lab.analyze.failure import kept_errors
     from thinwire.lab.analyze.recorder import Recorder
 
     os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent

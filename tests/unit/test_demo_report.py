@@ -141,7 +141,7 @@ def test_page_refers_to_nothing_outside(links: tuple[float | None, ...], tmp_pat
     for reference in ("<script", "<link", "<img", "src=", "url(http", "@import"):
         assert reference not in text
     assert "4.0x faster than this model under DDP" in text
-    assert NEXT in text
+    assert "thinwire doctor train.py" in text
 
 
 def test_page_without_matplotlib_has_tables_and_says_how_to_get_plots(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,8 +244,23 @@ def test_a_named_link_that_cannot_be_emulated_is_an_error(
     links: list[Link | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     refuse_hosts(monkeypatch)
-    assert run("--link", "1gbit", "--report", str(tmp_path / "r.html")).exit_code == 2
+    ran = run("--link", "1gbit", "--report", str(tmp_path / "r.html"))
+    assert ran.exit_code == 1
+    assert ran.output == "error: no\n"
     assert links == []
+
+
+def test_without_pyroute2_the_default_is_loopback_and_a_named_link_an_error(
+    links: list[Link | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    ran = run("--report", str(tmp_path / "r.html"))
+    assert links == [None]
+    assert "pip install 'thinwire[testbed]'" in ran.output
+    ran = run("--link", "1gbit", "--report", str(tmp_path / "r.html"))
+    assert ran.exit_code == 1
+    assert links == [None]
+    assert "pip install 'thinwire[testbed]'" in ran.output
 
 
 def test_links_are_a_list_in_the_json(
@@ -259,7 +274,7 @@ def test_links_are_a_list_in_the_json(
     figures = json.loads(file.read_text())
     assert [one["link_mbit"] for one in figures["links"]] == [100.0, 1000.0]
     assert {"steps", "variants", "step_seconds"} <= figures["links"][1].keys()
-    assert figures["link_mbit"] == 100.0
+    assert figures["link_mbit"] == 1000.0, "the link nearest to 1 Gbit/s, as without --links"
     assert "On none of these links is thinwire slower" in ran.output
 
 

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from rich.console import Console
 from thinwire.cli import output
 from thinwire.cli.commands import Command, option
 from thinwire.cli.output import OnProgress, check_directories, clear_errors, console_for, plain_table, write_json
+from thinwire.errors import missing_package
 
 if TYPE_CHECKING:
     from thinwire.lab.demo.compare import Comparison
@@ -47,19 +49,20 @@ def demo(
     """
     check_directories({"--report": report, "--json": json_path, "--picture": picture})
     console = console_for(json_path)
+    from thinwire.lab.testbed.launch import RanksFailed
     from thinwire.lab.testbed.network import NetAdminError
 
-    with clear_errors(NetAdminError):
-        comparisons = _compare(console, hosts, steps, _links(console, link, links), seed, quiet)
+    with clear_errors(NetAdminError, RanksFailed):
+        comparisons = _compare(hosts, steps, _links(console, link, links), seed, quiet)
     _print(console, comparisons)
     from thinwire.lab.demo.report import write_picture, write_report
-    from thinwire.lab.demo.summary import NEXT
+    from thinwire.lab.demo.summary import NEXT, headline
 
     write_report(comparisons, report)
-    console.print(f"Plots and all figures: [bold]{report}[/bold]")
+    console.print(f"Plots and all figures: {report}", markup=False, highlight=False)
     if picture is not None:
         write_picture(comparisons, picture)
-    figures = comparisons[0].to_json()
+    figures = headline(comparisons).to_json()
     if links is not None:
         figures["links"] = [one.to_json() for one in comparisons]
     write_json(figures, json_path)
@@ -71,6 +74,7 @@ def _links(console: Console, link: str | None, links: str | None) -> "list[Link 
 
     Raises:
         NetAdminError: a link was named, and hosts cannot be emulated.
+        MissingPackageError: a link was named, and there is no pyroute2.
     """
     from thinwire.lab.testbed.network import require_net_admin
 
@@ -85,6 +89,8 @@ def _links(console: Console, link: str | None, links: str | None) -> "list[Link 
         return [None]
     name = "--link" if links is None else "--links"
     chosen: list[Link | None] = [_parsed(text, name) for text in (links or link or _DEFAULT_LINK).split(",")]
+    if find_spec("pyroute2") is None:
+        raise missing_package("pyroute2", "a network of emulated hosts")
     require_net_admin()
     return chosen
 
@@ -103,8 +109,6 @@ def _parsed(text: str, name: str) -> "Link":
 
 def _why_not_emulated() -> str:
     """Return a sentence that says why hosts cannot be emulated here, and what to do; "" if they can."""
-    from importlib.util import find_spec
-
     from thinwire.lab.testbed.network import NetAdminError, require_net_admin, restart_as_root_of_a_user_namespace
 
     loopback = "all ranks share the loopback of this machine, where bytes cost next to nothing"
@@ -124,10 +128,9 @@ def _why_not_emulated() -> str:
 
 
 def _compare(
-    console: Console, hosts: int, steps: int | None, links: "Sequence[Link | None]", seed: int, quiet: bool
+    hosts: int, steps: int | None, links: "Sequence[Link | None]", seed: int, quiet: bool
 ) -> "list[Comparison]":
     from thinwire.lab.demo.compare import compare
-    from thinwire.lab.demo.summary import conditions
     from thinwire.lab.demo.train import TrainConfig
 
     comparisons = []
@@ -141,7 +144,6 @@ def _compare(
 
             on_progress(f"Starting {hosts} ranks on {where}", 0, 0)
             comparisons.append(compare(text, TrainConfig(steps=steps, seed=seed), hosts, link, on_step))
-    console.print(conditions(comparisons[0]), highlight=False)
     return comparisons
 
 
@@ -173,7 +175,8 @@ def _progress(description: str, quiet: bool) -> Iterator[OnProgress]:
 def _print(console: Console, comparisons: "Sequence[Comparison]") -> None:
     from thinwire.lab.demo import summary
 
-    first = comparisons[0]
+    first = summary.headline(comparisons)
+    console.print(summary.conditions(first), highlight=False)
     table = plain_table()
     for place, name in enumerate(summary.COLUMNS):
         table.add_column(name, justify="right" if place else "left")
@@ -190,5 +193,5 @@ def _print(console: Console, comparisons: "Sequence[Comparison]") -> None:
         console.print(curve)
         for sentence in summary.losing_points(comparisons):
             console.print(sentence, highlight=False)
-    for sentence in (summary.exactness(first), summary.result(first), summary.advice(first)):
+    for sentence in (summary.result(first), summary.advice(first), summary.exactness(first)):
         console.print(sentence, highlight=False)

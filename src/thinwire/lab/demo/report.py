@@ -17,6 +17,7 @@ from thinwire.lab.demo.summary import (
     format_factor,
     format_link,
     format_seconds,
+    headline,
     link_rows,
     losing_points,
     result,
@@ -42,7 +43,7 @@ _CURVE_TITLE = "Step time against the link"
 
 def build_report(comparisons: Sequence[Comparison]) -> Report:
     """Build the page of one comparison, or of one for each link."""
-    first = comparisons[0]
+    first = headline(comparisons)
     links = ", ".join(format_link(one.link_mbit) for one in comparisons)
     facts = [("Link", links if first.link_mbit is None else f"{links}, measured")]
     report = Report("One language model, trained in four ways", conditions(first), facts)
@@ -61,7 +62,8 @@ def build_report(comparisons: Sequence[Comparison]) -> Report:
     report.picture("Loss", lambda axes: _draw_losses(axes, first), exactness(first))
     note = "Stock DDP's bytes follow from the formulas of Gloo's collectives and the rows of every step."
     report.table("All figures", COLUMNS, rows(first), f"{note} thinwire's are counted.")
-    report.text(NEXT)
+    what, command = NEXT.split(": ")
+    report.code(command, what)
     return report
 
 
@@ -72,7 +74,7 @@ def write_report(comparisons: Sequence[Comparison], path: Path) -> None:
 
 def write_picture(comparisons: Sequence[Comparison], path: Path) -> None:
     """Write the plot of the step times: bars of the variants, or curves if there are several links."""
-    first = comparisons[0]
+    first = headline(comparisons)
     if len(comparisons) > 1:
         save_picture(lambda axes: _draw_curve(axes, comparisons), path, title=_CURVE_TITLE)
     else:
@@ -100,7 +102,7 @@ def _draw_steps(axes: "Axes", comparison: Comparison) -> None:
 
 def _draw_losses(axes: "Axes", comparison: Comparison) -> None:
     steps = np.arange(1, comparison.steps + 1)
-    for width, (name, one) in zip((7, 4.5, 2.5, 1), comparison.results.items(), strict=True):
+    for width, (name, one) in zip((10, 7, 4, 1.2), comparison.results.items(), strict=True):
         color, style, label = _COLORS[name], _STYLES[name], one.variant.label
         axes.plot(steps, one.loss, color=color, linewidth=width, linestyle=style, label=label)
     axes.set(xlabel="step", ylabel="loss (nats per word)", xlim=(1, max(2, steps[-1])))
@@ -117,4 +119,5 @@ def _draw_curve(axes: "Axes", comparisons: Sequence[Comparison]) -> None:
     axes.set(xscale="log", yscale="log", xlabel="measured link of a host (Mbit/s)", ylabel="step (seconds)")
     axes.set_xticks(links, [f"{link:,.0f}" for link in links])
     axes.minorticks_off()
+    axes.yaxis.set_major_formatter(lambda value, _position: f"{value:g}")
     label_ends(axes)

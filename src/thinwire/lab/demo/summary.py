@@ -1,5 +1,6 @@
 """The comparison in words and table rows, for the terminal and for the report."""
 
+import math
 from collections.abc import Sequence
 
 from thinwire.lab.demo.compare import Comparison
@@ -7,6 +8,7 @@ from thinwire.lab.demo.train import VARIANTS
 
 ALIKE = 0.05
 """Share by which step times may differ and still count as equal: medians of two runs differ by up to 4 %."""
+HEADLINE_MBIT = 1000.0
 NEXT = "Your model: thinwire doctor train.py"
 _PAIRS = (("ddp", "thinwire"), ("ddp_sparse", "thinwire_sparse"))
 _LABELS = {variant.name: variant.label for variant in VARIANTS}
@@ -33,6 +35,11 @@ def format_link(link_mbit: float | None) -> str:
 def format_factor(value: float) -> str:
     """Format a ratio of step times: ``format_factor(4.83) == '4.8x'`` and ``format_factor(1.234) == '1.23x'``."""
     return f"{value:.1f}x" if value >= 2 else f"{value:.2f}x"
+
+
+def headline(comparisons: Sequence[Comparison]) -> Comparison:
+    """Return the comparison whose link is nearest to 1 Gbit/s, the default of the demo."""
+    return min(comparisons, key=lambda one: abs(math.log((one.link_mbit or HEADLINE_MBIT) / HEADLINE_MBIT)))
 
 
 def conditions(comparison: Comparison) -> str:

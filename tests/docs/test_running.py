@@ -44,6 +44,7 @@ NOT_RUN = {
     "torchrun": "tests/ranks/test_examples.py and test_checkpointer.py run the examples",
     "--no-python": "in a job of torchrun: tests/ranks/test_plan_measure.py",
     "--design-space": "minutes, also when small: tests/net/test_bench_sync.py runs it nightly",
+    "--links": "only emulated links, which need namespaces: tests/unit/test_demo_report.py has several",
     "--version": "tests/ranks/test_examples.py",
     "--help": "tests/ranks/test_examples.py",
 }

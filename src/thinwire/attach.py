@@ -67,7 +67,7 @@ def attach(
         model: a ``DistributedDataParallel``, or a plain module that is on all ranks of the default process group.
             All its parameters are on one device.
         scheme: a name of `thinwire.schemes`, a `Scheme` or a `TwoLevel` ("two_level:zen": ranks of one host add up
-            first); "auto" takes the one of fewest bytes, unless steps show another, or torch's own, to be faster.
+            first); "auto" chooses the one of fewest bytes at each step.
         timeout: how long to wait for a peer; None means the timeout of the model's process group.
         compress: a compressor of `thinwire.compress`, for all matrices of 1024 elements or more; or a policy, which is
             a function from a ``Parameter`` to a compressor or None; or compressors by name pattern (``fnmatch``).
@@ -77,7 +77,8 @@ def attach(
         grad_scaler: the ``torch.amp.GradScaler`` of the training loop. Memories are then kept in units of unscaled
             gradients, and a step that the scaler skips leaves them as they were.
         optimizer: the optimizer to check: it must have no momentum for parameters whose compressor has it, like `dgc`.
-        fuse: a policy of `thinwire.fuse`, for a plain module on the CPU: it groups gradients after ten measured steps.
+        fuse: a policy of `thinwire.fuse`, for a plain module on the CPU: after ten measured steps, gradients travel
+            in its groups.
         ahead: whether each parameter is compressed by itself, and payloads are fused; False compresses the compressed
             parameters of a group as one flat tensor.
         plan: what to compress, and which gradients travel together. For DDP it must have the buckets of the plan, see
@@ -106,7 +107,6 @@ def attach(
         _check_parameters(model)
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
-    _check_grad_scaler(grad_scaler)
     if fallback:
         _check_fallback(model, plan)
     if plan is not None:
@@ -170,11 +170,6 @@ def _has_all_parameters(part: nn.Module, whole: nn.Module) -> bool:
     """Return whether all trained parameters of the whole are in a part."""
     known = {id(parameter) for parameter in part.parameters()}
     return all(id(parameter) in known for parameter in whole.parameters() if parameter.requires_grad)
-
-
-def _check_grad_scaler(grad_scaler: object) -> None:
-    if grad_scaler is not None and not hasattr(grad_scaler, "is_enabled"):
-        raise ValueError(f"grad_scaler is {grad_scaler!r}: pass the torch.amp.GradScaler of the training loop")
 
 
 def _check_alone(plan: Plan, others: Mapping[str, object]) -> None:

@@ -15,10 +15,12 @@ import thinwire
 from namespaces import needs_namespaces
 from thinwire.cli.main import app
 from thinwire.comm.process_group import ring_all_reduce_bytes
-from thinwire.lab.bench.sync import SyncBenchmark, run
+from thinwire.lab.bench.methods import AGSPARSE_TORCH
+from thinwire.lab.bench.sync import SyncBenchmark, predicted_pairs, run
 from thinwire.lab.bench.trace import IndexTrace, save_trace
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link, NetAdminError
+from thinwire.sync.named import AUTO
 
 CONTRACT = {
     "workload", "scheme", "world_size", "ranks_per_host", "link_mbit", "dtype", "bytes_sent_max",
@@ -74,6 +76,14 @@ def test_json_to_standard_output_and_a_trace(tmp_path: Path) -> None:
     assert row["bytes_lower_bound"] == pytest.approx((2 * 2 + 3) * 16 / 3)
 
 
+def test_bytes_are_predicted_also_where_auto_leaves_a_table_to_torch() -> None:
+    ids = [torch.arange(10), torch.arange(5, 15)]
+    hosts = ((0,), (1,))
+    pairs = predicted_pairs(AUTO, AGSPARSE_TORCH, hosts, ids, 100, 4, torch.float32)
+    assert pairs == predicted_pairs(AGSPARSE_TORCH, AGSPARSE_TORCH, hosts, ids, 100, 4, torch.float32)
+    assert sum(pairs[0]) > 10 * (8 + 16)
+
+
 def test_auto_and_torchs_own_ways_are_measured_unless_others_are_asked_for() -> None:
     result = invoke("--hosts", "2", "--link", "none", "--scale", "0.002", "--repeat", "1", "--json", "-")
     assert result.exit_code == 0, result.output
@@ -84,13 +94,13 @@ def test_auto_and_torchs_own_ways_are_measured_unless_others_are_asked_for() -> 
 
 def test_a_sweep_of_sizes_and_a_comparison_with_an_earlier_run(tmp_path: Path) -> None:
     before = str(tmp_path / "before.json")
-    arguments = ["--hosts", "2", "--link", "none", "--repeat", "1", "--sizes", "100kb,1mb", "--schemes", "zen,dense"]
+    arguments = ["--hosts", "2", "--link", "none", "--repeat", "1", "--sizes", "200kb,1mb", "--schemes", "zen,dense"]
     first = invoke(*arguments, "--warm-up", "1", "--json", before)
     assert first.exit_code == 0, first.output
     written = json.loads(Path(before).read_text())
     assert [row["scheme"] for row in written["rows"]] == ["zen", "dense"] * 2
     assert written["environment"]["warm_up"] == 1
-    for row, size in zip(written["rows"], (1e5, 1e5, 1e6, 1e6), strict=True):
+    for row, size in zip(written["rows"], (2e5, 2e5, 1e6, 1e6), strict=True):
         assert row["size_bytes"] == pytest.approx(size, rel=0.02)
         assert row["algbw"] == pytest.approx(row["size_bytes"] / row["seconds_median"])
         assert row["busbw"] == pytest.approx(row["algbw"] * 2 * (2 - 1) / 2)

@@ -11,8 +11,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from thinwire.lab.analyze.failure import kept_errors
-
 if TYPE_CHECKING:
     from thinwire.lab.analyze.recorder import ScriptWatcher
 
@@ -31,6 +29,7 @@ def main() -> None:
     """Run the script as its own main program, and write the recording when it ends well, by itself or by us."""
     from torch import distributed as dist
 
+    from thinwire.lab.analyze.failure import kept_errors
     from thinwire.lab.analyze.recorder import Recorder
 
     os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
@@ -55,12 +54,12 @@ def run_recorded(recorder: ScriptWatcher, script: str, arguments: list[str]) -> 
 
     uninstall = install(recorder)
     try:
-        run_script(script, arguments, lambda: recorder.finished)
+        run_as_main(script, arguments, lambda: recorder.finished)
     finally:
         uninstall()
 
 
-def run_script(script: str, arguments: list[str], is_finished: Callable[[], bool]) -> None:
+def run_as_main(script: str, arguments: list[str], is_finished: Callable[[], bool]) -> None:
     """Run a script as ``python SCRIPT ARGS...`` would; how it exits does not matter if it was ended by us."""
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)

@@ -256,10 +256,10 @@ def predicted_pairs(
 ) -> list[list[int]]:
     """Return the bytes that each rank sends to each, predicted; torch's own method by the algorithm that it runs.
 
-    ``chosen`` is the name of the scheme that ran, which for "auto" depends on the machine.
+    ``chosen`` is the name of the scheme that ran, which for "auto" depends on the machine and may be torch's own.
     """
     world_size = len(ids)
-    if method == AGSPARSE_TORCH:
+    if AGSPARSE_TORCH in (method, chosen):
         held, row_bytes = [part.numel() for part in ids], width * dtype.itemsize
         sent = [sparse_all_reduce_bytes(held, rank, row_bytes) for rank in range(world_size)]
         return [

@@ -107,8 +107,6 @@ def attach(
         _check_parameters(model)
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
-    if grad_scaler is not None and not hasattr(grad_scaler, "is_enabled"):
-        raise ValueError(f"grad_scaler is {grad_scaler!r}: pass the torch.amp.GradScaler of the training loop")
     if fallback:
         _check_fallback(model, plan)
     if plan is not None:

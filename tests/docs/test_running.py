@@ -15,7 +15,7 @@ import pytest
 from documents import ROOT, Block, Command, blocks, commands
 from thinwire.plan import Measurement, best_plan
 
-pytestmark = pytest.mark.docs
+pytestmark = [pytest.mark.docs, pytest.mark.timeout(300)]
 
 MEASURED = ROOT / "docs" / "lstm-100mbit.json"
 NOTEBOOK = ROOT / "docs" / "tutorials" / "two-ranks.ipynb"
@@ -102,7 +102,7 @@ def on_ranks(script: Path, ranks: int = 2) -> list[str]:
 def test_a_script_runs_on_two_ranks(block: Block, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(block.code)
-    finish(on_ranks(script), tmp_path, seconds=100)
+    finish(on_ranks(script), tmp_path, seconds=280)
 
 
 @pytest.mark.parametrize("command", runnable(), ids=str)
@@ -110,18 +110,18 @@ def test_a_command_runs(command: Command, tmp_path: Path) -> None:
     """Every kind of `thinwire` command in the documents, made small, on loopback."""
     shutil.copy(MEASURED, tmp_path / "measured.json")
     best_plan(Measurement.load(MEASURED), []).save(tmp_path / "plan.json")
-    finish([sys.executable, "-m", "thinwire", *small(command)], tmp_path, seconds=110)
+    finish([sys.executable, "-m", "thinwire", *small(command)], tmp_path, seconds=280)
 
 
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In under 60 s on two ranks, with the outputs that it was saved with."""
+    """On two ranks, with the outputs that it was saved with; 13 s on two idle cores."""
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     saved = [texts(cell) for cell in notebook.cells]
-    nbclient.NotebookClient(notebook, timeout=60, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    nbclient.NotebookClient(notebook, timeout=250, resources={"metadata": {"path": str(tmp_path)}}).execute()
     assert [texts(cell) for cell in notebook.cells] == saved
 
 

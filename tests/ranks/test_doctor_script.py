@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from thinwire.cli.main import app
 from thinwire.lab.analyze.steps import measure_script
 from thinwire.lab.analyze.trials import run_on_ranks, try_script
-from thinwire.lab.analyze.worker import run_script
+from thinwire.lab.analyze.worker import run_as_main
 from thinwire.lab.doctor.advice import Advice, advice_of, lines_of, where_to_paste
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.measure.training import How
@@ -123,7 +123,7 @@ def pasted(script: Path, advice: Advice, measurement: Measurement) -> str:
 
 
 def run_rank(context: RankContext, script: str, arguments: list[str]) -> None:
-    run_script(script, arguments, lambda: False)
+    run_as_main(script, arguments, lambda: False)
 
 
 @pytest.mark.timeout(120)
@@ -223,6 +223,15 @@ def test_a_way_that_fails_is_reported_and_the_others_are_tried() -> None:
     assert rows[1].failure.startswith("failed: ValueError")
 
 
+@pytest.mark.timeout(60)
+def test_a_script_that_ends_too_early_is_one_line() -> None:
+    text = TABLES.replace("range(60)", "range(2)") + "    dist.destroy_process_group()\n"
+    with pytest.raises(ValueError, match=r"^train.py ended before 5 training steps were timed") as caught:
+        measured(text)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.timeout(60)
 def test_a_script_that_fails_says_why() -> None:
     from thinwire.lab.analyze.run import ScriptFailed
 

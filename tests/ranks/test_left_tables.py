@@ -144,6 +144,29 @@ def test_a_table_that_grows_comes_back_on_all_ranks_together() -> None:
     assert all(other == first for other in others)
 
 
+def _many(context: RankContext) -> tuple[list[str], list[int]]:
+    leave_small()
+    model = Tables(*[torch.float32] * 4)
+    sync = thinwire.attach(DistributedDataParallel(model))
+    for step in range(3):
+        model.zero_grad()
+        sync._model([lookup(context.rank, step, place, 20) for place in range(4)]).backward()
+        for place, table in enumerate(model.tables):
+            expected = expected_mean(context.world_size, torch.float32, step, place, [20] * context.world_size)
+            torch.testing.assert_close(table.weight.grad.to_dense(), expected)
+    fused = [int(row["fused"]) for row in sync.table() if str(row["name"]).startswith("tables")]
+    seen = schemes(sync)
+    sync.detach()
+    return seen, fused
+
+
+def test_many_small_tables_travel_together_and_are_not_left_one_by_one() -> None:
+    for outcome in run_ranks(_many, world_size=3, timeout_seconds=60):
+        seen, fused = outcome.value
+        assert "native" not in seen
+        assert fused == [4] * 4
+
+
 def _declines(context: RankContext) -> list[int]:
     """Steps show that torch's own all-reduce is the fastest; then one rank's batch is eight times as large."""
     with pytest.MonkeyPatch.context() as patch:

@@ -143,6 +143,15 @@ def test_tables_have_a_line_and_the_model_has_all_its_parameters() -> None:
     ] * 2
 
 
+def test_a_model_of_tables_alone_is_diagnosed() -> None:
+    alone = replace(with_tables(100).measurement, parameters=(), backward_seconds=())
+    diagnosed = diagnose("a test", alone, [TOP_K], POLICIES, with_plan=False)
+    assert diagnosed.advice.name == ROWS
+    assert "    sync = thinwire.attach(model)\n" in describe(diagnosed)
+    assert [way.name for way in finalists(diagnosed)] == [STOCK, ROWS]
+    assert trained(diagnosed, {ROWS: 99.0}).plan.does_nothing
+
+
 def trained(diagnosed: Diagnosis, seconds: dict[str, float]) -> Diagnosis:
     """Confirm with the given factors on predicted seconds, by the beginning of the name."""
     rows = []

@@ -190,6 +190,15 @@ def test_dense_is_left_at_once_when_a_step_shows_that_its_estimate_was_wrong() -
     assert "dense" not in names[3:]
 
 
+def test_a_window_of_a_run_that_torch_could_not_sum_is_not_mixed_with_one_that_it_can() -> None:
+    """As after a restart on another device."""
+    learned = Experience()
+    learned.recall(resolve("zen"), [replace(WORDS, is_torchs=False, held=held) for held in (500.0, 2200.0)])
+    learned.know(FAST, ())
+    learned.observe(WORDS)
+    assert [demand.is_torchs for demand in learned.demands] == [True]
+
+
 def test_all_that_was_tried_is_learned_and_then_no_step_is_timed() -> None:
     learned = _rehearsing("zen", "column_split")
     for _ in range(2):

@@ -19,7 +19,7 @@ from thinwire.fuse.profile import Groups
 from thinwire.fuse.timeline import iteration_seconds
 from thinwire.plan.lane_search import fastest_jobs
 from thinwire.plan.measurement import DdpSite, Measurement
-from thinwire.plan.plan import STOCK
+from thinwire.plan.plan import STOCK, Plan
 from thinwire.plan.planner import (
     DEFAULTS,
     LOSSY_WORTH,
@@ -251,6 +251,18 @@ def test_a_model_with_tables_is_told_to_attach_and_nothing_else() -> None:
     (job,) = measured.row_jobs
     assert job.sent_bytes < ring_all_reduce_bytes(table().size_bytes, 8) / 5
     assert best.seconds >= job.wire_seconds
+
+
+@pytest.mark.parametrize("is_sparse", [False, True])
+def test_a_model_of_tables_alone_has_two_ways(is_sparse: bool) -> None:
+    measured = replace(measurement(tables=[table(is_sparse=is_sparse)]), parameters=(), backward_seconds=())
+    found = ways(measured, [TOP_K])
+    assert [way.name for way in found] == [STOCK, ROWS]
+    plan = plan_of(found[1], measured, found)
+    assert plan.jobs == ()
+    assert Plan.from_json(plan.to_json()) == plan
+    assert best_plan(measured, [TOP_K]).choice == (ROWS if not is_sparse else best_way(measured, found).name)
+    assert Measurement.from_json(measured.to_json()) == measured
 
 
 def test_buckets_that_were_seen_are_those_of_stock_ddp() -> None:

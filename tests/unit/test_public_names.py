@@ -6,7 +6,9 @@ import importlib
 import inspect
 import pickle
 import pkgutil
+import textwrap
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -117,4 +119,21 @@ def test_a_synchronizer_says_what_it_synchronizes() -> None:
     assert repr(sync) == "<Synchronizer of Sequential, detached>"
     sync = thinwire.attach(model, compress=compress.top_k(0.01), scheme=schemes.ZEN)
     assert "4 parameters (1 compressed) by ZEN on 1 ranks" in repr(sync)
+    sync.detach()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_compressor_of_ones_own_is_written_as_the_docstring_says() -> None:
+    example = (compress.__doc__ or "").split("::\n\n", 1)[1]
+    names = {"torch": torch, "dataclass": dataclass} | {name: getattr(compress, name) for name in compress.__all__}
+    exec(textwrap.dedent(example), names)
+    mine = names["ScaledSign"]()
+    assert repr(mine) == "scaled_sign_of_mine"
+    linear = nn.Linear(64, 64)
+    sync = thinwire.attach(linear, compress=mine)
+    linear(torch.randn(8, 64)).square().sum().backward()
+    assert linear.weight.grad is not None
+    assert linear.weight.grad.abs().unique().numel() == 1, "a sign with one scale"
+    (row,) = [row for row in sync.table() if row["name"] == "weight"]
+    assert row["formats"] == "error_feedback(scaled_sign_of_mine)"
     sync.detach()

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pages import PAGES
+from pages import PAGES, measured, train_report
 from thinwire.lab import palette
 from thinwire.lab.plot import MOST_LINES, label_ends, spread
 from thinwire.lab.report import Origin, Report
@@ -77,6 +77,22 @@ def test_every_page_is_whole_and_shows_numbers_where_it_promises_them(name: str)
     result = re.search(r'class="result">([^<]*)', page)
     assert result is not None
     assert "never" not in result[1]
+
+
+@pytest.mark.parametrize(
+    ("method", "choice", "kind"),
+    [
+        ("power_sgd", None, "lossy"),
+        ("exact", None, "exact"),
+        ("plan", "exact, cupcake", "exact"),
+        ("plan", "top_k:density=0.01 by all_gather", "lossy"),
+    ],
+)
+def test_a_benchmark_says_whether_its_best_method_is_lossy(method: str, choice: str | None, kind: str) -> None:
+    result = measured("train-lstm-8x100mbit")
+    result["rows"] = [row for row in result["rows"] if row["method"] in ("ddp", "power_sgd")]
+    result["rows"][1] |= {"method": method, "plan": choice}
+    assert f'<section class="hero {kind}"' in train_report(result).html()
 
 
 def test_every_part_has_a_name_and_is_escaped() -> None:

@@ -193,5 +193,5 @@ def _print(console: Console, comparisons: "Sequence[Comparison]") -> None:
         console.print(curve)
         for sentence in summary.losing_points(comparisons):
             console.print(sentence, highlight=False)
-    for sentence in (summary.exactness(first), summary.result(first), summary.advice(first)):
+    for sentence in (summary.result(first), summary.advice(first), summary.exactness(first)):
         console.print(sentence, highlight=False)

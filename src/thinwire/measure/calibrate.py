@@ -89,7 +89,7 @@ def _seconds_of_ddp(training: Training) -> float:
 
 
 def _seconds_of_plan(training: Training, plan: Plan) -> float:
-    synchronizer = attach(training.model, plan=plan)
+    synchronizer = attach(training.model, plan=plan if plan.groups else None)
     try:
         return _step_seconds(training, training.model)
     finally:

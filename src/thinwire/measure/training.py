@@ -205,8 +205,8 @@ def begin_together(lane: Lane) -> None:
 def _train(
     training: Training, trained: dict[str, Tensor], tables: Collection[str], lane: Lane, steps: int
 ) -> StepWatch:
-    if all(name in tables for name in trained):
-        raise ValueError("the model has no parameters to plan for: are all of them frozen, or tables of embeddings?")
+    if not trained:
+        raise ValueError("the model has no parameters to plan for: are all of them frozen?")
     step = training.stepper()
     watch = StepWatch(training.model, trained, lambda: begin_together(lane), tables)
     for _ in range(WARM_STEPS + steps):

@@ -110,7 +110,8 @@ def exact_costs(parameters: Sequence[Parameter], link: MeasuredLink, copies: Cod
     Args:
         copies: the codec of copying into one tensor and back.
     """
-    encode, wire, decode = zip(*(_exact(entry, link, copies, world_size) for entry in parameters), strict=True)
+    rows = [_exact(entry, link, copies, world_size) for entry in parameters]
+    encode, wire, decode = (tuple(column) for column in zip(*rows, strict=True)) if rows else ((), (), ())
     return Costs(encode, wire, decode, (_exact_messages(link, copies),) * len(parameters), link.round.alpha)
 
 

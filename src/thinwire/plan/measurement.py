@@ -111,11 +111,8 @@ class Measurement:
         self.codec(COPIES, "all_reduce")
 
     def _check_tensors(self) -> None:
-        if not self.parameters:
-            raise ValueError(
-                "the model has no gradients to plan for: tables of embeddings travel as rows, which thinwire.attach"
-                " does by itself"
-            )
+        if not (self.parameters or self.tables):
+            raise ValueError("the model has no gradients to plan for: are all of its parameters frozen?")
         if len(self.backward_seconds) != len(self.parameters):
             raise ValueError(
                 f"{len(self.backward_seconds)} backward times for {len(self.parameters)} parameters: tensors are"
@@ -289,7 +286,12 @@ class Measurement:
         rows.sort(key=lambda row: row[0])
         moments = (0.0, *(ready for ready, _ in rows))
         seconds = tuple(end - start for start, end in pairwise(moments))
-        return replace(self, parameters=tuple(entry for _, entry in rows), backward_seconds=seconds, tables=())
+        return replace(
+            self,
+            parameters=tuple(entry for _, entry in rows),
+            backward_seconds=seconds,
+            tables=self.tables if not rows else (),
+        )
 
     def at(self, mbit: float) -> Measurement:
         """Return the same model on the same machines with another link, see `MeasuredLink.at`.

@@ -18,6 +18,8 @@ from thinwire.compress.reduction.choose import REDUCTIONS
 VERSION = 1
 STOCK = "stock DDP"
 """Name of the candidate that does nothing."""
+ROWS = "exact, tables as rows"
+"""Name of what ``attach(model)`` does for a model with tables."""
 EXACT = "exact"
 """Prefix of the names of candidates without compression."""
 
@@ -140,9 +142,9 @@ class Plan:
         for name in ("predicted_seconds", "dense_seconds", "other_seconds"):
             if not (math.isfinite(getattr(self, name)) and getattr(self, name) >= 0.0):
                 raise ValueError(f"{name} of the plan is {getattr(self, name)}, not a time: {_HOW}")
-        if not self.groups:
+        if not self.groups and self.choice not in (STOCK, ROWS):  # a model that has nothing but tables
             raise ValueError(f"the plan has no groups: {_HOW}")
-        if self.groups[0].joins:
+        if self.groups and self.groups[0].joins:
             raise ValueError(f"the first group of the plan joins the group before it, and there is none: {_HOW}")
         twice = _first_twice(self.parameters)
         if twice is not None:

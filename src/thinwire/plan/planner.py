@@ -18,7 +18,7 @@ from thinwire.fuse.safusion import SaFusion
 from thinwire.plan.costs import Costs, chosen_costs
 from thinwire.plan.lane_search import espresso_jobs, fastest_jobs
 from thinwire.plan.measurement import BELIEVED, Measurement
-from thinwire.plan.plan import EXACT, STOCK, Candidate, Group, Plan
+from thinwire.plan.plan import EXACT, ROWS, STOCK, Candidate, Group, Plan
 from thinwire.plan.speeds import COPIES
 from thinwire.plan.tables import gathered
 
@@ -54,9 +54,6 @@ MIXED = f"compressors mixed, each {WHERE_IT_PAYS}"
 
 USUAL = "buckets of DDP"
 """Name of the groups in which gradients travel without a plan."""
-
-ROWS = "exact, tables as rows"
-"""Name of what ``attach(model)`` does for a model with tables."""
 
 SEARCHES = ("espresso", "groups")
 """Names of the searches for gradients worth compressing; see `best_plan`."""
@@ -190,7 +187,10 @@ def ways(
         raise ValueError(f"no search {search!r}; legal are {', '.join(SEARCHES)}")
     policies = default_policies() if policies is None else policies
     exact = _Option(None, "all_reduce", measurement.costs())
-    found = [stock_way(measurement), *_rows_alone(measurement, exact), *_fused(measurement, exact, policies)]
+    found = [stock_way(measurement), *_rows_alone(measurement, exact)]
+    if not measurement.parameters:
+        return found
+    found += _fused(measurement, exact, policies)
     options = list(_options(measurement, compressors))
     for option in options:
         found += _fused(measurement, option, policies)
@@ -228,6 +228,8 @@ def stock_seconds(measurement: Measurement) -> float:
 
 def usual_groups(measurement: Measurement) -> Groups:
     """Return the groups in which gradients travel without a plan: the buckets of DDP, without tables."""
+    if not measurement.parameters:
+        return ()
     if measurement.ddp is None or not measurement.ddp.buckets:
         return DDP_BUCKETS.groups(measurement.profile())
     bucket_of = {name: place for place, names in enumerate(measurement.ddp.buckets) for name in names}

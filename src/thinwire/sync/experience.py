@@ -162,9 +162,9 @@ class Experience:
 
     def observe(self, demand: Demand) -> Point:
         """Record the demand of a step and return the choice from now on."""
-        if self.window and self._demands[self.window[-1]].world_size != demand.world_size:
-            self.window.clear()  # they are of a run on other ranks
-            self._demands.clear()
+        if self.window and not _are_alike(self._demands[self.window[-1]], demand):
+            for of_others in (self.window, self._demands, self._estimates, self._prices):
+                of_others.clear()
         size = self._size(demand)
         is_like_all = len(self.window) == WINDOW_STEPS == self.window.count(size)
         self.window.append(size)
@@ -245,7 +245,7 @@ class Experience:
         demand = replace(demands[-1], held=held, union=union)
         if self.choice == DENSE and is_dense(demand):
             return f"dense: {demand.world_size} ranks, density {held / max(1, demand.num_rows):.2%}"
-        return explained(self.offers(), demand)
+        return explained(sorted(self.offers(), key=lambda offer: offer.scheme != self.choice), demand)
 
     def _decide(self) -> None:
         every = all(is_dense(self._demands[size]) for size in set(self.window))
@@ -332,6 +332,11 @@ class Experience:
     @staticmethod
     def _seconds(offer: Price) -> float:
         return offer.seconds or 0.0
+
+
+def _are_alike(one: Demand, other: Demand) -> bool:
+    """Return whether two demands are of a run on equally many ranks, with the same candidates."""
+    return (one.world_size, one.is_torchs) == (other.world_size, other.is_torchs)
 
 
 def _class_of(rows: float) -> int:

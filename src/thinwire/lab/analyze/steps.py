@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from thinwire.lab.analyze.run import ScriptFailed
 from thinwire.lab.analyze.step_recorder import StepRecorder
-from thinwire.lab.analyze.trials import run_on_ranks, torchrun_environment
+from thinwire.lab.analyze.trials import last_line, run_on_ranks, torchrun_environment
 from thinwire.lab.analyze.worker import run_recorded
 from thinwire.lab.testbed.launch import RanksFailed
 from thinwire.lab.testbed.network import EmulatedNetwork
@@ -59,7 +59,11 @@ def measure_script(
             on_message=lambda rank, stage: on_stage(stage),
         )
     except RanksFailed as failed:
-        raise ScriptFailed(f"{script.name} failed. It must run under torchrun; try that first.\n{failed}") from failed
+        reason = last_line(failed)
+        if reason.startswith(f"ValueError: {script.name} "):  # ours, about the script: it says all
+            raise ValueError(reason.removeprefix("ValueError: ")) from failed
+        text = f"{script.name} failed: {reason}\n{failed}\n{script.name} must run under torchrun; try that first."
+        raise ScriptFailed(text) from failed
     return _checked(None if found is None else Measurement.from_json(found), script)
 
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach
 from thinwire.compress.named import parse
-from thinwire.lab.analyze.worker import run_script
+from thinwire.lab.analyze.worker import run_as_main
 from thinwire.lab.doctor.advice import Advice
 from thinwire.lab.doctor.diagnosis import Confirmed
 from thinwire.lab.testbed.launch import RanksFailed, preload, run_ranks
@@ -155,7 +155,7 @@ def _try_rank(context: RankContext, script: str, arguments: list[str], advice: A
         os.dup2(nowhere.fileno(), 2)
     clock = StepClock(WARM_STEPS + steps)
     with _advised(advice, clock):
-        run_script(script, arguments, lambda: clock.is_done)
+        run_as_main(script, arguments, lambda: clock.is_done)
     clock.close()
     if len(clock.moments) < 3:
         raise ValueError(f"the script ended after {len(clock.moments)} training steps")

@@ -54,12 +54,12 @@ def run_recorded(recorder: ScriptWatcher, script: str, arguments: list[str]) -> 
 
     uninstall = install(recorder)
     try:
-        run_script(script, arguments, lambda: recorder.finished)
+        run_as_main(script, arguments, lambda: recorder.finished)
     finally:
         uninstall()
 
 
-def run_script(script: str, arguments: list[str], is_finished: Callable[[], bool]) -> None:
+def run_as_main(script: str, arguments: list[str], is_finished: Callable[[], bool]) -> None:
     """Run a script as ``python SCRIPT ARGS...`` would; how it exits does not matter if it was ended by us."""
     sys.argv = [script, *arguments]
     sys.path[0] = str(Path(script).resolve().parent)

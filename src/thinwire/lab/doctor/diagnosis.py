@@ -354,8 +354,9 @@ def _fastest_of_each(found: Sequence[Way]) -> dict[str, float]:
     """Return seconds of stock DDP, of exact ways, and of each compressor that all groups share."""
     fastest = {STOCK: found[0].seconds}
     for way in found[1:]:
-        name = way.compressors[0] or "exact, fused"
-        if len(set(way.compressors)) == 1:
+        used = set(way.compressors) or {None}
+        name = next(iter(used)) or "exact, fused"
+        if len(used) == 1:
             fastest[name] = min(way.seconds, fastest.get(name, math.inf))
     return fastest
 

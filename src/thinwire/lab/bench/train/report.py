@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from thinwire.lab import palette
-from thinwire.lab.bench.train.methods import DDP, PLAN, THINWIRE, parse
+from thinwire.lab.bench.train.methods import DDP, EXACT, PLAN, THINWIRE, parse
 from thinwire.lab.bench.train.summary import (
     COLUMNS,
     PAYS_FROM,
+    MethodSummary,
     caption,
     conditions,
     link_text,
@@ -21,6 +22,8 @@ from thinwire.lab.bench.train.summary import (
 )
 from thinwire.lab.plot import MOST_LINES, SMALL, is_narrow, key, label_ends, wrapped
 from thinwire.lab.report import Report
+from thinwire.plan.plan import EXACT as EXACT_WAYS
+from thinwire.plan.plan import STOCK
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,9 +34,9 @@ _PARTS = (
     ("optimizer_seconds", "optimizer", palette.COMPUTE, 1.0),
 )
 _LANE_PARTS = (
-    ("encode_seconds", "encode, decode", palette.STOCK, 0.6),
+    ("encode_seconds", "encode, decode", palette.COMPUTE, 0.7),
     ("wire_seconds", "network busy", palette.NETWORK, 0.4),
-    ("decode_seconds", "", palette.STOCK, 0.6),
+    ("decode_seconds", "", palette.COMPUTE, 0.7),
 )
 _EARLY = 6
 """The first sixth of a run, where all losses fall alike, is above the plot: the differences are at the end."""
@@ -53,41 +56,9 @@ def build_report(result: dict[str, Any]) -> Report:
     ranked = sorted(
         (one for one in summaries if one.method != DDP and one.speedup), key=lambda one: -(one.speedup or 0)
     )
-    best = ranked[0] if ranked else None
-    if best is not None and (best.speedup or 0) >= PAYS_FROM:
-        headline, lossy = f"{best.speedup:.2f}x faster to the loss of stock DDP", _is_lossy(best.method)
-    elif best is not None:
-        headline, lossy = "Nothing is faster than stock DDP here", None
-    elif any(one.method == DDP for one in summaries):
-        headline, lossy = "Nothing else reached the loss of stock DDP", None
-    else:
-        headline, lossy = "Stock DDP was not run", None
-    report.hero(headline, verdict(rows), lossy)
+    report.hero(*_headline(rows, ranked))
     report.figures([(f"speed of {one.method} to stock DDP's loss", f"{one.speedup:.2f}x") for one in ranked[:4]])
-    loss = environment.get("judged_by", "held-out loss")
-    drawn = _drawn(rows)
-    first_seed = [row for row in rows if row["seed"] == rows[0]["seed"] and row["method"] in drawn]
-    note = (
-        f"Seed {rows[0]['seed']}: the same initial parameters and batches under every method. The first sixth, where"
-        " all losses fall alike, is above the plot."
-    )
-    left_out = len(summaries) - len(drawn)
-    if left_out:
-        note += f" The {left_out} slowest methods are in the table only."
-    report.picture(
-        "Loss against seconds",
-        lambda axes: _draw_losses(axes, first_seed, "seconds_curve", loss),
-        note + " Time of the training steps, without that of measuring the loss.",
-        _in_words(first_seed, "seconds_curve", "s"),
-        height_inches=4.0,
-    )
-    report.picture(
-        "Loss against steps",
-        lambda axes: _draw_losses(axes, first_seed, "curve_steps", loss),
-        note,
-        _in_words(first_seed, "curve_steps", "steps"),
-        height_inches=4.0,
-    )
+    _loss_pictures(report, rows, environment.get("judged_by", "held-out loss"))
     most_breaks = max(_name(one.method, narrow=True).count("\n") for one in summaries)
     report.picture(
         "Where the time of a step goes",
@@ -101,28 +72,72 @@ def build_report(result: dict[str, Any]) -> Report:
     return report
 
 
+def _headline(rows: Sequence[dict[str, Any]], ranked: Sequence[MethodSummary]) -> tuple[str, str, bool | None]:
+    """Return the result, a sentence on it, and whether it is of a lossy method."""
+    text, best = verdict(rows), ranked[0] if ranked else None
+    if best is not None and (best.speedup or 0) >= PAYS_FROM:
+        return f"{best.speedup:.2f}x faster to the loss of stock DDP", text, best.method in _lossy_of(rows)
+    if best is not None:
+        return "Nothing is faster than stock DDP here", text, None
+    if any(row["method"] == DDP for row in rows):
+        return "Nothing else reached the loss of stock DDP", text, None
+    return "Stock DDP was not run", text, None
+
+
+def _loss_pictures(report: Report, rows: Sequence[dict[str, Any]], loss: str) -> None:
+    looks = _looks(rows)
+    first_seed = [row for row in rows if row["seed"] == rows[0]["seed"] and row["method"] in looks]
+    note = (
+        f"Seed {rows[0]['seed']}: the same initial parameters and batches under every method. The first sixth, where"
+        " all losses fall alike, is above the plot."
+    )
+    left_out = len({row["method"] for row in rows}) - len(looks)
+    if left_out:
+        note += f" The {left_out} slowest methods are in the table only."
+    report.picture(
+        "Loss against seconds",
+        lambda axes: _draw_losses(axes, first_seed, "seconds_curve", loss, looks),
+        note + " Time of the training steps, without that of measuring the loss.",
+        _in_words(first_seed, "seconds_curve", "s"),
+        height_inches=4.0,
+    )
+    report.picture(
+        "Loss against steps",
+        lambda axes: _draw_losses(axes, first_seed, "curve_steps", loss, looks),
+        note,
+        _in_words(first_seed, "curve_steps", "steps"),
+        height_inches=4.0,
+    )
+
+
 def write_report(result: dict[str, Any], path: Path) -> None:
     """Write the page."""
     build_report(result).write(path)
 
 
-def _is_lossy(method: str) -> bool:
-    return parse(method)[0] not in (DDP, THINWIRE, PLAN)
+def _lossy_of(rows: Sequence[dict[str, Any]]) -> set[str]:
+    """Return the methods that change the gradients; of a plan it is its choice that says so."""
+    return {row["method"] for row in rows if _is_lossy(parse(row["method"])[0], row.get("plan") or "")}
 
 
-def _drawn(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the methods with a line: stock DDP, exact ones, and of the others the fastest to stock DDP's loss."""
-    summaries = sorted(summarize(rows), key=lambda one: (one.method != DDP, -(one.speedup or 0)))
-    exact = [one.method for one in summaries if not _is_lossy(one.method)][: MOST_LINES - 1]
-    lossy = [one.method for one in summaries if _is_lossy(one.method)][: min(_MOST_LOSSY, MOST_LINES - len(exact))]
-    return [one.method for one in summaries if one.method in (*exact, *lossy)]
+def _is_lossy(name: str, choice: str) -> bool:
+    if name == PLAN:
+        return choice != STOCK and not choice.startswith(EXACT_WAYS)
+    return name not in (DDP, THINWIRE, EXACT)
 
 
-def _looks(methods: Sequence[str]) -> dict[str, tuple[str, Any]]:
-    """Return the colour and line style of each method; lines of one colour have different styles."""
+def _looks(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[str, Any]]:
+    """Return the colour and line style of each method with a line; lines of one colour have different styles.
+
+    They are of stock DDP, of exact methods, and of the others that are fastest to stock DDP's loss.
+    """
+    lossy = _lossy_of(rows)
+    methods = [one.method for one in sorted(summarize(rows), key=lambda one: (one.method != DDP, -(one.speedup or 0)))]
+    exact = [method for method in methods if method not in lossy][: MOST_LINES - 1]
+    others = [method for method in methods if method in lossy][: min(_MOST_LOSSY, MOST_LINES - len(exact))]
     looks: dict[str, tuple[str, Any]] = {}
-    for method in methods:
-        color = palette.STOCK if method == DDP else palette.LOSSY if _is_lossy(method) else palette.THINWIRE
+    for method in (method for method in methods if method in (*exact, *others)):
+        color = palette.STOCK if method == DDP else palette.LOSSY if method in lossy else palette.THINWIRE
         alike = sum(used == color for used, _ in looks.values())
         looks[method] = color, palette.DASHES[alike % len(palette.DASHES)]
     return looks
@@ -132,8 +147,9 @@ def _points(row: dict[str, Any], against: str) -> list[tuple[float, float]]:
     return [(x, y) for x, y in zip(row[against], row["loss_curve"], strict=True) if y is not None]
 
 
-def _draw_losses(axes: Axes, rows: Sequence[dict[str, Any]], against: str, loss: str) -> None:
-    looks = _looks([row["method"] for row in rows])
+def _draw_losses(
+    axes: Axes, rows: Sequence[dict[str, Any]], against: str, loss: str, looks: Mapping[str, tuple[str, Any]]
+) -> None:
     last = 0.0
     for row in rows:
         points = _points(row, against)

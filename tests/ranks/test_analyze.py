@@ -156,7 +156,7 @@ def test_command_writes_json_page_and_trace(script: Path, tmp_path: Path) -> Non
     assert (figures["workers"], figures["steps"], figures["steps_wanted"]) == (2, 2, 5)
     assert (figures["machine"]["mbit"], figures["machine"]["latency_seconds"]) == (100, 0.002)
     assert [one["name"] for one in figures["parameters"]] == ["tables.sparse.weight", "tables.dense.weight"]
-    assert paths["report"].read_text().count("<svg") == 10
+    assert paths["report"].read_text().count("<svg") == 20, "five plots of each table, for wide windows and narrow ones"
     trace = load_trace(paths["record"])
     assert (trace.num_rows, trace.width, trace.world_size, len(trace.steps)) == (3000, 8, 2, 2)
     assert torch.equal(trace.steps[1][1], expected_ids(rank=1, step=1))

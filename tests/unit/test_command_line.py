@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import os
 import platform
+import secrets
 import signal
 import subprocess
 import sys
@@ -121,6 +122,18 @@ def test_no_help_imports_what_it_does_not_need() -> None:
     assert imported_by("from thinwire.cli.main import app", line.format(runs)) == []
 
 
+def test_what_asks_a_holder_imports_no_torch(tmp_path: Path) -> None:
+    """`thinwire holder --status` takes 0.2 s."""
+    (tmp_path / "secret").touch(mode=0o600)
+    (tmp_path / "secret").write_text(secrets.token_hex(16))
+    options = ["--socket", str(tmp_path / "socket"), "--secret-file", str(tmp_path / "secret")]
+    started = [sys.executable, "-m", "thinwire", "holder", "--detach", "--memory-budget", "16MiB", *options]
+    subprocess.run(started, check=True, capture_output=True)
+    runs = [["holder", action, *options] for action in ("--status", "--stop")]
+    line = f"for arguments in {runs!r}: app(arguments, standalone_mode=False)"
+    assert imported_by("from thinwire.cli.main import app", line) == []
+
+
 def test_names_in_the_help_of_benchmarks_are_those_there_are() -> None:
     from thinwire.lab.bench.checkpoint import methods as checkpoint
     from thinwire.lab.bench.jobs import named
@@ -225,6 +238,8 @@ def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
         result = CliRunner().invoke(main.app, [*command.split(), "--picture", str(tmp_path / "x.png")])
         assert result.exit_code == 1
         assert result.output == "error: --picture needs matplotlib: pip install 'thinwire[plot]'\n"
+    result = CliRunner().invoke(main.app, ["bench", "checkpoint", "--report", "x.html", "--link", "fast"])
+    assert result.output.startswith("The report will have no plots: --report needs matplotlib: pip install 'thinwire")
 
 
 @pytest.mark.parametrize("package", ["pyroute2", "sklearn"])

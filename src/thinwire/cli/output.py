@@ -185,10 +185,12 @@ def check_directories(paths: dict[str, Path | None]) -> None:
         reason = _why_not(path, option)
         if reason is not None:
             raise typer.BadParameter(reason, param_hint=option)
-        if option == "--picture":
-            with clear_errors():
-                if find_spec("matplotlib") is None:
-                    raise missing_package("matplotlib", option)
+        if option in ("--picture", "--report") and find_spec("matplotlib") is None:
+            missing = missing_package("matplotlib", option)
+            if option == "--picture":
+                with clear_errors():
+                    raise missing
+            typer.echo(f"The report will have no plots: {missing}", err=True)
 
 
 def _why_not(path: Path, option: str) -> str | None:

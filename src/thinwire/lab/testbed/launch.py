@@ -21,8 +21,8 @@ import pickle
 import signal
 import socket
 import tempfile
-from collections.abc import Callable
-from multiprocessing import forkserver, resource_tracker
+from collections.abc import Callable, Iterator
+from multiprocessing import resource_tracker
 from typing import Any
 
 from thinwire.lab.testbed.network import EmulatedNetwork, in_namespace
@@ -163,22 +163,23 @@ def _pickle_call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def _start(setup: RankSetup, payload: bytes) -> RankProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_preloaded)
-    _start_server()
     ours, theirs = context.Pipe()
-    with theirs:
+    with theirs, _interrupted_later():
         process = context.Process(target=rank_main, args=(setup, theirs, payload), name=f"rank {setup.rank}")
         process.start()
     return RankProcess(setup.rank, process, ours)
 
 
-def _start_server() -> None:
-    """Start the server, if it does not run yet, so that Ctrl-C, which is for the launcher, does not reach its imports.
+@contextlib.contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Hold Ctrl-C back while a rank starts, for seconds if it is the first.
 
-    It ignores that signal later itself; until then, for seconds, it would print a traceback.
+    Until the server has imported everything it would print a traceback, and so would a rank that is half described.
+    The server inherits that the signal is held back, and its ranks ignore it.
     """
-    resource_tracker.ensure_running()  # the server's start would call it, and it unblocks the signal
+    resource_tracker.ensure_running()  # the server's start would call it, and it lets the signal through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        forkserver.ensure_running()
+        yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -210,6 +210,14 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
     """All commands would fail later too: they have no input, or an unknown link."""
     locked = (Path("locked"), Path("locked.svg"))  # which root may write to
     monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK or Path(path) not in locked)
+    is_dir = Path.is_dir
+
+    def is_dir_here(path: Path) -> bool:
+        if path.parent == Path("sealed"):  # which may not be entered
+            raise PermissionError
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", is_dir_here)
     monkeypatch.chdir(tmp_path)
     Path("locked").mkdir()
     Path("locked.svg").touch()
@@ -219,6 +227,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
         ".": ". is a directory",
         "locked/x.svg": "permission denied",
         "locked.svg": "permission denied",
+        "sealed/x.svg": "cannot be written: permission denied",
     }
     wrong |= {"x.jpg2000": "x.jpg2000 is none of .png, .svg, .pdf"} if option == "--picture" else {}
     given = {"plan": ["--measure"], "plan show": ["none.json"], "doctor": ["lstm"]}

@@ -195,11 +195,15 @@ def check_directories(paths: dict[str, Path | None]) -> None:
 
 def _why_not(path: Path, option: str) -> str | None:
     """Why a file cannot be written; None if it can, as far as can be said without writing it."""
-    if path.is_dir():
-        return f"{path} is a directory"
-    if not path.parent.is_dir():
-        return f"{path.parent} is not a directory"
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    try:
+        if path.is_dir():
+            return f"{path} is a directory"
+        if not path.parent.is_dir():
+            return f"{path.parent} is not a directory"
+        may_write = os.access(path if path.exists() else path.parent, os.W_OK)
+    except PermissionError:  # of a directory that may not be entered
+        may_write = False
+    if not may_write:
         return f"{path} cannot be written: permission denied"
     if option == "--picture" and path.suffix.lower() not in PICTURES:
         return f"{path} is none of {', '.join(PICTURES)}"

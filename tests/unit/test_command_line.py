@@ -239,6 +239,24 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
         assert reason in " ".join(result.output.replace("│", " ").split()), (arguments, result.output)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("plan --from x.json --hosts 3", "was measured already: leave out --hosts"),
+        ("plan --from x.json --job gpt", "was measured already: leave out --job"),
+        ("plan --measure --compress top_q", "unknown compressor 'top_q'"),
+        ("analyze none.py", "there is no script none.py"),
+        ("demo --hosts 1000", "less than or equal to 250"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_runs(arguments: str, says: str) -> None:
+    result = CliRunner().invoke(main.app, arguments.split(), env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert says in result.output
+    assert "Recording" not in result.output
+    assert "Measuring" not in result.output
+
+
 def test_a_picture_without_matplotlib_is_refused_before_anything_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from thinwire.compress.reduction.choose import AUTO as AUTO_EXCHANGE
 from thinwire.compress.wrappers import Wrapper
 from thinwire.follow.grouping import Intent
 from thinwire.fuse.policy import Policy
-from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression
+from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression, check_scaler
 from thinwire.gradients.ddp import check_buckets
 from thinwire.gradients.model import is_replicated, module_of, synchronized_parameters
 from thinwire.gradients.passes import INSIDE_DDP
@@ -102,6 +102,9 @@ def attach(
     """
     model = _found(model)
     resolve(scheme)
+    check_scaler(grad_scaler)
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise ValueError(f"timeout is {timeout!r}: pass a datetime.timedelta, such as timedelta(seconds=5)")
     group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
     with telling_peers(group, timeout):
         _check_parameters(model)
@@ -246,6 +249,8 @@ def _check_parameters(model: nn.Module) -> None:
         raise ValueError(
             f"{type(model).__name__} has no parameters, so there is nothing to synchronize: pass the model"
         )
+    if device is None:
+        raise ValueError(f"no parameter of {type(model).__name__} requires a gradient, so none would be synchronized")
     for name, parameter in synchronized_parameters(model):
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run a batch through the model first")

@@ -294,6 +294,36 @@ def test_an_interrupt_ends_with_status_130() -> None:
     assert rest == "interrupted\n"
 
 
+@pytest.mark.parametrize("arguments", ["--help", "--version", "plan show none.json"])
+def test_a_reader_that_has_seen_enough_is_no_error(arguments: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "thinwire", *arguments.split()]
+    ran = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False, timeout=60)
+    os.close(writer)
+    assert ran.returncode == (2 if "none" in arguments else 0)
+    assert ("none.json" in ran.stderr) if "none" in arguments else not ran.stderr
+
+
+@pytest.mark.parametrize("detach", [[], ["--detach"]])
+def test_wrong_options_of_a_holder_are_said_alike_in_the_foreground_and_detached(
+    detach: list[str], tmp_path: Path
+) -> None:
+    arguments = ["holder", "--socket", str(tmp_path / "socket"), "--memory-budget", "lots", *detach]
+    ran = subprocess.run(
+        [sys.executable, "-m", "thinwire", *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert ran.stderr == "error: unknown size 'lots'; legal forms: '64GiB', '500MB', '1000000'\n"
+
+
+def test_a_file_to_compare_with_that_is_no_result_is_said_in_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "d.json").write_text("{}")
+    result = CliRunner().invoke(main.app, ["bench", "sync", "--compare", str(tmp_path / "d.json")])
+    assert result.exit_code == 2
+    assert "is no result of a benchmark: give a file that --json of one wrote" in result.output
+
+
 def test_the_shell_completes_commands_and_options() -> None:
     for words, completed in {
         "thinwire do": "doctor",

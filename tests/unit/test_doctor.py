@@ -289,6 +289,13 @@ def test_another_link_can_be_asked_for(tmp_path: Path) -> None:
     assert "Do nothing." in result.output
 
 
+def test_a_plan_is_no_measurement(tmp_path: Path) -> None:
+    Plan(2, "model", (), 0.1, 0.2, choice=STOCK).save(tmp_path / "plan.json")
+    result = invoke("--from", str(tmp_path / "plan.json"))
+    assert result.exit_code == 2
+    assert "this is a plan, not a measurement" in result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -48,6 +48,7 @@ WRONG_OBJECTS: dict[str, tuple[Any, str]] = {
     "nothing": (None, "not an object of NoneType"),
     "list": ([nn.Linear(1, 1)], "not an object of list"),
     "no parameters": (nn.ReLU(), "ReLU has no parameters"),
+    "frozen": (nn.Linear(4, 4).requires_grad_(False), "no parameter of Linear requires a gradient"),
     "lazy": (nn.LazyLinear(4), "'weight' is lazy and has no shape yet: run a batch through the model first"),
     "meta": (nn.Linear(4, 4, device="meta"), "on the meta device and has no values yet: see Module.to_empty"),
 }
@@ -86,6 +87,9 @@ ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"plan": plan(), "compress": compress.top_k(0.01)}, "leave out plan= or compress="),
     ({"fallback": True}, "pass plan= too"),
     ({"compress": compress.dgc(0.01), "optimizer": torch.optim.SGD}, "pass the optimizer of the model"),
+    ({"timeout": "5"}, r"timeout is '5': pass a datetime.timedelta, such as timedelta\(seconds=5\)"),
+    ({"timeout": 5}, r"timedelta\(seconds=5\)"),
+    ({"grad_scaler": 1}, "grad_scaler is 1: pass the torch.amp.GradScaler"),
     ({"compress": compress.top_k(0.01), "grad_scaler": True}, "grad_scaler is True: pass the torch.amp.GradScaler"),
 ]
 
@@ -128,6 +132,7 @@ def test_a_file_that_is_no_plan(tmp_path: Path) -> None:
         (tmp_path, "Is a directory"),
         (plan_file(tmp_path / "text", "hello"), "is not a plan, which is a JSON file"),
         (plan_file(tmp_path / "empty", "{}"), "not a plan that this thinwire reads"),
+        (Path(__file__).parents[2] / "docs/lstm-100mbit.json", "is a measurement of `thinwire plan --m.*, not a plan"),
     ):
         with pytest.raises(ValueError, match=says) as caught:
             Plan.load(path)

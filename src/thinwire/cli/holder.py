@@ -43,9 +43,12 @@ def holder(
     forget: str = typer.Option(None, metavar="RUN", help="Free the memory of one run.", show_default=False),
     json_path: Path = option("--json"),
 ) -> None:
-    """Keep checkpoints in this host's memory, whatever becomes of the trainers; one holder for each host."""
+    """Keep checkpoints in this host's memory, whatever becomes of the trainers; one holder for each host.
+
+    Without --detach it serves until SIGTERM or Ctrl-C, and ends with status 0.
+    """
     from thinwire.errors import ThinwireError
-    from thinwire.holder.start import HolderOptions
+    from thinwire.holder.start import HolderOptions, config_of
 
     options = HolderOptions(
         bind=bind,
@@ -61,7 +64,9 @@ def holder(
     with clear_errors(ValueError, OSError, ThinwireError):
         if stop or status or forget is not None:
             _talk(options, console, stop, forget, json_path)
-        elif detach:
+            return
+        config_of(options.to_json())  # which raises what is wrong
+        if detach:
             _start(options, console, json_path)
         else:
             _become(options, json_path)

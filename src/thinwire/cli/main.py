@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from typing import ClassVar
@@ -86,4 +88,13 @@ def main(
 def command() -> None:
     """Run the command line as a process of its own: `thinwire`, or `python -m thinwire`."""
     output.is_command = True
-    app(prog_name="thinwire")
+    try:
+        try:
+            app(prog_name="thinwire")
+        finally:
+            sys.stdout.flush()
+    except (SystemExit, BrokenPipeError) as ended:  # typer makes a SystemExit of a broken pipe
+        if not isinstance(ended, BrokenPipeError) and not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader, such as head, has seen enough
+        sys.exit(getattr(ended.__context__, "code", 0))

@@ -25,7 +25,8 @@ class GradScaler(Protocol):
     def is_enabled(self) -> bool: ...
 
 
-def _check_scaler(scaler: object) -> None:
+def check_scaler(scaler: object) -> None:
+    """Raise ValueError for what is no scaler."""
     if scaler is not None and not hasattr(scaler, "is_enabled"):
         raise ValueError(f"grad_scaler is {scaler!r}: pass the torch.amp.GradScaler of the training loop")
 
@@ -63,7 +64,6 @@ class Compression:
     ahead: bool = True
 
     def __post_init__(self) -> None:
-        _check_scaler(self.grad_scaler)
         if self.reduction in (AUTO, *REDUCTIONS):
             return
         if isinstance(self.reduction, str) and self.reduction.removeprefix(TWO_LEVEL_PREFIX) not in NAMED:
@@ -100,9 +100,6 @@ class PlannedCompression:
 
     plan: Plan
     grad_scaler: GradScaler | None = None
-
-    def __post_init__(self) -> None:
-        _check_scaler(self.grad_scaler)
 
     @property
     def scheme(self) -> Scheme | TwoLevel | None:

@@ -341,6 +341,8 @@ class Measurement:
         Raises:
             ValueError: it is no measurement, or one of another version.
         """
+        if isinstance(data, Mapping) and "groups" in data:
+            raise ValueError(f"this is a plan, not a measurement of `thinwire plan --measurement`: {_HOW}")
         version = data.get("version") if isinstance(data, Mapping) else None
         if not isinstance(data, Mapping) or version != VERSION:
             raise ValueError(

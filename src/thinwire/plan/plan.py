@@ -241,6 +241,8 @@ class Plan:
         Raises:
             ValueError: it is no plan, or one of another version.
         """
+        if isinstance(data, Mapping) and "link" in data:
+            raise ValueError(f"this is a measurement of `thinwire plan --measurement`, not a plan: {_HOW}")
         version = data.get("version") if isinstance(data, Mapping) else None
         if version != VERSION:
             raise ValueError(

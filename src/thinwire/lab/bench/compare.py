@@ -32,8 +32,10 @@ def load_rows(path: Path) -> list[dict[str, Any]]:
     """
     try:
         rows = json.loads(path.read_text())["rows"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is no result of a benchmark: {error}") from error
+    except OSError as error:
+        raise ValueError(f"{path} is no result of a benchmark: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is no result of a benchmark: give a file that --json of one wrote") from error
     if not (isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows)):
         raise ValueError(f"{path} has no rows: give a file that --json wrote")
     return rows

@@ -101,10 +101,7 @@ def attach(
         >>> sync = thinwire.attach(module, plan=thinwire.Plan.load("plan.json"))          # doctest: +SKIP
     """
     model = _found(model)
-    resolve(scheme)
-    check_scaler(grad_scaler)
-    if timeout is not None and not isinstance(timeout, timedelta):
-        raise ValueError(f"timeout is {timeout!r}: pass a datetime.timedelta, such as timedelta(seconds=5)")
+    _check_arguments(scheme, timeout, grad_scaler)
     group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
     with telling_peers(group, timeout):
         _check_parameters(model)
@@ -137,6 +134,13 @@ def attach(
         _check_momentum(optimizer, plans, module_of(model))
     intent = _intent(model, fuse, plan, fallback, any(_has_momentum(entry.compressor) for entry in plans.values()))
     return Synchronizer(model, scheme, timeout, plans or None, compression if plans else None, intent)
+
+
+def _check_arguments(scheme: str | Scheme | TwoLevel, timeout: object, grad_scaler: object) -> None:
+    resolve(scheme)
+    check_scaler(grad_scaler)
+    if timeout is not None and not isinstance(timeout, timedelta):
+        raise ValueError(f"timeout is {timeout!r}: pass a datetime.timedelta, such as timedelta(seconds=5)")
 
 
 def _found(model: nn.Module) -> nn.Module:

@@ -45,6 +45,15 @@ def cells_of(text: str) -> set[str]:
     return set(text.split())
 
 
+def test_one_step_and_one_seed_are_no_plural() -> None:
+    name = next(path.name for path in sorted(RESULTS.glob("train-*.json")))
+    result = stored(name)
+    result["environment"] |= {"steps": 1, "seeds": 1}
+    assert train_summary.conditions(result).endswith(" 1 step, 1 seed")
+    result["environment"] |= {"steps": 20, "seeds": 3}
+    assert train_summary.conditions(result).endswith(" 20 steps, 3 seeds")
+
+
 @pytest.mark.parametrize("width", [60, 80, 160])
 @pytest.mark.parametrize("name", ["sync-lstm-8x100mbit.json", "contenders-bert-8x100mbit.json"])
 def test_bench_sync(name: str, width: int) -> None:

@@ -227,10 +227,10 @@ def save_plan(best: Plan, output: Path, console: Console) -> None:
 
 def print_measurement(measured: Measurement, console: Console) -> None:
     """Print the measurement, in a few lines and a table of lines."""
-    from thinwire.plan.explain import format_bytes, format_seconds
+    from thinwire.plan.explain import counted, format_bytes, format_seconds
 
     console.print(
-        f"{measured.world_size} ranks on {measured.hosts} hosts, {measured.device}:"
+        f"{measured.world_size} ranks on {counted(measured.hosts, 'host')}, {measured.device}:"
         f" {measured.link.network.describe()}.\n"
         f"{len(measured.parameters)} parameters, {format_bytes(sum(measured.size_bytes))} of gradients"
         f"{_tables(measured)}; forward {format_seconds(measured.forward_seconds)}, backward"

@@ -11,7 +11,7 @@ from thinwire.cli.output import plain_table, write_json
 from thinwire.lab.espresso.collectives import cost_table
 from thinwire.lab.espresso.published import PublishedPlan, plan_published, published_cluster
 from thinwire.lab.testbed.network import Link
-from thinwire.plan.explain import format_bytes, format_seconds
+from thinwire.plan.explain import counted, format_bytes, format_seconds
 
 
 def show_published(
@@ -50,7 +50,7 @@ def _print(found: PublishedPlan, console: Console) -> None:
     other = model.other_seconds
     table = plain_table(
         title=f"{model.name}: {model.num_tensors} tensors, {format_bytes(sum(model.size_bytes))}, on {cluster.hosts} x"
-        f" {cluster.ranks_per_host} ranks"
+        f" {counted(cluster.ranks_per_host, 'rank')}"
     )
     for column in ("whole step", "predicted", "faster"):
         table.add_column(column, justify="left" if column == "whole step" else "right")

@@ -20,6 +20,16 @@ def format_seconds(seconds: float) -> str:
     return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number of things.
+
+    Example:
+        >>> counted(1, "rank"), counted(8, "rank")
+        ('1 rank', '8 ranks')
+    """
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def format_bytes(size_bytes: float) -> str:
     """Format bytes with a unit that suits: ``1.2 GB``, ``4.8 MB``, ``16 kB``."""
     for scale, unit, digits in ((1e9, "GB", 2), (1e6, "MB", 1), (1e3, "kB", 0)):

@@ -9,6 +9,7 @@ from thinwire.lab.analyze.prediction import DEFAULT_LINK, AssumedLink, Predictio
 from thinwire.lab.analyze.recording import Recording, Table
 from thinwire.lab.analyze.statistics import TableStatistics, table_statistics
 from thinwire.lab.bench.trace import IndexTrace
+from thinwire.plan.explain import counted
 
 EXTRAPOLATION = (
     "The union on more ranks than were recorded is extrapolated by gamma = n^a, fitted to the recorded curve, and"
@@ -56,7 +57,7 @@ class Analysis:
     def conditions(self) -> str:
         """Description of the run in one line."""
         recording = self.recording
-        steps = f"{recording.num_steps} steps"
+        steps = counted(recording.num_steps, "step")
         if recording.num_steps < self.steps_wanted:
             steps += f" (the script ended before the {self.steps_wanted} asked for)"
         tables = f"{len(self.sparse)} of {len(recording.tables)} parameters are sparse tables"

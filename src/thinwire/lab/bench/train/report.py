@@ -22,6 +22,7 @@ from thinwire.lab.bench.train.summary import (
 )
 from thinwire.lab.plot import MOST_LINES, SMALL, is_narrow, key, label_ends, wrapped
 from thinwire.lab.report import Report
+from thinwire.plan.explain import counted
 from thinwire.plan.plan import EXACT as EXACT_WAYS
 from thinwire.plan.plan import STOCK
 
@@ -51,7 +52,10 @@ def build_report(result: dict[str, Any]) -> Report:
     report = Report(
         f"Training {job}, one method at a time",
         conditions(result),
-        [("Link", link_text(rows[0])), ("Run", f"{environment['steps']} steps, {environment['seeds']} seeds")],
+        [
+            ("Link", link_text(rows[0])),
+            ("Run", f"{counted(environment['steps'], 'step')}, {counted(environment['seeds'], 'seed')}"),
+        ],
     )
     ranked = sorted(
         (one for one in summaries if one.method != DDP and one.speedup), key=lambda one: -(one.speedup or 0)

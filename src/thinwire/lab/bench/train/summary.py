@@ -10,6 +10,7 @@ from typing import Any
 
 from thinwire.lab.bench.train.curve import TOLERANCE
 from thinwire.lab.bench.train.methods import BF16, DDP, TORCH_METHODS, parse
+from thinwire.plan.explain import counted
 
 COLUMNS = ("method", "MB", "step s", "faster", "loss", "vs ddp", "to loss", "faster")
 PAYS_FROM = 1.05
@@ -80,7 +81,7 @@ def conditions(result: dict[str, Any]) -> str:
     trained_by = f"{first['optimizer']}; " if "optimizer" in first else ""
     return (
         f"{first['job']}: {first['parameters']:,} parameters, {size:.1f} MB of gradients; {trained_by}{where};"
-        f" {environment['steps']} steps, {environment['seeds']} seeds"
+        f" {counted(environment['steps'], 'step')}, {counted(environment['seeds'], 'seed')}"
     )
 
 

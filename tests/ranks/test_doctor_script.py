@@ -295,6 +295,19 @@ def test_a_script_that_fails_says_why_once_without_frames_of_libraries(text: str
     assert "train.py" in frame
 
 
+@pytest.mark.timeout(60)
+def test_a_job_function_that_raises_is_shown_once_with_its_own_frames() -> None:
+    written("def inner():\n    raise KeyError('no such data')\n\ndef make():\n    inner()\n", "job.py")
+    result = CliRunner().invoke(
+        app, ["doctor", "--hosts", "1", "--ranks-per-host", "2", "--link", "none", "job.py:make"]
+    )
+    assert result.exit_code == 1, result.output
+    assert result.output.count("KeyError: 'no such data'") == 1, result.output
+    frames = [line for line in result.output.splitlines() if line.strip().startswith("File ")]
+    assert len(frames) == 2, result.output
+    assert all("job.py" in line for line in frames), result.output
+
+
 @pytest.mark.timeout(120)
 def test_a_usage_that_all_ranks_print_is_shown_once() -> None:
     written(DENSE)

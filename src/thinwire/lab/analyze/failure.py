@@ -53,10 +53,16 @@ def kept_errors(directory: Path, rank: int, script: str) -> Iterator[None]:
 
 
 @contextmanager
-def raised_by_script(script: str) -> Iterator[None]:
-    """Raise an error of the script, or its ``sys.exit``, as `ScriptError`, without the frames of libraries."""
+def raised_by_script(script: str, *passed: type[Exception]) -> Iterator[None]:
+    """Raise an error of the script, or its ``sys.exit``, as `ScriptError`, without the frames of libraries.
+
+    Args:
+        passed: errors that are raised as they are.
+    """
     try:
         yield
+    except passed:
+        raise
     except ScriptFailed as error:  # ours, about the script
         raise ScriptError(str(error)) from None
     except SystemExit as ended:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from thinwire.lab.analyze.failure import raised_by_script
 from thinwire.lab.analyze.trials import attach_as_advised, counts, seconds_of_trial
 from thinwire.lab.bench.jobs.job import Data, Job
 from thinwire.lab.bench.jobs.named import parse_job
-from thinwire.lab.bench.jobs.own import OwnJob, clear_job_errors
+from thinwire.lab.bench.jobs.own import JobError, OwnJob, clear_job_errors
 from thinwire.lab.doctor.advice import Advice
 from thinwire.lab.doctor.diagnosis import Confirmed
 from thinwire.lab.testbed.launch import preload, run_ranks
@@ -102,9 +103,10 @@ def measure_rank(
 ) -> Any:
     """Measure on one rank, in the default process group."""
     sys.path[:] = path  # a factory is imported from the command's directory
-    training = target.training(context.rank, context.world_size, data)
     tell = context.send if context.rank == 0 else lambda stage: None
-    return measure_training(training, how, on_stage=tell).to_json()
+    with raised_by_script(target.text, JobError):
+        training = target.training(context.rank, context.world_size, data)
+        return measure_training(training, how, on_stage=tell).to_json()
 
 
 def try_on_hosts(

@@ -172,3 +172,15 @@ def test_words_that_were_replaced_do_not_come_back(path: Path) -> None:
     text = "" if str(path.relative_to(ROOT)) in RESULTS else path.read_text()
     found = {word: better for word, better in words.items() if re.search(rf"\b{word}\b", text, flags=re.IGNORECASE)}
     assert found == {}
+
+
+def test_every_test_that_a_page_names_is_there() -> None:
+    pages = {page: page.read_text() for page in DOCUMENTS}
+    named = {name for text in pages.values() for name in re.findall(r"(tests/[\w/]+\.py)::(\w+)", text)}
+    assert named
+    assert [(file, name) for file, name in named if f"def {name}(" not in (ROOT / file).read_text()] == []
+
+
+def test_no_page_keeps_the_marks_of_a_merge() -> None:
+    marks = re.compile(r"^(?:<{7} |={7}$|>{7} )", flags=re.MULTILINE)
+    assert [page for page in DOCUMENTS if marks.search(page.read_text())] == []

@@ -19,6 +19,7 @@ from thinwire.fuse.policy import Policy
 from thinwire.lab.analyze.failure import ScriptFailed
 from thinwire.lab.analyze.step_recorder import StepRecorder
 from thinwire.lab.analyze.steps import run_watched
+from thinwire.lab.bench.jobs.own import OwnJob
 from thinwire.lab.doctor.diagnosis import (
     FINALISTS,
     SPEEDS_MBIT,
@@ -354,7 +355,16 @@ def test_another_link_can_be_asked_for(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         ((), "give a script, a job or module:function"),
-        (("lstm", "--from", "x.json"), "give a script, a job or module:function"),
+        (("lstm", "--from", "x.json"), "give lstm, to be measured, or --from FILE, not both"),
+        (("--from", "x.json", "--hosts", "3"), "was measured already: leave out --hosts"),
+        (("--from", "x.json", "--steps", "9"), "was measured already: leave out --steps"),
+        (("--from", "x.json", "--compress", "top_k:dens=0.1"), "does not take these settings"),
+        (("--from", "x.json", "--compress", "top_k:density=7"), "in (0, 1], not 7"),
+        (("--ranks-per-host", "2", __file__), "leave out --ranks-per-host"),
+        (("lstm", "--ranks", "2"), "leave out --ranks"),
+        (("nomod:make",), "No module named 'nomod'; run from the directory that holds it"),
+        (("nomod.inner:make",), "No module named 'nomod'"),
+        (("this:nope",), "this has no function 'nope'"),
         (("--from", "none.json"), "cannot read the measurement none.json"),
         (("none.py",), "there is no script none.py"),
         (("lstn",), "unknown job 'lstn'; legal are lstm, digits, gpt, or module:function"),
@@ -372,6 +382,19 @@ def test_what_is_wrong_is_said_before_anything_is_measured(arguments: tuple[str,
     assert result.exit_code == 2
     assert says in " ".join(result.output.replace("│", " ").split())
     assert "Starting ranks" not in result.output or not arguments[0].endswith(".py")
+
+
+def test_a_function_that_a_file_may_define_is_looked_for_without_running_it(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    for text in ("def make(): ...", "if x:\n  make = 1", "from a import b as make", "from a import *"):
+        job.write_text(f"{text}\nraise SystemExit")
+        assert OwnJob.parse(f"{job}:make").name == f"{job}:make"
+    for text, says in (("def other(): ...", "has no function 'make'"), ("def (", "line 1: invalid syntax")):
+        job.write_text(text)
+        result = invoke(f"{job}:make")
+        assert result.exit_code == 2
+        assert says in result.output
+        assert "Measuring" not in result.output
 
 
 def test_a_script_of_few_steps_says_how_many_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

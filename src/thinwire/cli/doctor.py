@@ -14,10 +14,11 @@ from rich.console import Console
 
 from thinwire.cli import output as shown
 from thinwire.cli.commands import ScriptCommand, option
-from thinwire.cli.output import check_directories, clear_errors, console_for, progress, write_json
+from thinwire.cli.output import check_directories, clear_errors, console_for, progress, refuse_with, write_json
 from thinwire.cli.plan import (
     COMPRESSORS,
     JOB_LINK,
+    MEASURED,
     in_job,
     is_first_rank,
     measure_target,
@@ -49,6 +50,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command(cls=ScriptCommand, epilog=EXAMPLES)
 def doctor(
+    context: typer.Context,
     command: list[str] = typer.Argument(
         None,
         metavar="SCRIPT.py [ARGS]... | JOB | MODULE:FUNCTION",
@@ -87,10 +89,18 @@ def doctor(
     check_directories({"--output": output, "--picture": picture, "--report": report, "--json": json_path})
     console = console_for(json_path)
     with clear_errors(ValueError, OSError, ImportError, ScriptFailed, RanksFailed, NetAdminError):
-        if (measured is None) == (not command):
+        if measured is None and not command:
             raise ValueError("give a script, a job or module:function; or a measurement with --from FILE")
-        compressors = names_of(compress)
+        if measured is not None and command:
+            raise ValueError(f"give {command[0]}, to be measured, or --from FILE, not both")
         examined = Examined(command or [], ranks, hosts, ranks_per_host, link, quiet)
+        if measured is not None:
+            refuse_with(context, MEASURED, "--ranks", "--hosts", "--ranks-per-host", "--steps", "--fresh")
+        elif examined.is_script:
+            refuse_with(context, "all ranks of a script are on this machine", "--ranks-per-host")
+        else:
+            refuse_with(context, "a job has --hosts and --ranks-per-host", "--ranks")
+        compressors = names_of(compress)
         with examined.network(console) as network:
             if measured is not None:
                 title, found = str(measured), _loaded(measured, link)

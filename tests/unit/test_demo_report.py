@@ -130,6 +130,7 @@ def test_conditions_name_the_measured_link_and_the_steps_that_count() -> None:
     assert "links of 955 Mbit/s measured" in conditions(comparison())
     assert "loopback" in conditions(comparison(None))
     assert "5 steps of each in turn, medians of the last 3" in conditions(comparison())
+    assert "two tables of 120,000 rows of 128" in conditions(comparison())
 
 
 @pytest.mark.parametrize("links", [(955.0,), (None,), (95.0, 955.0, 9400.0)], ids=["link", "loopback", "links"])

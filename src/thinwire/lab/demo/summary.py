@@ -52,7 +52,8 @@ def conditions(comparison: Comparison) -> str:
     )
     return (
         f"{where}; LSTM language model, two tables of {comparison.config.num_rows:,} rows of"
-        f" {comparison.config.embedding_dim}, Adagrad; {comparison.steps} steps of each in turn, medians of the last {comparison.measured_steps}"
+        f" {comparison.config.embedding_dim}, Adagrad; {comparison.steps} steps of each in turn, medians of the last"
+        f" {comparison.measured_steps}"
     )
 
 

@@ -160,6 +160,30 @@ def test_picture_is_a_file_of_its_own(links: tuple[float, ...], tmp_path: Path) 
     assert "stock DDP" in (tmp_path / "demo.svg").read_text()
 
 
+@pytest.mark.parametrize(
+    ("fastest", "slowest", "expected"),
+    [
+        (0.14, 6.55, ["0.2", "0.5", "1", "2", "5"]),
+        (0.15, 0.4, ["0.15", "0.2", "0.3", "0.4"]),
+        (0.02, 90.0, ["0.1", "1", "10"]),
+    ],
+)
+def test_the_axis_of_step_times_has_readable_labels(
+    fastest: float, slowest: float, expected: list[str], tmp_path: Path
+) -> None:
+    """The only label was 1, where times ran from 0.14 to 6.55 s."""
+    pytest.importorskip("matplotlib")
+    points = [comparison(95.0, ddp=slowest), comparison(955.0, thinwire=fastest, ddp_sparse=fastest)]
+    for one in points:
+        for name in ("thinwire", "ddp_sparse", "thinwire_sparse"):
+            one.results[name].columns["step_seconds"][:] = fastest
+    points[1].results["ddp"].columns["step_seconds"][:] = slowest
+    write_picture(points, tmp_path / "demo.svg")
+    labels = set(re.findall(r"<text[^>]*>([\d.]+)</text>", (tmp_path / "demo.svg").read_text()))
+    assert set(expected) <= labels
+    assert not {label for label in labels if 0 < float(label) < 0.9 * fastest or 1.1 * slowest < float(label) < 95}
+
+
 def test_formulas_of_gloo() -> None:
     assert stock.ring_bytes(1000, 4) == 1500
     assert stock.ring_bytes(1000, 1) == 0

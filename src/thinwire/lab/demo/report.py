@@ -24,7 +24,7 @@ from thinwire.lab.demo.summary import (
     rows,
 )
 from thinwire.lab.demo.train import VARIANTS
-from thinwire.lab.plot import INK, label_ends, save_picture
+from thinwire.lab.plot import INK, label_ends, log_ticks, save_picture
 from thinwire.lab.report import Report
 
 if TYPE_CHECKING:
@@ -116,8 +116,8 @@ def _draw_curve(axes: "Axes", comparisons: Sequence[Comparison]) -> None:
         seconds = [one.results[variant.name].step_seconds for one in points]
         style, color = _STYLES[variant.name], _COLORS[variant.name]
         axes.plot(links, seconds, marker="o", markersize=4, color=color, linestyle=style, label=variant.label)
-    axes.set(xscale="log", yscale="log", xlabel="measured link of a host (Mbit/s)", ylabel="step (seconds)")
+    axes.set(xscale="log", xlabel="measured link of a host (Mbit/s)", ylabel="step (seconds)")
     axes.set_xticks(links, [f"{link:,.0f}" for link in links])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _position: f"{value:g}")
+    log_ticks(axes)
     label_ends(axes)

@@ -1,9 +1,11 @@
 """What the demo reports: the fixed JSON fields, honest sentences, a page that needs nothing but itself."""
 
 import json
+import platform
 import re
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import thinwire
 from thinwire.cli import demo as command
 from thinwire.cli import output
 from thinwire.cli.main import app
@@ -301,6 +304,23 @@ def test_links_are_a_list_in_the_json(
     assert {"steps", "variants", "step_seconds"} <= figures["links"][1].keys()
     assert figures["link_mbit"] == 1000.0, "the link nearest to 1 Gbit/s, as without --links"
     assert "On none of these links is thinwire slower" in ran.output
+
+
+def test_the_json_names_versions_date_machine_and_command(
+    links: list[Link | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    allow_hosts(monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["/bin/thinwire", "demo", "--link", "1gbit"])
+    file = tmp_path / "out.json"
+    ran = run("--link", "1gbit", "--report", str(tmp_path / "r.html"), "--json", str(file))
+    assert ran.exit_code == 0, ran.output
+    environment = json.loads(file.read_text())["environment"]
+    assert {"torch", "system", "machine"} <= environment.keys()
+    assert environment["thinwire"] == thinwire.__version__
+    assert environment["python"] == platform.python_version()
+    assert datetime.fromisoformat(environment["date"]).tzinfo is not None
+    assert environment["links_nominal_mbit"] == [1000.0]
+    assert environment["command"] == "thinwire demo --link 1gbit"
 
 
 def test_progress_goes_on_during_a_long_step(

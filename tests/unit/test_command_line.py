@@ -52,6 +52,15 @@ def test_a_command_says_an_example_and_has_json_and_quiet(name: str, command: An
     assert ({"--quiet", "-q"} <= options) is (name not in ("thinwire holder", "thinwire plan show")), "shows progress"
 
 
+@pytest.mark.parametrize(("name", "command"), all_commands().items())
+def test_help_flows_and_flags_have_no_value(name: str, command: Any) -> None:
+    """Line breaks of a docstring once cut its sentences, and flags had the value ``<bool>``."""
+    assert "\n" not in command.help.replace("\n\n", "")
+    ran = CliRunner().invoke(main.app, [*name.split()[1:], "--help"], env={"COLUMNS": "120"})
+    assert ran.exit_code == 0
+    assert "bool" not in ran.output
+
+
 def test_options_of_one_name_mean_the_same_in_all_commands() -> None:
     """What two commands have is declared by `option`: one type, one metavar, one beginning of the help."""
     seen: dict[str, list[tuple[type, Any]]] = {}

@@ -57,7 +57,7 @@ def doctor(
         help="A script for torchrun with a DDP model, and its arguments; lstm, digits or gpt; or a function that"
         " returns (model, make_batch, loss).",
     ),
-    ranks: int = option("--ranks", 4, "; for a script", min=2),
+    ranks: int = option("--ranks", 4, min=2),
     hosts: int = option("--hosts", None, " of a job; 8 by default", min=1),
     ranks_per_host: int = option("--ranks-per-host", 1, "; for a job", min=1),
     link: str = option(

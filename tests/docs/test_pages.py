@@ -121,6 +121,14 @@ def test_generated_pages_are_complete(site_pages: ModuleType) -> None:
 REPOSITORY = "https://github.com/thinwire/thinwire/blob/main/"
 
 
+def test_links_of_the_first_page_work_in_the_repository() -> None:
+    """Two led to pages that exist only in the built site."""
+    text = (ROOT / "docs/index.md").read_text()
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", text)
+    assert links
+    assert [link for link in links if not (ROOT / "docs" / link).is_file()] == []
+
+
 def test_readme_is_short_and_its_links_work_anywhere() -> None:
     """PyPI shows README too, where a relative link leads nowhere."""
     text = (ROOT / "README.md").read_text()

@@ -224,7 +224,10 @@ def test_an_interrupt_ends_the_ranks_and_is_one_line(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     endless = FAILING.replace("    learn(model)\n", "    while True: learn(model)\n")
     script.write_text(endless.replace("{end}", "open(__file__ + '.runs', 'w').close()"))
-    command = [sys.executable, "-m", "thinwire", "analyze", str(script), "--ranks", "2", "--steps", "100000"]
+    # What a shell starts in the background ignores interrupts, tests included.
+    heeding = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    heeding += "from thinwire.cli.main import command; command()"
+    command = [sys.executable, "-c", heeding, "analyze", str(script), "--ranks", "2", "--steps", "100000"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             assert process.stderr is not None
@@ -233,10 +236,10 @@ def test_an_interrupt_ends_the_ranks_and_is_one_line(tmp_path: Path) -> None:
                 assert process.poll() is None
                 time.sleep(0.05)
             os.killpg(process.pid, signal.SIGINT)
-            rest = process.stderr.read()
-            assert process.wait(60) == 130, rest
+            rest = process.communicate(timeout=60)[1]
         finally:
             process.kill()
+    assert process.returncode == 130, rest
     assert [line for line in rest.splitlines() if not line.startswith("Recording")] == ["interrupted"]
     assert ranks_of(script, process.pid) == []
 

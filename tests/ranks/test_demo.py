@@ -18,7 +18,7 @@ from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 NUM_WORDS = 500
 CONFIG = TrainConfig(
-    steps=3, batch_size=4, sequence_length=6, embedding_dim=8, hidden_size=12, candidates=60, learning_rate=0.2
+    steps=3, batch_size=4, sequence_length=6, num_rows=500, embedding_dim=8, hidden_size=12, candidates=60
 )
 
 
@@ -29,7 +29,7 @@ def corpus() -> Corpus:
 
 
 def job(directory: Path) -> TrainJob:
-    result = TrainJob(CONFIG, NUM_WORDS, directory / "tokens.npy")
+    result = TrainJob(CONFIG, directory / "tokens.npy")
     np.save(result.tokens_file, corpus().tokens)
     return result
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import json
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 
 import pytest
 import torch
-from rich.console import Console
 
-from thinwire.cli.analyze import _record, parse_network
+from thinwire.cli.analyze import parse_network
 from thinwire.comm.machine import Machine
-from thinwire.lab.analyze import run
 from thinwire.lab.analyze.prediction import AssumedLink, Prediction, predict, predict_one
 from thinwire.lab.analyze.recording import Recording, Table
 from thinwire.lab.analyze.report import build_report
@@ -156,17 +152,3 @@ def test_json_and_page_say_what_was_assumed_and_what_is_exact() -> None:
     lines = explanations(analysis.sparse[0])
     assert lines
     assert all(line in page for line in lines)
-
-
-@pytest.mark.parametrize("watched", [True, False])
-def test_the_bar_counts_recorded_steps(watched: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_script(path: Path, arguments: list[str], *, workers: int, steps: int, on_step: object) -> str:
-        if callable(on_step):
-            on_step(steps)
-        return f"{path} {workers}"
-
-    monkeypatch.setattr(run, "run_script", run_script)
-    terminal = io.StringIO()
-    console = Console(file=terminal, force_terminal=True, width=80)
-    assert _record(console, watched, Path("train.py"), [], workers=2, steps=7) == "train.py 2"
-    assert ("7/7" in terminal.getvalue()) == watched

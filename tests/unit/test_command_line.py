@@ -52,6 +52,15 @@ def test_a_command_says_an_example_and_has_json_and_quiet(name: str, command: An
     assert ({"--quiet", "-q"} <= options) is (name not in ("thinwire holder", "thinwire plan show")), "shows progress"
 
 
+@pytest.mark.parametrize(("name", "command"), all_commands().items())
+def test_help_flows_and_flags_have_no_value(name: str, command: Any) -> None:
+    """Line breaks of a docstring once cut its sentences, and flags had the value ``<bool>``."""
+    assert "\n" not in command.help.replace("\n\n", "")
+    ran = CliRunner().invoke(main.app, [*name.split()[1:], "--help"], env={"COLUMNS": "120"})
+    assert ran.exit_code == 0
+    assert "bool" not in ran.output
+
+
 def test_options_of_one_name_mean_the_same_in_all_commands() -> None:
     """What two commands have is declared by `option`: one type, one metavar, one beginning of the help."""
     seen: dict[str, list[tuple[type, Any]]] = {}
@@ -282,16 +291,31 @@ def test_a_missing_package_is_a_line_that_names_the_extra(package: str, monkeypa
         assert f"pip install 'thinwire[{extra}]'\n" in result.output, (command, result.output)
 
 
+INTERRUPTIBLE = [
+    sys.executable,
+    "-c",
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from thinwire.cli.main import command; command()",
+]
+"""The command as a terminal starts it. Whatever a shell starts in the background ignores interrupts, tests included."""
+
+
 def test_an_interrupt_ends_with_status_130() -> None:
     """The parent interrupts the command as a terminal does: when it has printed that it measures."""
-    command = [sys.executable, "-m", "thinwire", "bench", "sync", "--link", "none", "--hosts", "2", "--repeat", "9999"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        assert process.stderr is not None
-        assert process.stderr.readline().startswith("starting ranks")
-        os.killpg(process.pid, signal.SIGINT)
-        rest = process.stderr.read()
-        assert process.wait(60) == 130, rest
-    assert rest == "interrupted\n"
+    with subprocess.Popen(
+        [*INTERRUPTIBLE, "bench", "sync", "--link", "none", "--hosts", "2", "--repeat", "9999"],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            assert process.stderr is not None
+            assert process.stderr.readline().startswith("starting ranks")
+            os.killpg(process.pid, signal.SIGINT)
+            rest = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert (process.returncode, rest) == (130, "interrupted\n")
 
 
 @pytest.mark.parametrize("arguments", ["--help", "--version", "plan show none.json"])

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
 
 from thinwire.lab.demo.compare import parameter_count
 from thinwire.lab.demo.model import LanguageModel, LogUniform, ModelConfig, sampled_softmax_loss
+from thinwire.lab.demo.train import TrainConfig, batch
 
 CONFIG = ModelConfig(num_words=300, embedding_dim=8, hidden_size=12, candidates=40)
 
@@ -81,3 +83,15 @@ def test_parameter_count_is_what_the_model_has() -> None:
 def test_empty_distribution_is_refused(num_words: int, draws: int) -> None:
     with pytest.raises(ValueError, match="at least 1"):
         LogUniform(num_words, draws)
+
+
+@pytest.mark.parametrize("num_words", [49_032, 119_788, 150_000])
+def test_tables_do_not_depend_on_the_words_of_the_installed_python(num_words: int) -> None:
+    """Debian's standard library has no tests: 49,032 words gave tables and gains that no page mentions."""
+    config = TrainConfig(batch_size=2, sequence_length=num_words // 2 - 1)
+    model = config.model()
+    assert model.num_words == 120_000
+    words = batch(np.arange(num_words, dtype=np.int32), config, step=0, rank=0, world_size=1)
+    expected = torch.arange(num_words).clamp(max=119_999).reshape(2, -1)
+    assert torch.equal(words, expected[:, : words.shape[1]])
+    assert LogUniform(model.num_words, 4096).log_inclusion(words).isfinite().all()

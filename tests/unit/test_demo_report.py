@@ -1,9 +1,11 @@
 """What the demo reports: the fixed JSON fields, honest sentences, a page that needs nothing but itself."""
 
 import json
+import platform
 import re
 import sys
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+import thinwire
 from thinwire.cli import demo as command
 from thinwire.cli import output
 from thinwire.cli.main import app
@@ -130,6 +133,7 @@ def test_conditions_name_the_measured_link_and_the_steps_that_count() -> None:
     assert "links of 955 Mbit/s measured" in conditions(comparison())
     assert "loopback" in conditions(comparison(None))
     assert "5 steps of each in turn, medians of the last 3" in conditions(comparison())
+    assert "two tables of 120,000 rows of 128" in conditions(comparison())
 
 
 @pytest.mark.parametrize("links", [(955.0,), (None,), (95.0, 955.0, 9400.0)], ids=["link", "loopback", "links"])
@@ -157,6 +161,30 @@ def test_picture_is_a_file_of_its_own(links: tuple[float, ...], tmp_path: Path) 
     pytest.importorskip("matplotlib")
     write_picture([comparison(link) for link in links], tmp_path / "demo.svg")
     assert "stock DDP" in (tmp_path / "demo.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("fastest", "slowest", "expected"),
+    [
+        (0.14, 6.55, ["0.2", "0.5", "1", "2", "5"]),
+        (0.15, 0.4, ["0.15", "0.2", "0.3", "0.4"]),
+        (0.02, 90.0, ["0.1", "1", "10"]),
+    ],
+)
+def test_the_axis_of_step_times_has_readable_labels(
+    fastest: float, slowest: float, expected: list[str], tmp_path: Path
+) -> None:
+    """The only label was 1, where times ran from 0.14 to 6.55 s."""
+    pytest.importorskip("matplotlib")
+    points = [comparison(95.0, ddp=slowest), comparison(955.0, thinwire=fastest, ddp_sparse=fastest)]
+    for one in points:
+        for name in ("thinwire", "ddp_sparse", "thinwire_sparse"):
+            one.results[name].columns["step_seconds"][:] = fastest
+    points[1].results["ddp"].columns["step_seconds"][:] = slowest
+    write_picture(points, tmp_path / "demo.svg")
+    labels = set(re.findall(r"<text[^>]*>([\d.]+)</text>", (tmp_path / "demo.svg").read_text()))
+    assert set(expected) <= labels
+    assert not {label for label in labels if 0 < float(label) < 0.9 * fastest or 1.1 * slowest < float(label) < 95}
 
 
 def test_formulas_of_gloo() -> None:
@@ -276,6 +304,23 @@ def test_links_are_a_list_in_the_json(
     assert {"steps", "variants", "step_seconds"} <= figures["links"][1].keys()
     assert figures["link_mbit"] == 1000.0, "the link nearest to 1 Gbit/s, as without --links"
     assert "On none of these links is thinwire slower" in ran.output
+
+
+def test_the_json_names_versions_date_machine_and_command(
+    links: list[Link | None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    allow_hosts(monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["/bin/thinwire", "demo", "--link", "1gbit"])
+    file = tmp_path / "out.json"
+    ran = run("--link", "1gbit", "--report", str(tmp_path / "r.html"), "--json", str(file))
+    assert ran.exit_code == 0, ran.output
+    environment = json.loads(file.read_text())["environment"]
+    assert {"torch", "system", "machine"} <= environment.keys()
+    assert environment["thinwire"] == thinwire.__version__
+    assert environment["python"] == platform.python_version()
+    assert datetime.fromisoformat(environment["date"]).tzinfo is not None
+    assert environment["links_nominal_mbit"] == [1000.0]
+    assert environment["command"] == "thinwire demo --link 1gbit"
 
 
 def test_progress_goes_on_during_a_long_step(

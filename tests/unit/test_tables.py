@@ -169,3 +169,11 @@ def test_progress_is_reported_also_while_nothing_happens(
     with output.progress("nothing", quiet=True):
         time.sleep(0.05)
     assert "nothing" not in capsys.readouterr().err
+
+
+def test_a_terminal_has_a_bar_of_what_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(output, "Console", lambda **how: Console(file=terminal, force_terminal=True, width=80))
+    with output.progress("Recording", total=7) as tell:
+        tell(done=7)
+    assert "7/7" in terminal.getvalue()

@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup, TyperOption
 
 OPTIONS: dict[str, tuple[str, str | None]] = {
-    "--ranks": ("Processes of a script or of a loopback job, all on this machine", "N"),
+    "--ranks": ("Processes of a script, all on this machine", "N"),
     "--hosts": ("Emulated hosts", "N"),
     "--ranks-per-host": ("Ranks that share the link of a host", "N"),
     "--link": ("Speed of each host's link, such as 100mbit or 1gbit", "RATE"),
@@ -47,7 +47,27 @@ def option(name: str, default: Any = None, more: str = "", **limits: Any) -> Any
     return typer.Option(default, *names, metavar=metavar, help=f"{text}{more}.", show_default=shown, **limits)
 
 
-class LazyGroup(TyperGroup):
+class Group(TyperGroup):
+    """A group of commands."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_without_value(super().get_params(ctx))
+
+
+def _flags_without_value(params: list[Any]) -> list[Any]:
+    """Drop the value that typer shows for a flag, ``<bool>``: it takes none."""
+    for param in params:
+        if isinstance(param, TyperOption) and param.is_flag:
+            param.metavar = ""
+    return params
+
+
+def _flowing(text: str) -> str:
+    """Join the lines of each paragraph."""
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
+
+
+class LazyGroup(Group):
     """A group that knows the names, one-line descriptions and modules of its commands.
 
     Subclasses list for each command its module, in which a `typer.Typer` called ``app`` is the command, and its
@@ -79,6 +99,13 @@ def load(module: str, name: str) -> Any:
 
 class Command(TyperCommand):
     """A command that also accepts the former names of its options."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.help = _flowing(self.help or "")  # typer keeps the line breaks after the first paragraph
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        return _flags_without_value(super().get_params(ctx))
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         end = args.index("--") if "--" in args else len(args)

@@ -53,16 +53,18 @@ def demo(
     from thinwire.lab.testbed.network import NetAdminError
 
     with clear_errors(NetAdminError, RanksFailed):
-        comparisons = _compare(hosts, steps, _links(console, link, links), seed, quiet)
+        chosen = _links(console, link, links)
+        comparisons = _compare(hosts, steps, chosen, seed, quiet)
     _print(console, comparisons)
-    from thinwire.lab.demo.report import write_picture, write_report
+    from thinwire.lab.demo.report import environment, write_picture, write_report
     from thinwire.lab.demo.summary import NEXT, headline
 
     write_report(comparisons, report)
     console.print(f"Plots and all figures: {report}", markup=False, highlight=False)
     if picture is not None:
         write_picture(comparisons, picture)
-    figures = headline(comparisons).to_json()
+    nominal = [None if one is None else one.mbit for one in chosen]
+    figures = {"environment": {**environment(), "links_nominal_mbit": nominal}, **headline(comparisons).to_json()}
     if links is not None:
         figures["links"] = [one.to_json() for one in comparisons]
     write_json(figures, json_path)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -56,7 +57,7 @@ def doctor(
         help="A script for torchrun with a DDP model, and its arguments; lstm, digits or gpt; or a function that"
         " returns (model, make_batch, loss).",
     ),
-    ranks: int = option("--ranks", 4, "; for a script", min=2),
+    ranks: int = option("--ranks", 4, min=2),
     hosts: int = option("--hosts", None, " of a job; 8 by default", min=1),
     ranks_per_host: int = option("--ranks-per-host", 1, "; for a job", min=1),
     link: str = option(
@@ -81,7 +82,7 @@ def doctor(
     ended when its steps are timed. Options that are not
     listed here go to the script.
     """
-    from thinwire.lab.analyze.run import ScriptFailed
+    from thinwire.lab.analyze.failure import ScriptFailed
     from thinwire.lab.testbed.launch import RanksFailed
     from thinwire.lab.testbed.network import NetAdminError
 
@@ -125,6 +126,7 @@ class Examined:
     ranks_per_host: int
     link: str | None
     quiet: bool
+    began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         if self.is_script and self.hosts is not None:
@@ -133,6 +135,8 @@ class Examined:
             raise ValueError(
                 f"{self.target} takes no arguments, such as {self.command[1]!r}; only scripts do, and end in .py"
             )
+        if self.is_script and not Path(self.target).is_file():
+            raise FileNotFoundError(f"there is no script {self.target}: give the path of a Python file")
 
     @property
     def target(self) -> str:
@@ -195,7 +199,7 @@ def _measure(examined: Examined, network: EmulatedNetwork | None, how: How) -> M
 
 def _confirmed(diagnosis: Diagnosis, examined: Examined, network: EmulatedNetwork | None) -> Diagnosis:
     """Train the best ways. On a link that could only be predicted nothing is trained."""
-    from thinwire.lab.analyze.trials import try_script
+    from thinwire.lab.analyze.trials import BUDGET_SECONDS, try_script
     from thinwire.lab.bench.measured import TrainingTarget, try_on_hosts
     from thinwire.lab.doctor.advice import advice_of
     from thinwire.lab.doctor.diagnosis import confirm, finalists
@@ -208,7 +212,9 @@ def _confirmed(diagnosis: Diagnosis, examined: Examined, network: EmulatedNetwor
     advised = [(way, advice_of(way, measurement, diagnosis.found)) for way in finalists(diagnosis)]
     with measuring(examined.quiet) as tell:
         if examined.is_script:
-            rows = try_script(Path(examined.target), examined.command[1:], advised, measurement, network, tell)
+            deadline = examined.began + BUDGET_SECONDS
+            script, arguments = Path(examined.target), examined.command[1:]
+            rows = try_script(script, arguments, advised, measurement, network, tell, deadline)
         else:
             target, link = TrainingTarget(examined.target), speed or Link.parse(JOB_LINK)
             rows = try_on_hosts(target, advised, measurement, examined.ranks_per_host, link, tell)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from thinwire.cli.commands import option
+from thinwire.cli.commands import Command, Group, option
 from thinwire.cli.output import (
     check_directories,
     clear_errors,
@@ -45,7 +45,7 @@ thinwire plan show plan.json
 thinwire plan --model vgg16 --hosts 8 --ranks-per-host 8 --link 25gbit
 """
 
-app = typer.Typer(invoke_without_command=True, add_completion=False, epilog=_EXAMPLES)
+app = typer.Typer(cls=Group, invoke_without_command=True, add_completion=False, epilog=_EXAMPLES)
 
 
 @app.callback()
@@ -106,7 +106,7 @@ def make(
             _finish(found, compressors, search, console, measurement, output, json_path)
 
 
-@app.command(epilog="Example: thinwire plan show plan.json")
+@app.command(cls=Command, epilog="Example: thinwire plan show plan.json")
 def show(
     path: Path = typer.Argument(..., metavar="FILE", help="A plan."),
     json_path: Path = option("--json"),

@@ -204,6 +204,19 @@ def spread(wanted: Sequence[float], heights: Sequence[float]) -> list[float]:
     return found
 
 
+def log_ticks(axes: Axes) -> None:
+    """Label a vertical axis of powers also between them: 0.1, 0.2, 0.5, 1; call it when all lines are drawn."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    decades = np.log10(high / low)
+    steps = (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0) if decades < 0.7 else (1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)
+    axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+
+
 def mark(axes: Axes, x: float, text: str, row: int = 0) -> None:
     """Draw a dotted vertical line with a text above the plot; ``row`` counts upward where two texts could meet."""
     axes.axvline(x, color=INK, linewidth=1.0, linestyle=":")

@@ -155,6 +155,7 @@ class Comparison:
             "warm_up_steps": self.steps - self.measured_steps,
             "hosts": self.hosts,
             "seed": self.config.seed,
+            "table_rows": self.config.num_rows,
             "link_mbit": self.link_mbit,
             "corpus": {"tokens": self.num_tokens, "distinct_words": self.num_words},
             "loss_max_relative_difference": self.loss_difference,
@@ -194,7 +195,7 @@ def compare(
         raise ValueError(f"hosts must be at least 1, got {hosts}")
     preload("torch._dynamo")
     with tempfile.TemporaryDirectory(prefix="thinwire-demo-") as directory:
-        job = TrainJob(config, corpus.num_words, Path(directory) / "tokens.npy")
+        job = TrainJob(config, Path(directory) / "tokens.npy")
         # A file of our own: the cache of the corpus may be missing or replaced while we run.
         np.save(job.tokens_file, corpus.tokens)
         link_mbit, ranks = _train(job, hosts, link, _Progress(hosts, on_step))

@@ -1,11 +1,15 @@
 """Report of the comparison as a page, and its plots."""
 
+import platform
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
+import thinwire
 from thinwire.lab import palette
 from thinwire.lab.demo.compare import Comparison
 from thinwire.lab.demo.summary import (
@@ -24,8 +28,8 @@ from thinwire.lab.demo.summary import (
     rows,
 )
 from thinwire.lab.demo.train import VARIANTS
-from thinwire.lab.plot import INK, label_ends, save_picture
-from thinwire.lab.report import Report
+from thinwire.lab.plot import INK, label_ends, log_ticks, save_picture
+from thinwire.lab.report import Origin, Report
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,6 +86,20 @@ def write_picture(comparisons: Sequence[Comparison], path: Path) -> None:
         save_picture(lambda axes: _draw_steps(axes, first), path, height_inches=2.4, title=title)
 
 
+def environment() -> dict[str, str]:
+    """Return versions, date, machine and command, as entries of the JSON."""
+    origin = Origin.of_this_process()
+    return {
+        "thinwire": thinwire.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": origin.machine,
+        "command": origin.command,
+    }
+
+
 def _draw_steps(axes: "Axes", comparison: Comparison) -> None:
     results = list(comparison.results.values())
     seconds = np.array([one.step_seconds for one in results])
@@ -116,8 +134,8 @@ def _draw_curve(axes: "Axes", comparisons: Sequence[Comparison]) -> None:
         seconds = [one.results[variant.name].step_seconds for one in points]
         style, color = _STYLES[variant.name], _COLORS[variant.name]
         axes.plot(links, seconds, marker="o", markersize=4, color=color, linestyle=style, label=variant.label)
-    axes.set(xscale="log", yscale="log", xlabel="measured link of a host (Mbit/s)", ylabel="step (seconds)")
+    axes.set(xscale="log", xlabel="measured link of a host (Mbit/s)", ylabel="step (seconds)")
     axes.set_xticks(links, [f"{link:,.0f}" for link in links])
     axes.minorticks_off()
-    axes.yaxis.set_major_formatter(lambda value, _position: f"{value:g}")
+    log_ticks(axes)
     label_ends(axes)

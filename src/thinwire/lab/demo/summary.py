@@ -51,8 +51,9 @@ def conditions(comparison: Comparison) -> str:
         else f"{comparison.hosts} emulated hosts, links of {format_link(link)} measured"
     )
     return (
-        f"{where}; LSTM language model, two tables of {comparison.num_words:,} x {comparison.config.embedding_dim},"
-        f" Adagrad; {comparison.steps} steps of each in turn, medians of the last {comparison.measured_steps}"
+        f"{where}; LSTM language model, two tables of {comparison.config.num_rows:,} rows of"
+        f" {comparison.config.embedding_dim}, Adagrad; {comparison.steps} steps of each in turn, medians of the last"
+        f" {comparison.measured_steps}"
     )
 
 

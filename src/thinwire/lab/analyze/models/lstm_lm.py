@@ -22,11 +22,11 @@ def main() -> None:
     torch.sparse.check_sparse_tensor_invariants.disable()
     text = _load_once(rank)
     torch.manual_seed(config.seed)
-    model = DistributedDataParallel(LanguageModel(config.model(text.num_words)), init_sync=False)
+    model = DistributedDataParallel(LanguageModel(config.model()), init_sync=False)
     optimizer = torch.optim.Adagrad(
         model.parameters(), lr=config.learning_rate, initial_accumulator_value=INITIAL_ACCUMULATOR
     )
-    sampler = LogUniform(text.num_words, config.candidates)
+    sampler = LogUniform(config.num_rows, config.candidates)
     for step in count():
         words = batch(text.tokens, config, step, rank, world_size)
         timed_step(model, optimizer, words, sampler, config.seed, step)

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thinwire.lab.analyze.failure import first_error
 from thinwire.lab.testbed.launch import RanksFailed
 
 if TYPE_CHECKING:
@@ -158,7 +159,7 @@ class OwnJob:
 
 @contextmanager
 def clear_job_errors() -> Iterator[None]:
-    """Raise a `JobError` of a rank as that, in one line, instead of `RanksFailed` with its traceback."""
+    """Raise a `JobError` of a rank as that, in one line, and show an error of the user's code once, without ours."""
     try:
         yield
     except RanksFailed as failed:
@@ -166,6 +167,8 @@ def clear_job_errors() -> Iterator[None]:
             last = (outcome.error or "").strip().rpartition("\n")[2]
             if found := re.match(rf"(?:\w+\.)*{JobError.__name__}: (.*)", last):
                 raise JobError(found[1]) from failed
+        if error := first_error(failed):
+            raise RanksFailed(f"the job failed on rank {error[0]}:\n{error[1]}", failed.outcomes) from failed
         raise
 
 

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import textwrap
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
+from thinwire.lab.analyze.failure import ScriptFailed
 from thinwire.lab.analyze.steps import measure_script
 from thinwire.lab.analyze.trials import run_on_ranks, try_script
 from thinwire.lab.analyze.worker import run_as_main
 from thinwire.lab.doctor.advice import Advice, advice_of, lines_of, where_to_paste
+from thinwire.lab.doctor.diagnosis import NOT_TRIED
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.measure.training import How
 from thinwire.plan.measurement import Measurement
@@ -80,17 +83,31 @@ TABLES = """
 """
 
 HELPER = """
-    import torch, torch.distributed as dist
+    import thinwire, torch, torch.distributed as dist
     from torch import nn
     from torch.nn.parallel import DistributedDataParallel
 
     def wrapped(module):
         return DistributedDataParallel(module)
 
+    def average(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        raise RuntimeError("the hook of the script")
+
     dist.init_process_group("gloo")
-    trained = wrapped(nn.Sequential(nn.Linear(64, 300), nn.Linear(300, 10)))
+    trained = wrapped(nn.Sequential(
+        nn.Linear(64, 300),
+        nn.Linear(300, 10),
+    ))
+    sync = thinwire.attach(trained)
+    other = DistributedDataParallel(
+        nn.Linear(2, 2)
+    )
+    trained.register_comm_hook(None, average)
     for step in range(60):
+        with sync.no_sync():
+            trained(torch.randn(8, 64)).square().mean().backward()
         trained(torch.randn(8, 64)).square().mean().backward()
+        print(sync.stats()["comm/steps"])
 """
 
 
@@ -115,11 +132,11 @@ def pasted(script: Path, advice: Advice, measurement: Measurement) -> str:
     site = measurement.ddp
     assert site is not None
     lines = script.read_text().splitlines()
-    old = lines[site.line - 1]
-    indent = old[: len(old) - len(old.lstrip())]
+    old = lines[site.line - 1 : site.last_line]
+    indent = old[0][: len(old[0]) - len(old[0].lstrip())]
     new = [indent + line for line in lines_of(advice, site)]
-    kept = [] if where_to_paste(advice, site).startswith("in place of") else [old]
-    return "\n".join([*lines[: site.line - 1], *kept, *new, *lines[site.line :]]) + "\n"
+    kept = [] if where_to_paste(advice, site).startswith("in place of") else old
+    return "\n".join([*lines[: site.line - 1], *kept, *new, *lines[site.last_line :]]) + "\n"
 
 
 def run_rank(context: RankContext, script: str, arguments: list[str]) -> None:
@@ -196,15 +213,43 @@ def layerwise(found: Sequence[Way]) -> Way:
 
 
 @pytest.mark.timeout(120)
-def test_where_a_helper_builds_the_model_its_name_is_explained() -> None:
+def test_where_a_helper_returns_the_model_the_line_of_its_caller_is_named() -> None:
     measurement = measured(HELPER)
-    assert measurement.ddp is not None
-    assert (measurement.ddp.target, measurement.ddp.line) == ("", 7)
+    site = measurement.ddp
+    assert site is not None
+    assert (site.target, site.line, site.last_line, site.inner_line, site.others) == ("trained", 13, 16, 7, 1)
     advice = Advice("any")
-    assert lines_of(advice, measurement.ddp) == ["import thinwire", "sync = thinwire.attach(model)"]
-    assert where_to_paste(advice, measurement.ddp) == (
-        "after line 7 of train.py, where `model` is the DistributedDataParallel"
-    )
+    assert lines_of(advice, site) == ["import thinwire", "sync = thinwire.attach(trained)"]
+    assert where_to_paste(advice, site).startswith("after line 16 of train.py, `trained = wrapped(nn.Sequential(")
+    assert len(site.left_out) == 2
+    assert site.left_out[0].startswith("line 17 of train.py, `sync = thinwire.attach(trained)`")
+    assert site.left_out[1].startswith("line 21 of train.py, `trained.register_comm_hook(None, ")
+    compile(text := pasted(Path("train.py"), advice, measurement), "train.py", "exec")
+    assert text.splitlines()[16:18] == lines_of(advice, site)
+
+
+@pytest.mark.timeout(120)
+def test_the_synchronization_of_the_script_is_left_out_of_all_trials() -> None:
+    measurement = measured(HELPER)
+    found = ways(measurement, ())
+    stock, compressed = found[0], replace(found[0], name="compressed")
+    advised = [(stock, Advice(stock.name, attaches=False)), (compressed, Advice("compressed", compressor="bf16"))]
+    rows = try_script(Path("train.py"), [], advised, measurement, None)
+    assert [row.failure for row in rows] == ["", ""]
+
+
+@pytest.mark.timeout(60)
+def test_without_time_only_stock_ddp_and_the_best_way_are_tried() -> None:
+    measurement = measured(HELPER)
+    found = ways(measurement, ())
+    stock, worse = found[0], replace(found[0], name="worse", seconds=found[0].seconds + 1.0)
+    advised = [
+        (stock, Advice(stock.name, attaches=False)),
+        (worse, Advice("worse", compressor="bf16")),
+        (replace(stock, name="better"), Advice("better")),
+    ]
+    rows = try_script(Path("train.py"), [], advised, measurement, None, deadline=0.0)
+    assert [row.failure for row in rows] == ["", NOT_TRIED, ""]
 
 
 @pytest.mark.timeout(120)
@@ -224,17 +269,51 @@ def test_a_way_that_fails_is_reported_and_the_others_are_tried() -> None:
 
 
 @pytest.mark.timeout(60)
-def test_a_script_that_ends_too_early_is_one_line() -> None:
-    text = TABLES.replace("range(60)", "range(2)") + "    dist.destroy_process_group()\n"
-    with pytest.raises(ValueError, match=r"^train.py ended before 5 training steps were timed") as caught:
+@pytest.mark.parametrize("destroys", [True, False])
+def test_a_script_that_ends_too_early_is_one_line(destroys: bool) -> None:
+    text = TABLES.replace("range(60)", "range(3)") + ("    dist.destroy_process_group()\n" if destroys else "")
+    with pytest.raises(ScriptFailed, match=r"^train.py ended before 5 training steps were timed") as caught:
         measured(text)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.timeout(60)
-def test_a_script_that_fails_says_why() -> None:
-    from thinwire.lab.analyze.run import ScriptFailed
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("import torch\nraise RuntimeError('no data here')\n", "RuntimeError: no data here"),
+        ("import torch\ntorch.zeros(2).view(3)\n", "RuntimeError: shape"),
+        ("model = DDP(net\n", "SyntaxError: '(' was never closed"),
+    ],
+)
+def test_a_script_that_fails_says_why_once_without_frames_of_libraries(text: str, says: str) -> None:
+    written(text)
+    result = CliRunner().invoke(app, ["doctor", "--ranks", "3", "train.py"])
+    assert result.exit_code == 1, result.output
+    assert result.output.count(says) == 1, result.output
+    (frame,) = [line for line in result.output.splitlines() if line.strip().startswith("File ")]
+    assert "train.py" in frame
 
-    script: Any = written("import torch\nraise RuntimeError('no data here')\n")
-    with pytest.raises(ScriptFailed, match="no data here"):
-        measure_script(script, [], 2, How((), steps=2))
+
+@pytest.mark.timeout(60)
+def test_a_job_function_that_raises_is_shown_once_with_its_own_frames() -> None:
+    written("def inner():\n    raise KeyError('no such data')\n\ndef make():\n    inner()\n", "job.py")
+    result = CliRunner().invoke(
+        app, ["doctor", "--hosts", "1", "--ranks-per-host", "2", "--link", "none", "job.py:make"]
+    )
+    assert result.exit_code == 1, result.output
+    assert result.output.count("KeyError: 'no such data'") == 1, result.output
+    frames = [line for line in result.output.splitlines() if line.strip().startswith("File ")]
+    assert len(frames) == 2, result.output
+    assert all("job.py" in line for line in frames), result.output
+
+
+@pytest.mark.timeout(120)
+def test_a_usage_that_all_ranks_print_is_shown_once() -> None:
+    written(DENSE)
+    command = [sys.executable, "-m", "thinwire", "doctor", "--ranks", "3", "train.py", "--step", "x"]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 1, ended.stderr
+    assert ended.stderr.count("usage:") == 1, ended.stderr
+    assert ended.stderr.count("train.py ended on rank 0: it called sys.exit(2)") == 1, ended.stderr
+    assert "Traceback" not in ended.stderr

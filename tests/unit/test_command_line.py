@@ -219,6 +219,14 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
     """All commands would fail later too: they have no input, or an unknown link."""
     locked = (Path("locked"), Path("locked.svg"))  # which root may write to
     monkeypatch.setattr("os.access", lambda path, mode: mode != os.W_OK or Path(path) not in locked)
+    is_dir = Path.is_dir
+
+    def is_dir_here(path: Path) -> bool:
+        if path.parent == Path("sealed"):  # which may not be entered
+            raise PermissionError
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", is_dir_here)
     monkeypatch.chdir(tmp_path)
     Path("locked").mkdir()
     Path("locked.svg").touch()
@@ -228,6 +236,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
         ".": ". is a directory",
         "locked/x.svg": "permission denied",
         "locked.svg": "permission denied",
+        "sealed/x.svg": "cannot be written: permission denied",
     }
     wrong |= {"x.jpg2000": "x.jpg2000 is none of .png, .svg, .pdf"} if option == "--picture" else {}
     given = {"plan": ["--measure"], "plan show": ["none.json"], "doctor": ["lstm"]}
@@ -237,6 +246,24 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
         result = CliRunner().invoke(main.app, arguments)
         assert result.exit_code == 2, (arguments, result.output)
         assert reason in " ".join(result.output.replace("│", " ").split()), (arguments, result.output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ("plan --from x.json --hosts 3", "was measured already: leave out --hosts"),
+        ("plan --from x.json --job gpt", "was measured already: leave out --job"),
+        ("plan --measure --compress top_q", "unknown compressor 'top_q'"),
+        ("analyze none.py", "there is no script none.py"),
+        ("demo --hosts 1000", "less than or equal to 250"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_before_anything_runs(arguments: str, says: str) -> None:
+    result = CliRunner().invoke(main.app, arguments.split(), env={"COLUMNS": "200"})
+    assert result.exit_code == 2
+    assert says in result.output
+    assert "Recording" not in result.output
+    assert "Measuring" not in result.output
 
 
 def test_a_picture_without_matplotlib_is_refused_before_anything_runs(

@@ -16,8 +16,10 @@ from measured import codec, measurement, table
 from thinwire import fuse
 from thinwire.cli.main import app
 from thinwire.fuse.policy import Policy
+from thinwire.lab.analyze.failure import ScriptFailed
 from thinwire.lab.analyze.step_recorder import StepRecorder
 from thinwire.lab.analyze.steps import run_watched
+from thinwire.lab.bench.jobs.own import OwnJob
 from thinwire.lab.doctor.diagnosis import (
     FINALISTS,
     SPEEDS_MBIT,
@@ -200,13 +202,74 @@ def test_the_recommended_way_is_within_ten_percent_of_the_best_that_was_measured
 def test_a_way_that_failed_is_listed_and_not_taken() -> None:
     diagnosed = diagnosis(100, world_size=4)
     rows = [
-        Confirmed(way.name, 1.0, 1.0 if way.name == STOCK else None, "failed: OSError") for way in finalists(diagnosed)
+        Confirmed(way.name, 1.0, None, "failed: OSError")
+        if way.name.startswith(TOP_K)
+        else Confirmed(way.name, 1.0, 1.0)
+        for way in finalists(diagnosed)
     ]
     failed = confirm(diagnosed, rows)
     assert failed.plan.does_nothing
     assert "failed: OSError" in describe(failed)
+    assert f"\nIn doubt: {TOP_K} by all_gather, buckets of DDP could not be tried, and might be faster" in describe(
+        failed
+    )
+
+
+def test_where_every_way_failed_the_prediction_stands_and_is_doubted() -> None:
+    diagnosed = diagnosis(100, world_size=4)
+    stock, *others = finalists(diagnosed)
+    rows = [Confirmed(stock.name, 1.0, 1.0), *(Confirmed(way.name, 1.0, None, "failed: OSError") for way in others)]
+    failed = confirm(diagnosed, rows)
+    text = describe(failed)
+    assert failed.plan == diagnosed.plan
+    assert "Do nothing" not in text
+    assert "times as fast; lossy; predicted, because no way could be tried" in text
+    assert "\nIn doubt: no way but stock DDP could be tried" in text
+    assert "failed: OSError" in text
     with pytest.raises(ValueError, match="failed under stock DDP"):
         confirm(diagnosed, [Confirmed(STOCK, 1.0, None, "failed: OSError")])
+
+
+@pytest.mark.parametrize("factor", [0.05, 0.3, 1.0, 2.0])
+def test_parts_of_a_measured_step_add_up_and_contradict_no_measured_way(factor: float) -> None:
+    diagnosed = diagnosis(100, world_size=4)
+    for kind in (STOCK, TOP_K, "exact"):
+        seen = trained(diagnosed, {kind: factor})
+        tried = {row.name: row.measured_step_seconds for row in seen.confirmed}
+        parts = (seen.plan.other_seconds, seen.backward_seconds, seen.exposed_seconds)
+        assert min(parts) >= -1e-12
+        assert sum(parts) == pytest.approx(tried[STOCK])
+        assert sum(parts[:2]) <= min(seconds for seconds in tried.values() if seconds is not None) + 1e-12
+        data = seen.to_json()
+        assert data["stock_step_seconds"] == pytest.approx(tried[STOCK])
+        assert data["plan_step_seconds"] == pytest.approx(tried[data["advice"]["name"]])
+        assert data["speedup"] == pytest.approx(tried[STOCK] / tried[data["advice"]["name"]])
+        assert ", measured: forward and the rest" in describe(seen)
+        # Ways that were not tried keep their predicted step.
+        untried = {
+            way.name: step_seconds(diagnosed.measurement, way) for way in diagnosed.found if way.name not in tried
+        }
+        for candidate in seen.plan.candidates:
+            if candidate.name in untried:
+                assert seen.plan.other_seconds + candidate.seconds >= untried[candidate.name] - 1e-12
+
+
+def test_an_exact_way_is_said_to_pay_by_the_margin_of_the_recommendation() -> None:
+    diagnosed = diagnosis(100, world_size=4)
+    assert "\nAn exact way pays" in describe(diagnosed)
+    by_one_percent = trained(diagnosed, {"exact": diagnosed.stock_step_seconds / diagnosed.best_exact[1] / 1.01})
+    assert by_one_percent.plan.choice.startswith(TOP_K)
+    text = describe(by_one_percent)
+    assert "1.01 times as fast\n" in text
+    assert "\nCompression pays" in text
+    assert "An exact way pays" not in text
+
+
+def test_what_was_left_out_of_a_script_has_a_line() -> None:
+    site = DdpSite(file="train.py", line=7, target="ddp", call="DDP(net)", others=1, left_out=("line 9 of train.py",))
+    text = describe(diagnose("", replace(measurement(100), ddp=site), [TOP_K], POLICIES, with_plan=False))
+    assert re.search(r"\nTake out +line 9 of train.py, which the doctor left out when it ran the script\n", text)
+    assert re.search(r"\nLeft out +another DistributedDataParallel of the script: only the first, in line 7", text)
 
 
 def test_without_a_file_for_the_plan_no_advice_needs_one() -> None:
@@ -292,7 +355,16 @@ def test_another_link_can_be_asked_for(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         ((), "give a script, a job or module:function"),
-        (("lstm", "--from", "x.json"), "give a script, a job or module:function"),
+        (("lstm", "--from", "x.json"), "give lstm, to be measured, or --from FILE, not both"),
+        (("--from", "x.json", "--hosts", "3"), "was measured already: leave out --hosts"),
+        (("--from", "x.json", "--steps", "9"), "was measured already: leave out --steps"),
+        (("--from", "x.json", "--compress", "top_k:dens=0.1"), "does not take these settings"),
+        (("--from", "x.json", "--compress", "top_k:density=7"), "in (0, 1], not 7"),
+        (("--ranks-per-host", "2", __file__), "leave out --ranks-per-host"),
+        (("lstm", "--ranks", "2"), "leave out --ranks"),
+        (("nomod:make",), "No module named 'nomod'; run from the directory that holds it"),
+        (("nomod.inner:make",), "No module named 'nomod'"),
+        (("this:nope",), "this has no function 'nope'"),
         (("--from", "none.json"), "cannot read the measurement none.json"),
         (("none.py",), "there is no script none.py"),
         (("lstn",), "unknown job 'lstn'; legal are lstm, digits, gpt, or module:function"),
@@ -309,6 +381,20 @@ def test_what_is_wrong_is_said_before_anything_is_measured(arguments: tuple[str,
     result = invoke(*arguments)
     assert result.exit_code == 2
     assert says in " ".join(result.output.replace("│", " ").split())
+    assert "Starting ranks" not in result.output or not arguments[0].endswith(".py")
+
+
+def test_a_function_that_a_file_may_define_is_looked_for_without_running_it(tmp_path: Path) -> None:
+    job = tmp_path / "job.py"
+    for text in ("def make(): ...", "if x:\n  make = 1", "from a import b as make", "from a import *"):
+        job.write_text(f"{text}\nraise SystemExit")
+        assert OwnJob.parse(f"{job}:make").name == f"{job}:make"
+    for text, says in (("def other(): ...", "has no function 'make'"), ("def (", "line 1: invalid syntax")):
+        job.write_text(text)
+        result = invoke(f"{job}:make")
+        assert result.exit_code == 2
+        assert says in result.output
+        assert "Measuring" not in result.output
 
 
 def test_a_script_of_few_steps_says_how_many_are_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +404,7 @@ def test_a_script_of_few_steps_says_how_many_are_needed(tmp_path: Path, monkeypa
     script.write_text("print('one step')\n")
     recorder = StepRecorder(How(steps=4))
     recorder.num_models = 1
-    with pytest.raises(ValueError, match=r"train.py ended before 7 training steps were timed: let it train longer"):
+    with pytest.raises(ScriptFailed, match=r"train.py ended before 7 training steps were timed: let it train longer"):
         run_watched(recorder, script, [])
 
 

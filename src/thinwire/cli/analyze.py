@@ -17,6 +17,7 @@ from thinwire.cli.output import (
     check_directories,
     clear_errors,
     console_for,
+    existing_script,
     plain_table,
     print_table,
     progress,
@@ -108,7 +109,7 @@ def _script(command: list[str], example: str | None) -> tuple[str, Path]:
     if command and example is not None:
         raise ValueError("give a script or --example, not both")
     if command:
-        return command[0], Path(command[0])
+        return command[0], existing_script(command[0])
     name = example or DEFAULT_MODEL
     if name not in MODELS:
         raise ValueError(f"unknown example {name!r}; built in are: {', '.join(MODELS)}")

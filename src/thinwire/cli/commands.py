@@ -159,7 +159,8 @@ class ScriptCommand(Command):
 
 def _mentions(script: Path, option: str) -> bool:
     """Whether the text of the script contains an option."""
-    if not script.is_file():
+    try:
+        text = script.read_text(errors="replace")
+    except OSError:  # the command says why
         return False
-    text = script.read_text(errors="replace")
     return re.search(rf"(?<![\w-]){re.escape(option)}\b", text) is not None

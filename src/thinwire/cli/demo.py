@@ -28,7 +28,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command(cls=Command)
 def demo(
-    hosts: int = option("--hosts", 4, ", one rank each; on loopback the ranks", min=1),
+    hosts: int = option("--hosts", 4, ", one rank each; on loopback the ranks", min=1, max=250),
     steps: int = option("--steps", None, " of each variant; by default as many as fit into 40 seconds", min=1),
     link: str = option("--link", None, "; by default 1gbit, or none (loopback) where hosts cannot be emulated"),
     links: str = typer.Option(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,10 +14,11 @@ from rich.console import Console
 
 from thinwire.cli import output as shown
 from thinwire.cli.commands import ScriptCommand, option
-from thinwire.cli.output import check_directories, clear_errors, console_for, progress, write_json
+from thinwire.cli.output import check_directories, clear_errors, console_for, progress, refuse_with, write_json
 from thinwire.cli.plan import (
     COMPRESSORS,
     JOB_LINK,
+    MEASURED,
     in_job,
     is_first_rank,
     measure_target,
@@ -48,6 +50,7 @@ app = typer.Typer(add_completion=False)
 
 @app.command(cls=ScriptCommand, epilog=EXAMPLES)
 def doctor(
+    context: typer.Context,
     command: list[str] = typer.Argument(
         None,
         metavar="SCRIPT.py [ARGS]... | JOB | MODULE:FUNCTION",
@@ -79,17 +82,25 @@ def doctor(
     ended when its steps are timed. Options that are not
     listed here go to the script.
     """
-    from thinwire.lab.analyze.run import ScriptFailed
+    from thinwire.lab.analyze.failure import ScriptFailed
     from thinwire.lab.testbed.launch import RanksFailed
     from thinwire.lab.testbed.network import NetAdminError
 
     check_directories({"--output": output, "--picture": picture, "--report": report, "--json": json_path})
     console = console_for(json_path)
     with clear_errors(ValueError, OSError, ImportError, ScriptFailed, RanksFailed, NetAdminError):
-        if (measured is None) == (not command):
+        if measured is None and not command:
             raise ValueError("give a script, a job or module:function; or a measurement with --from FILE")
-        compressors = names_of(compress)
+        if measured is not None and command:
+            raise ValueError(f"give {command[0]}, to be measured, or --from FILE, not both")
         examined = Examined(command or [], ranks, hosts, ranks_per_host, link, quiet)
+        if measured is not None:
+            refuse_with(context, MEASURED, "--ranks", "--hosts", "--ranks-per-host", "--steps", "--fresh")
+        elif examined.is_script:
+            refuse_with(context, "all ranks of a script are on this machine", "--ranks-per-host")
+        else:
+            refuse_with(context, "a job has --hosts and --ranks-per-host", "--ranks")
+        compressors = names_of(compress)
         with examined.network(console) as network:
             if measured is not None:
                 title, found = str(measured), _loaded(measured, link)
@@ -115,6 +126,7 @@ class Examined:
     ranks_per_host: int
     link: str | None
     quiet: bool
+    began: float = field(default_factory=time.monotonic)
 
     def __post_init__(self) -> None:
         if self.is_script and self.hosts is not None:
@@ -123,6 +135,8 @@ class Examined:
             raise ValueError(
                 f"{self.target} takes no arguments, such as {self.command[1]!r}; only scripts do, and end in .py"
             )
+        if self.is_script and not Path(self.target).is_file():
+            raise FileNotFoundError(f"there is no script {self.target}: give the path of a Python file")
 
     @property
     def target(self) -> str:
@@ -185,7 +199,7 @@ def _measure(examined: Examined, network: EmulatedNetwork | None, how: How) -> M
 
 def _confirmed(diagnosis: Diagnosis, examined: Examined, network: EmulatedNetwork | None) -> Diagnosis:
     """Train the best ways. On a link that could only be predicted nothing is trained."""
-    from thinwire.lab.analyze.trials import try_script
+    from thinwire.lab.analyze.trials import BUDGET_SECONDS, try_script
     from thinwire.lab.bench.measured import TrainingTarget, try_on_hosts
     from thinwire.lab.doctor.advice import advice_of
     from thinwire.lab.doctor.diagnosis import confirm, finalists
@@ -198,7 +212,9 @@ def _confirmed(diagnosis: Diagnosis, examined: Examined, network: EmulatedNetwor
     advised = [(way, advice_of(way, measurement, diagnosis.found)) for way in finalists(diagnosis)]
     with measuring(examined.quiet) as tell:
         if examined.is_script:
-            rows = try_script(Path(examined.target), examined.command[1:], advised, measurement, network, tell)
+            deadline = examined.began + BUDGET_SECONDS
+            script, arguments = Path(examined.target), examined.command[1:]
+            rows = try_script(script, arguments, advised, measurement, network, tell, deadline)
         else:
             target, link = TrainingTarget(examined.target), speed or Link.parse(JOB_LINK)
             rows = try_on_hosts(target, advised, measurement, examined.ranks_per_host, link, tell)

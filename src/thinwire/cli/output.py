@@ -193,13 +193,33 @@ def check_directories(paths: dict[str, Path | None]) -> None:
             typer.echo(f"The report will have no plots: {missing}", err=True)
 
 
+def existing_script(name: str) -> Path:
+    """Return the path of a training script. Raise FileNotFoundError if there is none, before ranks are started."""
+    if not os.path.isfile(name):  # False also where the directory may not be entered
+        raise FileNotFoundError(f"there is no script {name}: give the path of a Python file")
+    return Path(name)
+
+
+def refuse_with(context: typer.Context, reason: str, *names: str) -> None:
+    """Raise ValueError if one of these options is on the command line, where it would be dropped for a ``reason``."""
+    for param in context.command.params:
+        source = context.get_parameter_source(param.name or "")
+        given = source is not None and source.name == "COMMANDLINE"
+        if given and param.opts[0] in names:
+            raise ValueError(f"{reason}: leave out {param.opts[0]}")
+
+
 def _why_not(path: Path, option: str) -> str | None:
     """Why a file cannot be written; None if it can, as far as can be said without writing it."""
-    if path.is_dir():
-        return f"{path} is a directory"
-    if not path.parent.is_dir():
-        return f"{path.parent} is not a directory"
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    try:
+        if path.is_dir():
+            return f"{path} is a directory"
+        if not path.parent.is_dir():
+            return f"{path.parent} is not a directory"
+        may_write = os.access(path if path.exists() else path.parent, os.W_OK)
+    except PermissionError:  # of a directory that may not be entered
+        may_write = False
+    if not may_write:
         return f"{path} cannot be written: permission denied"
     if option == "--picture" and path.suffix.lower() not in PICTURES:
         return f"{path} is none of {', '.join(PICTURES)}"

@@ -12,7 +12,15 @@ import typer
 from rich.console import Console
 
 from thinwire.cli.commands import Command, Group, option
-from thinwire.cli.output import check_directories, clear_errors, console_for, plain_table, progress, write_json
+from thinwire.cli.output import (
+    check_directories,
+    clear_errors,
+    console_for,
+    plain_table,
+    progress,
+    refuse_with,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from thinwire.fuse.profile import Linear
@@ -22,6 +30,8 @@ if TYPE_CHECKING:
     from thinwire.plan.plan import Plan
 
 COMPRESSORS = "bf16,top_k:density=0.01,ef_sign_sgd,power_sgd"
+MEASURED = "--from FILE was measured already"
+"""Reason for which options of a measurement are refused."""
 JOB_LINK = "100mbit"
 """Link of emulated hosts if none is named."""
 _EXAMPLES = """Examples:
@@ -74,6 +84,8 @@ def make(
     from thinwire.lab.testbed.network import NetAdminError
 
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
+        if measured is not None:
+            refuse_with(context, MEASURED, "--job", "--hosts", "--ranks-per-host", "--link", "--steps", "--fresh")
         if model is not None:
             from thinwire.cli.plan_published import show_published
 
@@ -150,9 +162,18 @@ def check_search(search: str) -> None:
 
 
 def names_of(text: str) -> tuple[str, ...]:
-    """Return the names in a comma-separated list; "none" is an empty one."""
+    """Return the compressors in a comma-separated list; "none" is an empty one.
+
+    Raises:
+        ValueError: an unknown compressor or setting, or bytes that cannot be predicted.
+    """
+    from thinwire.measure.training import check
+
     names = tuple(name.strip() for name in text.split(",") if name.strip())
-    return () if names == ("none",) else names
+    if names == ("none",):
+        return ()
+    check(names)
+    return names
 
 
 @contextmanager

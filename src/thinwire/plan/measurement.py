@@ -42,6 +42,10 @@ class DdpSite:
         grouped_call: the same with ``bucket_cap_mb_list=plan.bucket_cap_mb_list()``.
         follows_plans: whether its buckets can be the jobs of a plan: torch 2.11 or later, and without
             ``find_unused_parameters``.
+        last_line: the line where the statement ends.
+        inner_line: where a function that returns the model builds it; 0 if ``line`` itself does.
+        others: number of further DDP models of the script, which are not measured.
+        left_out: lines of the script that were not run, such as its own ``thinwire.attach``.
     """
 
     buckets: tuple[tuple[str, ...], ...] = ()
@@ -51,9 +55,15 @@ class DdpSite:
     call: str = ""
     grouped_call: str = ""
     follows_plans: bool = False
+    last_line: int = 0
+    inner_line: int = 0
+    others: int = 0
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "buckets", tuple(map(tuple, self.buckets)))
+        object.__setattr__(self, "left_out", tuple(self.left_out))
+        object.__setattr__(self, "last_line", max(self.line, self.last_line))
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,30 @@ from __future__ import annotations
 import logging
 import signal
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
+from thinwire.lab.testbed.launch import RanksFailed
 from thinwire.lab.testbed.supervise import is_peer_lost
 
 _EXITED = "it called sys.exit"
+_LIBRARIES = (
+    *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+    str(Path(__file__).parents[2]),
+    "<frozen ",
+)
+"""Folders of files that are no user's: of an error the frames there say nothing to the user."""
+
+
+class ScriptFailed(RuntimeError):
+    """Raised when the training script ended with an error on some rank."""
+
+
+class ScriptError(Exception):
+    """Raised on a rank for an error of its script; the text is all that a user must see of it."""
 
 
 @contextmanager
@@ -33,10 +48,45 @@ def kept_errors(directory: Path, rank: int, script: str) -> Iterator[None]:
         _file(directory, rank).write_text(f"{_EXITED}({code})")
         sys.exit(ended.code if isinstance(ended.code, int) else 1)
     except Exception as error:
-        frames = _from_script(error.__traceback__, script)
-        text = "".join(traceback.format_exception(type(error), error, frames))
-        _file(directory, rank).write_text(text.strip())
+        _file(directory, rank).write_text(_text_of(error, script))
         sys.exit(1)
+
+
+@contextmanager
+def raised_by_script(script: str, *passed: type[Exception]) -> Iterator[None]:
+    """Raise an error of the script, or its ``sys.exit``, as `ScriptError`, without the frames of libraries.
+
+    Args:
+        passed: errors that are raised as they are.
+    """
+    try:
+        yield
+    except passed:
+        raise
+    except ScriptFailed as error:  # ours, about the script
+        raise ScriptError(str(error)) from None
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else repr(ended.code)
+        raise ScriptError(f"{_EXITED}({code})") from None
+    except Exception as error:
+        raise ScriptError(_text_of(error, script)) from None
+
+
+def first_error(failed: RanksFailed) -> tuple[int, str] | None:
+    """Return rank and text of the `ScriptError` that came before others, or None if there is none."""
+    mark = f"{ScriptError.__module__}.{ScriptError.__name__}: "
+    texts = [(outcome.rank, (outcome.error or "").partition(mark)[2].strip()) for outcome in failed.outcomes]
+    kept = [(rank, text) for rank, text in texts if text]
+    return next((entry for entry in kept if not is_peer_lost(entry[1])), kept[0] if kept else None)
+
+
+def describe_error(script: str, rank: int, error: str) -> str:
+    """Return what the user sees of the text of an error, whose last line is the error itself."""
+    if error.startswith(f"{script} "):
+        return error
+    if error.startswith(_EXITED):
+        return f"{script} ended on rank {rank}: {error}. It must run under torchrun; try that first"
+    return f"{script} failed on rank {rank} (it must run under torchrun; try that first):\n{error}"
 
 
 def describe(directory: Path, script: str, exit_codes: Mapping[int, int]) -> str:
@@ -54,9 +104,7 @@ def describe(directory: Path, script: str, exit_codes: Mapping[int, int]) -> str
         rank, code = next((rank, code) for rank, code in exit_codes.items() if rank not in kept)
         return f"{script} ended with exit status {code} on rank {rank}: does it call os._exit or exec?"
     rank = next(iter(causes or kept))
-    if kept[rank].startswith(_EXITED):
-        return f"{script} ended on rank {rank}: {kept[rank]}. It must run under torchrun; try that first"
-    return f"{script} failed on rank {rank} (it must run under torchrun; try that first):\n{kept[rank]}"
+    return describe_error(script, rank, kept[rank])
 
 
 @contextmanager
@@ -70,12 +118,13 @@ def quiet_launcher() -> Iterator[None]:
         logging.disable(before)
 
 
-def _from_script(frames: TracebackType | None, script: str) -> TracebackType | None:
-    """Return the frames from the script's own on; all of them, if it has none."""
-    at = frames
-    while at is not None and at.tb_frame.f_code.co_filename != script:
-        at = at.tb_next
-    return at or frames
+def _text_of(error: Exception, script: str) -> str:
+    """Return the traceback with the frames of the user's files; with all, if there are none and it is no typo."""
+    shown = traceback.TracebackException.from_exception(error)
+    theirs = [frame for frame in shown.stack if frame.filename == script or not frame.filename.startswith(_LIBRARIES)]
+    if theirs or isinstance(error, SyntaxError):
+        shown.stack = traceback.StackSummary.from_list(theirs)
+    return "".join(shown.format()).strip()
 
 
 def _file(directory: Path, rank: int) -> Path:

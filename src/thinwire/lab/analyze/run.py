@@ -14,7 +14,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from thinwire.lab.analyze.failure import describe, quiet_launcher
+from thinwire.lab.analyze.failure import ScriptFailed, describe, quiet_launcher
 from thinwire.lab.analyze.recording import Recording, load
 from thinwire.lab.analyze.worker import progress_file, rank_file
 
@@ -22,10 +22,6 @@ MODELS = {"lstm-lm": Path(__file__).with_name("models") / "lstm_lm.py"}
 """Paths of the built-in scripts by name."""
 
 _WATCH_SECONDS = 0.1
-
-
-class ScriptFailed(RuntimeError):
-    """Raised when the training script ended with an error on some rank."""
 
 
 def run_script(

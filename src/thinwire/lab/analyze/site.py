@@ -1,47 +1,167 @@
-"""The line of a script that builds its DistributedDataParallel, so that advice can name the script's own variables."""
+"""The lines of a script that build its DDP model, which advice names, and those that attach to it, which do nothing."""
 
 from __future__ import annotations
 
 import ast
 import inspect
 import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+import thinwire
 from thinwire.plan.measurement import DdpSite
 
 _CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
+_PACKAGE = str(Path(thinwire.__file__).parent)
 _OURS = str(Path(__file__).parent)
+_LONGEST = 60
 
 
 def find_site() -> DdpSite:
-    """Return the line that is building a DDP model now: the first caller outside of this folder."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+    """Return the statement that is building a DDP model now, in the first caller outside of this folder.
+
+    Of a function that returns the model, the statement that calls it: lines after a ``return`` are never run.
+    """
+    frame: FrameType | None = _caller(_OURS)
+    inner_line = 0
+    while frame is not None:
+        statement = _statement(frame)
+        if statement is None:
+            break
+        if not isinstance(statement, ast.Return):
+            return _site(statement, frame, inner_line)
+        inner_line = inner_line or frame.f_lineno
         frame = frame.f_back
+    return DdpSite() if frame is None else DdpSite(file=frame.f_code.co_filename, line=frame.f_lineno)
+
+
+def _site(statement: ast.stmt, frame: FrameType, inner_line: int) -> DdpSite:
+    place = DdpSite(
+        file=frame.f_code.co_filename,
+        line=statement.lineno,
+        last_line=statement.end_lineno or statement.lineno,
+        inner_line=inner_line,
+    )
+    if not isinstance(statement, (ast.Assign, ast.AnnAssign)) or not isinstance(statement.value, ast.Call):
+        return place
+    targets, call = statement.targets if isinstance(statement, ast.Assign) else [statement.target], statement.value
+    is_model = bool(inner_line) or _is_ddp(_value(call.func, frame))
+    if not is_model or len(targets) != 1 or isinstance(targets[0], (ast.Tuple, ast.List)):
+        return place
+    return DdpSite(
+        file=place.file,
+        line=place.line,
+        target=ast.unparse(targets[0]),
+        call=ast.unparse(call),
+        grouped_call=ast.unparse(call) if inner_line else _grouped(call),
+        last_line=place.last_line,
+        inner_line=inner_line,
+    )
+
+
+def calling_line() -> str:
+    """Describe the statement that is calling thinwire or torch now, by line and text."""
+    frame = _caller(_PACKAGE)
     if frame is None:
-        return DdpSite()
-    site = DdpSite(file=frame.f_code.co_filename, line=frame.f_lineno)
+        return "a line of the script"
+    statement = _statement(frame)
+    where = f"line {frame.f_lineno} of {Path(frame.f_code.co_filename).name}"
+    if statement is None:
+        return where
+    text = ast.unparse(statement)
+    return f"{where}, `{text if len(text) <= _LONGEST else text[:_LONGEST] + '...'}`"
+
+
+def is_called_by_us() -> bool:
+    """Return whether the caller of the calling function is code of this package."""
+    return sys._getframe(2).f_code.co_filename.startswith(_PACKAGE)
+
+
+@contextmanager
+def without_attach(on_call: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Make ``thinwire.attach`` of a script do nothing but call a function; its result has no effect either.
+
+    Raises:
+        ValueError: in the script, if it attaches to a model without DDP: there is nothing to compare with then.
+    """
+    attach = thinwire.attach
+
+    def do_nothing(model: nn.Module, *args: object, **kwargs: object) -> _NotAttached:
+        del args, kwargs
+        found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        if not found:
+            raise ValueError(
+                "the doctor compares with DistributedDataParallel, and this model is attached without: wrap it in that"
+                " for the diagnosis"
+            )
+        on_call()
+        return _NotAttached(found[0])
+
+    thinwire.attach = do_nothing  # type: ignore[assignment]
     try:
-        tree = ast.parse(Path(site.file).read_text(encoding="utf-8"))
-    except (OSError, ValueError, SyntaxError):
-        return site
-    for node in ast.walk(tree):
-        if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.lineno <= site.line <= (node.end_lineno or 0):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            call = node.value
-            if len(targets) == 1 and isinstance(call, ast.Call) and _is_ddp(_value(call.func, frame)):
-                return DdpSite((), site.file, node.lineno, ast.unparse(targets[0]), ast.unparse(call), _grouped(call))
-    return site
+        yield
+    finally:
+        thinwire.attach = attach
+
+
+class _NotAttached:
+    """What a script has in place of its `thinwire.Synchronizer`."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model = model
+
+    def stats(self) -> dict[str, float]:
+        return defaultdict(float)
+
+    def table(self) -> list[dict[str, Any]]:
+        return []
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._model.no_sync()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def detach(self) -> None: ...
 
 
 def follows_plans(model: DistributedDataParallel) -> bool:
     """Return whether the buckets of such a model can be made the jobs of a plan."""
     has_caps = "bucket_cap_mb_list" in inspect.signature(DistributedDataParallel.__init__).parameters
     return has_caps and (not model.find_unused_parameters or bool(model.static_graph))
+
+
+def _caller(folder: str) -> FrameType | None:
+    """Return the first caller outside of a folder."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(folder):
+        frame = frame.f_back
+    return frame
+
+
+def _statement(frame: FrameType) -> ast.stmt | None:
+    """Return the simple statement that a frame is running, or None if its source is not known."""
+    try:
+        tree = ast.parse(Path(frame.f_code.co_filename).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return None
+    around = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt)
+        and not hasattr(node, "body")
+        and node.lineno <= frame.f_lineno <= (node.end_lineno or node.lineno)
+    ]
+    return min(around, key=lambda node: (node.end_lineno or node.lineno) - node.lineno, default=None)
 
 
 def _is_ddp(value: Any) -> bool:

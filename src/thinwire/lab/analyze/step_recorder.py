@@ -6,6 +6,7 @@ alone (the parameters of the ranks drift apart, and are not used afterwards).
 """
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,11 +16,15 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
+from thinwire.comm.agree import gather_numbers
 from thinwire.comm.lane import Lane
-from thinwire.lab.analyze.site import find_site, follows_plans
+from thinwire.lab.analyze.site import calling_line, find_site, follows_plans
 from thinwire.measure.ready import WARM_STEPS, StepWatch
 from thinwire.measure.training import How, OnStage, begin_together, finish, trained_parameters
 from thinwire.plan.measurement import DdpSite, Measurement
+
+LONG_SECONDS, FEW_STEPS = 1.0, 3
+"""Where a step lasts longer, so many are timed, which suffice: the doctor's answer is due in minutes."""
 
 
 class StepRecorder:
@@ -45,6 +50,9 @@ class StepRecorder:
         self._tables: frozenset[str] = frozenset()
         self._hook: Unsynchronized | None = None
         self._site = DdpSite()
+        self._left_out: list[str] = []
+        self._steps = how.steps
+        self._began = 0.0
 
     def watch(self, model: DistributedDataParallel) -> "Unsynchronized":
         """Watch a model; called on all ranks for each model that is built."""
@@ -53,11 +61,17 @@ class StepRecorder:
             self._lane = Lane(model.process_group)
             self._trained, self._tables = trained_parameters(model.module)
             self._watch = StepWatch(model.module, self._trained, self._before_step, self._tables)
-            self._hook = Unsynchronized(model.module)
+            self._hook = Unsynchronized(model.module, self.leave_out)
             self._site = replace(find_site(), follows_plans=follows_plans(model))
             self._on_stage("training steps")
             return self._hook
-        return Unsynchronized(model.module)
+        return Unsynchronized(model.module, self.leave_out)
+
+    def leave_out(self) -> None:
+        """Note the line of the script that is running, which does nothing."""
+        line = calling_line()
+        if line not in self._left_out:
+            self._left_out.append(line)
 
     @property
     def num_steps(self) -> int:
@@ -74,7 +88,13 @@ class StepRecorder:
             return
         self.finished = True
         measured = finish(self._lane, self._watch, self._trained, self._tables, self.how, self._on_stage)
-        self.measurement = replace(measured, ddp=replace(self._site, buckets=tuple(self._hook.buckets)))
+        site = replace(
+            self._site,
+            buckets=tuple(self._hook.buckets),
+            others=self.num_models - 1,
+            left_out=tuple(self._left_out),
+        )
+        self.measurement = replace(measured, ddp=site)
 
     def close(self) -> None:
         """Close the lane to the other ranks, also after a failed script."""
@@ -84,17 +104,28 @@ class StepRecorder:
 
     def _before_step(self) -> None:
         assert self._lane is not None
-        if self.num_steps >= WARM_STEPS + self.how.steps:
+        if self.num_steps == WARM_STEPS:
+            self._steps = min(self.how.steps, self._agreed_steps())
+        if self.num_steps >= WARM_STEPS + self._steps:
             self.finish()
             sys.exit(0)
         begin_together(self._lane)
+        self._began = time.perf_counter()
+
+    def _agreed_steps(self) -> int:
+        """Return how many steps are timed at most: a few where the last one was long on some rank."""
+        assert self._lane is not None
+        lasted = time.perf_counter() - self._began
+        ranks = self._lane.submit(lambda lane: gather_numbers(lane.exchange, "a step", [lasted])).wait()
+        return FEW_STEPS if max(seconds for (seconds,) in ranks) > LONG_SECONDS else self.how.steps
 
 
 class Unsynchronized:
     """Communication hook of a DDP model that leaves gradients as they are, and notes which share a bucket."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, on_other: Callable[[], None] = lambda: None) -> None:
         self.buckets: list[tuple[str, ...]] = []
+        self._on_other = on_other
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
@@ -108,4 +139,6 @@ class Unsynchronized:
         return future
 
     def hand_over_to(self, state: object, hook: Callable[..., Any]) -> None:
-        """Ignore a hook of the script."""
+        """Ignore a hook of the script, but note its line."""
+        del state, hook
+        self._on_other()

@@ -12,9 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.lab.analyze.run import ScriptFailed
+from thinwire.lab.analyze.failure import ScriptFailed, describe_error, first_error, raised_by_script
+from thinwire.lab.analyze.site import without_attach
 from thinwire.lab.analyze.step_recorder import StepRecorder
-from thinwire.lab.analyze.trials import last_line, run_on_ranks, torchrun_environment
+from thinwire.lab.analyze.trials import run_on_ranks, silence, torchrun_environment
 from thinwire.lab.analyze.worker import run_recorded
 from thinwire.lab.testbed.launch import RanksFailed
 from thinwire.lab.testbed.network import EmulatedNetwork
@@ -39,12 +40,12 @@ def measure_script(
 
     Raises:
         FileNotFoundError: no such script.
-        ValueError: fewer than 2 workers; a script without DDP model or with too few steps; see `How`.
-        ScriptFailed: the script failed on a rank; its traceback is in the text.
+        ValueError: fewer than 2 workers; a script without DDP model; see `How`.
+        ScriptFailed: the script failed on a rank, or has too few steps; its traceback is in the text.
     """
     if workers < 2:
         raise ValueError(f"at least 2 workers are needed, because one has nobody to talk to; got {workers}")
-    _check_script(script)
+    check_script(script)
     check(how.compressors)
     if network is not None and network.link.mbit is not None:
         how = replace(how, link=f"emulated, {network.link.mbit:g} Mbit/s, {network.hosts} hosts")
@@ -59,10 +60,8 @@ def measure_script(
             on_message=lambda rank, stage: on_stage(stage),
         )
     except RanksFailed as failed:
-        reason = last_line(failed)
-        if reason.startswith(f"ValueError: {script.name} "):  # ours, about the script: it says all
-            raise ValueError(reason.removeprefix("ValueError: ")) from failed
-        text = f"{script.name} failed: {reason}\n{failed}\n{script.name} must run under torchrun; try that first."
+        error = first_error(failed)
+        text = describe_error(script.name, *error) if error else f"{script.name} failed:\n{failed}"
         raise ScriptFailed(text) from failed
     return _checked(None if found is None else Measurement.from_json(found), script)
 
@@ -70,9 +69,13 @@ def measure_script(
 def _measure_rank(context: RankContext, script: str, arguments: list[str], how: How) -> Any:
     """Measure on one rank; the result is JSON, or None if the script has no DDP model."""
     os.environ.update(torchrun_environment(context))
-    os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
+    if context.rank == 0:
+        os.dup2(2, 1)  # the script's output goes to standard error: standard output is for the JSON of the parent
+    else:
+        silence()  # of what all ranks print, such as a usage, once is enough
     tell = context.send if context.rank == 0 else lambda stage: None
-    measurement = run_watched(StepRecorder(how, tell), Path(script), arguments)
+    with raised_by_script(script):
+        measurement = run_watched(StepRecorder(how, tell), Path(script), arguments)
     return None if measurement is None else measurement.to_json()
 
 
@@ -84,7 +87,7 @@ def measure_script_in_job(script: Path, arguments: Sequence[str], how: How, on_s
     Raises:
         FileNotFoundError, ValueError: as `measure_script`; and any error of the script.
     """
-    _check_script(script)
+    check_script(script)
     check(how.compressors)
     with contextlib.redirect_stdout(sys.stderr):
         found = run_watched(StepRecorder(how, on_stage), script, arguments)
@@ -95,13 +98,14 @@ def run_watched(recorder: StepRecorder, script: Path, arguments: Sequence[str]) 
     """Run a script in this process until the recorder has enough steps; its lane is always closed.
 
     Raises:
-        ValueError: it ended before that, and closed its process group.
+        ScriptFailed: it ended before that.
     """
     try:
-        run_recorded(recorder, str(script), list(arguments))
+        with without_attach(recorder.leave_out):
+            run_recorded(recorder, str(script), list(arguments))
         if not recorder.finished and recorder.num_models:
-            if not dist.is_initialized():
-                raise ValueError(
+            if not dist.is_initialized() or recorder.num_steps < WARM_STEPS:  # the last step has not ended
+                raise ScriptFailed(
                     f"{script.name} ended before {WARM_STEPS + recorder.how.steps} training steps were timed: let it"
                     " train longer, or ask for fewer --steps"
                 )
@@ -111,7 +115,8 @@ def run_watched(recorder: StepRecorder, script: Path, arguments: Sequence[str]) 
         recorder.close()
 
 
-def _check_script(script: Path) -> None:
+def check_script(script: Path) -> None:
+    """Raise FileNotFoundError if there is no such script."""
     if not script.is_file():
         raise FileNotFoundError(f"there is no script {script}: give the path of a Python file, or module:function")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import re
 import statistics
@@ -16,14 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach
 from thinwire.compress.named import parse
+from thinwire.lab.analyze.failure import first_error, raised_by_script
+from thinwire.lab.analyze.site import is_called_by_us, without_attach
 from thinwire.lab.analyze.worker import run_as_main
 from thinwire.lab.doctor.advice import Advice
-from thinwire.lab.doctor.diagnosis import Confirmed
+from thinwire.lab.doctor.diagnosis import NOT_TRIED, Confirmed
 from thinwire.lab.testbed.launch import RanksFailed, preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork
 from thinwire.lab.testbed.rank import RankContext
@@ -40,11 +44,27 @@ only adds to it. Two runs of one way differed by up to 20 % where other work cam
 _SECONDS = 6.0
 """Seconds for which a way is trained, as predicted, within these numbers of steps."""
 _TIMEOUT_SECONDS = 600.0
+BUDGET_SECONDS = 150.0
+"""Time in which a diagnosis of a script should be done. No way is tried after that, but for stock DDP and the best."""
+_LONG_SECONDS, _VERY_LONG_SECONDS = 1.0, 4.0
+"""Steps that last longer are dominated by the network and alike: a few of them suffice."""
 
 
-def steps_for(predicted_step_seconds: float) -> int:
-    """Return how many steps of a way are timed."""
-    return max(LEAST_STEPS, min(MOST_STEPS, round(_SECONDS / max(predicted_step_seconds, 1e-6))))
+def counts(step_seconds: float) -> tuple[int, int]:
+    """Return how many steps of a way warm up, and how many are timed then.
+
+    Example:
+        >>> counts(0.5), counts(2.0), counts(5.0)
+        ((6, 12), (2, 3), (2, 2))
+    """
+    if step_seconds > _LONG_SECONDS:
+        return 2, 2 if step_seconds > _VERY_LONG_SECONDS else 3
+    return WARM_STEPS, max(LEAST_STEPS, min(MOST_STEPS, round(_SECONDS / max(step_seconds, 1e-6))))
+
+
+def seconds_of_trial(step_seconds: float) -> float:
+    """Return how long the steps of a trial last."""
+    return (sum(counts(step_seconds)) + 1) * step_seconds
 
 
 def try_script(
@@ -54,39 +74,55 @@ def try_script(
     measurement: Measurement,
     network: EmulatedNetwork | None,
     on_stage: Callable[[str], None] = lambda stage: None,
+    deadline: float = math.inf,
 ) -> list[Confirmed]:
     """Run a script once for each way, on the ranks that were measured, and return what a step takes.
 
+    The first way, and the best of the others by prediction, are tried in any case; the next ones while there is time.
+
     Args:
+        advised: ways; the first is stock DDP.
         network: emulated hosts with one rank each; None for processes of this machine.
+        deadline: ``time.monotonic()`` after which no trial should last.
     """
     rows: dict[str, Confirmed] = {}
+    startup = 0.0  # seconds of a trial without its steps
 
     def run(way: Way, advice: Advice) -> None:
-        predicted = step_seconds(measurement, way)
+        nonlocal startup
+        predicted, began = step_seconds(measurement, way), time.monotonic()
         on_stage(f"training steps: {way.name}")
-        steps = steps_for(predicted)
         try:
             ranks = run_on_ranks(
                 _try_rank,
                 str(script),
                 list(arguments),
                 advice,
-                steps,
                 world_size=measurement.world_size,
                 network=network,
             )
             known = rows[way.name].measured_step_seconds if way.name in rows else None
             seconds = max(map(statistics.median, ranks))
             rows[way.name] = Confirmed(way.name, predicted, seconds if known is None else min(known, seconds))
+            startup = max(0.0, time.monotonic() - began - seconds_of_trial(seconds))
         except RanksFailed as failed:
-            rows[way.name] = Confirmed(way.name, predicted, None, f"failed: {last_line(failed)}")
+            if way.name not in rows:
+                rows[way.name] = Confirmed(way.name, predicted, None, f"failed: {last_line(failed)}")
 
-    for way, advice in advised:
-        run(way, advice)
-    close = close_to_best([rows[way.name].measured_step_seconds for way, _ in advised])
+    def has_time(seconds: float) -> bool:
+        return time.monotonic() + startup + seconds_of_trial(seconds) < deadline
+
+    stock, *others = advised
+    for place, (way, advice) in enumerate([stock, *sorted(others, key=lambda pair: pair[0].seconds)]):
+        if place < 2 or has_time(step_seconds(measurement, way)):
+            run(way, advice)
+        else:
+            rows[way.name] = Confirmed(way.name, step_seconds(measurement, way), None, NOT_TRIED)
+    measured = [rows[way.name].measured_step_seconds for way, _ in advised]
+    close = close_to_best(measured)
     for place in reversed(close if len(close) > 1 else []):
-        run(*advised[place])
+        if has_time(measured[place] or 0.0):
+            run(*advised[place])
     return [rows[way.name] for way, _ in advised]
 
 
@@ -131,7 +167,9 @@ def run_on_ranks(
 
 
 def last_line(failed: RanksFailed) -> str:
-    """Return the last line of the first rank's traceback, which names the error."""
+    """Return the last line of the first error, which names it."""
+    if error := first_error(failed):
+        return error[1].splitlines()[-1]
     lines = [line.strip() for line in str(failed).splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)]
     return (errors or lines or ["no reason was given"])[0]
@@ -147,39 +185,51 @@ def torchrun_environment(context: RankContext) -> dict[str, str]:
     }
 
 
-def _try_rank(context: RankContext, script: str, arguments: list[str], advice: Advice, steps: int) -> list[float]:
-    """Train on one rank; return the seconds of its steps."""
-    os.environ.update(torchrun_environment(context))
-    with open(os.devnull, "w") as nowhere:  # the script has said it all when it was measured
+def silence() -> None:
+    """Discard what this process prints from now on."""
+    with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
         os.dup2(nowhere.fileno(), 2)
-    clock = StepClock(WARM_STEPS + steps)
-    with _advised(advice, clock):
+
+
+def _try_rank(context: RankContext, script: str, arguments: list[str], advice: Advice) -> list[float]:
+    """Train on one rank; return the seconds of its steps."""
+    os.environ.update(torchrun_environment(context))
+    silence()  # the script has said it all when it was measured
+    clock = StepClock(slowest)
+    with raised_by_script(script), without_attach(), _advised(advice, clock):
         run_as_main(script, arguments, lambda: clock.is_done)
     clock.close()
     if len(clock.moments) < 3:
         raise ValueError(f"the script ended after {len(clock.moments)} training steps")
-    warm = min(WARM_STEPS, len(clock.moments) - 2)
+    warm = min(clock.warm, len(clock.moments) - 2)
     return [end - start for start, end in pairwise(clock.moments[warm:])]
 
 
 class StepClock:
     """A clock that notes when each training step of a model begins, and ends the script after enough of them.
 
+    How many are enough depends on how long the second one lasts on the slowest rank.
+
+    Args:
+        slowest: function that returns for the seconds of this rank those of the slowest; all ranks call it.
+
     Example:
-        >>> clock, model = StepClock(2), nn.Linear(2, 1)
+        >>> clock, model = StepClock(lambda seconds: 2.0), nn.Linear(2, 1)
         >>> clock.watch(model)
-        >>> for _ in range(2):
+        >>> for _ in range(5):
         ...     _ = model(torch.ones(1, 2))
-        >>> len(clock.moments), clock.is_done
-        (2, False)
+        >>> len(clock.moments), clock.warm, clock.is_done
+        (5, 2, False)
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, slowest: Callable[[float], float]) -> None:
         self.moments: list[float] = []
+        self.warm = WARM_STEPS
         self.synchronizer: Synchronizer | None = None
         self.is_watching = False
-        self._steps = steps
+        self._steps = WARM_STEPS + MOST_STEPS
+        self._slowest = slowest
 
     @property
     def is_done(self) -> bool:
@@ -202,15 +252,29 @@ class StepClock:
             return
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
+        if len(self.moments) == 2:
+            self.warm, timed = counts(self._slowest(time.perf_counter() - self.moments[1]))
+            self._steps = self.warm + timed
         self.moments.append(time.perf_counter())
         if self.is_done:
             sys.exit(0)
 
 
+def slowest(seconds: float) -> float:
+    """Return the largest of the numbers of all ranks; a collective call."""
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    largest = torch.tensor([seconds], dtype=torch.float64, device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
 @contextmanager
 def _advised(advice: Advice, clock: StepClock) -> Iterator[None]:
-    """Follow the advice for the first DDP model that is built, as if its lines were in the script."""
-    build = DistributedDataParallel.__init__
+    """Follow the advice for the first DDP model that is built, as if its lines were in the script.
+
+    Communication hooks of the script are left out.
+    """
+    build, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
     @wraps(build)
     def init(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
@@ -225,11 +289,18 @@ def _advised(advice: Advice, clock: StepClock) -> Iterator[None]:
         if advice.attaches:
             clock.synchronizer = attach_as_advised(model, advice)
 
+    @wraps(register)
+    def register_comm_hook(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        if is_called_by_us():
+            register(model, *args, **kwargs)
+
     DistributedDataParallel.__init__ = init
+    DistributedDataParallel.register_comm_hook = register_comm_hook
     try:
         yield
     finally:
         DistributedDataParallel.__init__ = build
+        DistributedDataParallel.register_comm_hook = register
 
 
 def attach_as_advised(model: nn.Module, advice: Advice) -> Synchronizer:

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from thinwire.lab.analyze.trials import WARM_STEPS, attach_as_advised, steps_for
+from thinwire.lab.analyze.failure import raised_by_script
+from thinwire.lab.analyze.trials import attach_as_advised, counts, seconds_of_trial
 from thinwire.lab.bench.jobs.job import Data, Job
 from thinwire.lab.bench.jobs.named import parse_job
-from thinwire.lab.bench.jobs.own import OwnJob, clear_job_errors
+from thinwire.lab.bench.jobs.own import JobError, OwnJob, clear_job_errors
 from thinwire.lab.doctor.advice import Advice
 from thinwire.lab.doctor.diagnosis import Confirmed
 from thinwire.lab.testbed.launch import preload, run_ranks
@@ -28,6 +29,9 @@ from thinwire.lab.testbed.rank import RankContext
 from thinwire.measure.training import How, Training, check, measure_training
 from thinwire.plan.measurement import Measurement
 from thinwire.plan.planner import Way, step_seconds
+
+_TWO_TURNS_SECONDS = 50.0
+"""Seconds of the steps of all ways above which each is trained once."""
 
 OnStage = Callable[[str], None]
 """Function called with the name of the next measurement."""
@@ -99,9 +103,10 @@ def measure_rank(
 ) -> Any:
     """Measure on one rank, in the default process group."""
     sys.path[:] = path  # a factory is imported from the command's directory
-    training = target.training(context.rank, context.world_size, data)
     tell = context.send if context.rank == 0 else lambda stage: None
-    return measure_training(training, how, on_stage=tell).to_json()
+    with raised_by_script(target.text, JobError):
+        training = target.training(context.rank, context.world_size, data)
+        return measure_training(training, how, on_stage=tell).to_json()
 
 
 def try_on_hosts(
@@ -121,7 +126,7 @@ def try_on_hosts(
             _try_rank,
             target,
             target.job.load(),
-            [(way.name, advice, steps_for(seconds)) for (way, advice), seconds in zip(advised, predicted, strict=True)],
+            [(way.name, advice, seconds) for (way, advice), seconds in zip(advised, predicted, strict=True)],
             tuple(sys.path),
             world_size=measurement.world_size,
             ranks_per_host=ranks_per_host if limited else None,
@@ -140,34 +145,39 @@ def _try_rank(
     context: RankContext,
     target: TrainingTarget,
     data: Data | None,
-    advised: Sequence[tuple[str, Advice, int]],
+    advised: Sequence[tuple[str, Advice, float]],
     path: tuple[str, ...],
 ) -> list[float]:
-    """Return the median step of each way on one rank: the shorter of two turns."""
+    """Return the median step of each way on one rank: the shorter of two turns, or of one where steps are long.
+
+    Args:
+        advised: name, advice and predicted step of each way.
+    """
     sys.path[:] = path
     training = target.training(context.rank, context.world_size, data)
     medians = [math.inf] * len(advised)
-    for place, (name, advice, steps) in [*enumerate(advised)] * 2:
+    turns = 2 if sum(seconds_of_trial(seconds) for _, _, seconds in advised) < _TWO_TURNS_SECONDS else 1
+    for place, (name, advice, seconds) in [*enumerate(advised)] * turns:
         if context.rank == 0:
             context.send(f"training steps: {name}")
-        medians[place] = min(medians[place], _median_step(training, advice, steps))
+        medians[place] = min(medians[place], _median_step(training, advice, *counts(seconds)))
     return medians
 
 
-def _median_step(training: Training, advice: Advice, steps: int) -> float:
+def _median_step(training: Training, advice: Advice, warm: int, timed: int) -> float:
     dist.barrier()
     model: torch.nn.Module = training.model
     synchronizer = attach_as_advised(model, advice) if advice.attaches else None
     if synchronizer is None:
         model = torch.nn.parallel.DistributedDataParallel(model)
     step, moments = training.stepper(model), []
-    for _ in range(WARM_STEPS + steps + 1):
+    for _ in range(warm + timed + 1):
         moments.append(time.perf_counter())
         step()
         training.settle()
     if synchronizer is not None:
         synchronizer.detach()
-    return statistics.median(end - start for start, end in pairwise(moments[WARM_STEPS:]))
+    return statistics.median(end - start for start, end in pairwise(moments[warm:]))
 
 
 def measure_in_job(target: TrainingTarget, how: How, on_stage: OnStage) -> Measurement:

@@ -81,10 +81,14 @@ def where_to_paste(advice: Advice, ddp: DdpSite | None) -> str:
     """Return a sentence that says where the lines belong, and what their names stand for."""
     if ddp is None:
         return "before the first step, with `model` the plain module on every rank, without DistributedDataParallel"
-    line = f"line {ddp.line} of {PurePath(ddp.file).name}" if ddp.file else "the line that builds it"
     instead = advice.plan is not None
+    lines = f"lines {ddp.line} to {ddp.last_line}" if instead and ddp.last_line > ddp.line else f"line {ddp.last_line}"
+    line = f"{lines} of {PurePath(ddp.file).name}" if ddp.file else "the line that builds it"
+    inner = f"; line {ddp.inner_line} builds it, and needs bucket_cap_mb_list=plan.bucket_cap_mb_list()"
+    if ddp.target and instead:
+        return f"in place of {line}" + (inner if ddp.inner_line else "")
     if ddp.target:
-        return f"in place of {line}" if instead else f"after {line}, `{ddp.target} = {ddp.call}`"
+        return f"after {line}, `{ddp.target} = {ddp.call}`"
     names = "`model` is the DistributedDataParallel" + (" and `module` what it wraps" if instead else "")
     return f"{'in place of' if instead else 'after'} {line}, where {names}"
 

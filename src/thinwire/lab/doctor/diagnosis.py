@@ -38,6 +38,7 @@ FINALISTS = 5
 """Largest number of ways that are trained before one is recommended; stock DDP is one of them."""
 _HOPEFUL = 1.3
 """Ratio to the best predicted step above which a way is not trained: predictions were off by 40 % at worst."""
+NOT_TRIED = "not tried: no time was left"
 
 OnSpeed = Callable[[int, int], None]
 """A callback that receives the number of link speeds done, and of all."""
@@ -58,8 +59,8 @@ class Confirmed:
     Args:
         name: name of the way.
         predicted_step_seconds: step seconds by the timeline.
-        measured_step_seconds: median step of the slowest rank; None if the training failed.
-        failure: what went wrong, in a line.
+        measured_step_seconds: median step of the slowest rank; None if the training failed, or was not tried.
+        failure: why there is none, in a line.
     """
 
     name: str
@@ -86,7 +87,7 @@ class Diagnosis:
         stops_mbit: link speed above which nothing beats stock DDP by enough; None if something does at 100 Gbit/s, 0
             if nothing does at any speed.
         compression_stops_mbit: the same for ways that compress, against the best exact one.
-        confirmed: the ways that were trained; where there are any, their measured seconds decide.
+        confirmed: the ways that were trained; where there are any but stock DDP, their measured seconds decide.
     """
 
     title: str
@@ -106,6 +107,21 @@ class Diagnosis:
     @property
     def stock_step_seconds(self) -> float:
         return self.plan.other_seconds + self.plan.dense_seconds
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether measured steps decide, and not predicted ones."""
+        return any(row.name != STOCK and row.measured_step_seconds is not None for row in self.confirmed)
+
+    @property
+    def backward_seconds(self) -> float:
+        """Seconds of backward in a step of stock DDP, without waiting."""
+        return self.plan.dense_seconds - self.exposed_seconds
+
+    @property
+    def failed(self) -> tuple[Confirmed, ...]:
+        """The ways whose training failed."""
+        return tuple(row for row in self.confirmed if _has_failed(row))
 
     @property
     def exposed_share(self) -> float:
@@ -246,6 +262,9 @@ def _is_close(measurement: Measurement, way: Way, fastest: Way) -> bool:
 def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
     """Return the diagnosis with the measured seconds of ways, which decide.
 
+    Where none but stock DDP could be trained, the prediction stands. The seconds of computing were measured apart;
+    they are cut to the shortest measured step, which computes no less.
+
     Args:
         trained: ways of `finalists`, stock DDP among them.
 
@@ -256,13 +275,22 @@ def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
     steps = {row.name: row.measured_step_seconds for row in trained if row.measured_step_seconds is not None}
     if STOCK not in steps:
         raise ValueError("the training failed under stock DDP: " + "; ".join(row.failure for row in trained))
-    other = min(measurement.other_seconds, *steps.values())
+    if len(steps) == 1 and len(trained) > 1:
+        return replace(diagnosis, confirmed=tuple(trained))
+    computing = measurement.other_seconds + measurement.all_backward_seconds
+    cut = min(1.0, min(steps.values()) / computing) if computing else 1.0
+    other = cut * measurement.other_seconds
     ways_trained = [
         replace(way, seconds=steps[way.name] - other, timeline_seconds=way.seconds)
         for way in diagnosis.found
         if way.name in steps
     ]
-    rest = [way for way in diagnosis.found if way.name not in {row.name for row in trained}]
+    failed = {row.name for row in trained if _has_failed(row)}
+    rest = [
+        replace(way, seconds=max(0.0, step_seconds(measurement, way) - other))
+        for way in diagnosis.found
+        if way.name not in {*steps, *failed}
+    ]
     timed = replace(measurement, forward_seconds=other, rest_seconds=0.0)
     best = best_way(timed, ways_trained, MEASURED_LOSSY_WORTH)
     return replace(
@@ -270,10 +298,14 @@ def confirm(diagnosis: Diagnosis, trained: Sequence[Confirmed]) -> Diagnosis:
         advice=advice_of(best, timed, [*ways_trained, *rest]),
         plan=plan_of(best, timed, [*ways_trained, *rest]),
         best_exact=_best_exact(timed, ways_trained),
-        exposed_seconds=max(0.0, steps[STOCK] - other - measurement.all_backward_seconds),
+        exposed_seconds=max(0.0, steps[STOCK] - cut * computing),
         better_plan=diagnosis.better_plan if _would_gain(diagnosis, step_seconds(timed, best)) else None,
         confirmed=tuple(trained),
     )
+
+
+def _has_failed(row: Confirmed) -> bool:
+    return row.measured_step_seconds is None and row.failure != NOT_TRIED
 
 
 def _would_gain(diagnosis: Diagnosis, measured_seconds: float) -> bool:
@@ -296,7 +328,7 @@ def describe(diagnosis: Diagnosis, plan_path: str | None = None) -> str:
 
 def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
     """Return the answers as (name, text) pairs."""
-    measured, plan = diagnosis.measurement, diagnosis.plan
+    measured = diagnosis.measurement
     hosts = f"{measured.hosts} hosts" if measured.hosts > 1 else "one host"
     size_bytes = sum(measured.size_bytes) + sum(table.size_bytes for table in measured.tables)
     count = len(measured.parameters) + len(measured.tables)
@@ -304,18 +336,36 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("Model", f"{count} parameters, {format_bytes(size_bytes)} of gradients"),
         *[("Tables" if not place else "", text) for place, text in enumerate(_tables(measured))],
         ("Ranks", f"{measured.world_size} on {hosts}, {measured.device}"),
+        *_left_out(measured),
         ("Link", measured.link.network.describe()),
-        (
-            "A step of stock DDP",
-            f"{format_seconds(diagnosis.stock_step_seconds)}: forward and the rest"
-            f" {format_seconds(plan.other_seconds)}, backward {format_seconds(measured.all_backward_seconds)}, waiting"
-            f" for the network {format_seconds(diagnosis.exposed_seconds)}",
-        ),
+        ("A step of stock DDP", _parts(diagnosis)),
         ("Exposed?", _exposure(diagnosis)),
         ("Best exact way", _gain(diagnosis, *diagnosis.best_exact)),
         ("Recommended", _verdict(diagnosis)),
         *_ranges(diagnosis),
     ]
+
+
+def _parts(diagnosis: Diagnosis) -> str:
+    """Return the step of stock DDP and its parts."""
+    measured = ", measured" if diagnosis.is_measured else ""
+    return (
+        f"{format_seconds(diagnosis.stock_step_seconds)}{measured}: forward and the rest"
+        f" {format_seconds(diagnosis.plan.other_seconds)}, backward {format_seconds(diagnosis.backward_seconds)},"
+        f" waiting for the network {format_seconds(diagnosis.exposed_seconds)}"
+    )
+
+
+def _left_out(measured: Measurement) -> list[tuple[str, str]]:
+    """Return what the script does that was not diagnosed."""
+    ddp = measured.ddp
+    if ddp is None:
+        return []
+    rows = [("Take out", f"{line}, which the doctor left out when it ran the script") for line in ddp.left_out]
+    if ddp.others:
+        models = "another DistributedDataParallel" if ddp.others == 1 else f"{ddp.others} more DistributedDataParallel"
+        rows.append(("Left out", f"{models} of the script: only the first, in line {ddp.line}, is diagnosed"))
+    return rows
 
 
 def _tables(measured: Measurement) -> list[str]:
@@ -392,24 +442,29 @@ def _gain(diagnosis: Diagnosis, name: str, step_seconds: float) -> str:
 def _verdict(diagnosis: Diagnosis) -> str:
     plan = diagnosis.plan
     if plan.does_nothing:
-        lossy = MEASURED_LOSSY_WORTH if diagnosis.confirmed else LOSSY_WORTH
+        lossy = MEASURED_LOSSY_WORTH if diagnosis.is_measured else LOSSY_WORTH
         return (
             f"do nothing: no exact way is faster than stock DDP by more than {100 * (WORTH - 1):.0f} %, and no lossy"
             f" one by {100 * (lossy - 1):.0f} %"
         )
     lossy_too = "; lossy" if any(group.compressor for group in plan.groups) else ""
-    return _gain(diagnosis, plan.choice, plan.step_seconds) + lossy_too
+    untried = "; predicted, because no way could be tried" if diagnosis.failed and not diagnosis.is_measured else ""
+    return _gain(diagnosis, plan.choice, plan.step_seconds) + lossy_too + untried
 
 
 def _ranges(diagnosis: Diagnosis) -> list[tuple[str, str]]:
-    """Return the links on which something pays, by prediction; nothing where training has shown another choice."""
+    """Return the links on which something pays, by prediction; nothing where training has shown another choice.
+
+    An exact way pays on slower links, too, if it does on this one, by the margin of the recommendation.
+    """
     lossy, anything = diagnosis.compression_stops_mbit, diagnosis.stops_mbit
-    if diagnosis.confirmed:
-        here = diagnosis.measurement.link.mbit
+    here = diagnosis.measurement.link.mbit
+    if diagnosis.is_measured:
         is_lossy = any(group.compressor for group in diagnosis.plan.groups)
         if is_lossy != _pays(lossy, here) or diagnosis.plan.does_nothing == _pays(anything, here):
             return []
-    exact_beyond = anything is None or (lossy is not None and anything > lossy)
+    pays_here = not _pays(anything, here) or diagnosis.stock_step_seconds > WORTH * diagnosis.best_exact[1]
+    exact_beyond = pays_here and (anything is None or (lossy is not None and anything > lossy))
     rows = [("Compression pays", _range(lossy))]
     return [*rows, ("An exact way pays", _range(anything))] if exact_beyond else rows
 
@@ -427,14 +482,28 @@ def _range(stops: float | None) -> str:
 def _advice(diagnosis: Diagnosis, plan_path: str | None) -> list[str]:
     advice, ddp = diagnosis.advice, diagnosis.measurement.ddp
     if not advice.attaches:
-        return ["Do nothing. Stock DDP is as good as anything here, and simpler.", *_hint(diagnosis)]
+        nothing = "Do nothing. Stock DDP is as good as anything here, and simpler."
+        return [nothing, *_doubt(diagnosis), *_hint(diagnosis)]
     is_written = advice.plan is None or plan_path is not None
     start = "Add" if is_written else "Write the plan with --output plan.json, and add"
     pasted = lines_of(advice, ddp, plan_path or "plan.json")
     lines = [f"{start}, {where_to_paste(advice, ddp)}:", "", *(f"    {line}" for line in pasted)]
     if any(group.compressor for group in diagnosis.plan.groups):
         lines += ["", "It is lossy: compare the loss too, or take the exact way with --compress none."]
-    return lines + _hint(diagnosis)
+    return [*lines, *_doubt(diagnosis), *_hint(diagnosis)]
+
+
+def _doubt(diagnosis: Diagnosis) -> list[str]:
+    """Return a sentence about ways that could not be tried."""
+    if not diagnosis.failed:
+        return []
+    if diagnosis.is_measured:
+        names = ", ".join(row.name for row in diagnosis.failed)
+        return ["", f"In doubt: {names} could not be tried, and might be faster; the table says why."]
+    return [
+        "",
+        "In doubt: no way but stock DDP could be tried, so this is a prediction; the table says why they failed.",
+    ]
 
 
 def _hint(diagnosis: Diagnosis) -> list[str]:

@@ -86,7 +86,7 @@ def build_report(diagnosis: Diagnosis, plan_path: str | None = None) -> Report:
 def _verdict(report: Report, diagnosis: Diagnosis) -> None:
     plan = diagnosis.plan
     stock, best = format_seconds(diagnosis.stock_step_seconds), format_seconds(plan.step_seconds)
-    source = "measured" if diagnosis.confirmed else "predicted"
+    source = "measured" if diagnosis.is_measured else "predicted"
     if plan.does_nothing:
         report.hero("Do nothing", f"Stock DDP is as good as anything here, and simpler: {stock} a step.")
     else:
@@ -162,7 +162,7 @@ def _ways(report: Report, diagnosis: Diagnosis) -> None:
         against = f"{diagnosis.stock_step_seconds / seconds:.2f}x" if seconds else "-"
         rows.append([candidate.name, format_seconds(seconds), against, kind])
     is_cut = len(plan.candidates) > _SHOWN
-    note = "Predicted; of a way that was trained, as measured." if diagnosis.confirmed else ""
+    note = "Predicted; of a way that was trained, as measured." if diagnosis.is_measured else ""
     title = f"The fastest {_SHOWN} ways of {len(plan.candidates)}" if is_cut else "All ways"
     report.table(title, ["way", "step", "against stock DDP", ""], rows, note)
 

@@ -7,6 +7,7 @@ optionally, the optimizer.
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import os
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from thinwire.lab.analyze.failure import first_error
 from thinwire.lab.testbed.launch import RanksFailed
 
 if TYPE_CHECKING:
@@ -62,13 +65,16 @@ class OwnJob:
         """Return the job that a text names, without importing it.
 
         Raises:
-            ValueError: the text has another form; there is no such file.
+            ValueError: the text has another form; there is no such file or module, or no such function in it.
         """
         source, _, function = text.rpartition(":")
         if not source or not function.isidentifier():
             raise ValueError(f"{text!r} does not name a job: give {FORM}")
         if source.endswith(".py") and not Path(source).is_file():
             raise ValueError(f"there is no file {source}: give {FORM}")
+        file = Path(source) if source.endswith(".py") else _file_of(text)
+        if file is not None and not _may_define(file, function):
+            raise ValueError(f"{source} has no function {function!r}: give {FORM}")
         return cls(text)
 
     def load(self) -> None:
@@ -153,7 +159,7 @@ class OwnJob:
 
 @contextmanager
 def clear_job_errors() -> Iterator[None]:
-    """Raise a `JobError` of a rank as that, in one line, instead of `RanksFailed` with its traceback."""
+    """Raise a `JobError` of a rank as that, in one line, and show an error of the user's code once, without ours."""
     try:
         yield
     except RanksFailed as failed:
@@ -161,6 +167,8 @@ def clear_job_errors() -> Iterator[None]:
             last = (outcome.error or "").strip().rpartition("\n")[2]
             if found := re.match(rf"(?:\w+\.)*{JobError.__name__}: (.*)", last):
                 raise JobError(found[1]) from failed
+        if error := first_error(failed):
+            raise RanksFailed(f"the job failed on rank {error[0]}:\n{error[1]}", failed.outcomes) from failed
         raise
 
 
@@ -172,6 +180,34 @@ def share_parameters(model: nn.Module) -> None:
             first = tensor.contiguous()
             dist.broadcast(first, 0)
             tensor.copy_(first)
+
+
+def _file_of(text: str) -> Path | None:
+    """Return the file of the module of a text, in the working directory or ``sys.path``; None if only an import can.
+
+    Raises:
+        ValueError: there is no such module, or no such package of a module.
+    """
+    module = text.rpartition(":")[0]
+    top = module.partition(".")[0]
+    spec = PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+    if spec is None:
+        raise ValueError(f"cannot import {text}: No module named {top!r}; run from the directory that holds it")
+    return Path(spec.origin) if module == top and spec.origin and spec.origin.endswith(".py") else None
+
+
+def _may_define(path: Path, name: str) -> bool:
+    """Whether a source file may define a name: in any statement, or in one that hides its names.
+
+    Raises:
+        ValueError: the file is no Python.
+    """
+    try:
+        nodes = list(ast.walk(ast.parse(path.read_bytes(), str(path))))
+    except SyntaxError as error:
+        raise ValueError(f"{path}, line {error.lineno}: {error.msg}") from error
+    names = {getattr(node, field, None) for node in nodes for field in ("name", "asname", "id")}
+    return not names.isdisjoint({name, "*", "__getattr__", "globals", "exec", "setattr"})
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -47,7 +47,7 @@ def option(name: str, default: Any = None, more: str = "", **limits: Any) -> Any
     return typer.Option(default, *names, metavar=metavar, help=f"{text}{more}.", show_default=shown, **limits)
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """A group of commands."""
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -67,7 +67,7 @@ def _flowing(text: str) -> str:
     return "\n\n".join(" ".join(paragraph.split()) for paragraph in text.split("\n\n"))
 
 
-class LazyGroup(Group):
+class LazyGroup(CommandGroup):
     """A group that knows the names, one-line descriptions and modules of its commands.
 
     Subclasses list for each command its module, in which a `typer.Typer` called ``app`` is the command, and its

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 
-from thinwire.cli.commands import Command, Group, option
+from thinwire.cli.commands import Command, CommandGroup, option
 from thinwire.cli.output import (
     check_directories,
     clear_errors,
@@ -45,7 +45,7 @@ thinwire plan show plan.json
 thinwire plan --model vgg16 --hosts 8 --ranks-per-host 8 --link 25gbit
 """
 
-app = typer.Typer(cls=Group, invoke_without_command=True, add_completion=False, epilog=_EXAMPLES)
+app = typer.Typer(cls=CommandGroup, invoke_without_command=True, add_completion=False, epilog=_EXAMPLES)
 
 
 @app.callback()

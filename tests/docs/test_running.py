@@ -67,7 +67,7 @@ def small(command: Command) -> list[str]:
     if words[0] == "doctor" and "--link" in words and "--hosts" not in words:  # of a script: loopback is the default
         del words[words.index("--link") : words.index("--link") + 2]
     name = next(name for name in SMALLER if words[: name.count(" ") + 1] == name.split())
-    options = SMALLER[name].split()
+    options = [] if "--from" in words else SMALLER[name].split()  # what was measured is small already
     makes_ranks = name == "plan" and "--measure" in words
     if makes_ranks or (name == "doctor" and not any(word.endswith((".py", ".json")) for word in words)):
         options += ON_LOOPBACK.split()

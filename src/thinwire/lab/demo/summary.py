@@ -57,15 +57,17 @@ def conditions(comparison: Comparison) -> str:
     )
 
 
+def _compared(speedup: float) -> str:
+    """Return ``1.5x faster``, ``1.5x slower``, or nothing where both are alike."""
+    if speedup > 1 + ALIKE:
+        return f"{format_factor(speedup)} faster"
+    return f"{format_factor(1 / speedup)} slower" if speedup < 1 - ALIKE else ""
+
+
 def result(comparison: Comparison) -> str:
     """Return the result in one sentence."""
-    speedup = comparison.speedup("ddp", "thinwire")
-    if speedup > 1 + ALIKE:
-        how = f"{format_factor(speedup)} faster than this model under DDP"
-    elif speedup < 1 - ALIKE:
-        how = f"{format_factor(1 / speedup)} slower than this model under DDP"
-    else:
-        how = "As fast as this model under DDP"
+    speed = _compared(comparison.speedup("ddp", "thinwire"))
+    how = f"{speed} than this model under DDP" if speed else "As fast as this model under DDP"
     losses = "with the same losses" if comparison.is_exact else "but the losses differ: please report this"
     where = ", on loopback, where bytes cost next to nothing" if comparison.link_mbit is None else ""
     return f"{how}, by one line: thinwire.attach(model), {losses}{where}."
@@ -74,13 +76,8 @@ def result(comparison: Comparison) -> str:
 def advice(comparison: Comparison) -> str:
     """Return what ``sparse=True`` gives, with and without thinwire."""
     sparse = comparison.results["ddp_sparse"].step_seconds
-    speedup = comparison.speedup("ddp_sparse", "thinwire_sparse")
-    if speedup > 1 + ALIKE:
-        then = f"is {format_factor(speedup)} faster than that"
-    elif speedup < 1 - ALIKE:
-        then = f"is {format_factor(1 / speedup)} slower than that"
-    else:
-        then = "is as fast"
+    speed = _compared(comparison.speedup("ddp_sparse", "thinwire_sparse"))
+    then = f"is {speed} than that" if speed else "is as fast"
     if sparse > comparison.results["thinwire"].step_seconds:
         return f"With sparse=True, stock DDP takes {format_seconds(sparse)} a step, and thinwire {then}."
     return (

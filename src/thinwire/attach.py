@@ -67,7 +67,7 @@ def attach(
         model: a ``DistributedDataParallel``, or a plain module that is on all ranks of the default process group.
             All its parameters are on one device.
         scheme: a name of `thinwire.schemes`, a `Scheme` or a `TwoLevel` ("two_level:zen": ranks of one host add up
-            first); "auto" chooses the one of fewest bytes at each step.
+            first); "auto" chooses by bytes and by the seconds of real steps, and may leave a table to DDP.
         timeout: how long to wait for a peer; None means the timeout of the model's process group.
         compress: a compressor of `thinwire.compress`, for all matrices of 1024 elements or more; or a policy, which is
             a function from a ``Parameter`` to a compressor or None; or compressors by name pattern (``fnmatch``).

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
-from thinwire.comm.lane import resolve_group, telling_peers
+from thinwire.comm.lane import Group, resolve_group, telling_peers
 from thinwire.compress.assign import Compress
 from thinwire.compress.base import Compressor, Parameter
 from thinwire.compress.memory import MomentumCorrection
@@ -42,6 +43,7 @@ def attach(
     scheme: str | Scheme | TwoLevel = AUTO,
     timeout: timedelta | None = None,
     *,
+    process_group: Group = None,
     compress: Compress | None = None,
     exchange: str | Scheme | TwoLevel = AUTO_EXCHANGE,
     grad_scaler: GradScaler | None = None,
@@ -64,11 +66,12 @@ def attach(
     see docs/guides/plan-execution.md.
 
     Args:
-        model: a ``DistributedDataParallel``, or a plain module that is on all ranks of the default process group.
-            All its parameters are on one device.
+        model: a ``DistributedDataParallel``, or a plain module. All its parameters are on one device.
         scheme: a name of `thinwire.schemes`, a `Scheme` or a `TwoLevel` ("two_level:zen": ranks of one host add up
             first); "auto" chooses by bytes and by the seconds of real steps, and may leave a table to DDP.
         timeout: how long to wait for a peer; None means the timeout of the model's process group.
+        process_group: the ranks that have a copy of a plain module, as a ProcessGroup or a one-dimensional DeviceMesh
+            such as ``mesh["dp"]``; None for all ranks. DDP has its own.
         compress: a compressor of `thinwire.compress`, for all matrices of 1024 elements or more; or a policy, which is
             a function from a ``Parameter`` to a compressor or None; or compressors by name pattern (``fnmatch``).
             Biased compressors without a memory get error feedback.
@@ -102,7 +105,7 @@ def attach(
     """
     model = _found(model)
     _check_arguments(scheme, timeout, grad_scaler)
-    group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
+    group = _group_of(model, process_group)
     with telling_peers(group, timeout):
         _check_parameters(model)
     if is_attached(model):
@@ -116,24 +119,13 @@ def attach(
     if plan is None and compress is None:
         _check_exact(exchange, ahead)
         intent = None if fuse is None else Intent(_names(model), (fuse,))
-        return Synchronizer(model, scheme, timeout, intent=intent)
-    parameters = _dense_parameters(model)
-    compression: Compression | PlannedCompression
-    if plan is None:
-        assert compress is not None
-        compression = Compression(compress, exchange, grad_scaler, ahead)
-        plans = compression.plans(parameters, group.size())
-    else:
-        compression = PlannedCompression(plan, grad_scaler)
-        with telling_peers(group, timeout):
-            plan.check(parameters, group.size())
-            if isinstance(model, DistributedDataParallel):
-                check_buckets(model, plan.jobs)
-            plans = compression.plans(parameters, group.size())
+        return Synchronizer(model, group, scheme, timeout, intent=intent)
+    compression = _compression(compress, exchange, grad_scaler, ahead, plan)
+    plans = _plans(model, compression, group, timeout)
     if optimizer is not None:
         _check_momentum(optimizer, plans, module_of(model))
     intent = _intent(model, fuse, plan, fallback, any(_has_momentum(entry.compressor) for entry in plans.values()))
-    return Synchronizer(model, scheme, timeout, plans or None, compression if plans else None, intent)
+    return Synchronizer(model, group, scheme, timeout, plans or None, compression if plans else None, intent)
 
 
 def _check_arguments(scheme: str | Scheme | TwoLevel, timeout: object, grad_scaler: object) -> None:
@@ -141,6 +133,45 @@ def _check_arguments(scheme: str | Scheme | TwoLevel, timeout: object, grad_scal
     check_scaler(grad_scaler)
     if timeout is not None and not isinstance(timeout, timedelta):
         raise ValueError(f"timeout is {timeout!r}: pass a datetime.timedelta, such as timedelta(seconds=5)")
+
+
+def _compression(
+    compress: Compress | None,
+    exchange: str | Scheme | TwoLevel,
+    grad_scaler: GradScaler | None,
+    ahead: bool,
+    plan: Plan | None,
+) -> Compression | PlannedCompression:
+    if plan is not None:
+        return PlannedCompression(plan, grad_scaler)
+    assert compress is not None
+    return Compression(compress, exchange, grad_scaler, ahead)
+
+
+def _plans(
+    model: nn.Module,
+    compression: Compression | PlannedCompression,
+    group: dist.ProcessGroup,
+    timeout: timedelta | None,
+) -> dict[str, Planned]:
+    """Return the method of each compressed parameter; a plan is checked first."""
+    parameters = _dense_parameters(model)
+    if isinstance(compression, Compression):
+        return compression.plans(parameters, group.size())
+    with telling_peers(group, timeout):
+        compression.plan.check(parameters, group.size())
+        if isinstance(model, DistributedDataParallel):
+            check_buckets(model, compression.plan.jobs)
+        return compression.plans(parameters, group.size())
+
+
+def _group_of(model: nn.Module, process_group: Group) -> dist.ProcessGroup:
+    if not isinstance(model, DistributedDataParallel):
+        return resolve_group(process_group)
+    own = resolve_group(model.process_group)
+    if process_group is not None and resolve_group(process_group) != own:
+        raise ValueError("DDP averages over the process group that it was built with: leave out process_group=")
+    return own
 
 
 def _found(model: nn.Module) -> nn.Module:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import kernels
 from thinwire.comm.channel import Subject
-from thinwire.comm.lane import Lane, resolve_group
+from thinwire.comm.lane import Lane
 from thinwire.cuda.staging import staging_for
 from thinwire.follow import state as states
 from thinwire.follow.describe import configuration
@@ -53,6 +53,7 @@ class Synchronizer:
     def __init__(
         self,
         model: nn.Module,
+        group: dist.ProcessGroup,
         scheme: str | Scheme | TwoLevel,
         timeout: timedelta | None,
         plans: Mapping[str, Planned] | None = None,
@@ -67,7 +68,6 @@ class Synchronizer:
         self._intent = intent
         trained = (parameter.device for _, parameter in synchronized_parameters(model) if parameter.requires_grad)
         device = next(trained, torch.device("cpu"))
-        group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
         self._staging = staging_for(device)
         self._lane = Lane(group, timeout, self._staging)
         self._steps = Steps(model, len(self._names), self._lane, self._gradients, self._clock)

@@ -21,7 +21,7 @@ def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Paramete
     """
     ignored = model.parameters_to_ignore if isinstance(model, DistributedDataParallel) else ()
     known: set[int] = set()
-    for name, parameter in module_of(model).named_parameters(remove_duplicate=False):
+    for name, parameter in nn.Module.named_parameters(module_of(model), remove_duplicate=False):  # TorchRec overrides it
         is_ignored = (name if "." in name else f".{name}") in ignored
         if not is_ignored and id(parameter) not in known:
             known.add(id(parameter))

@@ -426,7 +426,7 @@ class ParameterHooks:
             entry = self.trained[place]
             if entry.is_table and not self._buckets.leaves(entry.name):
                 touched = _NO_IDS if place in self._pass.stand_ins else self._lookups.take(entry.parameter)
-                tables.append(TableGradient(entry.name, gradient, touched))
+                tables.append(TableGradient(entry.name, self._lookups.matrix(entry.parameter, gradient), touched))
                 self._pass.apart.append(place)
             elif self._buckets.compresses(entry.name):
                 compressed.append((entry.name, gradient))

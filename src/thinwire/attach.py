@@ -21,6 +21,7 @@ from thinwire.compress.methods.sign import Signum
 from thinwire.compress.reduction.choose import AUTO as AUTO_EXCHANGE
 from thinwire.compress.wrappers import Wrapper
 from thinwire.follow.grouping import Intent
+from thinwire.fuse.named import default_policies
 from thinwire.fuse.policy import Policy
 from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression, check_scaler
 from thinwire.gradients.ddp import check_buckets
@@ -28,7 +29,6 @@ from thinwire.gradients.model import is_replicated, module_of, synchronized_para
 from thinwire.gradients.passes import INSIDE_DDP
 from thinwire.gradients.tables import tables_of
 from thinwire.plan.plan import Plan
-from thinwire.plan.planner import default_policies
 from thinwire.sparse import SUPPORTED_DTYPES
 from thinwire.sync.named import AUTO, resolve
 from thinwire.sync.scheme import Scheme

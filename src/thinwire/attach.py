@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
 
@@ -11,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import UninitializedParameter
 
 from thinwire.comm.lane import Group, resolve_group, telling_peers
 from thinwire.compress.assign import Compress
@@ -25,17 +22,13 @@ from thinwire.fuse.named import default_policies
 from thinwire.fuse.policy import Policy
 from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression, check_scaler
 from thinwire.gradients.ddp import check_buckets
-from thinwire.gradients.model import is_replicated, module_of, synchronized_parameters
-from thinwire.gradients.passes import INSIDE_DDP
+from thinwire.gradients.model import check_parameters, find_model, module_of, synchronized_parameters
 from thinwire.gradients.tables import tables_of
 from thinwire.plan.plan import Plan
-from thinwire.sparse import SUPPORTED_DTYPES
 from thinwire.sync.named import AUTO, resolve
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
 from thinwire.synchronizer import Synchronizer, is_attached
-
-logger = logging.getLogger("thinwire")
 
 
 def attach(
@@ -103,11 +96,11 @@ def attach(
         >>> sync = thinwire.attach(model, compress=thinwire.compress.top_k(0.01))         # doctest: +SKIP
         >>> sync = thinwire.attach(module, plan=thinwire.Plan.load("plan.json"))          # doctest: +SKIP
     """
-    model = _found(model)
+    model = find_model(model)
     _check_arguments(scheme, timeout, grad_scaler)
     group = _group_of(model, process_group)
     with telling_peers(group, timeout):
-        _check_parameters(model)
+        check_parameters(model)
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
     if fallback:
@@ -172,42 +165,6 @@ def _group_of(model: nn.Module, process_group: Group) -> dist.ProcessGroup:
     if process_group is not None and resolve_group(process_group) != own:
         raise ValueError("DDP averages over the process group that it was built with: leave out process_group=")
     return own
-
-
-def _found(model: nn.Module) -> nn.Module:
-    """Return the model itself, or the one DDP that it wraps, as results of `torch.compile` and Fabric do."""
-    if not isinstance(model, nn.Module):
-        given = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
-        raise ValueError(f"attach needs the model, not {given}: pass a DistributedDataParallel or another nn.Module")
-    for module in model.modules():
-        if _is_any(module, "torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel"):
-            raise ValueError(
-                "attach does not take FSDP models yet: a shard has its gradient on one rank only. Use"
-                " DistributedDataParallel, or a plain module"
-            )
-        if is_replicated(module):
-            raise ValueError(INSIDE_DDP)
-    inside = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, DistributedDataParallel) and module is not model
-    ]
-    if not inside:
-        return model
-    name, ddp = inside[0]
-    if len(inside) == 1 and not isinstance(model, DistributedDataParallel) and _has_all_parameters(ddp, model):
-        logger.info("%s is a wrapper of a DistributedDataParallel, %r: attached to that", type(model).__name__, name)
-        return ddp
-    raise ValueError(
-        f"there is a DistributedDataParallel inside of this module, which trains other parameters too: attach that one"
-        f" instead, with attach(model.{name})"
-    )
-
-
-def _has_all_parameters(part: nn.Module, whole: nn.Module) -> bool:
-    """Return whether all trained parameters of the whole are in a part."""
-    known = {id(parameter) for parameter in part.parameters()}
-    return all(id(parameter) in known for parameter in whole.parameters() if parameter.requires_grad)
 
 
 def _check_alone(plan: Plan, others: Mapping[str, object]) -> None:
@@ -275,37 +232,6 @@ def _intent(model: nn.Module, fuse: Policy | None, plan: Plan | None, fallback: 
 
 def _names(model: nn.Module) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in _dense_parameters(model))
-
-
-def _check_parameters(model: nn.Module) -> None:
-    trained = (parameter.device for _, parameter in synchronized_parameters(model) if parameter.requires_grad)
-    device = next(trained, None)
-    if next(synchronized_parameters(model), None) is None:
-        raise ValueError(
-            f"{type(model).__name__} has no parameters, so there is nothing to synchronize: pass the model"
-        )
-    if device is None:
-        raise ValueError(f"no parameter of {type(model).__name__} requires a gradient, so none would be synchronized")
-    for name, parameter in synchronized_parameters(model):
-        if isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run a batch through the model first")
-        if _is_any(parameter, "torch.distributed.tensor", "DTensor"):
-            raise ValueError(f"parameter {name!r} is a DTensor: attach does not take sharded models yet")
-        if parameter.requires_grad and parameter.device != device:
-            raise ValueError(
-                f"parameter {name!r} is on {parameter.device}, others are on {device}: move all to one device"
-            )
-        if parameter.is_meta:
-            raise ValueError(f"parameter {name!r} is on the meta device and has no values yet: see Module.to_empty()")
-        is_known = parameter.dtype in SUPPORTED_DTYPES or parameter.is_complex()
-        if parameter.requires_grad and not is_known:
-            raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}, which is not supported")
-
-
-def _is_any(value: object, module: str, *names: str) -> bool:
-    """Return whether a value is of one of these classes, without importing them: FSDP costs 1.2 s."""
-    loaded = sys.modules.get(module)
-    return loaded is not None and isinstance(value, tuple(getattr(loaded, name) for name in names))
 
 
 def _dense_parameters(model: nn.Module) -> list[Parameter]:

@@ -1,12 +1,25 @@
-"""The trained parameters of a model: of the module inside DDP, without those that DDP ignores."""
+"""The model that is attached, and its trained parameters: those of the module inside DDP that DDP does not ignore."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+
+from thinwire.sparse import SUPPORTED_DTYPES
+
+logger = logging.getLogger("thinwire")
+
+INSIDE_DDP = (
+    "thinwire is attached to a module that DistributedDataParallel or replicate() synchronizes too, so gradients would"
+    " travel twice: attach the DDP model, as in `ddp = DistributedDataParallel(module); sync = thinwire.attach(ddp)`"
+    " (with Accelerate what prepare() returned, in a callback of transformers `trainer.model_wrapped`); or train the"
+    " plain module without either"
+)
 
 
 def module_of(model: nn.Module) -> nn.Module:
@@ -32,3 +45,71 @@ def is_replicated(module: nn.Module) -> bool:
     """Return whether ``torch.distributed._composable.replicate``, DDP without a wrapper, was called on a module."""
     loaded = sys.modules.get("torch.distributed._composable.replicate")
     return loaded is not None and isinstance(module, loaded.DDP)
+
+
+def find_model(model: nn.Module) -> nn.Module:
+    """Return the model itself, or the one DDP that it wraps, as results of `torch.compile` and Fabric do."""
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
+        raise ValueError(f"attach needs the model, not {given}: pass a DistributedDataParallel or another nn.Module")
+    for module in model.modules():
+        if _is_any(module, "torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel"):
+            raise ValueError(
+                "attach does not take FSDP models yet: a shard has its gradient on one rank only. Use"
+                " DistributedDataParallel, or a plain module"
+            )
+        if is_replicated(module):
+            raise ValueError(INSIDE_DDP)
+    inside = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, DistributedDataParallel) and module is not model
+    ]
+    if not inside:
+        return model
+    name, ddp = inside[0]
+    if len(inside) == 1 and not isinstance(model, DistributedDataParallel) and _has_all_parameters(ddp, model):
+        logger.info("%s is a wrapper of a DistributedDataParallel, %r: attached to that", type(model).__name__, name)
+        return ddp
+    raise ValueError(
+        f"there is a DistributedDataParallel inside of this module, which trains other parameters too: attach that one"
+        f" instead, with attach(model.{name})"
+    )
+
+
+def _has_all_parameters(part: nn.Module, whole: nn.Module) -> bool:
+    """Return whether all trained parameters of the whole are in a part."""
+    known = {id(parameter) for parameter in part.parameters()}
+    return all(id(parameter) in known for parameter in whole.parameters() if parameter.requires_grad)
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raise ValueError if a model has no trained parameters, or one that cannot be synchronized."""
+    trained = (parameter.device for _, parameter in synchronized_parameters(model) if parameter.requires_grad)
+    device = next(trained, None)
+    if next(synchronized_parameters(model), None) is None:
+        raise ValueError(
+            f"{type(model).__name__} has no parameters, so there is nothing to synchronize: pass the model"
+        )
+    if device is None:
+        raise ValueError(f"no parameter of {type(model).__name__} requires a gradient, so none would be synchronized")
+    for name, parameter in synchronized_parameters(model):
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run a batch through the model first")
+        if _is_any(parameter, "torch.distributed.tensor", "DTensor"):
+            raise ValueError(f"parameter {name!r} is a DTensor: attach does not take sharded models yet")
+        if parameter.requires_grad and parameter.device != device:
+            raise ValueError(
+                f"parameter {name!r} is on {parameter.device}, others are on {device}: move all to one device"
+            )
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values yet: see Module.to_empty()")
+        is_known = parameter.dtype in SUPPORTED_DTYPES or parameter.is_complex()
+        if parameter.requires_grad and not is_known:
+            raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}, which is not supported")
+
+
+def _is_any(value: object, module: str, *names: str) -> bool:
+    """Return whether a value is of one of these classes, without importing them: FSDP costs 1.2 s."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, tuple(getattr(loaded, name) for name in names))

@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.comm.lane import Lane
 from thinwire.errors import ThinwireError, ranks_told
 from thinwire.gradients.ddp import Plug
-from thinwire.gradients.model import is_replicated, module_of, synchronized_parameters
+from thinwire.gradients.model import INSIDE_DDP, is_replicated, module_of, synchronized_parameters
 from thinwire.gradients.tables import Hook, weakly
 from thinwire.observe.step import Clock
 
@@ -299,11 +299,3 @@ def _refuse_inside_ddp(module: nn.Module) -> None:
 def _share_parameters(ddp: DistributedDataParallel, module: nn.Module) -> bool:
     mine = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     return any(id(parameter) in mine for _, parameter in synchronized_parameters(ddp))
-
-
-INSIDE_DDP = (
-    "thinwire is attached to a module that DistributedDataParallel or replicate() synchronizes too, so gradients would"
-    " travel twice: attach the DDP model, as in `ddp = DistributedDataParallel(module); sync = thinwire.attach(ddp)`"
-    " (with Accelerate what prepare() returned, in a callback of transformers `trainer.model_wrapped`); or train the"
-    " plain module without either"
-)

@@ -182,7 +182,7 @@ def test_a_breach_is_seen(room: str, source: str) -> None:
         ("lab", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from matplotlib.axes import Axes"),
         ("wire", "from thinwire import kernels"),
         ("cli", "import typer\nfrom thinwire.lab.testbed.launch import run_ranks"),
-        ("sync", "from thinwire.sync.ledger import sent_bytes"),
+        ("sync", "from thinwire.sync.cost import Pricing"),
         ("gradients", "import torch.distributed as dist\nfrom thinwire.comm.lane import Lane"),
         ("plan", "from thinwire.fuse.profile import Profile"),
         ("holder", "import socket\nfrom thinwire.errors import ThinwireError"),

@@ -38,6 +38,7 @@ ROOMS = {
     "measure": {"errors", "kernels", "observe", "sparse", "comm", "compress", "fuse", "plan", "gradients", "attach"},
     "holder": {"errors"},
     "checkpoint": {"errors", "comm", "cuda", "holder"},
+    "integrations": {"errors", "comm", "gradients", "synchronizer", "attach", "checkpoint"},
     "lab": {
         "errors", "observe", "kernels", "sparse", "wire", "partition", "comm", "cuda", "sync", "schemes", "compress",
         "fuse", "plan", "gradients", "follow", "all_reduce", "synchronizer", "attach", "measure", "holder",
@@ -56,6 +57,13 @@ OWNERS = {
     "typer": {"cli", "lab"},
     "rich": {"cli", "lab"},
     "sklearn": {"lab"},
+    "accelerate": {"integrations"},
+    "deepspeed": {"integrations"},
+    "lightning": {"integrations"},
+    "pytorch_lightning": {"integrations"},
+    "ray": {"integrations"},
+    "torchrec": {"integrations"},
+    "transformers": {"integrations"},
     "pickle": {"lab"},  # between a parent and its own child; never on what crosses a network
 }  # fmt: skip
 LAZY = {"numba", "triton", "matplotlib", "pyroute2", "sklearn"}
@@ -208,6 +216,12 @@ def test_importing_thinwire_loads_nothing_else() -> None:
     found = loaded("import thinwire")
     assert {name for name in found if name.startswith("thinwire")} == {"thinwire"}
     assert "torch" not in found
+
+
+def test_integrations_load_no_framework() -> None:
+    found = loaded("import thinwire; thinwire.integrations")
+    assert {name for name in found if name.startswith("thinwire.")} == {"thinwire.integrations"}
+    assert not found & {"torch", "accelerate", "lightning", "ray", "transformers"}
 
 
 def test_attaching_loads_no_optional_package() -> None:

@@ -55,8 +55,8 @@ class ThinwireCallback(TrainerCallback):
         callbacks.insert(0, self)  # before the loggers, which see what it adds
         options = {"grad_scaler": trainer.accelerator.scaler, **self.options}
         self.attachment = Attachment(trainer.model_wrapped, "the Trainer trains it by another engine", **options)
-        if state.global_step > 0:
-            self.attachment.load_state_dict(_saved(args, state))
+        if state.global_step > 0 and (saved := _saved(args, state)) is not None:
+            self.attachment.load_state_dict(saved)
 
     def on_log(
         self,
@@ -88,9 +88,10 @@ class ThinwireCallback(TrainerCallback):
 
 def _trainer_of(callback: TrainerCallback) -> Trainer:
     """Return the trainer of a callback. Callbacks are handed the model without its wrapper, and no trainer."""
-    for value in gc.get_objects():
-        if issubclass(type(value), Trainer) and any(of is callback for of in value.callback_handler.callbacks):
-            return value
+    for trainer in (value for value in gc.get_objects() if issubclass(type(value), Trainer)):
+        handler = getattr(trainer, "callback_handler", None)  # None where the constructor failed
+        if handler is not None and callback in handler.callbacks:
+            return trainer
     raise ValueError("no Trainer has this ThinwireCallback: pass it as Trainer(..., callbacks=[ThinwireCallback()])")
 
 
@@ -98,8 +99,8 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
     return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
 
-def _saved(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
-    """Return what is in the checkpoint that the trainer resumes from, or nothing.
+def _saved(args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
+    """Return what is in the checkpoint that the trainer resumes from; None, and a warning, if it cannot be found.
 
     Its path is an argument of ``Trainer.train``, which callbacks do not see: the history of losses tells whether a
     checkpoint is the one.
@@ -109,5 +110,8 @@ def _saved(args: TrainingArguments, state: TrainerState) -> dict[str, Any]:
         is_there = (folder / STATE).is_file() and history.is_file()
         if is_there and TrainerState.load_from_json(str(history)).log_history == state.log_history:
             return torch.load(folder / STATE, weights_only=True)
-    logger.warning("no %s in %s; pass TrainingArguments(resume_from_checkpoint=...) if it is elsewhere", STATE, folder)
-    return {}
+    logger.warning(
+        "the training resumes without the state of thinwire: no %s of it in %s. If that is another folder, pass"
+        " TrainingArguments(resume_from_checkpoint=...) too", STATE, folder,
+    )  # fmt: skip
+    return None

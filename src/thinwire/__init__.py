@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import checkpoint, compress, errors, fuse, plan, schemes
+    from thinwire import checkpoint, compress, errors, fuse, integrations, plan, schemes
     from thinwire.all_reduce import sparse_all_reduce
     from thinwire.attach import attach
     from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, PeerError, ThinwireError
@@ -38,6 +38,7 @@ __all__ = [
     "embedding_tables",
     "errors",
     "fuse",
+    "integrations",
     "plan",
     "schemes",
     "sparse_all_reduce",

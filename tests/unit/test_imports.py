@@ -37,6 +37,7 @@ ROOMS = {
     "attach": {"errors", "sparse", "comm", "sync", "compress", "fuse", "plan", "gradients", "follow", "synchronizer"},
     "holder": {"errors"},
     "checkpoint": {"errors", "comm", "cuda", "holder"},
+    "integrations": {"errors", "comm", "gradients", "synchronizer", "attach", "checkpoint"},
     "lab": {
         "errors", "observe", "kernels", "sparse", "wire", "partition", "comm", "cuda", "sync", "schemes", "compress",
         "fuse", "plan", "gradients", "follow", "all_reduce", "synchronizer", "attach", "holder",
@@ -55,6 +56,13 @@ OWNERS = {
     "typer": {"cli", "lab"},
     "rich": {"cli", "lab"},
     "sklearn": {"lab"},
+    "accelerate": {"integrations"},
+    "deepspeed": {"integrations"},
+    "lightning": {"integrations"},
+    "pytorch_lightning": {"integrations"},
+    "ray": {"integrations"},
+    "torchrec": {"integrations"},
+    "transformers": {"integrations"},
     "pickle": {"lab"},  # between a parent and its own child; never on what crosses a network
 }  # fmt: skip
 LAZY = {"numba", "triton", "matplotlib", "pyroute2", "sklearn"}
@@ -182,7 +190,7 @@ def test_a_breach_is_seen(room: str, source: str) -> None:
         ("lab", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from matplotlib.axes import Axes"),
         ("wire", "from thinwire import kernels"),
         ("cli", "import typer\nfrom thinwire.lab.testbed.launch import run_ranks"),
-        ("sync", "from thinwire.sync.ledger import sent_bytes"),
+        ("sync", "from thinwire.sync.cost import Pricing"),
         ("gradients", "import torch.distributed as dist\nfrom thinwire.comm.lane import Lane"),
         ("plan", "from thinwire.fuse.profile import Profile"),
         ("holder", "import socket\nfrom thinwire.errors import ThinwireError"),
@@ -207,6 +215,12 @@ def test_importing_thinwire_loads_nothing_else() -> None:
     found = loaded("import thinwire")
     assert {name for name in found if name.startswith("thinwire")} == {"thinwire"}
     assert "torch" not in found
+
+
+def test_integrations_load_no_framework() -> None:
+    found = loaded("import thinwire; thinwire.integrations")
+    assert {name for name in found if name.startswith("thinwire.")} == {"thinwire.integrations"}
+    assert not found & {"torch", "accelerate", "lightning", "ray", "transformers"}
 
 
 def test_attaching_loads_no_optional_package() -> None:

@@ -151,7 +151,6 @@ def _cut(state: State, owner: int, world_size: int, rank: int) -> State:
     """Return the state of a piece."""
 
     def cut(entries: list[Any], rank: int) -> Any:
-        del rank
         (entry,) = entries
         if not isinstance(entry, Tensor) or entry.dim() != 1:
             return entry.clone() if isinstance(entry, Tensor) else entry

@@ -5,12 +5,17 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeGuard
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from thinwire.sparse import SUPPORTED_DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger("thinwire")
 
@@ -34,7 +39,9 @@ def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Paramete
     """
     ignored = model.parameters_to_ignore if isinstance(model, DistributedDataParallel) else ()
     known: set[int] = set()
-    for name, parameter in nn.Module.named_parameters(module_of(model), remove_duplicate=False):  # TorchRec overrides it
+    for name, parameter in nn.Module.named_parameters(
+        module_of(model), remove_duplicate=False
+    ):  # TorchRec overrides it
         is_ignored = (name if "." in name else f".{name}") in ignored
         if not is_ignored and id(parameter) not in known:
             known.add(id(parameter))
@@ -96,8 +103,6 @@ def check_parameters(model: nn.Module) -> None:
     for name, parameter in synchronized_parameters(model):
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run a batch through the model first")
-        if _is_any(parameter, "torch.distributed.tensor", "DTensor"):
-            raise ValueError(f"parameter {name!r} is a DTensor: attach does not take sharded models yet")
         if parameter.requires_grad and parameter.device != device:
             raise ValueError(
                 f"parameter {name!r} is on {parameter.device}, others are on {device}: move all to one device"
@@ -107,6 +112,43 @@ def check_parameters(model: nn.Module) -> None:
         is_known = parameter.dtype in SUPPORTED_DTYPES or parameter.is_complex()
         if parameter.requires_grad and not is_known:
             raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}, which is not supported")
+
+
+def check_mesh(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise ValueError if a process group, in which gradients are averaged, has several parts of one DTensor."""
+    ranks = set(dist.get_process_group_ranks(group))
+    for name, parameter in synchronized_parameters(model):
+        tensor: object = parameter
+        if not is_dtensor(tensor):
+            continue
+        for number, placement in enumerate(tensor.placements):
+            line = tensor.device_mesh.get_group(number)
+            others = ranks.intersection(dist.get_process_group_ranks(line)) - {dist.get_rank()}
+            if others and not placement.is_replicate():
+                raise ValueError(
+                    f"parameter {name!r} is a DTensor, {placement!r} over ranks {sorted({dist.get_rank(), *others})},"
+                    " and gradients are averaged over ranks that have copies: pass process_group=mesh['dp'], the"
+                    " data-parallel dimension of the mesh"
+                )
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    return _is_any(tensor, "torch.distributed.tensor", "DTensor")
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor that this rank has, in the same memory, or any other tensor itself."""
+    given: object = tensor
+    return given.to_local().detach() if is_dtensor(given) else tensor
+
+
+def like(parameter: object, local: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor as a DTensor that is laid out like ``parameter``, if that is one."""
+    if not is_dtensor(parameter):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return parameter.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _is_any(value: object, module: str, *names: str) -> bool:

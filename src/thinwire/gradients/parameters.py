@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -313,6 +314,7 @@ class ParameterHooks:
         """Return a hook that does not hold this object, which holds the parameter."""
         weak = weakref.ref(self)
 
+        @torch.compiler.disable
         def hook(parameter: Tensor) -> None:
             hooks = weak()
             if hooks is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from thinwire.sparse import SUPPORTED_DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger("thinwire")
 
@@ -131,33 +134,37 @@ def check_mesh(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Raise ValueError if a process group, in which gradients are averaged, has several parts of one DTensor."""
     ranks = set(dist.get_process_group_ranks(group))
     for name, parameter in synchronized_parameters(model):
-        for number, placement in enumerate(parameter.placements if is_dtensor(parameter) else ()):
-            mesh = parameter.device_mesh  # type: ignore[attr-defined]
-            others = ranks.intersection(dist.get_process_group_ranks(mesh.get_group(number))) - {dist.get_rank()}
+        tensor: object = parameter
+        if not is_dtensor(tensor):
+            continue
+        for number, placement in enumerate(tensor.placements):
+            line = tensor.device_mesh.get_group(number)
+            others = ranks.intersection(dist.get_process_group_ranks(line)) - {dist.get_rank()}
             if others and not placement.is_replicate():
                 raise ValueError(
-                    f"parameter {name!r} is a DTensor, {placement} over ranks {sorted(others | {dist.get_rank()})}, and"
-                    " gradients are averaged over ranks that have copies: pass process_group=mesh['dp'], the"
+                    f"parameter {name!r} is a DTensor, {placement!r} over ranks {sorted({dist.get_rank(), *others})},"
+                    " and gradients are averaged over ranks that have copies: pass process_group=mesh['dp'], the"
                     " data-parallel dimension of the mesh"
                 )
 
 
-def is_dtensor(tensor: object) -> bool:
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return _is_any(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the part of a DTensor that this rank has, in the same memory, or any other tensor itself."""
-    return tensor.detach().to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    given: object = tensor
+    return given.to_local().detach() if is_dtensor(given) else tensor
 
 
-def like(parameter: Any, local: Tensor) -> Tensor:
+def like(parameter: object, local: Tensor) -> Tensor:
     """Return this rank's part of a DTensor as a DTensor that is laid out like ``parameter``, if that is one."""
     if not is_dtensor(parameter):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
-    return type(parameter.data).from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return parameter.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _is_any(value: object, module: str, *names: str) -> bool:

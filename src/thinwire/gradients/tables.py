@@ -201,7 +201,7 @@ class LookupRows:
 
         def after_backward(made: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> None:
             gradient = made[0]
-            if gradient is not None and gradient.layout == torch.strided:
+            if type(gradient) is Tensor and gradient.layout == torch.strided:  # the memory of a DTensor is another
                 self._pending[id(weight)] = _Lookup(looked_up, gradient.detach(), gradient._version)
 
         node.register_hook(after_backward)

@@ -53,7 +53,7 @@ def attach(model: Any, **options: Any) -> DmpSynchronizer:
             f"{type(model).__name__} is no DistributedModelParallel of torchrec: use thinwire.attach(model)"
         )
     models = dict(_data_parallel(model))
-    replicas = TouchedRows(model) if hasattr(model, "sync") else None
+    replicas = ReplicaSync(model) if hasattr(model, "sync") else None
     if not models and replicas is None:
         raise ValueError(
             "all parameters of this DistributedModelParallel are sharded, so no gradient is synchronized; with"
@@ -91,11 +91,11 @@ class DmpSynchronizer:
         replicas: replicas of sharded tables, or None without 2D parallelism.
     """
 
-    def __init__(self, parts: dict[str, Synchronizer], replicas: TouchedRows | None) -> None:
+    def __init__(self, parts: dict[str, Synchronizer], replicas: ReplicaSync | None) -> None:
         self.parts, self.replicas = parts, replicas
 
     def stats(self) -> dict[str, float]:
-        """Return the statistics of all parts added up; see `Synchronizer.stats` and `TouchedRows.stats`."""
+        """Return the statistics of all parts added up; see `Synchronizer.stats` and `ReplicaSync.stats`."""
         total: dict[str, float] = {} if self.replicas is None else self.replicas.stats()
         for part in self.parts.values():
             for name, value in part.stats().items():
@@ -164,7 +164,7 @@ class _Replicated:
         return self.versions != (self.weight._version, self.state._version)
 
 
-class TouchedRows:
+class ReplicaSync:
     """Replicas of the sharded tables of a `DMPCollection`, kept equal by the rows that any of them touched.
 
     Ranks of a replica group gather the ids that they touched; the rows of the union are averaged by an all-reduce. A

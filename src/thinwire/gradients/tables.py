@@ -192,6 +192,8 @@ class LookupRows:
             return
         node = output.grad_fn if isinstance(output, Tensor) else None
         is_flat = _is_flat(table)
+        if is_flat and not output.is_cpu:  # rows of a gradient on a GPU are searched for, and these would make it wait
+            return
         ids = _flat_rows(table, *args, **kwargs) if is_flat else args[0] if args else kwargs.get("input")
         made_by = "CppFunction" if is_flat else "Embedding"
         if node is None or not isinstance(ids, Tensor) or not type(node).__name__.startswith(made_by):

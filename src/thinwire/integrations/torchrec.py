@@ -308,6 +308,7 @@ def _recorded(kernel: Any, touched: Tensor) -> Any:
             sizes = kwargs.get("batch_size_per_feature_per_rank", bound.get("batches"))
             first_rows = kernel.hash_size_cumsum[:-1]
             counts = lookups_of_features(offsets, first_rows.numel(), sizes)
-            touched[first_rows.repeat_interleave(counts) + indices] = True
+            rows = first_rows.repeat_interleave(counts, output_size=indices.numel()) + indices  # a GPU need not wait
+            touched[rows] = True
 
     return kernel.register_forward_hook(hook, with_kwargs=True)

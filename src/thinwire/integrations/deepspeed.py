@@ -97,7 +97,22 @@ class EngineState:
         return [entry for entry in stepped if id(entry) not in own]
 
 
-def attach(engine: Any, **options: Any) -> Synchronizer:
+class EngineSync:
+    """A `thinwire.Synchronizer` of an engine's module, with all its methods; `detach` gives its all-reduce back."""
+
+    def __init__(self, engine: Any, synchronizer: Synchronizer) -> None:
+        self._engine, self._synchronizer = engine, synchronizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_synchronizer"], name)
+
+    def detach(self) -> None:
+        """Return the engine to its own all-reduce, on all ranks."""
+        self._synchronizer.detach()
+        self._engine.enable_backward_allreduce = True
+
+
+def attach(engine: Any, **options: Any) -> EngineSync:
     """Synchronize the gradients of an engine of ZeRO stage 0 through thinwire, in place of its own all-reduce.
 
     With gradient accumulation, run all backward passes but the last inside ``sync.no_sync()``.
@@ -118,7 +133,7 @@ def attach(engine: Any, **options: Any) -> Synchronizer:
         raise ValueError(f"ZeRO stage {stage} reduces gradients into shards by itself: only stage 0 can be attached")
     engine.enable_backward_allreduce = False
     try:
-        return attach_model(engine.module, **options)
+        return EngineSync(engine, attach_model(engine.module, **options))
     except Exception:
         engine.enable_backward_allreduce = True
         raise

@@ -92,6 +92,7 @@ def attached() -> dict[str, Any]:
     losses = [(step(whole, number), step(engine, number)) for number in range(STEPS)]
     stats = sync.stats()
     sync.detach()
+    losses += [(step(whole, number), step(engine, number)) for number in range(STEPS, STEPS + 3)]
     return {"losses": losses, "stats": stats, "refused": refused}
 
 

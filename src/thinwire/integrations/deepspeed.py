@@ -1,7 +1,7 @@
 """DeepSpeed: checkpoints of an engine in the memory of peers, and exact sparse gradients for ZeRO stage 0.
 
 An engine of ZeRO stage 1 or 2 has a shard of the optimizer on each rank: flat fp32 masters, which are the parameters of
-its ``basic_optimizer``, and that optimizer's state. Read on deepspeed 0.19.
+the torch optimizer inside of DeepSpeed's, and that optimizer's state. Read on deepspeed 0.19.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ def checkpointer(engine: Any, **options: Any) -> Checkpointer:
     an accumulation. Restored on as many ranks, training goes on bitwise as it would have.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned first, of ZeRO stage 0, 1 or 2, without offload.
+        engine: what ``deepspeed.initialize`` returned first, of ZeRO stage 0, 1 or 2.
         options: other arguments of `Checkpointer`.
 
     Raises:
-        ValueError: an engine of stage 3, or with offloaded optimizer; and as `Checkpointer`.
+        ValueError: an engine of stage 3; and as `Checkpointer`.
 
     Example:
         >>> checkpointer = thinwire.integrations.deepspeed.checkpointer(engine)          # doctest: +SKIP
@@ -44,11 +44,11 @@ def checkpointer(engine: Any, **options: Any) -> Checkpointer:
     if engine.zero_optimization_stage() > 2:
         raise ValueError("ZeRO stage 3 shards parameters too, which is not saved here: use stage 0, 1 or 2")
     state = EngineState(engine, options.pop("data", None))
-    return Checkpointer(engine.module, engine.basic_optimizer, scheduler=engine.lr_scheduler, data=state, **options)
+    return Checkpointer(engine.module, _stepped(engine), scheduler=engine.lr_scheduler, data=state, **options)
 
 
 class EngineState:
-    """The state of an engine that neither its module nor its ``basic_optimizer`` has, on this rank.
+    """The state of an engine that neither its module nor its torch optimizer has, on this rank.
 
     Args:
         engine: the engine.
@@ -60,7 +60,7 @@ class EngineState:
 
     def state_dict(self) -> dict[str, Any]:
         """Return masters, which are the optimizer's own tensors, and numbers."""
-        scaler = getattr(self._engine.optimizer, "loss_scaler", None)
+        scaler = self._scaler()
         return {
             "world_size": dist.get_world_size(),
             "masters": self._masters(),
@@ -86,15 +86,25 @@ class EngineState:
         for name, value in state["counters"].items():
             setattr(self._engine, name, value)
         for name, value in state["scaler"].items():
-            setattr(self._engine.optimizer.loss_scaler, name, value)
+            setattr(self._scaler(), name, value)
         if self._data is not None:
             self._data.load_state_dict(state["data"])
 
     def _masters(self) -> list[nn.Parameter]:
         """Return what the optimizer steps, where that is not the module's parameters themselves."""
         own = {id(parameter) for parameter in self._engine.module.parameters()}
-        stepped = [entry for group in self._engine.basic_optimizer.param_groups for entry in group["params"]]
+        stepped = [entry for group in _stepped(self._engine).param_groups for entry in group["params"]]
         return [entry for entry in stepped if id(entry) not in own]
+
+    def _scaler(self) -> Any:
+        """Return what has the loss scale: of ZeRO, of fp16 without it, or None."""
+        optimizer = self._engine.optimizer
+        return getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+
+
+def _stepped(engine: Any) -> torch.optim.Optimizer:
+    """Return the torch optimizer, which DeepSpeed's own may have inside."""
+    return getattr(engine.optimizer, "optimizer", engine.optimizer)
 
 
 class EngineSync:

@@ -45,7 +45,7 @@ def step(engine: Any, number: int) -> float:
 
 def values(engine: Any) -> list[Tensor]:
     """Return parameters, masters and moments of this rank."""
-    basic = engine.basic_optimizer
+    basic = getattr(engine.optimizer, "optimizer", engine.optimizer)
     masters = [entry for group in basic.param_groups for entry in group["params"]]
     moments = [entry for master in masters for entry in basic.state[master].values() if isinstance(entry, Tensor)]
     return [entry.detach().clone() for entry in (*engine.module.parameters(), *masters, *moments)]

@@ -23,7 +23,6 @@ from torchrec.distributed.model_parallel import DMPCollection
 
 import thinwire
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 from torchrec_two_tower import STEPS, TwoTower, data, planned
 
 CPU = torch.device("cpu")

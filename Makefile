@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo docs dist test test-gpu test-jit-off test-nightly house lint format clean
+.PHONY: help install demo docs dist test test-integrations test-gpu test-jit-off test-nightly house lint format clean
 
 help:            ## list the verbs
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -25,7 +25,15 @@ lint: install    ## ruff and the type checker
 	$(BIN)/pyrefly check
 
 test: lint       ## lint, types, and every test that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not slow and not docs" -n 2 --dist worksteal
+	$(BIN)/python -m pytest -m "not gpu and not slow and not docs and not integrations" -n 2 --dist worksteal
+
+test-integrations: $(VENV)/.integrations ## train with each framework of the extra `integrations`, stock and with thinwire
+	$(BIN)/python -m pytest -m "integrations" tests/integrations
+
+$(VENV)/.integrations: $(STAMP)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev,integrations]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --force-reinstall fbgemm-gpu-cpu # over the CUDA build that torchrec asks for
+	@touch $@
 
 test-gpu: install ## what needs a GPU: its tests, then kernel times to benchmarks/results
 	$(BIN)/python -m pytest -m "gpu"
@@ -36,7 +44,7 @@ test-jit-off: install ## the kernels as plain Python, which coverage tools can s
 
 test-nightly: install ## the slow tests: full demo, benchmark figures, long fuzzing
 	$(BIN)/python -m pytest -m "slow"
-	THINWIRE_EXAMPLES=300 $(BIN)/python -m pytest -m "not gpu and not slow and not docs" -n 2 --dist worksteal tests/unit
+	THINWIRE_EXAMPLES=300 $(BIN)/python -m pytest -m "not gpu and not slow and not docs and not integrations" -n 2 --dist worksteal tests/unit
 
 docs: install    ## build the site into site/, failing on any warning; run its notebook and its commands, made small
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -13,9 +13,9 @@ from dataclasses import replace
 import torch
 
 from thinwire.lab.bench.workload import Workload
+from thinwire.lab.ledger import sent_bytes, value_lower_bound_bytes
 from thinwire.sync.choose import choose
 from thinwire.sync.cost import expected_bytes
-from thinwire.sync.ledger import sent_bytes, value_lower_bound_bytes
 from thinwire.sync.named import NAMED, name_of
 from thinwire.sync.scheme import Ownership, Scheme
 

@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_capacity.py
 
-Computed by `thinwire.checkpoint.pacing.bounds` and `thinwire.checkpoint.recovery_probability`; nothing is measured.
+Computed by `lab.studies.checkpoint_bounds` and `thinwire.checkpoint.recovery_probability`; nothing is measured.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from thinwire.checkpoint import recovery_probability
-from thinwire.checkpoint.pacing.bounds import (
+from thinwire.checkpoint.pacing.idle import GAMMA
+from thinwire.lab.studies.checkpoint_bounds import (
     Bounds,
     Hardware,
     bounds,
@@ -20,7 +21,6 @@ from thinwire.checkpoint.pacing.bounds import (
     strawman_wasted_seconds,
     wasted_seconds,
 )
-from thinwire.checkpoint.pacing.schedule import GAMMA
 
 MACHINES = (16, 32, 64, 128, 256, 512, 1000)
 MODELS = {"100 billion parameters, 1.2 TB": 1.2e12, "540 billion parameters, 6.5 TB": 6.5e12}

@@ -22,9 +22,9 @@ from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 
-from thinwire.plan.measurement import Measurement
+from thinwire.lab.planning.measurement import Measurement
+from thinwire.lab.planning.planner import DEFAULTS, Way, best_way, plan_of, ways
 from thinwire.plan.plan import STOCK
-from thinwire.plan.planner import DEFAULTS, Way, best_way, plan_of, ways
 
 THINWIRE = Path(sys.executable).with_name("thinwire")
 

@@ -9,9 +9,9 @@ import torch
 
 from thinwire.compress.base import Parameter
 from thinwire.fuse.profile import Linear
-from thinwire.plan.measurement import Measurement
-from thinwire.plan.speeds import COPIES, Codec, Fit, MeasuredLink
-from thinwire.plan.tables import EmbeddingTable
+from thinwire.lab.planning.measurement import Measurement
+from thinwire.lab.planning.speeds import COPIES, Codec, Fit, MeasuredLink
+from thinwire.lab.planning.tables import EmbeddingTable
 
 SHAPES = ((64, 64), (64,), (256, 512), (512,), (1024, 512), (512,), (512, 300), (300,))
 """In backward order: 3.2 MB, of which the vectors are not compressed."""

@@ -25,8 +25,8 @@ from thinwire.lab.demo.report import build_report as demo_report
 from thinwire.lab.demo.train import VARIANTS, TrainConfig
 from thinwire.lab.doctor.diagnosis import Confirmed, confirm, diagnose, finalists
 from thinwire.lab.doctor.report import build_report as doctor_report
+from thinwire.lab.planning.planner import step_seconds
 from thinwire.lab.report import Report
-from thinwire.plan.planner import step_seconds
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 POLICIES = (fuse.cupcake(), fuse.one_bucket())

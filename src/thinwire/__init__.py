@@ -10,10 +10,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import checkpoint, compress, errors, fuse, plan, schemes
+    from thinwire import checkpoint, compress, errors, fuse, integrations, plan, schemes
     from thinwire.all_reduce import sparse_all_reduce
     from thinwire.attach import attach
     from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, PeerError, ThinwireError
+    from thinwire.gradients.fsdp import embedding_tables
     from thinwire.plan.plan import Plan
     from thinwire.sparse import SparseRows
     from thinwire.sync.scheme import Scheme
@@ -34,8 +35,10 @@ __all__ = [
     "attach",
     "checkpoint",
     "compress",
+    "embedding_tables",
     "errors",
     "fuse",
+    "integrations",
     "plan",
     "schemes",
     "sparse_all_reduce",
@@ -52,6 +55,7 @@ _MODULE_OF = {
     "Synchronizer": "synchronizer",
     "ThinwireError": "errors",
     "attach": "attach",
+    "embedding_tables": "gradients.fsdp",
     "sparse_all_reduce": "all_reduce",
 }
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import sys
 from collections.abc import Mapping
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.parameter import UninitializedParameter
 
-from thinwire.comm.lane import resolve_group, telling_peers
+from thinwire.comm.lane import Group, resolve_group, telling_peers
 from thinwire.compress.assign import Compress
 from thinwire.compress.base import Compressor, Parameter
 from thinwire.compress.memory import MomentumCorrection
@@ -20,21 +18,26 @@ from thinwire.compress.methods.sign import Signum
 from thinwire.compress.reduction.choose import AUTO as AUTO_EXCHANGE
 from thinwire.compress.wrappers import Wrapper
 from thinwire.follow.grouping import Intent
+from thinwire.fuse.named import default_policies
 from thinwire.fuse.policy import Policy
 from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression, check_scaler
 from thinwire.gradients.ddp import check_buckets
-from thinwire.gradients.model import is_replicated, module_of, synchronized_parameters
-from thinwire.gradients.passes import INSIDE_DDP
+from thinwire.gradients.fsdp import sharding_of
+from thinwire.gradients.model import (
+    check_mesh,
+    check_parameters,
+    find_model,
+    is_sharded,
+    local_of,
+    module_of,
+    synchronized_parameters,
+)
 from thinwire.gradients.tables import tables_of
 from thinwire.plan.plan import Plan
-from thinwire.plan.planner import default_policies
-from thinwire.sparse import SUPPORTED_DTYPES
 from thinwire.sync.named import AUTO, resolve
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
 from thinwire.synchronizer import Synchronizer, is_attached
-
-logger = logging.getLogger("thinwire")
 
 
 def attach(
@@ -42,6 +45,7 @@ def attach(
     scheme: str | Scheme | TwoLevel = AUTO,
     timeout: timedelta | None = None,
     *,
+    process_group: Group = None,
     compress: Compress | None = None,
     exchange: str | Scheme | TwoLevel = AUTO_EXCHANGE,
     grad_scaler: GradScaler | None = None,
@@ -64,11 +68,12 @@ def attach(
     see docs/guides/plan-execution.md.
 
     Args:
-        model: a ``DistributedDataParallel``, or a plain module that is on all ranks of the default process group.
-            All its parameters are on one device.
+        model: a ``DistributedDataParallel``, or a plain module. All its parameters are on one device.
         scheme: a name of `thinwire.schemes`, a `Scheme` or a `TwoLevel` ("two_level:zen": ranks of one host add up
             first); "auto" chooses by bytes and by the seconds of real steps, and may leave a table to DDP.
         timeout: how long to wait for a peer; None means the timeout of the model's process group.
+        process_group: the ranks that have a copy of a plain module, as a ProcessGroup or a one-dimensional DeviceMesh
+            such as ``mesh["dp"]``; None for all ranks. DDP has its own.
         compress: a compressor of `thinwire.compress`, for all matrices of 1024 elements or more; or a policy, which is
             a function from a ``Parameter`` to a compressor or None; or compressors by name pattern (``fnmatch``).
             Biased compressors without a memory get error feedback.
@@ -100,13 +105,16 @@ def attach(
         >>> sync = thinwire.attach(model, compress=thinwire.compress.top_k(0.01))         # doctest: +SKIP
         >>> sync = thinwire.attach(module, plan=thinwire.Plan.load("plan.json"))          # doctest: +SKIP
     """
-    model = _found(model)
+    model = find_model(model)
     _check_arguments(scheme, timeout, grad_scaler)
-    group = resolve_group(model.process_group if isinstance(model, DistributedDataParallel) else None)
+    group = _group_of(model, process_group)
     with telling_peers(group, timeout):
-        _check_parameters(model)
+        check_parameters(model)
+        check_mesh(model, group)
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
+    if (plan is not None or fuse is not None) and is_sharded(model):
+        raise ValueError("FSDP decides which gradients travel together: leave out plan= and fuse=, and pass compress=")
     if fallback:
         _check_fallback(model, plan)
     if plan is not None:
@@ -116,24 +124,13 @@ def attach(
     if plan is None and compress is None:
         _check_exact(exchange, ahead)
         intent = None if fuse is None else Intent(_names(model), (fuse,))
-        return Synchronizer(model, scheme, timeout, intent=intent)
-    parameters = _dense_parameters(model)
-    compression: Compression | PlannedCompression
-    if plan is None:
-        assert compress is not None
-        compression = Compression(compress, exchange, grad_scaler, ahead)
-        plans = compression.plans(parameters, group.size())
-    else:
-        compression = PlannedCompression(plan, grad_scaler)
-        with telling_peers(group, timeout):
-            plan.check(parameters, group.size())
-            if isinstance(model, DistributedDataParallel):
-                check_buckets(model, plan.jobs)
-            plans = compression.plans(parameters, group.size())
+        return Synchronizer(model, group, scheme, timeout, intent=intent)
+    compression = _compression(compress, exchange, grad_scaler, ahead, plan)
+    plans = _plans(model, compression, group, timeout)
     if optimizer is not None:
         _check_momentum(optimizer, plans, module_of(model))
     intent = _intent(model, fuse, plan, fallback, any(_has_momentum(entry.compressor) for entry in plans.values()))
-    return Synchronizer(model, scheme, timeout, plans or None, compression if plans else None, intent)
+    return Synchronizer(model, group, scheme, timeout, plans or None, compression if plans else None, intent)
 
 
 def _check_arguments(scheme: str | Scheme | TwoLevel, timeout: object, grad_scaler: object) -> None:
@@ -143,40 +140,50 @@ def _check_arguments(scheme: str | Scheme | TwoLevel, timeout: object, grad_scal
         raise ValueError(f"timeout is {timeout!r}: pass a datetime.timedelta, such as timedelta(seconds=5)")
 
 
-def _found(model: nn.Module) -> nn.Module:
-    """Return the model itself, or the one DDP that it wraps, as results of `torch.compile` and Fabric do."""
-    if not isinstance(model, nn.Module):
-        given = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
-        raise ValueError(f"attach needs the model, not {given}: pass a DistributedDataParallel or another nn.Module")
-    for module in model.modules():
-        if _is_any(module, "torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel"):
-            raise ValueError(
-                "attach does not take FSDP models yet: a shard has its gradient on one rank only. Use"
-                " DistributedDataParallel, or a plain module"
-            )
-        if is_replicated(module):
-            raise ValueError(INSIDE_DDP)
-    inside = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, DistributedDataParallel) and module is not model
-    ]
-    if not inside:
-        return model
-    name, ddp = inside[0]
-    if len(inside) == 1 and not isinstance(model, DistributedDataParallel) and _has_all_parameters(ddp, model):
-        logger.info("%s is a wrapper of a DistributedDataParallel, %r: attached to that", type(model).__name__, name)
-        return ddp
-    raise ValueError(
-        f"there is a DistributedDataParallel inside of this module, which trains other parameters too: attach that one"
-        f" instead, with attach(model.{name})"
-    )
+def _compression(
+    compress: Compress | None,
+    exchange: str | Scheme | TwoLevel,
+    grad_scaler: GradScaler | None,
+    ahead: bool,
+    plan: Plan | None,
+) -> Compression | PlannedCompression:
+    if plan is not None:
+        return PlannedCompression(plan, grad_scaler)
+    assert compress is not None
+    return Compression(compress, exchange, grad_scaler, ahead)
 
 
-def _has_all_parameters(part: nn.Module, whole: nn.Module) -> bool:
-    """Return whether all trained parameters of the whole are in a part."""
-    known = {id(parameter) for parameter in part.parameters()}
-    return all(id(parameter) in known for parameter in whole.parameters() if parameter.requires_grad)
+def _plans(
+    model: nn.Module,
+    compression: Compression | PlannedCompression,
+    group: dist.ProcessGroup,
+    timeout: timedelta | None,
+) -> dict[str, Planned]:
+    """Return the method of each compressed parameter; a plan is checked first."""
+    sharding = sharding_of(model)
+    if sharding is not None and isinstance(compression, Compression):
+        return sharding.plans(compression)
+    parameters = _dense_parameters(model)
+    if isinstance(compression, Compression):
+        return compression.plans(parameters, group.size())
+    with telling_peers(group, timeout):
+        compression.plan.check(parameters, group.size())
+        if isinstance(model, DistributedDataParallel):
+            check_buckets(model, compression.plan.jobs)
+        return compression.plans(parameters, group.size())
+
+
+def _group_of(model: nn.Module, process_group: Group) -> dist.ProcessGroup:
+    sharding = sharding_of(model)
+    if isinstance(model, DistributedDataParallel):
+        wrapper, own = "DDP", resolve_group(model.process_group)
+    elif sharding is not None:
+        wrapper, own = "FSDP", sharding.group()
+    else:
+        return resolve_group(process_group)
+    if process_group is not None and resolve_group(process_group) != own:
+        raise ValueError(f"{wrapper} averages over the ranks that it was built with: leave out process_group=")
+    return own
 
 
 def _check_alone(plan: Plan, others: Mapping[str, object]) -> None:
@@ -246,42 +253,11 @@ def _names(model: nn.Module) -> tuple[str, ...]:
     return tuple(parameter.name for parameter in _dense_parameters(model))
 
 
-def _check_parameters(model: nn.Module) -> None:
-    trained = (parameter.device for _, parameter in synchronized_parameters(model) if parameter.requires_grad)
-    device = next(trained, None)
-    if next(synchronized_parameters(model), None) is None:
-        raise ValueError(
-            f"{type(model).__name__} has no parameters, so there is nothing to synchronize: pass the model"
-        )
-    if device is None:
-        raise ValueError(f"no parameter of {type(model).__name__} requires a gradient, so none would be synchronized")
-    for name, parameter in synchronized_parameters(model):
-        if isinstance(parameter, UninitializedParameter):
-            raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run a batch through the model first")
-        if _is_any(parameter, "torch.distributed.tensor", "DTensor"):
-            raise ValueError(f"parameter {name!r} is a DTensor: attach does not take sharded models yet")
-        if parameter.requires_grad and parameter.device != device:
-            raise ValueError(
-                f"parameter {name!r} is on {parameter.device}, others are on {device}: move all to one device"
-            )
-        if parameter.is_meta:
-            raise ValueError(f"parameter {name!r} is on the meta device and has no values yet: see Module.to_empty()")
-        is_known = parameter.dtype in SUPPORTED_DTYPES or parameter.is_complex()
-        if parameter.requires_grad and not is_known:
-            raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}, which is not supported")
-
-
-def _is_any(value: object, module: str, *names: str) -> bool:
-    """Return whether a value is of one of these classes, without importing them: FSDP costs 1.2 s."""
-    loaded = sys.modules.get(module)
-    return loaded is not None and isinstance(value, tuple(getattr(loaded, name) for name in names))
-
-
 def _dense_parameters(model: nn.Module) -> list[Parameter]:
     """Return what can be compressed: real trained parameters that are no embedding tables."""
     tables = {id(table) for table in tables_of(model)}
     return [
-        Parameter(name, tuple(parameter.shape), parameter.dtype)
+        Parameter(name, tuple(local_of(parameter).shape), parameter.dtype)
         for name, parameter in synchronized_parameters(model)
         if parameter.requires_grad and not parameter.is_complex() and id(parameter) not in tables
     ]

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from namespaces import needs_namespaces
 from thinwire.cli.main import app
 from thinwire.comm.process_group import ring_all_reduce_bytes
+from thinwire.lab.planning.planner import ROWS
 from thinwire.plan.plan import STOCK
-from thinwire.plan.planner import ROWS
 
 SCRIPT = """
     import torch, torch.distributed as dist

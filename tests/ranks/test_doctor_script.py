@@ -20,11 +20,11 @@ from thinwire.lab.analyze.trials import run_on_ranks, try_script
 from thinwire.lab.analyze.worker import run_as_main
 from thinwire.lab.doctor.advice import Advice, advice_of, lines_of, where_to_paste
 from thinwire.lab.doctor.diagnosis import NOT_TRIED
+from thinwire.lab.planning.measurement import Measurement
+from thinwire.lab.planning.planner import ROWS, Way, usual_groups, ways
+from thinwire.lab.planning.training import How
 from thinwire.lab.testbed.rank import RankContext
-from thinwire.measure.training import How
-from thinwire.plan.measurement import Measurement
 from thinwire.plan.plan import STOCK, Plan
-from thinwire.plan.planner import ROWS, Way, usual_groups, ways
 
 TOP_K = "top_k:density=0.01"
 

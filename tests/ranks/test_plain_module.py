@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -509,3 +510,39 @@ def _edited_later(context: RankContext, how: str) -> None:
 @pytest.mark.parametrize("how", ["node", "accumulation"])
 def test_gradients_that_hooks_edit_after_they_were_added(how: str) -> None:
     run_ranks(_edited_later, how, world_size=2, timeout_seconds=60)
+
+
+# --- a process group
+
+
+def _in_pairs(context: RankContext, kind: str) -> None:
+    """Ranks 0 and 2, and ranks 1 and 3, have copies of one module each; rank r trains on r + 1 times the loss."""
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = whole["dp"]
+    torch.manual_seed(context.rank)
+    module = Net()
+    sync = thinwire.attach(module, process_group=mesh if kind == "mesh" else mesh.get_group())
+    pair = [context.rank % 2, context.rank % 2 + 2]
+    for mine in everywhere(module.first.weight.detach())[context.rank % 2 :: 2]:
+        assert torch.equal(mine, module.first.weight)  # of the first rank of the pair
+    for step in range(3):
+        module.zero_grad()
+        loss = (context.rank + 1) * module(batch(context, step)).square().sum()
+        names, parameters = zip(*module.named_parameters(), strict=True)
+        local = dict(zip(names, torch.autograd.grad(loss, parameters, retain_graph=True), strict=True))
+        loss.backward()
+        for name, gradient in gradients(module).items():
+            both = torch.stack([everywhere(local[name])[rank] for rank in pair])
+            torch.testing.assert_close(gradient, both.mean(0), atol=1e-6, rtol=1e-5)
+            assert torch.equal(*[everywhere(gradient)[rank] for rank in pair])
+    assert sync.stats()["comm/steps"] == 3
+    sync.detach()
+    with pytest.raises(ValueError, match=r"built with: leave out process_group="):
+        thinwire.attach(DistributedDataParallel(Net()), process_group=mesh)
+    with pytest.raises(ValueError, match=r"has 2 dimensions; pass one of them"):
+        thinwire.attach(Net(), process_group=whole)
+
+
+@pytest.mark.parametrize("kind", ["mesh", "group"])
+def test_a_plain_module_is_synchronized_over_the_group_it_is_given(kind: str) -> None:
+    run_ranks(_in_pairs, kind, world_size=4, timeout_seconds=60)

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from thinwire.cli.main import app
 from thinwire.compress.base import Parameter
-from thinwire.plan.measurement import Measurement
+from thinwire.lab.planning.measurement import Measurement
+from thinwire.lab.planning.speeds import COPIES
 from thinwire.plan.plan import STOCK, Plan
-from thinwire.plan.speeds import COPIES
 
 TOP_K = "top_k:density=0.01"
 PARAMETERS = [("0.weight", (300, 64)), ("0.bias", (300,)), ("2.weight", (10, 300)), ("2.bias", (10,))]

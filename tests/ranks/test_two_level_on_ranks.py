@@ -18,9 +18,9 @@ from thinwire.all_reduce import _lane_of
 from thinwire.comm.hosts import HOST_VARIABLE, ranks_of_hosts
 from thinwire.comm.lane import resolve_group
 from thinwire.comm.process_group import Traffic
+from thinwire.lab.ledger import between_hosts_bytes, sent_bytes
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.schemes import AGSPARSE, COLUMN_SPLIT, SPARCML, ZEN, TwoLevel
-from thinwire.sync.ledger import between_hosts_bytes, sent_bytes
 
 UNEVEN = ((0, 1, 2), (3, 4))
 SCHEMES = {

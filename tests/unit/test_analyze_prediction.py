@@ -17,8 +17,8 @@ from thinwire.lab.analyze.report import build_report
 from thinwire.lab.analyze.statistics import densification_curve, table_statistics
 from thinwire.lab.analyze.summary import Analysis, explanations, warnings_of
 from thinwire.lab.bench.trace import IndexTrace
+from thinwire.lab.ledger import sent_bytes
 from thinwire.sync.choose import Demand, choose
-from thinwire.sync.ledger import sent_bytes
 from thinwire.sync.named import NAMED, name_of
 
 NUM_ROWS, RANKS = 4096, 8

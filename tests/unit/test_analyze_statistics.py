@@ -22,8 +22,8 @@ from thinwire.lab.analyze.run import run_script
 from thinwire.lab.analyze.statistics import densification_curve, fit_exponent, owner_load, table_statistics
 from thinwire.lab.analyze.summary import Analysis
 from thinwire.lab.bench.trace import IndexTrace
+from thinwire.lab.ledger import sent_bytes
 from thinwire.partition import Contiguous
-from thinwire.sync.ledger import sent_bytes
 from thinwire.sync.named import NAMED
 
 NUM_ROWS, WIDTH = 512, 16

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.checkpoint.pacing.bounds import (
+from thinwire.lab.studies.checkpoint_bounds import (
     Hardware,
     bounds,
     copy_seconds,

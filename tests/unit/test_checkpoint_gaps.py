@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from clocks import PATIENCE, FakeClock, wait_until
 from thinwire.checkpoint.pacing import gaps
 from thinwire.checkpoint.pacing.gaps import Pacer, even_grants, gap_grants, idle_timespans
-from thinwire.checkpoint.pacing.schedule import PROFILED_ITERATIONS, profile
+from thinwire.checkpoint.pacing.idle import PROFILED_ITERATIONS, profile
 from thinwire.checkpoint.registration import peers_of, room_bytes
+from thinwire.lab.studies.transfer_schedule import Budget, spread
 
 periods = st.lists(st.tuples(st.floats(0, 10), st.floats(0, 3)).map(lambda p: (p[0], p[0] + p[1])), max_size=12)
 
@@ -56,6 +57,17 @@ def test_gap_grants_are_all_bytes_in_gaps(lengths: list[float], num_bytes: int) 
         assert grant.num_bytes <= room[grant.seconds]
     places = [(grant.iteration, grant.seconds) for grant in grants]
     assert places == sorted(set(places))
+    published = spread(found.spans, num_bytes, 2, Budget(speed, gamma=found.gamma))
+    assert [grant.num_bytes for grant in grants] == [
+        sum(chunk.length for chunk in span) for span in published.spans if span
+    ]
+
+
+def test_a_network_that_is_never_idle_has_no_grants() -> None:
+    for length in (0.0, 1e-9):
+        with pytest.raises(ValueError, match="never idle"):
+            gap_grants(profile([[(0.0, length)]]), 10**6, 1e5)
+    assert gap_grants(profile([[(0.0, 0.0)]]), 0, 1e5) == []
 
 
 def test_even_grants_begin_when_they_are_offered() -> None:

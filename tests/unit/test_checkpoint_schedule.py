@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.checkpoint.pacing import schedule
-from thinwire.checkpoint.pacing.schedule import GAMMA, Budget, Chunk, TransferPlan, partition, profile, spread
+from thinwire.checkpoint.pacing.idle import GAMMA, profile
+from thinwire.lab.studies import transfer_schedule as schedule
+from thinwire.lab.studies.transfer_schedule import Budget, Chunk, TransferPlan, partition, spread
 
 BUDGETS = st.builds(
     Budget,

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.holder.client import SlotReader
-from thinwire.holder.directory import SlotDirectory
 from thinwire.holder.slots import Slot, SlotSize, SlotView, State, choose_slot
 from thinwire.holder.store import available_bytes, parse_bytes
 from thinwire.holder.version import CHUNK_BYTES, Manifest, ShardId, Version, topology_digest
+from thinwire.lab.slot_directory import SlotDirectory
 
 SHARD = ShardId("run", "0123456789abcdef", 3)
 ODD = 2 * CHUNK_BYTES + 17

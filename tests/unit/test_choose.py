@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from loopback import run_ranks, synchronized
 from thinwire import schemes
 from thinwire.comm.machine import Machine
+from thinwire.lab.ledger import sent_bytes
 from thinwire.sparse import SparseRows
 from thinwire.sync.choose import (
     CANDIDATES,
@@ -28,7 +29,6 @@ from thinwire.sync.choose import (
     ranked,
 )
 from thinwire.sync.cost import expected_bytes
-from thinwire.sync.ledger import sent_bytes
 from thinwire.sync.two_level import TwoLevel
 
 counts = st.lists(st.integers(0, 500), min_size=1, max_size=9)

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from thinwire import schemes
+from thinwire.lab import ledger
 from thinwire.lab.studies import closed_forms as forms
 from thinwire.schemes import Scheme
-from thinwire.sync import ledger
 from thinwire.wire import Header
 
 NUM_ELEMENTS = 1 << 20  # a part of 1/8 has more than 2^16 elements, so that an index has 4 bytes

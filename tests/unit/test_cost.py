@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from thinwire import schemes
 from thinwire.comm.channel import opening_bytes
 from thinwire.comm.process_group import ring_all_reduce_bytes
+from thinwire.lab import ledger
 from thinwire.schemes import Scheme, Unit
-from thinwire.sync import cost, ledger
+from thinwire.sync import cost
 from thinwire.wire import Header
 
 HEADER = Header.NUM_BYTES
@@ -205,5 +206,5 @@ def test_the_bound_is_reached_by_zen_but_for_ids_and_headers() -> None:
 def test_no_training_loads_the_ledger() -> None:
     """Only the laboratory does; what a table shows comes from the closed forms, when somebody looks."""
     loads = "import sys, thinwire; thinwire.attach, thinwire.sparse_all_reduce, thinwire.schemes, thinwire.Plan; "
-    script = f"{loads}sys.exit('thinwire.sync.ledger' in sys.modules)"
+    script = f"{loads}sys.exit('thinwire.lab.ledger' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], timeout=60, check=False).returncode == 0

@@ -16,10 +16,10 @@ from thinwire import schemes
 from thinwire.comm.channel import Draft
 from thinwire.errors import ThinwireError
 from thinwire.lab.bench.design_space import label, points
+from thinwire.lab.ledger import sent_bytes
 from thinwire.schemes import Ownership, Unit
 from thinwire.sparse import SparseRows
 from thinwire.sync import direct
-from thinwire.sync.ledger import sent_bytes
 
 POINTS = {label(scheme): scheme for scheme in points()}
 IN_STAGES = {

@@ -107,7 +107,7 @@ def test_one_version_and_one_address() -> None:
 def test_the_workflow_runs_verbs_of_the_makefile_on_the_versions_that_are_declared() -> None:
     workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
     verbs = set(re.findall(r"run: make ([\w-]+)", workflow))
-    assert verbs == {"test", "docs", "dist"}
+    assert verbs == {"test", "test-integrations", "docs", "dist"}
     assert verbs <= set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     declared = [line.rsplit(" ", 1)[1] for line in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d+$", line)]
     (matrix,) = re.findall(r"python: \[(.*)\]", workflow)
@@ -117,6 +117,6 @@ def test_the_workflow_runs_verbs_of_the_makefile_on_the_versions_that_are_declar
 
 def test_the_extra_all_has_every_extra_of_users() -> None:
     extras = PROJECT["optional-dependencies"]
-    users = sorted(set(extras) - {"all", "dev", "dist", "docs"})
+    users = sorted(set(extras) - {"all", "dev", "dist", "docs", "integrations"})
     assert extras["all"] == [f"thinwire[{','.join(users)}]"]
     assert users == sorted(set(thinwire.errors._EXTRAS.values()))

@@ -31,10 +31,10 @@ from thinwire.lab.doctor.diagnosis import (
     finalists,
     format_mbit,
 )
-from thinwire.measure.training import How
-from thinwire.plan.measurement import DdpSite
+from thinwire.lab.planning.measurement import DdpSite
+from thinwire.lab.planning.planner import ROWS, step_seconds
+from thinwire.lab.planning.training import How
 from thinwire.plan.plan import STOCK, Plan
-from thinwire.plan.planner import ROWS, step_seconds
 
 TOP_K = "top_k:density=0.01"
 POLICIES: tuple[Policy, ...] = (fuse.cupcake(), fuse.one_bucket())

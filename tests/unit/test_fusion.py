@@ -27,8 +27,8 @@ from thinwire.gradients.tables import (
     stack,
     unstack,
 )
+from thinwire.lab.ledger import sent_bytes
 from thinwire.sparse import SparseRows
-from thinwire.sync.ledger import sent_bytes
 from thinwire.sync.named import AUTO, NAMED
 from thinwire.sync.scheme import begins_with_opening
 

@@ -27,7 +27,7 @@ ROOMS = {
     "schemes": {"sync", "wire"},
     "compress": {"errors", "kernels", "observe", "sparse", "wire"},
     "fuse": {"errors", "observe"},
-    "plan": {"errors", "comm", "compress", "fuse", "observe", "sync"},
+    "plan": {"errors", "compress", "fuse"},
     "gradients": {
         "errors", "observe", "kernels", "sparse", "wire", "comm", "cuda", "sync", "compress", "fuse", "plan",
     },
@@ -35,15 +35,15 @@ ROOMS = {
     "all_reduce": {"sparse", "comm", "sync"},
     "synchronizer": {"errors", "observe", "kernels", "comm", "cuda", "sync", "compress", "gradients", "follow"},
     "attach": {"errors", "sparse", "comm", "sync", "compress", "fuse", "plan", "gradients", "follow", "synchronizer"},
-    "measure": {"errors", "kernels", "observe", "sparse", "comm", "compress", "fuse", "plan", "gradients", "attach"},
     "holder": {"errors"},
     "checkpoint": {"errors", "comm", "cuda", "holder"},
+    "integrations": {"errors", "comm", "gradients", "synchronizer", "attach", "checkpoint"},
     "lab": {
         "errors", "observe", "kernels", "sparse", "wire", "partition", "comm", "cuda", "sync", "schemes", "compress",
-        "fuse", "plan", "gradients", "follow", "all_reduce", "synchronizer", "attach", "measure", "holder",
+        "fuse", "plan", "gradients", "follow", "all_reduce", "synchronizer", "attach", "holder",
         "checkpoint", "__init__", "__version__",
     },
-    "cli": {"errors", "compress", "fuse", "plan", "measure", "holder", "checkpoint", "lab", "__init__", "__version__"},
+    "cli": {"errors", "compress", "fuse", "plan", "holder", "checkpoint", "lab", "__init__", "__version__"},
     "__main__": {"cli"},
 }  # fmt: skip
 
@@ -56,6 +56,13 @@ OWNERS = {
     "typer": {"cli", "lab"},
     "rich": {"cli", "lab"},
     "sklearn": {"lab"},
+    "accelerate": {"integrations"},
+    "deepspeed": {"integrations"},
+    "lightning": {"integrations"},
+    "pytorch_lightning": {"integrations"},
+    "ray": {"integrations"},
+    "torchrec": {"integrations"},
+    "transformers": {"integrations"},
     "pickle": {"lab"},  # between a parent and its own child; never on what crosses a network
 }  # fmt: skip
 LAZY = {"numba", "triton", "matplotlib", "pyroute2", "sklearn"}
@@ -158,8 +165,8 @@ def test_every_room_has_its_rule() -> None:
         ("attach", "try:\n    from thinwire.lab.testbed.launch import run_ranks\nexcept ImportError:\n    pass"),
         ("plan", "from thinwire.lab.testbed import network"),
         ("plan", "import torch.distributed as dist"),
-        ("plan", "from thinwire.measure.link import measure_link"),
-        ("fuse", "from thinwire.plan.planner import best_plan"),
+        ("plan", "from thinwire.lab.planning.link import measure_link"),
+        ("fuse", "from thinwire.plan.plan import Plan"),
         ("fuse", "from thinwire.comm.lane import Lane"),
         ("holder", "import torch"),
         ("holder", "from thinwire.checkpoint.cycle import Cycle"),
@@ -183,8 +190,8 @@ def test_a_breach_is_seen(room: str, source: str) -> None:
         ("lab", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from matplotlib.axes import Axes"),
         ("wire", "from thinwire import kernels"),
         ("cli", "import typer\nfrom thinwire.lab.testbed.launch import run_ranks"),
-        ("sync", "from thinwire.sync.ledger import sent_bytes"),
-        ("measure", "import torch.distributed as dist\nfrom thinwire.comm.lane import Lane"),
+        ("sync", "from thinwire.sync.cost import Pricing"),
+        ("gradients", "import torch.distributed as dist\nfrom thinwire.comm.lane import Lane"),
         ("plan", "from thinwire.fuse.profile import Profile"),
         ("holder", "import socket\nfrom thinwire.errors import ThinwireError"),
     ],
@@ -208,6 +215,12 @@ def test_importing_thinwire_loads_nothing_else() -> None:
     found = loaded("import thinwire")
     assert {name for name in found if name.startswith("thinwire")} == {"thinwire"}
     assert "torch" not in found
+
+
+def test_integrations_load_no_framework() -> None:
+    found = loaded("import thinwire; thinwire.integrations")
+    assert {name for name in found if name.startswith("thinwire.")} == {"thinwire.integrations"}
+    assert not found & {"torch", "accelerate", "lightning", "ray", "transformers"}
 
 
 def test_attaching_loads_no_optional_package() -> None:

@@ -1,4 +1,4 @@
-"""`thinwire.plan.lane_search.espresso_jobs` against every choice there is, and against jobs that are sent alike."""
+"""`lab.planning.lane_search.espresso_jobs` against every choice there is, and against jobs that are sent alike."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from itertools import accumulate, product
 import pytest
 
 from thinwire.fuse.profile import Groups
-from thinwire.plan.costs import EXACT, Costs, Messages, chosen_costs
-from thinwire.plan.lane_search import espresso_jobs, fastest_jobs
+from thinwire.lab.planning.costs import EXACT, Costs, Messages, chosen_costs
+from thinwire.lab.planning.lane_search import espresso_jobs, fastest_jobs
 
 Problem = tuple[list[float], list[float], list[Costs]]
 """Backward seconds, bytes, and costs of the options; the first is exact."""

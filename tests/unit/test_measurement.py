@@ -22,14 +22,14 @@ from thinwire.compress.named import NAMES, parse
 from thinwire.compress.reduction.base import Stopwatch, Task
 from thinwire.compress.reduction.choose import reduction_for
 from thinwire.fuse.profile import Linear
-from thinwire.measure import cache
-from thinwire.measure.cache import Setting, Speeds
-from thinwire.measure.codecs import EchoPeers, exchanges_of
-from thinwire.measure.ready import WARM_STEPS, StepWatch, agree, typical
+from thinwire.lab.planning import cache
+from thinwire.lab.planning.cache import Setting, Speeds
+from thinwire.lab.planning.codecs import EchoPeers, exchanges_of
+from thinwire.lab.planning.costs import added_bytes
+from thinwire.lab.planning.measurement import Measurement
+from thinwire.lab.planning.ready import WARM_STEPS, StepWatch, agree, typical
+from thinwire.lab.planning.speeds import Fit, MeasuredLink
 from thinwire.observe.step import Clock, median_of_slowest
-from thinwire.plan.costs import added_bytes
-from thinwire.plan.measurement import Measurement
-from thinwire.plan.speeds import Fit, MeasuredLink
 
 FIXED = [(text, way) for text in ("bf16", "top_k:density=0.01", "ef_sign_sgd", "power_sgd", "int8", "terngrad")
          for way in exchanges_of(text)]  # fmt: skip

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from measured import measurement
 from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.fuse.profile import Linear
-from thinwire.measure.calibrate import best_of_codecs
-from thinwire.plan.measurement import BELIEVED, Measurement
-from thinwire.plan.planner import STOCK, Way, best_plan, best_way, ways
-from thinwire.plan.speeds import COPIES, Extra, Fit
+from thinwire.lab.planning.calibrate import best_of_codecs
+from thinwire.lab.planning.measurement import BELIEVED, Measurement
+from thinwire.lab.planning.planner import STOCK, Way, best_plan, best_way, ways
+from thinwire.lab.planning.speeds import COPIES, Extra, Fit
 
 TOP_K = "top_k:density=0.01"
 COMPRESSORS = (TOP_K, "bf16")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from loopback import Hub, LoopbackExchange
-from thinwire.measure import link
-from thinwire.plan.speeds import Fit
+from thinwire.lab.planning import link
+from thinwire.lab.planning.speeds import Fit
 
 
 @pytest.fixture
@@ -45,6 +45,6 @@ def test_one_measurement_is_enough_where_bytes_take_time(measured: list[int]) ->
 
 
 def test_measuring_ends(measured: list[int]) -> None:
-    """With a link that `thinwire.plan.speeds.MeasuredLink` refuses, in a sentence."""
+    """With a link that `thinwire.lab.planning.speeds.MeasuredLink` refuses, in a sentence."""
     assert curve(measured, lambda size, attempt: 0.01).line.beta == 0.0
     assert measured.count(measured[0]) == link._ATTEMPTS

@@ -1,4 +1,4 @@
-"""`thinwire.plan.planner`: what is priced, by which clock, and what is taken of it."""
+"""`thinwire.lab.planning.planner`: what is priced, by which clock, and what is taken of it."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from measured import codec, measurement, table
 from thinwire import fuse
 from thinwire.cli.plan import COMPRESSORS, names_of
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
+from thinwire.fuse.named import counts_bytes, default_policies
 from thinwire.fuse.policy import Policy
 from thinwire.fuse.profile import Groups
 from thinwire.fuse.timeline import iteration_seconds
-from thinwire.plan.lane_search import fastest_jobs
-from thinwire.plan.measurement import DdpSite, Measurement
-from thinwire.plan.plan import STOCK, Plan
-from thinwire.plan.planner import (
+from thinwire.lab.planning.lane_search import fastest_jobs
+from thinwire.lab.planning.measurement import DdpSite, Measurement
+from thinwire.lab.planning.planner import (
     DEFAULTS,
     LOSSY_WORTH,
     MIXED,
     ROWS,
-    WORTH,
     Way,
     best_plan,
     best_way,
-    counts_bytes,
-    default_policies,
     equivalent_profile,
     in_turn,
     jobs_of,
@@ -39,6 +36,7 @@ from thinwire.plan.planner import (
     usual_groups,
     ways,
 )
+from thinwire.plan.plan import STOCK, WORTH, Plan
 
 TOP_K = "top_k:density=0.01"
 SIMPLE: tuple[Policy, ...] = (fuse.layerwise(), fuse.one_bucket())

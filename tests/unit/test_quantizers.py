@@ -286,7 +286,7 @@ def test_seeds_names_and_steps_draw_differently(compressor: Compressor) -> None:
     second = compressor.compress(gradient, parameter, state).parts[0]
     renamed = Parameter("bias", (2000,))
     named = compressor.compress(gradient, renamed, state_of(compressor, renamed)).parts[0]
-    reseeded = replace(compressor, random_seed=1)  # type: ignore[type-var]
+    reseeded = replace(compressor, seed=1)  # type: ignore[type-var]
     seeded = reseeded.compress(gradient, parameter, state_of(compressor, parameter)).parts[0]
     assert len({tuple(part.tolist()) for part in (first, second, named, seeded)}) == 4
 

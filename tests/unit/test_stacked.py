@@ -13,7 +13,7 @@ from thinwire.compress.reduction import messages, stacked
 from thinwire.compress.reduction.all_gather import AllGather
 from thinwire.compress.reduction.base import Stopwatch, Task
 from thinwire.errors import CorruptMessageError
-from thinwire.measure.codecs import EchoPeers
+from thinwire.lab.planning.codecs import EchoPeers
 from thinwire.wire import Header
 
 SHAPES = ((3, 5), (1,), (17, 9), (0,), (64, 33), (1, 7))

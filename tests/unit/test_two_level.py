@@ -14,10 +14,10 @@ from thinwire import schemes
 from thinwire.comm.channel import Channel, Subject
 from thinwire.comm.hosts import Hosts, discover, host_of_ranks, ranks_of_hosts
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
+from thinwire.lab.ledger import between_hosts_bytes, pair_bytes, sent_bytes
 from thinwire.schemes import Communication, Format, Ownership, Scheme, Unit
 from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
 from thinwire.sync.cost import expected_bytes
-from thinwire.sync.ledger import between_hosts_bytes, pair_bytes, sent_bytes
 from thinwire.sync.named import name_of, resolve
 from thinwire.sync.synchronize import agree, synchronize
 from thinwire.sync.two_level import TwoLevel

@@ -219,7 +219,7 @@ class Checkpointer:
         ``checkpoint/replicated_step`` is the newest that all ranks had everywhere when the last one was made,
         ``checkpoint/blocking_seconds`` and ``checkpoint/copy_seconds`` are medians (`VersionRecord`).
         ``checkpoint/bound_network_seconds`` and ``checkpoint/bound_copy_seconds`` are the least cost of a version at
-        the measured speed (`thinwire.checkpoint.pacing.bounds`), ``checkpoint/idle_seconds`` the idle time of an
+        the measured speed (`thinwire.lab.studies.checkpoint_bounds`), ``checkpoint/idle_seconds`` the idle time of an
         iteration; ``checkpoint/iterations_needed`` is the number of iterations over which a version is spread,
         ``checkpoint/schedule`` which bytes of it were granted when (Algorithm 2).
         """

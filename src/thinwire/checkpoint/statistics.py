@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from thinwire.checkpoint.agreement import Agreement
 from thinwire.checkpoint.dcp.tier import PersistentTier
-from thinwire.checkpoint.pacing.bounds import Hardware, copy_seconds, network_seconds
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.records import Records
 from thinwire.checkpoint.registration import Registration
@@ -32,11 +31,11 @@ def statistics(
 
 
 def _bounds(num_bytes: int, copying: float, agreement: Agreement, registration: Registration) -> dict[str, float]:
-    speed, ranks, replicas = agreement.link_bytes_per_second, registration.local_ranks, registration.replicas
+    """Least cost of a version at the measured speeds: a rank sends its shard to its peers, and copies theirs too."""
     if not num_bytes or not copying:
         return {}
-    hardware = Hardware(ranks, (speed or float("inf")) * ranks, num_bytes / copying)
+    sent = (registration.replicas - 1) * num_bytes
     return {
-        "checkpoint/bound_network_seconds": network_seconds(num_bytes * ranks, replicas, hardware),
-        "checkpoint/bound_copy_seconds": copy_seconds(num_bytes * ranks, replicas, hardware),
+        "checkpoint/bound_network_seconds": sent / (agreement.link_bytes_per_second or float("inf")),
+        "checkpoint/bound_copy_seconds": registration.replicas * copying,
     }

@@ -29,9 +29,9 @@ from thinwire.cli.plan import (
 
 if TYPE_CHECKING:
     from thinwire.lab.doctor.diagnosis import Diagnosis
+    from thinwire.lab.planning.measurement import Measurement
+    from thinwire.lab.planning.training import How
     from thinwire.lab.testbed.network import EmulatedNetwork
-    from thinwire.measure.training import How
-    from thinwire.plan.measurement import Measurement
 
 EXAMPLES = """Examples:
 
@@ -172,13 +172,13 @@ class Examined:
 
 
 def _how(compressors: tuple[str, ...], steps: int, fresh: bool) -> How:
-    from thinwire.measure.training import How
+    from thinwire.lab.planning.training import How
 
     return How(compressors, steps, fresh=fresh)
 
 
 def _loaded(path: Path, link: str | None) -> Measurement:
-    from thinwire.plan.measurement import Measurement
+    from thinwire.lab.planning.measurement import Measurement
 
     return _at(Measurement.load(path), link)
 

@@ -25,8 +25,8 @@ from thinwire.cli.output import (
 if TYPE_CHECKING:
     from thinwire.fuse.profile import Linear
     from thinwire.lab.espresso.collectives import CostRow
-    from thinwire.measure.training import How
-    from thinwire.plan.measurement import Measurement
+    from thinwire.lab.planning.measurement import Measurement
+    from thinwire.lab.planning.training import How
     from thinwire.plan.plan import Plan
 
 COMPRESSORS = "bf16,top_k:density=0.01,ef_sign_sgd,power_sgd"
@@ -94,11 +94,11 @@ def make(
         compressors = names_of(compress)
         check_search(search)
         if measured is not None:
-            from thinwire.plan.measurement import Measurement
+            from thinwire.lab.planning.measurement import Measurement
 
             found = Measurement.load(measured)
         else:
-            from thinwire.measure.training import How
+            from thinwire.lab.planning.training import How
 
             how = How(compressors, steps, fresh=fresh)
             found = measure_target(job, hosts, ranks_per_host, link, how, quiet)
@@ -155,7 +155,7 @@ def is_first_rank() -> bool:
 
 def check_search(search: str) -> None:
     """Check before any measurement that there is such a search."""
-    from thinwire.plan.planner import SEARCHES
+    from thinwire.lab.planning.planner import SEARCHES
 
     if search not in SEARCHES:
         raise typer.BadParameter(f"{search!r} is none of {', '.join(SEARCHES)}", param_hint="--search")
@@ -167,7 +167,7 @@ def names_of(text: str) -> tuple[str, ...]:
     Raises:
         ValueError: an unknown compressor or setting, or bytes that cannot be predicted.
     """
-    from thinwire.measure.training import check
+    from thinwire.lab.planning.training import check
 
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     if names == ("none",):
@@ -195,7 +195,7 @@ def _finish(
     from dataclasses import asdict, replace
 
     from thinwire.lab.espresso.collectives import cost_table
-    from thinwire.plan.planner import best_plan
+    from thinwire.lab.planning.planner import best_plan
 
     best = replace(best_plan(measured, compressors, search=search), created=measured.created)
     rows = cost_table(measured.world_size, sum(measured.size_bytes), measured.link.message)

@@ -98,7 +98,6 @@ class Compressor(ABC):
 
     def init(self, parameter: Parameter) -> State:
         """Return the state before the first step, made from the parameter alone."""
-        del parameter
         return {}
 
     @abstractmethod
@@ -109,9 +108,8 @@ class Compressor(ABC):
     def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
         """Return the gradient of a payload, of ``parameter.shape`` and ``working_dtype``, newly allocated."""
 
-    def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
+    def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:  # noqa: B027  most have nothing to do
         """Update the state from the mean of all ranks, at the end of a step; ``mean`` must not be changed."""
-        del mean, parameter, state
 
 
 class Sized(Compressor):
@@ -137,7 +135,6 @@ class Packed(Sized):
 
     def pack(self, payload: Payload, parameter: Parameter) -> Tensor:
         """Return the payload as uint8 [k]; k is `packed_bytes`, if that is known."""
-        del parameter
         return packing.pack(payload.parts)
 
     def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
@@ -182,12 +179,10 @@ class Summable(Sized):
 
     def next_round(self, mean: Payload, parameter: Parameter, state: State) -> Payload | None:
         """Return the payload to average next, given the mean of the last round, or None after the last."""
-        del mean, parameter, state
         return None
 
     def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
         """Return the gradient from the mean of the last round and the state."""
-        del state
         return self.decompress(mean, parameter)
 
 
@@ -236,16 +231,10 @@ Policy = Callable[[Parameter], Compressor | None]
 class Identity(Packed, Summable):
     """The trivial compressor, by which the machinery can be compared with a plain all-reduce."""
 
-    @property
-    def name(self) -> str:
-        return "identity"
-
-    @property
-    def memory(self) -> Memory:
-        return Memory.UNBIASED
+    name = "identity"
+    memory = Memory.UNBIASED
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
-        del parameter, state
         return Payload((gradient.flatten(),))
 
     def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:

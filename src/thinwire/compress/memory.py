@@ -30,6 +30,8 @@ class ErrorFeedback(Wrapper):
 
     decay: float = 1.0
 
+    memory = Memory.OWN
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 <= self.decay <= 1.0:
@@ -39,10 +41,6 @@ class ErrorFeedback(Wrapper):
                 f"{self.inner.name} keeps what it does not send already: leave error_feedback out, because what is"
                 " remembered twice is sent twice"
             )
-
-    @property
-    def memory(self) -> Memory:
-        return Memory.OWN
 
     @property
     def name(self) -> str:
@@ -137,6 +135,8 @@ class MomentumCorrection(Wrapper):
     clip_norm: float | None = None
     masking: bool = True
 
+    memory = Memory.OWN
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0.0 <= self.momentum < 1.0:
@@ -145,10 +145,6 @@ class MomentumCorrection(Wrapper):
             raise ValueError(f"gradients are clipped to a positive norm, not {self.clip_norm}")
         if self.inner.memory is Memory.OWN or isinstance(core_of(self.inner), Joint):
             raise ValueError(f"{self.inner.name} has a memory of its own, which momentum correction would double")
-
-    @property
-    def memory(self) -> Memory:
-        return Memory.OWN
 
     @property
     def name(self) -> str:

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from thinwire.follow.fit import Gradient, Measured
+from thinwire.fuse.named import counts_bytes
 from thinwire.fuse.policy import Policy
 from thinwire.fuse.profile import Groups, Profile
 from thinwire.fuse.timeline import iteration_seconds
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.parameters import ParameterHooks, places_of, plan_groups
-from thinwire.plan.planner import WORTH, counts_bytes
+from thinwire.plan.plan import WORTH
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,7 @@ def regrouped(
     """Return the groups to follow, and the name of the policy that chose them.
 
     A single policy decides. Of several the fastest does, but the current groups stay unless a step with them lasts more
-    than `thinwire.plan.planner.WORTH` times as long.
+    than `thinwire.plan.plan.WORTH` times as long.
 
     Args:
         current: None if they are not contiguous in the order of the profile.

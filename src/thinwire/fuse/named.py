@@ -6,10 +6,10 @@ import ast
 from collections.abc import Callable
 
 from thinwire.errors import unknown
-from thinwire.fuse.buckets import byte_cap, equal_count, layerwise, mg_wfbp, omgs, one_bucket
+from thinwire.fuse.buckets import ByteCap, byte_cap, equal_count, layerwise, mg_wfbp, omgs, one_bucket
 from thinwire.fuse.cupcake import cupcake
 from thinwire.fuse.policy import Policy
-from thinwire.fuse.safusion import safusion
+from thinwire.fuse.safusion import SaFusion, safusion
 
 POLICIES: dict[str, Callable[..., Policy]] = {
     "layerwise": layerwise,
@@ -42,6 +42,16 @@ def parse(text: str) -> Policy:
         return POLICIES[name](**settings)
     except TypeError as error:
         raise ValueError(f"thinwire.fuse.{name} does not take these settings: {error}") from error
+
+
+def default_policies() -> tuple[Policy, ...]:
+    """Return the policies of `thinwire.fuse`, byte caps of 1 and 25 MB among them."""
+    return layerwise(), one_bucket(), byte_cap(1), byte_cap(25), mg_wfbp(), omgs(), cupcake(), safusion()
+
+
+def counts_bytes(policy: Policy) -> bool:
+    """Return whether a policy closes groups at a number of bytes of gradients, and not by their cost."""
+    return isinstance(policy, ByteCap) or (isinstance(policy, SaFusion) and not policy.adapt)
 
 
 def _setting(text: str, pair: str) -> tuple[str, object]:

@@ -253,7 +253,8 @@ class Buckets:
             done = begin + gradient.numel()
             if is_table:
                 assert isinstance(parameter, nn.Parameter)
-                tables.append(TableGradient(parameter_name, gradient, self._lookups.take(parameter, buffer)))
+                touched = self._lookups.take(parameter, buffer)
+                tables.append(TableGradient(parameter_name, self._lookups.matrix(parameter, gradient), touched))
             else:
                 compressed.append((parameter_name, gradient))
         others += _between(bucket, done, buffer.numel())

@@ -1,12 +1,30 @@
-"""The trained parameters of a model: of the module inside DDP, without those that DDP ignores."""
+"""The model that is attached, and its trained parameters: those of the module inside DDP that DDP does not ignore."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, TypeGuard
 
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import UninitializedParameter
+
+from thinwire.sparse import SUPPORTED_DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+logger = logging.getLogger("thinwire")
+
+INSIDE_DDP = (
+    "thinwire is attached to a module that DistributedDataParallel or replicate() synchronizes too, so gradients would"
+    " travel twice: attach the DDP model, as in `ddp = DistributedDataParallel(module); sync = thinwire.attach(ddp)`"
+    " (with Accelerate what prepare() returned, in a callback of transformers `trainer.model_wrapped`); or train the"
+    " plain module without either"
+)
 
 
 def module_of(model: nn.Module) -> nn.Module:
@@ -17,18 +35,139 @@ def module_of(model: nn.Module) -> nn.Module:
 def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield parameters by name, without those that DDP ignores: ranks may have others there, of other shapes.
 
-    DDP ignores a name only below the root, and a parameter that has several names only by all of them.
+    DDP ignores a name only below the root, and a parameter that has several names only by all of them. Of a model that
+    FSDP2 shards those are yielded that FSDP ignores: `thinwire.gradients.fsdp` knows the others.
     """
+    shards = is_sharded(model)
     ignored = model.parameters_to_ignore if isinstance(model, DistributedDataParallel) else ()
     known: set[int] = set()
-    for name, parameter in module_of(model).named_parameters(remove_duplicate=False):
+    for name, parameter in nn.Module.named_parameters(
+        module_of(model), remove_duplicate=False
+    ):  # TorchRec overrides it
         is_ignored = (name if "." in name else f".{name}") in ignored
+        is_ignored = is_ignored or (shards and is_dtensor(parameter))
         if not is_ignored and id(parameter) not in known:
             known.add(id(parameter))
             yield name, parameter
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether ``fully_shard``, or the ``replicate`` that is built on it, was called on a module."""
+    return _is_any(module, "torch.distributed.fsdp", "FSDPModule")
 
 
 def is_replicated(module: nn.Module) -> bool:
     """Return whether ``torch.distributed._composable.replicate``, DDP without a wrapper, was called on a module."""
     loaded = sys.modules.get("torch.distributed._composable.replicate")
     return loaded is not None and isinstance(module, loaded.DDP)
+
+
+def find_model(model: nn.Module) -> nn.Module:
+    """Return the model itself, or the one DDP or FSDP2 model that it wraps, as `torch.compile` and Fabric do."""
+    if not isinstance(model, nn.Module):
+        given = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
+        raise ValueError(f"attach needs the model, not {given}: pass a DistributedDataParallel or another nn.Module")
+    for module in model.modules():
+        if _is_any(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+            raise ValueError(
+                "attach does not take FullyShardedDataParallel, which torch has replaced: shard the model with"
+                " torch.distributed.fsdp.fully_shard"
+            )
+        if is_replicated(module):
+            raise ValueError(INSIDE_DDP)
+    inside: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules() if not is_sharded(model) else ():
+        is_inner = is_sharded(module) and any(name.startswith(f"{outer}.") for outer, _ in inside)
+        if (isinstance(module, DistributedDataParallel) or is_sharded(module)) and module is not model and not is_inner:
+            inside.append((name, module))
+    if not inside:
+        return model
+    name, ddp = inside[0]
+    kind = "an FSDP model" if is_sharded(ddp) else "a DistributedDataParallel"
+    if len(inside) == 1 and not isinstance(model, DistributedDataParallel) and _has_all_parameters(ddp, model):
+        logger.info("%s is a wrapper of %s, %r: attached to that", type(model).__name__, kind, name)
+        return ddp
+    if is_sharded(ddp):
+        raise ValueError(
+            f"fully_shard was called on parts of this module, such as {name!r}, and not on the whole: call it on the"
+            " module itself too, after its parts"
+        )
+    raise ValueError(
+        f"there is a DistributedDataParallel inside of this module, which trains other parameters too: attach that one"
+        f" instead, with attach(model.{name})"
+    )
+
+
+def _has_all_parameters(part: nn.Module, whole: nn.Module) -> bool:
+    """Return whether all trained parameters of the whole are in a part."""
+    known = {id(parameter) for parameter in part.parameters()}
+    return all(id(parameter) in known for parameter in whole.parameters() if parameter.requires_grad)
+
+
+def check_parameters(model: nn.Module) -> None:
+    """Raise ValueError if a model has no trained parameters, or one that cannot be synchronized."""
+    trained = (parameter.device for _, parameter in synchronized_parameters(model) if parameter.requires_grad)
+    device = next(trained, None)
+    if is_sharded(model) and device is None:  # FSDP ignores nothing that is trained
+        return
+    if next(synchronized_parameters(model), None) is None:
+        raise ValueError(
+            f"{type(model).__name__} has no parameters, so there is nothing to synchronize: pass the model"
+        )
+    if device is None:
+        raise ValueError(f"no parameter of {type(model).__name__} requires a gradient, so none would be synchronized")
+    for name, parameter in synchronized_parameters(model):
+        if isinstance(parameter, UninitializedParameter):
+            raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run a batch through the model first")
+        if parameter.requires_grad and parameter.device != device:
+            raise ValueError(
+                f"parameter {name!r} is on {parameter.device}, others are on {device}: move all to one device"
+            )
+        if parameter.is_meta:
+            raise ValueError(f"parameter {name!r} is on the meta device and has no values yet: see Module.to_empty()")
+        is_known = parameter.dtype in SUPPORTED_DTYPES or parameter.is_complex()
+        if parameter.requires_grad and not is_known:
+            raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}, which is not supported")
+
+
+def check_mesh(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise ValueError if a process group, in which gradients are averaged, has several parts of one DTensor."""
+    ranks = set(dist.get_process_group_ranks(group))
+    for name, parameter in synchronized_parameters(model):
+        tensor: object = parameter
+        if not is_dtensor(tensor):
+            continue
+        for number, placement in enumerate(tensor.placements):
+            line = tensor.device_mesh.get_group(number)
+            others = ranks.intersection(dist.get_process_group_ranks(line)) - {dist.get_rank()}
+            if others and not placement.is_replicate():
+                raise ValueError(
+                    f"parameter {name!r} is a DTensor, {placement!r} over ranks {sorted({dist.get_rank(), *others})},"
+                    " and gradients are averaged over ranks that have copies: pass process_group=mesh['dp'], the"
+                    " data-parallel dimension of the mesh"
+                )
+
+
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
+    return _is_any(tensor, "torch.distributed.tensor", "DTensor")
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor that this rank has, in the same memory, or any other tensor itself."""
+    given: object = tensor
+    return given.to_local().detach() if is_dtensor(given) else tensor
+
+
+def like(parameter: object, local: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor as a DTensor that is laid out like ``parameter``, if that is one."""
+    if not is_dtensor(parameter):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return parameter.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def _is_any(value: object, module: str, *names: str) -> bool:
+    """Return whether a value is of one of these classes, without importing them: FSDP costs 1.2 s."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, tuple(getattr(loaded, name) for name in names))

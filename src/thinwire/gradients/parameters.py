@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
 from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.gradients.buckets import Buckets, Contents, Pending, as_real
+from thinwire.gradients.model import is_dtensor, like, local_of
 from thinwire.gradients.tables import LookupRows, TableGradient, tables_of
 from thinwire.observe.step import Clock
 
@@ -45,7 +47,12 @@ class Trained:
 
     @property
     def num_bytes(self) -> int:
-        return self.parameter.numel() * self.parameter.element_size()
+        return self.local.nbytes
+
+    @property
+    def local(self) -> Tensor:
+        """The parameter, or this rank's part of a DTensor."""
+        return local_of(self.parameter.detach())
 
 
 def plan_groups(trained: Sequence[Trained], order: Sequence[int]) -> Groups:
@@ -236,24 +243,31 @@ class ParameterHooks:
         for places, flat in done.flat:
             self._deliver_flat(done, places, flat)
         for place in done.apart:
-            mean = done.stand_ins.get(place, self.trained[place].parameter.grad)
-            assert mean is not None, "it was there when it was submitted"
-            means[place] = mean
+            gradient = self.trained[place].parameter.grad
+            assert place in done.stand_ins or gradient is not None, "it was there when it was submitted"
+            means[place] = done.stand_ins[place] if gradient is None else local_of(gradient)
         unused = self._used_by_nobody(done, means)
         for place, mean in means.items():
             if place not in unused:
-                self.trained[place].parameter.grad = mean
+                self._store(place, mean)
         if not self._is_ordered and self._handles:
             self._agree_on_order(done)
 
     def _deliver_flat(self, done: _Pass, places: Sequence[int], flat: Tensor) -> None:
-        *means, used = flat.split([*(self.trained[place].parameter.numel() for place in places), len(places)])
+        *means, used = flat.split([*(self.trained[place].local.numel() for place in places), len(places)])
         for number, (place, mean) in enumerate(zip(places, means, strict=True)):
             parameter = self.trained[place].parameter
             if place in done.stand_ins and used[number] != 0:
-                parameter.grad = done.stand_ins[place]
+                self._store(place, done.stand_ins[place])
             if parameter.grad is not None:
-                parameter.grad.copy_(mean.view(parameter.shape))
+                gradient = local_of(parameter.grad)
+                gradient.copy_(mean.view(gradient.shape))
+
+    def _store(self, place: int, mean: Tensor) -> None:
+        """Make a mean the gradient, if it is not the memory of that already."""
+        parameter = self.trained[place].parameter
+        if parameter.grad is None or not is_dtensor(parameter):
+            parameter.grad = like(parameter, mean)
 
     def _used_by_nobody(self, done: _Pass, means: Mapping[int, Tensor]) -> set[int]:
         """Return parameters, among those synchronized by themselves, that no rank used.
@@ -300,6 +314,7 @@ class ParameterHooks:
         """Return a hook that does not hold this object, which holds the parameter."""
         weak = weakref.ref(self)
 
+        @torch.compiler.disable
         def hook(parameter: Tensor) -> None:
             hooks = weak()
             if hooks is None:
@@ -318,6 +333,7 @@ class ParameterHooks:
             self._start()
         self._clock.ready(self.trained[place].name)
         self._check_untouched(place)
+        _lay_out(self.trained[place].parameter)
         if self._group_of[place] < self._pass.submitted:
             raise ThinwireError(
                 f"parameter {self.trained[place].name!r} got a gradient twice in one backward, and the first is on its"
@@ -391,8 +407,8 @@ class ParameterHooks:
         if place in self._pass.ready:
             self._check_untouched(place)
         if entry.parameter.grad is not None:
-            return entry.parameter.grad.detach()
-        zeros = _no_rows(entry.parameter) if entry.is_sparse else torch.zeros_like(entry.parameter)
+            return local_of(entry.parameter.grad.detach())
+        zeros = _no_rows(entry.parameter) if entry.is_sparse else torch.zeros_like(entry.local)
         return self._pass.stand_ins.setdefault(place, zeros.detach())
 
     def _settle_kinds(self) -> None:
@@ -426,7 +442,7 @@ class ParameterHooks:
             entry = self.trained[place]
             if entry.is_table and not self._buckets.leaves(entry.name):
                 touched = _NO_IDS if place in self._pass.stand_ins else self._lookups.take(entry.parameter)
-                tables.append(TableGradient(entry.name, gradient, touched))
+                tables.append(TableGradient(entry.name, self._lookups.matrix(entry.parameter, gradient), touched))
                 self._pass.apart.append(place)
             elif self._buckets.compresses(entry.name):
                 compressed.append((entry.name, gradient))
@@ -451,10 +467,10 @@ class ParameterHooks:
         return torch.cat([*(gradient.reshape(-1) for _, gradient in pairs), used])
 
 
-def broadcast_module(module: nn.Module, process_group: dist.ProcessGroup) -> None:
-    """Broadcast the parameters and buffers of rank 0, as DDP does. Shapes must have been compared before."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        data = as_real(tensor.detach())
+def broadcast_all(tensors: Iterable[Tensor], process_group: dist.ProcessGroup) -> None:
+    """Broadcast the values of rank 0, as DDP does. Shapes must have been compared before."""
+    for tensor in tensors:
+        data = as_real(local_of(tensor.detach()))
         contiguous = data.contiguous()
         dist.broadcast(contiguous, group=process_group, group_src=0)
         if contiguous is not data:
@@ -473,7 +489,7 @@ def trained_parameters(module: nn.Module, lookups: LookupRows, names: Mapping[in
             id(parameter) in tables,
         )
         for parameter in module.parameters()
-        if parameter.is_floating_point() or parameter.is_complex()
+        if id(parameter) in names and (parameter.is_floating_point() or parameter.is_complex())
     ]
 
 
@@ -493,6 +509,13 @@ def _hooked(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Removabl
         return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
     finally:
         parameter.requires_grad_(not frozen)
+
+
+def _lay_out(parameter: nn.Parameter) -> None:
+    """Lay the gradient of a DTensor out like the parameter: that of a norm may be a part of a sum."""
+    gradient: object = parameter.grad
+    if is_dtensor(parameter) and is_dtensor(gradient) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _kind(is_sparse: bool) -> str:

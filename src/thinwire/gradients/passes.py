@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,7 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.comm.lane import Lane
 from thinwire.errors import ThinwireError, ranks_told
 from thinwire.gradients.ddp import Plug
-from thinwire.gradients.model import is_replicated, module_of, synchronized_parameters
+from thinwire.gradients.model import INSIDE_DDP, is_replicated, module_of, synchronized_parameters
 from thinwire.gradients.tables import Hook, weakly
 from thinwire.observe.step import Clock
 
@@ -69,10 +69,12 @@ class Backward:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._on_output)
 
+    @torch.compiler.disable
     def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
         del gradients
         self.enter()
 
+    @torch.compiler.disable
     def _end(self) -> None:
         self._callback = None
         self._ended()
@@ -101,12 +103,12 @@ class Guard:
     of the user, a function of torch, or Ctrl-C.
 
     Args:
-        lane: the lane on which peers wait.
+        lanes: the lanes on which peers wait.
         waits_from_output: whether they wait for a pass as soon as it goes through the output of the model.
     """
 
-    def __init__(self, lane: Lane, waits_from_output: bool = True) -> None:
-        self._lane, self._waits_from_output = lane, waits_from_output
+    def __init__(self, lanes: Sequence[Lane], waits_from_output: bool = True) -> None:
+        self._lanes, self._waits_from_output = lanes, waits_from_output
         self._running: weakref.ref[_Pass] | None = None
 
     def enter(self) -> None:
@@ -124,20 +126,27 @@ class Guard:
         """Guard the pass through the output of the model: it may fail before there is any gradient."""
         for tensor in tensors_of(output) if self._waits_from_output else ():
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda _: self.enter())
+                tensor.grad_fn.register_prehook(self._on_output)
+
+    @torch.compiler.disable
+    def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
+        del gradients
+        self.enter()
 
     def failed(self, error: BaseException) -> None:
         """Break off after an error in the work at the end of a pass, unless all ranks raise it and stay in step."""
-        if ranks_told(error) < self._lane.world_size:
+        if ranks_told(error) < self._lanes[0].world_size:
             self._broke_off()
 
     def check(self) -> None:
         """Raise ThinwireError at the beginning of a step that cannot be synchronized any more."""
-        self._lane.check("the gradients of this step")
+        for lane in self._lanes:
+            lane.check("the gradients of this step")
 
     def _broke_off(self) -> None:
-        if self._lane.world_size > 1:
-            self._lane.break_off(REASON.format(rank=self._lane.rank))
+        for lane in self._lanes:
+            if lane.world_size > 1:
+                lane.break_off(REASON.format(rank=self._lanes[0].rank))
 
 
 class _Pass:
@@ -299,11 +308,3 @@ def _refuse_inside_ddp(module: nn.Module) -> None:
 def _share_parameters(ddp: DistributedDataParallel, module: nn.Module) -> bool:
     mine = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
     return any(id(parameter) in mine for _, parameter in synchronized_parameters(ddp))
-
-
-INSIDE_DDP = (
-    "thinwire is attached to a module that DistributedDataParallel or replicate() synchronizes too, so gradients would"
-    " travel twice: attach the DDP model, as in `ddp = DistributedDataParallel(module); sync = thinwire.attach(ddp)`"
-    " (with Accelerate what prepare() returned, in a callback of transformers `trainer.model_wrapped`); or train the"
-    " plain module without either"
-)

@@ -20,6 +20,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, pairwise
+from math import gcd
 from typing import Any, NoReturn
 from weakref import WeakMethod
 
@@ -70,11 +71,13 @@ class Hook:
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls a bound method as long as its object lives, and returns None afterwards.
 
+    It is never compiled: a compiled train step would compile the hooks that its backward calls.
     It is for hooks of parameters: objects that hold the parameter would keep it alive, and C++ holds the hooks of
     parameters and buckets out of reach of the garbage collector.
     """
     weak = WeakMethod(method)
 
+    @torch.compiler.disable
     def call(*args: Any) -> Any:
         alive = weak()
         return None if alive is None else alive(*args)
@@ -137,8 +140,9 @@ class LookupRows:
         self._handles: list[RemovableHandle] = []
         self._probes: dict[int, RemovableHandle] = {}  # see `hooks_on_node`
         self.parameters: list[nn.Parameter] = []
+        self._widths: dict[int, int] = {}  # of rows in flat weights
         for table in filter(_has_dense_gradient, module.modules()):
-            if id(table.weight) not in compressed:
+            if id(_weight_of(table)) not in compressed:
                 self._watch(table)
         if self._handles:
             self._handles.append(module.register_forward_pre_hook(Hook(self._before_forward)))
@@ -155,6 +159,11 @@ class LookupRows:
         moved = bucket is not None and lookup.is_unwritten and _share_memory(gradient, bucket)
         return lookup.ids if moved or lookup.produced(gradient) else None
 
+    def matrix(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        """Return the gradient of a table, as a view [num_rows, width] where the weight is flat."""
+        width = self._widths.get(id(parameter))
+        return gradient if width is None else gradient.view(-1, width)
+
     def remove(self) -> None:
         """Remove all hooks from the module."""
         for handle in (*self._handles, *self._probes.values()):
@@ -169,12 +178,15 @@ class LookupRows:
             self._known.clear()
 
     def _watch(self, table: nn.Module) -> None:
-        weight = table.weight
+        weight = _weight_of(table)
         assert isinstance(weight, nn.Parameter)
         if all(weight is not known for known in self.parameters):
             self.parameters.append(weight)
             self._handles.append(weight.register_post_accumulate_grad_hook(weakly(self._after_accumulation)))
-        if type(table) in (nn.Embedding, nn.EmbeddingBag) and "forward" not in vars(table):
+        is_flat = _is_flat(table)
+        if is_flat:
+            self._widths[id(weight)] = _flat_width(table)
+        if (is_flat or type(table) in (nn.Embedding, nn.EmbeddingBag)) and "forward" not in vars(table):
             self._handles.append(table.register_forward_hook(Hook(self._after_forward), with_kwargs=True))
 
     def _after_forward(
@@ -183,15 +195,17 @@ class LookupRows:
         if torch.compiler.is_compiling():  # a graph has no grad_fn: asking for it would break the graph
             return
         node = output.grad_fn if isinstance(output, Tensor) else None
-        ids = args[0] if args else kwargs.get("input")
-        if node is None or not isinstance(ids, Tensor) or not type(node).__name__.startswith("Embedding"):
+        is_flat = _is_flat(table)
+        ids = _flat_rows(table, *args, **kwargs) if is_flat else args[0] if args else kwargs.get("input")
+        made_by = "CppFunction" if is_flat else "Embedding"
+        if node is None or not isinstance(ids, Tensor) or not type(node).__name__.startswith(made_by):
             return
-        weight = table.weight
+        weight = _weight_of(table)
         looked_up = ids.detach().flatten()
 
         def after_backward(made: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> None:
             gradient = made[0]
-            if gradient is not None and gradient.layout == torch.strided:
+            if type(gradient) is Tensor and gradient.layout == torch.strided:  # the memory of a DTensor is another
                 self._pending[id(weight)] = _Lookup(looked_up, gradient.detach(), gradient._version)
 
         node.register_hook(after_backward)
@@ -235,34 +249,83 @@ def tables_of(module: nn.Module) -> list[nn.Parameter]:
     An embedding that shares its weight with another kind of module, such as the output layer of a language model, is
     left out: that gradient is as dense as any other.
     """
-    embeddings = [entry for entry in module.modules() if isinstance(entry, (nn.Embedding, nn.EmbeddingBag))]
+    embeddings = list(filter(_is_embedding, module.modules()))
     shared = {
         id(weight)
         for entry in module.modules()
-        if not isinstance(entry, (nn.Embedding, nn.EmbeddingBag))
+        if not _is_embedding(entry)
         for weight in entry.parameters(recurse=False)
     }
     weights = [
-        entry.weight
+        _weight_of(entry)
         for entry in embeddings
-        if entry.sparse or (_has_dense_gradient(entry) and id(entry.weight) not in shared)
+        if _is_sparse(entry) or (_has_dense_gradient(entry) and id(_weight_of(entry)) not in shared)
     ]
     return [weight for weight in weights if isinstance(weight, nn.Parameter)]
 
 
 def has_tables(module: nn.Module, synchronized: Container[int]) -> bool:
     """Return whether any weight with one of these ``id()`` is an embedding whose gradient is not all-reduced unread."""
-    embeddings = (entry for entry in module.modules() if isinstance(entry, (nn.Embedding, nn.EmbeddingBag)))
     return any(
-        id(entry.weight) in synchronized and (entry.sparse or _has_dense_gradient(entry)) for entry in embeddings
+        id(_weight_of(entry)) in synchronized and (_is_sparse(entry) or _has_dense_gradient(entry))
+        for entry in filter(_is_embedding, module.modules())
     )
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or _is_flat(module)
+
+
+def _is_sparse(embedding: nn.Module) -> bool:
+    return bool(getattr(embedding, "sparse", False))
+
+
+def _weight_of(embedding: nn.Module) -> nn.Parameter:
+    """Return the weight of an embedding; it may be another tensor after a parametrization."""
+    return embedding.weights if _is_flat(embedding) else embedding.weight  # type: ignore[return-value]
+
+
+def _is_flat(module: nn.Module) -> bool:
+    """Return whether a module has several tables in one flat weight: fbgemm's, with which TorchRec replicates tables."""
+    return type(module).__name__ == "DenseTableBatchedEmbeddingBagsCodegen"
+
+
+def _flat_width(module: Any) -> int:
+    """Return the width of all rows, or if tables differ in it, a width of which the rows of each are several."""
+    return gcd(*(width for _, width in module.embedding_specs))
+
+
+def _flat_rows(
+    module: Any,
+    indices: Tensor,
+    offsets: Tensor,
+    per_sample_weights: Tensor | None = None,
+    feature_requires_grad: Tensor | None = None,
+    batch_size_per_feature_per_rank: list[list[int]] | None = None,
+) -> Tensor:
+    """Return the rows of a flat weight that a lookup reads, in units of `_flat_width`. Arguments are those of fbgemm.
+
+    Indices are those of a batch of the first feature, then of the second, and so on.
+    """
+    del per_sample_weights, feature_requires_grad
+    num_features, width = module.weights_offsets.numel(), _flat_width(module)
+    bags = [sum(sizes) for sizes in batch_size_per_feature_per_rank or ()]
+    bags = bags or [(offsets.numel() - 1) // num_features] * num_features
+    counts = offsets[torch.tensor([0, *accumulate(bags)], device=offsets.device)].diff()
+    units = module.D_offsets.diff() // width
+    rows = (module.weights_offsets // width).repeat_interleave(counts) + indices * units.repeat_interleave(counts)
+    most = int(units.max())
+    if most == 1:
+        return rows
+    pieces = rows[:, None] + torch.arange(most, device=rows.device)
+    return pieces[torch.arange(most, device=rows.device) < units.repeat_interleave(counts)[:, None]]
 
 
 def _has_dense_gradient(module: nn.Module) -> bool:
     """Return whether a module is a large embedding with a trained weight and a dense gradient in contiguous rows."""
-    if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or module.sparse:
+    if not _is_embedding(module) or _is_sparse(module):
         return False
-    weight = module.weight
+    weight = _weight_of(module)
     large = weight.numel() * weight.element_size() >= MIN_TABLE_BYTES
     has_rows = weight.is_contiguous() and not weight.is_complex()
     return isinstance(weight, nn.Parameter) and weight.requires_grad and large and has_rows

@@ -1,7 +1,7 @@
 """Plans: what to send together, what to compress and how, predicted before anything is trained.
 
-Profiles and the timeline, which are in `thinwire.fuse`, and measuring, which is in `thinwire.measure`, are offered here
-too. What compresses or measures is imported on first use.
+Profiles and the timeline, which are in `thinwire.fuse`, and measuring and choosing, which are in
+`thinwire.lab.planning`, are offered here too. What compresses or measures is imported on first use.
 """
 
 from importlib import import_module
@@ -11,10 +11,10 @@ from thinwire.fuse.profile import Groups, Linear, Profile, check_groups
 from thinwire.fuse.timeline import Timeline, iteration_seconds, simulate
 
 if TYPE_CHECKING:
-    from thinwire.measure.training import How, Training, measure_training
-    from thinwire.plan.measurement import Measurement
+    from thinwire.lab.planning.measurement import Measurement
+    from thinwire.lab.planning.planner import best_plan
+    from thinwire.lab.planning.training import How, Training, measure_training
     from thinwire.plan.plan import Candidate, Group, Plan
-    from thinwire.plan.planner import best_plan
 
 __all__ = [
     "Candidate",
@@ -35,10 +35,10 @@ __all__ = [
 ]
 
 _HOMES = {
-    "measure.training": ("How", "Training", "measure_training"),
-    "plan.measurement": ("Measurement",),
+    "lab.planning.training": ("How", "Training", "measure_training"),
+    "lab.planning.measurement": ("Measurement",),
     "plan.plan": ("Candidate", "Group", "Plan"),
-    "plan.planner": ("best_plan",),
+    "lab.planning.planner": ("best_plan",),
 }
 
 

@@ -22,6 +22,8 @@ ROWS = "exact, tables as rows"
 """Name of what ``attach(model)`` does for a model with tables."""
 EXACT = "exact"
 """Prefix of the names of candidates without compression."""
+WORTH = 1.03
+"""Least ratio of step times at which an exact way replaces a simpler one."""
 
 _BYTES_PER_MB = 1024 * 1024  # as DDP counts
 _HOW = "make one with `thinwire plan --measure --output plan.json`"

@@ -1,6 +1,6 @@
 """Expected bytes of every scheme, from how many rows the ranks hold: what "auto" compares and tables show.
 
-Closed forms, which know how many rows there are but not which: `thinwire.sync.ledger` has the exact bytes, for given
+Closed forms, which know how many rows there are but not which: `thinwire.lab.ledger` has the exact bytes, for given
 ids. No synchronization needs either; what a step cost is worked out when somebody looks.
 """
 

@@ -7,6 +7,7 @@ each iteration is idle. Without one nothing is known of the network, and bytes a
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import math
 import threading
@@ -16,12 +17,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from thinwire.checkpoint.pacing.schedule import PROFILED_ITERATIONS, Budget, IdleProfile, profile, spread
+from thinwire.checkpoint.pacing.idle import PROFILED_ITERATIONS, IdleProfile, profile
 from thinwire.errors import ThinwireError
 
 logger = logging.getLogger("thinwire")
 
 EVEN_GRANTS = 16
+MAX_GRANTS = 100_000
 LEAST_GAP = 0.05  # of an iteration: shorter pauses of the lane are part of its work
 EVEN_SHARE = 0.8  # of an iteration is used for even pacing, so that a version is complete before the next one
 DRIFT = 0.2  # of an iteration's length: beyond it the profile is out of date, and a new one is made
@@ -73,17 +75,26 @@ def even_grants(
 
 
 def gap_grants(found: IdleProfile, num_bytes: int, bytes_per_second: float) -> list[Grant]:
-    """Return grants for each gap, over the iterations needed (Algorithm 2). Raises ValueError if the network is never
-    idle.
+    """Return grants for each gap, over the iterations needed: Algorithm 2, for a link without latency.
+
+    Raises ValueError if the network is never idle, or for bytes that need more than 100,000 grants.
 
     Example:
         >>> gap_grants(profile([[(0.5, 1.0)]]), num_bytes=150, bytes_per_second=100.0)
         [Grant(seconds=0.5, num_bytes=90, iteration=0), Grant(seconds=0.5, num_bytes=60, iteration=1)]
     """
-    plan = spread(found.spans, num_bytes, 2, Budget(bytes_per_second, gamma=found.gamma))
-    places = [(number, span.start_seconds) for number in range(plan.iterations) for span in found.timespans]
-    sums = [sum(chunk.length for chunk in chunks) for chunks in plan.spans]
-    return [Grant(start, length, number) for (number, start), length in zip(places, sums, strict=True) if length]
+    rooms = [math.floor(min(num_bytes, found.gamma * span * bytes_per_second)) for span in found.spans]
+    if num_bytes * len(rooms) > MAX_GRANTS * sum(rooms):
+        raise ValueError(f"{num_bytes:,} bytes in idle timespans for {sum(rooms):,}: the network is never idle")
+    grants: list[Grant] = []
+    places = ((iteration, number) for iteration in itertools.count() for number in range(len(rooms)))
+    while num_bytes:
+        iteration, number = next(places)
+        length = min(rooms[number], num_bytes)
+        if length:
+            grants.append(Grant(found.timespans[number].start_seconds, length, iteration))
+        num_bytes -= length
+    return grants
 
 
 class Pacer:

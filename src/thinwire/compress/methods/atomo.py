@@ -20,16 +20,10 @@ _LONGEST_UNIT = 1.01  # no element of a unit vector is larger, with any rounding
 class Atomo(LowRank, Packed, WholeTensor):
     """The compressor of `atomo`. ``parts``: k left singular vectors times s_i / p_i [k n], right ones [k m]; or all."""
 
-    @property
-    def label(self) -> str:
-        return "atomo"
-
-    @property
-    def memory(self) -> Memory:
-        return Memory.UNBIASED
+    label = "atomo"
+    memory = Memory.UNBIASED
 
     def init(self, parameter: Parameter) -> State:
-        del parameter
         return counters()
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:

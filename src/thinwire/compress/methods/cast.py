@@ -26,16 +26,13 @@ class Cast(Packed, Summable):
 
     dtype: torch.dtype
 
+    memory = Memory.OPTIONAL
+
     @property
     def name(self) -> str:
         return _NAMES[self.dtype]
 
-    @property
-    def memory(self) -> Memory:
-        return Memory.OPTIONAL
-
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
-        del parameter, state
         flat = gradient.view(-1)
         largest = torch.finfo(self.dtype).max
         if self._overflows(flat):
@@ -96,7 +93,6 @@ class FP8(Additive):
         return f"fp8({self.format}, {self.block})"
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
-        del parameter, state
         flat, dtype = gradient.view(-1), _DTYPES[self.format]
         info = torch.finfo(dtype)
         steps = kernels.largest_of_blocks(flat, self.block).div_(info.max).clamp_(min=torch.finfo(flat.dtype).tiny)

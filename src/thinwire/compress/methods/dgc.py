@@ -55,7 +55,6 @@ class SampledTopK(DensitySparsifier):
         return (*super().settings, f"sample={self.sample:g}/{self.min_sample}")
 
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
-        del parameter, state
         threshold = self._sampled_threshold(flat, k)
         if not threshold > 0.0:  # nearly all elements are zero
             return largest_nonzero(flat, k)

@@ -27,19 +27,16 @@ class HiTopK(Compressor):
 
     selector: MsTopK
 
+    memory = Memory.OWN
+
     @property
     def name(self) -> str:
         return f"{HI_TOP_K}({', '.join(self.selector.settings)})"
-
-    @property
-    def memory(self) -> Memory:
-        return Memory.OWN
 
     def init(self, parameter: Parameter) -> State:
         return {"error": torch.zeros(parameter.shape, dtype=parameter.working_dtype)}
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
-        del parameter
         return Payload((state["error"].add_(gradient).view(-1),))
 
     def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:

@@ -72,7 +72,6 @@ class LowRank(Compressor):
         return {"step": 0}
 
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
-        del mean, parameter
         state["step"] += 1
 
     def random_rows(self, parameter: Parameter, length: int, *draw: int | str) -> Tensor:

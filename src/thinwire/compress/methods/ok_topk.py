@@ -188,7 +188,6 @@ class OkTopk(DensitySparsifier, Joint):
         return (*super().settings, *(() if is_default else (f"{self.reselect_every}, {self.repartition_every}",)))
 
     def init(self, parameter: Parameter) -> State:
-        del parameter
         nothing = torch.empty(0, dtype=torch.int64)
         return {
             "step": 0,
@@ -211,7 +210,6 @@ class OkTopk(DensitySparsifier, Joint):
         return selection
 
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
-        del parameter
         threshold = state["threshold"]
         count = kernels.count_at_least(flat, threshold) if threshold > 0.0 else 0
         if is_reusable(count, k):
@@ -230,7 +228,6 @@ class OkTopk(DensitySparsifier, Joint):
         gradient.view(-1).index_fill_(0, ids[mean.reshape(-1)[ids] != 0], 0.0)
 
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
-        del mean, parameter
         state["selected"] = torch.empty(0, dtype=torch.int64)
 
 

@@ -32,9 +32,7 @@ class PowerSGD(LowRank, Summable, Joint):
 
     warm_start: bool = True
 
-    @property
-    def label(self) -> str:
-        return "power_sgd"
+    label = "power_sgd"
 
     @property
     def name(self) -> str:
@@ -138,9 +136,7 @@ class ACPSGD(LowRank, Summable, Joint):
     all ranks, so a rank can compute its loss itself: ``e = M - M Q Q^T``.
     """
 
-    @property
-    def label(self) -> str:
-        return "acp_sgd"
+    label = "acp_sgd"
 
     def init(self, parameter: Parameter) -> State:
         state = super().init(parameter)
@@ -172,7 +168,6 @@ class ACPSGD(LowRank, Summable, Joint):
         return torch.mm(*self._factors(part, state)).view(parameter.shape)
 
     def residual_of_sum(self, gradient: Tensor, mean: Tensor, parameter: Parameter, state: State) -> None:
-        del mean
         if self.is_whole(parameter, state):
             gradient.zero_()
         else:

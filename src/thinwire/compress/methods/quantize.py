@@ -54,7 +54,6 @@ class BlockQuantizer(Additive):
         return kernels.largest_of_blocks(flat, self.block_elements(parameter))
 
     def init(self, parameter: Parameter) -> State:
-        del parameter
         return {} if self.seed is None else counters()
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
@@ -108,30 +107,22 @@ class Int8(BlockQuantizer):
     """The compressor of `int8`."""
 
     block: int = 512
-    stochastic: bool = False
-    random_seed: int = 0
+    seed: int | None = None
+
+    bits = 8
 
     def __post_init__(self) -> None:
         check_block(self.block, "blocks of int8")
 
     @property
     def memory(self) -> Memory:
-        return Memory.UNBIASED if self.stochastic else Memory.NEEDED
+        return Memory.NEEDED if self.seed is None else Memory.UNBIASED
 
     @property
     def name(self) -> str:
-        return f"int8({self.block}{', stochastic' if self.stochastic else ''})"
-
-    @property
-    def bits(self) -> int:
-        return 8
-
-    @property
-    def seed(self) -> int | None:
-        return self.random_seed if self.stochastic else None
+        return f"int8({self.block}{'' if self.seed is None else ', stochastic'})"
 
     def block_elements(self, parameter: Parameter) -> int:
-        del parameter
         return self.block
 
 
@@ -157,22 +148,24 @@ def int8(block: int = 512, *, stochastic: bool = False, seed: int = 0) -> Int8:
         >>> compressor.decompress(payload, parameter)
         tensor([ 1.0000,  0.5039, -1.0000])
     """
-    return Int8(block, stochastic, seed)
+    return Int8(block, seed if stochastic else None)
 
 
 @dataclass(frozen=True)
 class QSGD(BlockQuantizer):
     """The compressor of `qsgd`."""
 
-    num_bits: int = 8
+    bits: int = 8
     bucket: int = 512
     norm: Literal["max", "l2"] = "max"
-    random_seed: int = 0
+    seed: int = 0
+
+    memory = Memory.UNBIASED
 
     def __post_init__(self) -> None:
-        if self.num_bits not in range(2, 9):
+        if self.bits not in range(2, 9):
             raise ValueError(
-                f"qsgd has 2 to 8 bits, not {self.num_bits!r}: one of them is the sign; for one bit take ef_sign_sgd(),"
+                f"qsgd has 2 to 8 bits, not {self.bits!r}: one of them is the sign; for one bit take ef_sign_sgd(),"
                 " for more bf16()"
             )
         if self.norm not in ("max", "l2"):
@@ -181,22 +174,9 @@ class QSGD(BlockQuantizer):
 
     @property
     def name(self) -> str:
-        return f"qsgd({self.num_bits}, {self.bucket}{'' if self.norm == 'max' else ', l2'})"
-
-    @property
-    def memory(self) -> Memory:
-        return Memory.UNBIASED
-
-    @property
-    def bits(self) -> int:
-        return self.num_bits
-
-    @property
-    def seed(self) -> int:
-        return self.random_seed
+        return f"qsgd({self.bits}, {self.bucket}{'' if self.norm == 'max' else ', l2'})"
 
     def block_elements(self, parameter: Parameter) -> int:
-        del parameter
         return self.bucket
 
     def norms(self, flat: Tensor, parameter: Parameter) -> Tensor:
@@ -241,7 +221,9 @@ class TernGrad(BlockQuantizer):
     """The compressor of `terngrad`."""
 
     clip: float | None = None
-    random_seed: int = 0
+    seed: int = 0
+
+    bits = 2
 
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0.0:
@@ -256,14 +238,6 @@ class TernGrad(BlockQuantizer):
     @property
     def name(self) -> str:
         return "terngrad" if self.clip is None else f"terngrad({self.clip:g})"
-
-    @property
-    def bits(self) -> int:
-        return 2
-
-    @property
-    def seed(self) -> int:
-        return self.random_seed
 
     def block_elements(self, parameter: Parameter) -> int:
         return max(1, parameter.numel)
@@ -304,24 +278,18 @@ _WORDS = {torch.float32: (torch.int32, 23), torch.float64: (torch.int64, 52)}
 class Natural(Additive):
     """The compressor of `natural`. ``parts``: signs and indices of powers (uint8 [n]); base exponent (int32 [1])."""
 
-    random_seed: int = 0
+    seed: int = 0
 
-    @property
-    def name(self) -> str:
-        return "natural"
-
-    @property
-    def memory(self) -> Memory:
-        return Memory.UNBIASED
+    name = "natural"
+    memory = Memory.UNBIASED
 
     def init(self, parameter: Parameter) -> State:
-        del parameter
         return counters()
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
         flat = gradient.view(-1)
         base = _base(flat)
-        codes = kernels.round_to_powers(flat, base, next_seed(self.random_seed, parameter, state))
+        codes = kernels.round_to_powers(flat, base, next_seed(self.seed, parameter, state))
         return Payload((codes, torch.tensor([base], dtype=torch.int32)))
 
     def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:

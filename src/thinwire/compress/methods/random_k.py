@@ -47,15 +47,12 @@ class RandomK(DensitySelector):
     unbiased: bool = False
 
     has_fixed_count: ClassVar[bool] = True
+    label = "random_k"
 
     @property
     def memory(self) -> Memory:
         is_exact = self.values is None or self.values.memory is Memory.UNBIASED
         return Memory.UNBIASED if self.unbiased and is_exact else Memory.NEEDED
-
-    @property
-    def label(self) -> str:
-        return "random_k"
 
     @property
     def settings(self) -> tuple[str, ...]:

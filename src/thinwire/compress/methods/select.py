@@ -47,7 +47,6 @@ class Threshold(Sparsifier):
         return (f"{self.value:g}",)
 
     def select(self, flat: Tensor, parameter: Parameter, state: State) -> Selection:
-        del parameter, state
         ids, chosen = kernels.select_at_least(flat, self.value)
         return (ids, chosen) if ids.numel() else largest_nonzero(flat, min(1, flat.numel()))
 
@@ -150,7 +149,6 @@ class TopK(DensitySparsifier):
     has_fixed_count: ClassVar[bool] = True
 
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
-        del parameter, state
         return kernels.top_magnitudes(flat, k)
 
 
@@ -183,7 +181,6 @@ class GaussianK(DensitySparsifier):
     """The compressor of `gaussian_k`."""
 
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
-        del parameter, state
         moments = kernels.magnitude_moments(flat)
         if not moments.count:
             return nothing(flat)
@@ -219,7 +216,6 @@ class RedSync(DensitySparsifier):
     """The compressor of `redsync`."""
 
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
-        del parameter, state
         low, high = mean_and_max(flat)
         if high == 0.0:
             return nothing(flat)
@@ -271,7 +267,6 @@ class MsTopK(DensitySparsifier):
         return (*super().settings, *((f"steps={self.steps}",) if self.steps != 30 else ()))
 
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
-        del parameter, state
         low, high = mean_and_max(flat)
         tail = Tail(flat, k)
         enough, too_few = 0.0, math.inf  # the tightest thresholds on both sides: at least k elements, fewer than k

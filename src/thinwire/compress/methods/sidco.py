@@ -46,7 +46,6 @@ class Sidco(DensitySparsifier):
         return {**super().init(parameter), **adaptation}
 
     def select_about(self, k: int, flat: Tensor, parameter: Parameter, state: State) -> Selection:
-        del parameter
         moments = kernels.magnitude_moments(flat)
         if not moments.count:
             return nothing(flat)

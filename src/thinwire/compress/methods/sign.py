@@ -41,7 +41,6 @@ class ScaledSign(Additive):
         return "scaled_sign" if self.block is None else f"scaled_sign({self.block})"
 
     def init(self, parameter: Parameter) -> State:
-        del parameter
         return counters()
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
@@ -88,10 +87,7 @@ class SignSGD(ScaledSign):
 
     block: None = None  # all magnitudes are one
 
-    @property
-    def memory(self) -> Memory:
-        """Keeper of the unsent rest: none, because magnitudes are lost for good."""
-        return Memory.OWN
+    memory = Memory.OWN  # nothing keeps the rest: magnitudes are lost for good
 
     @property
     def name(self) -> str:

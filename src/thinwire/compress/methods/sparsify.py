@@ -79,7 +79,6 @@ class Selector(Additive):
 
     def fixed_count(self, parameter: Parameter) -> int | None:
         """Return the number of elements sent of every gradient, or None if that depends on the gradient."""
-        del parameter
         return None
 
     def init(self, parameter: Parameter) -> State:

@@ -52,7 +52,6 @@ class AllGather(Reduction):
             return [Result(means[place], *mine[place]) for place in range(len(tasks))]
 
     def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
-        del rank
         message = stacked.predicted_bytes(plans)
         return None if message is None else (world_size - 1) * message
 

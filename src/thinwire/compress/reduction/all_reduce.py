@@ -58,7 +58,6 @@ class AllReduce(Reduction):
             return [_finished(task, last[place], sent[place]) for place, task in enumerate(tasks)]
 
     def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
-        del rank
         total = 0
         rounds = [summable_code(compressor).round_specs(parameter) for compressor, parameter in plans]
         for parallel in zip_longest(*rounds):

@@ -156,7 +156,6 @@ class Reduction(ABC):
 
     def init(self, compressor: Compressor, parameter: Parameter, rank: int, world_size: int) -> State:
         """Return the state of a parameter before the first step, with ``salt`` entries set to the rank."""
-        del world_size
         return salted(compressor.init(parameter), rank)
 
     @abstractmethod
@@ -186,7 +185,6 @@ class OwnReduction(Reduction):
             )
 
     def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
-        del plans, rank
         return 0 if world_size == 1 else None
 
 

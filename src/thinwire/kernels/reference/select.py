@@ -48,7 +48,6 @@ def select_at_least(values: Tensor, threshold: float, expected: int | None = Non
 
     If their number is known, pass it as ``expected``, so that they need not be counted.
     """
-    del expected
     ids = (magnitude_keys(values) >= threshold_key(threshold, values.dtype)).nonzero().flatten()
     return ids, values.index_select(0, ids)
 

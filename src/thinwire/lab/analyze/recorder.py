@@ -15,7 +15,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.lab.analyze.recording import Table, TableSteps, save_rank
-from thinwire.measure.ready import nonzero_rows
+from thinwire.lab.planning.ready import nonzero_rows
 from thinwire.sparse import Layout
 
 MIN_TABLE_BYTES = 16 * 1024

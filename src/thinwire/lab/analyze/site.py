@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.plan.measurement import DdpSite
+from thinwire.lab.planning.measurement import DdpSite
 
 _CAPS = ("bucket_cap_mb", "bucket_cap_mb_list")
 _PACKAGE = str(Path(thinwire.__file__).parent)

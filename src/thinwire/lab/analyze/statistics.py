@@ -16,9 +16,9 @@ from torch import Tensor
 
 from thinwire.lab.analyze.prediction import DEFAULT_LINK, PREDICTED_RANKS, AssumedLink, Prediction, is_hashed, predict
 from thinwire.lab.bench.trace import IndexTrace
+from thinwire.lab.ledger import sent_bytes, value_lower_bound_bytes
 from thinwire.lab.sparsity import densification, imbalance_pull, imbalance_push, overlap_ratio, skewness
 from thinwire.partition import Contiguous, Partition, Permutation
-from thinwire.sync.ledger import sent_bytes, value_lower_bound_bytes
 from thinwire.sync.named import NAMED
 
 SKEWNESS_PARTITIONS = (8, 128)

@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.comm.agree import gather_numbers
 from thinwire.comm.lane import Lane
 from thinwire.lab.analyze.site import calling_line, find_site, follows_plans
-from thinwire.measure.ready import WARM_STEPS, StepWatch
-from thinwire.measure.training import How, OnStage, begin_together, finish, trained_parameters
-from thinwire.plan.measurement import DdpSite, Measurement
+from thinwire.lab.planning.measurement import DdpSite, Measurement
+from thinwire.lab.planning.ready import WARM_STEPS, StepWatch
+from thinwire.lab.planning.training import How, OnStage, begin_together, finish, trained_parameters
 
 LONG_SECONDS, FEW_STEPS = 1.0, 3
 """Where a step lasts longer, so many are timed, which suffice: the doctor's answer is due in minutes."""

@@ -17,12 +17,12 @@ from thinwire.lab.analyze.site import without_attach
 from thinwire.lab.analyze.step_recorder import StepRecorder
 from thinwire.lab.analyze.trials import run_on_ranks, silence, torchrun_environment
 from thinwire.lab.analyze.worker import run_recorded
+from thinwire.lab.planning.measurement import Measurement
+from thinwire.lab.planning.ready import WARM_STEPS
+from thinwire.lab.planning.training import How, OnStage, check
 from thinwire.lab.testbed.launch import RanksFailed
 from thinwire.lab.testbed.network import EmulatedNetwork
 from thinwire.lab.testbed.rank import RankContext
-from thinwire.measure.ready import WARM_STEPS
-from thinwire.measure.training import How, OnStage, check
-from thinwire.plan.measurement import Measurement
 
 
 def measure_script(

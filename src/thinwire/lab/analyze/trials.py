@@ -28,11 +28,11 @@ from thinwire.lab.analyze.site import is_called_by_us, without_attach
 from thinwire.lab.analyze.worker import run_as_main
 from thinwire.lab.doctor.advice import Advice
 from thinwire.lab.doctor.diagnosis import NOT_TRIED, Confirmed
+from thinwire.lab.planning.measurement import Measurement
+from thinwire.lab.planning.planner import Way, step_seconds
 from thinwire.lab.testbed.launch import RanksFailed, preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork
 from thinwire.lab.testbed.rank import RankContext
-from thinwire.plan.measurement import Measurement
-from thinwire.plan.planner import Way, step_seconds
 from thinwire.synchronizer import Synchronizer
 
 WARM_STEPS = 6
@@ -149,7 +149,7 @@ def run_on_ranks(
     Raises:
         RanksFailed: a rank failed; its traceback is in the text.
     """
-    for module in ("torch._dynamo", "thinwire.measure.training", __name__):
+    for module in ("torch._dynamo", "thinwire.lab.planning.training", __name__):
         preload(module)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # it warns that emulated hosts have no names

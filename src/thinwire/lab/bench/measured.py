@@ -23,12 +23,12 @@ from thinwire.lab.bench.jobs.named import parse_job
 from thinwire.lab.bench.jobs.own import JobError, OwnJob, clear_job_errors
 from thinwire.lab.doctor.advice import Advice
 from thinwire.lab.doctor.diagnosis import Confirmed
+from thinwire.lab.planning.measurement import Measurement
+from thinwire.lab.planning.planner import Way, step_seconds
+from thinwire.lab.planning.training import How, Training, check, measure_training
 from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 from thinwire.lab.testbed.rank import RankContext
-from thinwire.measure.training import How, Training, check, measure_training
-from thinwire.plan.measurement import Measurement
-from thinwire.plan.planner import Way, step_seconds
 
 _TWO_TURNS_SECONDS = 50.0
 """Seconds of the steps of all ways above which each is trained once."""
@@ -67,7 +67,7 @@ def measure_on_hosts(
 
     Raises:
         ValueError: fewer than two ranks; see `TrainingTarget.training` and
-        `thinwire.measure.training.measure_training`.
+        `thinwire.lab.planning.training.measure_training`.
         NetAdminError: a link is asked for, but the process may not make network namespaces.
         RanksFailed: a rank failed, with its traceback.
     """
@@ -75,7 +75,7 @@ def measure_on_hosts(
     if world_size < 2:
         raise ValueError(f"{hosts} hosts of {ranks_per_host} ranks: two ranks are needed, because one has no link")
     check(how.compressors)
-    for module in ("torch._dynamo", "thinwire.measure.training"):
+    for module in ("torch._dynamo", "thinwire.lab.planning.training"):
         preload(module)
     data = target.job.load()
     limited = link.mbit is not None

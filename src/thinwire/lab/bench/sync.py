@@ -23,10 +23,10 @@ from thinwire.lab.bench.methods import AGSPARSE_TORCH, scheme_of
 from thinwire.lab.bench.recipes import get_recipe
 from thinwire.lab.bench.sync_rank import RankMeasurement, Turns, measure
 from thinwire.lab.bench.workload import Workload
+from thinwire.lab.ledger import pair_bytes, value_lower_bound_bytes
 from thinwire.lab.testbed.launch import run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 from thinwire.sync.choose import Demand, expected_seconds
-from thinwire.sync.ledger import pair_bytes, value_lower_bound_bytes
 from thinwire.sync.scheme import Ownership, Scheme, unit_ids, unit_shape
 from thinwire.sync.two_level import TwoLevel
 from thinwire.sync.union_shares import UnionPlan

@@ -9,9 +9,9 @@ from pathlib import PurePath
 from thinwire.compress.assign import with_memory
 from thinwire.compress.named import NAMES, parse, split
 from thinwire.compress.reduction.choose import reduction_for
-from thinwire.plan.measurement import DdpSite, Measurement
+from thinwire.lab.planning.measurement import DdpSite, Measurement
+from thinwire.lab.planning.planner import Way, plan_of
 from thinwire.plan.plan import STOCK, Plan
-from thinwire.plan.planner import Way, plan_of
 
 
 @dataclass(frozen=True)

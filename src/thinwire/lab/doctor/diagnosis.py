@@ -8,25 +8,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from thinwire.fuse.named import default_policies
 from thinwire.fuse.policy import Policy
 from thinwire.lab.doctor.advice import Advice, advice_of, lines_of, where_to_paste
-from thinwire.plan.explain import format_bytes, format_seconds
-from thinwire.plan.measurement import Measurement
-from thinwire.plan.plan import STOCK, Plan
-from thinwire.plan.planner import (
+from thinwire.lab.planning.measurement import Measurement
+from thinwire.lab.planning.planner import (
     DEFAULTS,
     LOSSIER_WORTH,
     LOSSY_WORTH,
     MEASURED_LOSSY_WORTH,
-    WORTH,
     Way,
     best_way,
-    default_policies,
     plan_of,
     step_seconds,
     stock_seconds,
     ways,
 )
+from thinwire.plan.explain import format_bytes, format_seconds
+from thinwire.plan.plan import STOCK, WORTH, Plan
 
 SPEEDS_MBIT = tuple(10 ** (1 + step / 4) for step in range(17))
 """Link speeds in the picture: 10 Mbit/s to 100 Gbit/s."""

@@ -9,6 +9,7 @@ from thinwire.compress.base import Parameter, Summable
 from thinwire.compress.methods.sparsify import Sparsifier
 from thinwire.compress.named import parse
 from thinwire.compress.wrappers import code_of
+from thinwire.fuse.named import default_policies
 from thinwire.fuse.profile import Groups, Linear, Profile
 from thinwire.fuse.timeline import iteration_seconds
 from thinwire.lab.espresso.cluster import FLAT, Cluster
@@ -16,8 +17,8 @@ from thinwire.lab.espresso.espresso import Strategy, espresso
 from thinwire.lab.espresso.models import MODELS
 from thinwire.lab.espresso.models.model import PublishedModel
 from thinwire.lab.espresso.models.published import compression
-from thinwire.plan.plan import EXACT, STOCK, Candidate, Group, Plan, fingerprint
-from thinwire.plan.planner import DDP_BUCKETS, WORTH, default_policies
+from thinwire.lab.planning.planner import DDP_BUCKETS
+from thinwire.plan.plan import EXACT, STOCK, WORTH, Candidate, Group, Plan, fingerprint
 
 _INTRA = {"pcie": 0.4e-9, "nvlink": 0.02e-9}  # seconds a byte, as of Espresso's public simulator
 INSIDE = tuple(_INTRA)

@@ -2,7 +2,7 @@
 
 Time is bytes over bandwidth per rank and direction; phases follow one another. As in ZEN (OSDI'25, section 2.3 and
 appendix B.1) elements are 4 bytes, an index in COO is 4 bytes too, headers, padding and latency are left out, ranks
-are alike and links are full duplex. `thinwire.sync.ledger` gives the bytes that thinwire really sends.
+are alike and links are full duplex. `thinwire.lab.ledger` gives the bytes that thinwire really sends.
 
 Throughout, n is ``world_size``, M ``num_bytes`` of the dense tensor, d ``density`` of one rank's elements, and gamma
 ``densification``: the density of several ranks' elements together over d, from 1 to their number.

@@ -29,7 +29,7 @@ from thinwire.lab.testbed.network import EmulatedNetwork, in_namespace
 from thinwire.lab.testbed.rank import RankContext, RankSetup, rank_main
 from thinwire.lab.testbed.supervise import Outcome, RankProcess, describe, supervise
 
-_preloaded = ["torch", "torch.distributed", "thinwire", "thinwire.kernels.warmed"]
+_preloaded = ["torch", "torch.distributed", "thinwire", "thinwire.lab.testbed.warmed"]
 __all__ = ["Outcome", "RankContext", "RanksFailed", "run_ranks"]
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from checkpoint_faults.kind import Expected, Kind, Outcome, WrongRestore, refused, restored
 from thinwire.holder import faultpoint
-from thinwire.holder.directory import SlotDirectory
 from thinwire.holder.store import BudgetError
+from thinwire.lab.slot_directory import SlotDirectory
 from thinwire.lab.testbed.faults import Faults
 
 _GROUP = "files"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from thinwire.checkpoint.pacing.schedule import PROFILED_ITERATIONS
+from thinwire.checkpoint.pacing.idle import PROFILED_ITERATIONS
 from thinwire.checkpoint.state.encode import flatten
 from thinwire.lab.bench.checkpoint.methods import THINWIRE, Call, CheckpointMethod, InPeers, Place, make
 from thinwire.lab.bench.checkpoint.work import Trainer, TrainingWork

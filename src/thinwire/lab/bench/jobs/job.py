@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 if TYPE_CHECKING:
-    from thinwire.measure.training import Training
+    from thinwire.lab.planning.training import Training
 
 _LAST_LEARNING_RATE = 0.05  # of the first, so that a run that goes on after its last step still learns
 
@@ -140,7 +140,7 @@ class Job(ABC):
 
     def training(self, data: Data | None, rank: int, world_size: int, seed: int) -> Training:
         """Make the training on one rank; without data they are loaded."""
-        from thinwire.measure.training import Training
+        from thinwire.lab.planning.training import Training
 
         batches = self.batches(data or self.load(), rank, world_size, seed)
         model = self.model(seed)

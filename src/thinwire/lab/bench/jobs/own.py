@@ -31,7 +31,7 @@ from thinwire.lab.analyze.failure import first_error
 from thinwire.lab.testbed.launch import RanksFailed
 
 if TYPE_CHECKING:
-    from thinwire.measure.training import Training
+    from thinwire.lab.planning.training import Training
 
 FORM = "module:function or file.py:function, a function that returns (model, make_batch, loss)"
 LEARNING_RATE = 0.1
@@ -98,7 +98,7 @@ class OwnJob:
         Raises:
             JobError: as `training`.
         """
-        from thinwire.measure.training import Training
+        from thinwire.lab.planning.training import Training
 
         made = self._function()()
         if not (isinstance(made, tuple) and 3 <= len(made) <= 4):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from thinwire.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from thinwire.measure.training import Training
+    from thinwire.lab.planning.training import Training
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,8 @@ class Planning:
         """
         if self.file:
             return Plan.load(self.file)
-        from thinwire.measure.training import How, measure_training
-        from thinwire.plan.planner import DEFAULTS, best_plan
+        from thinwire.lab.planning.planner import DEFAULTS, best_plan
+        from thinwire.lab.planning.training import How, measure_training
 
         compressors = DEFAULTS if self.compressors is None else self.compressors
         return best_plan(measure_training(make(), How(compressors, fresh=True)), compressors)
@@ -90,6 +90,6 @@ def colons(text: str) -> str:
 
 
 def _check(compressors: tuple[str, ...]) -> None:
-    from thinwire.measure.training import check
+    from thinwire.lab.planning.training import check
 
     check(compressors)

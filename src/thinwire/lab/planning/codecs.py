@@ -25,7 +25,7 @@ from thinwire.compress.named import parse
 from thinwire.compress.reduction.base import Phase, Stopwatch, Task
 from thinwire.compress.reduction.choose import REDUCTIONS, reduction_for
 from thinwire.compress.wrappers import code_of
-from thinwire.plan.speeds import COPIES, Codec, Fit
+from thinwire.lab.planning.speeds import COPIES, Codec, Fit
 
 T = TypeVar("T")
 Point = tuple[float, float]

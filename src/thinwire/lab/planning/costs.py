@@ -18,7 +18,7 @@ from thinwire.compress.named import parse
 from thinwire.compress.reduction.base import Reduction
 from thinwire.compress.reduction.choose import reduction_for
 from thinwire.compress.wrappers import code_of
-from thinwire.plan.speeds import Codec, Fit, MeasuredLink
+from thinwire.lab.planning.speeds import Codec, Fit, MeasuredLink
 
 EXACT = "exact"
 """Kind of the messages of gradients that are not compressed."""

@@ -15,10 +15,10 @@ import torch
 
 from thinwire.compress.base import Parameter
 from thinwire.fuse.profile import Linear, Profile
-from thinwire.plan.costs import Costs, coded_costs, exact_costs
+from thinwire.lab.planning.costs import Costs, coded_costs, exact_costs
+from thinwire.lab.planning.speeds import COPIES, Codec, Extra, MeasuredLink
+from thinwire.lab.planning.tables import EmbeddingTable, RowJob, row_jobs
 from thinwire.plan.plan import STOCK, fingerprint
-from thinwire.plan.speeds import COPIES, Codec, Extra, MeasuredLink
-from thinwire.plan.tables import EmbeddingTable, RowJob, row_jobs
 
 VERSION = 1
 DOUBTFUL = 0.3
@@ -83,7 +83,7 @@ class Measurement:
         device: type of the model's device.
         environment: notes for people: versions, host, the nominal link.
         created: time as ISO 8601.
-        extras: errors of the timeline in training; see `thinwire.measure.calibrate`.
+        extras: errors of the timeline in training; see `thinwire.lab.planning.calibrate`.
         ddp: the DDP model of a script; None for a plain module, which DDP would wrap with its default buckets.
         version: version of this format.
 

@@ -11,22 +11,19 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from thinwire.fuse.buckets import ByteCap, byte_cap
+from thinwire.fuse.buckets import byte_cap
+from thinwire.fuse.named import counts_bytes, default_policies
 from thinwire.fuse.policy import Policy
 from thinwire.fuse.profile import Groups, Linear, Profile
-from thinwire.fuse.safusion import SaFusion
-from thinwire.plan.costs import Costs, chosen_costs
-from thinwire.plan.lane_search import espresso_jobs, fastest_jobs
-from thinwire.plan.measurement import BELIEVED, Measurement
-from thinwire.plan.plan import EXACT, ROWS, STOCK, Candidate, Group, Plan
-from thinwire.plan.speeds import COPIES
-from thinwire.plan.tables import gathered
+from thinwire.lab.planning.costs import Costs, chosen_costs
+from thinwire.lab.planning.lane_search import espresso_jobs, fastest_jobs
+from thinwire.lab.planning.measurement import BELIEVED, Measurement
+from thinwire.lab.planning.speeds import COPIES
+from thinwire.lab.planning.tables import gathered
+from thinwire.plan.plan import EXACT, ROWS, STOCK, WORTH, Candidate, Group, Plan
 
 DEFAULTS = ("bf16", "top_k:density=0.01", "ef_sign_sgd", "power_sgd")
 """Compressors considered by default: one of each kind."""
-
-WORTH = 1.03
-"""Least ratio of step times at which an exact way replaces a simpler one."""
 
 LOSSY_WORTH = 1.15
 """Least ratio of step times at which a lossy way replaces an exact one: costs of compressors are predicted with errors
@@ -44,7 +41,7 @@ transformer under AdamW, 300 steps on 4 ranks, ended above dense by 0.04 % (qsgd
 rank 8), 5.6 % (ef_sign_sgd) and 15 to 21 % (top_k of 3 %)."""
 
 BEST_CUT = "best cut"
-"""Name of groups that are optimal for costs that no policy sees exactly; see `thinwire.plan.lane_search`."""
+"""Name of groups that are optimal for costs that no policy sees exactly; see `thinwire.lab.planning.lane_search`."""
 
 WHERE_IT_PAYS = "where it pays"
 """Name of ways that compress only some gradients."""
@@ -132,8 +129,8 @@ def best_plan(
         compressors: texts of `thinwire.compress.named.parse` that were measured; () for exact ways only.
         policies: fusion policies; None means all of `thinwire.fuse`.
         search: how to search for gradients worth compressing. "espresso" decides for each gradient, among all that was
-            measured: see `thinwire.plan.lane_search.espresso_jobs`. "groups" sends all gradients of a job alike, with
-            one compressor in the plan; its plans are never faster.
+            measured: see `thinwire.lab.planning.lane_search.espresso_jobs`. "groups" sends all gradients of a job
+            alike, with one compressor in the plan; its plans are never faster.
 
     Raises:
         ValueError: a compressor that was not measured, or whose bytes cannot be predicted; an unknown search.
@@ -309,22 +306,6 @@ def equivalent_profile(measurement: Measurement, costs: Costs) -> Profile:
     )
 
 
-def default_policies() -> tuple[Policy, ...]:
-    """Return the policies of `thinwire.fuse`."""
-    from thinwire import fuse
-
-    return (
-        fuse.layerwise(),
-        fuse.one_bucket(),
-        fuse.byte_cap(1),
-        fuse.byte_cap(25),
-        fuse.mg_wfbp(),
-        fuse.omgs(),
-        fuse.cupcake(),
-        fuse.safusion(),
-    )
-
-
 def plan_of(way: Way, measurement: Measurement, found: Sequence[Way]) -> Plan:
     """Return a way as a plan, with all the ways of ``found`` as its candidates."""
     names, sizes = measurement.names, measurement.size_bytes
@@ -366,11 +347,6 @@ def _note(tables: int) -> str:
 def _is_worth(measurement: Measurement, way: Way, instead_of: Way, worth: float) -> bool:
     other = measurement.other_seconds
     return other + instead_of.seconds > worth * (other + way.seconds)
-
-
-def counts_bytes(policy: Policy) -> bool:
-    """Return whether a policy closes groups at a number of bytes of gradients, and not by their cost."""
-    return isinstance(policy, ByteCap) or (isinstance(policy, SaFusion) and not policy.adapt)
 
 
 def _rows_alone(measurement: Measurement, exact: _Option) -> Iterator[Way]:

@@ -18,16 +18,16 @@ from thinwire.comm.agree import broadcast_json, wait_for_all
 from thinwire.comm.lane import Group, Lane
 from thinwire.compress.base import Parameter
 from thinwire.gradients.tables import tables_of
-from thinwire.measure import cache
-from thinwire.measure.cache import Setting, Speeds
-from thinwire.measure.codecs import exchanges_of, measure_codec, settle
-from thinwire.measure.link import Probe, measure_link
-from thinwire.measure.ready import WARM_STEPS, Ready, StepWatch, TouchedRows, agree, agree_on_rows
+from thinwire.lab.planning import cache
+from thinwire.lab.planning.cache import Setting, Speeds
+from thinwire.lab.planning.codecs import exchanges_of, measure_codec, settle
+from thinwire.lab.planning.link import Probe, measure_link
+from thinwire.lab.planning.measurement import Measurement
+from thinwire.lab.planning.planner import DEFAULTS
+from thinwire.lab.planning.ready import WARM_STEPS, Ready, StepWatch, TouchedRows, agree, agree_on_rows
+from thinwire.lab.planning.speeds import COPIES
+from thinwire.lab.planning.tables import EmbeddingTable
 from thinwire.observe.step import differences
-from thinwire.plan.measurement import Measurement
-from thinwire.plan.planner import DEFAULTS
-from thinwire.plan.speeds import COPIES
-from thinwire.plan.tables import EmbeddingTable
 
 STEPS = 9
 """Number of training steps that are measured, after those that warm up."""
@@ -120,7 +120,7 @@ def measure_training(
         lane.close()
     if not how.calibrate or process_group is not None:
         return measured
-    from thinwire.measure.calibrate import calibrate
+    from thinwire.lab.planning.calibrate import calibrate
 
     return calibrate(training, measured, how.compressors, on_stage)
 

@@ -20,7 +20,7 @@ from itertools import accumulate
 import numpy as np
 
 from thinwire.fuse.profile import Groups
-from thinwire.plan.costs import Costs, chosen_costs, job_seconds
+from thinwire.lab.planning.costs import Costs, chosen_costs, job_seconds
 
 _LEAST_GAIN = 1e-6
 """Least relative gain of the timeline for which a decision is changed."""

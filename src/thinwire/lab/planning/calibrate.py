@@ -21,13 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.attach import attach
 from thinwire.comm.agree import longest
 from thinwire.comm.lane import Lane
-from thinwire.plan.measurement import Measurement
+from thinwire.lab.planning.measurement import Measurement
+from thinwire.lab.planning.planner import Way, plan_of, ways
+from thinwire.lab.planning.speeds import Extra
 from thinwire.plan.plan import STOCK, Plan
-from thinwire.plan.planner import Way, plan_of, ways
-from thinwire.plan.speeds import Extra
 
 if TYPE_CHECKING:
-    from thinwire.measure.training import Training
+    from thinwire.lab.planning.training import Training
 
 WARM_STEPS, STEPS = 3, 8
 TOLERANCE = 1.2

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from thinwire.plan.speeds import Codec, MeasuredLink
+from thinwire.lab.planning.speeds import Codec, MeasuredLink
 
 _VERSION = 3
 

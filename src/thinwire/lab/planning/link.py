@@ -20,7 +20,7 @@ from thinwire.comm.lane import Lane
 from thinwire.comm.machine import LONG_PROBE_BYTES, Machine, measure
 from thinwire.comm.process_group import Exchange, ring_all_reduce_bytes
 from thinwire.fuse.profile import Linear
-from thinwire.plan.speeds import Fit, MeasuredLink
+from thinwire.lab.planning.speeds import Fit, MeasuredLink
 
 REPEATS = 3
 _FIRST_BYTES = 4 * 1024

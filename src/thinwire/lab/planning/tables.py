@@ -12,7 +12,7 @@ import torch
 
 from thinwire.comm.hosts import Hosts
 from thinwire.comm.process_group import sparse_all_reduce_bytes
-from thinwire.plan.speeds import MeasuredLink
+from thinwire.lab.planning.speeds import MeasuredLink
 from thinwire.sync.choose import Demand, is_dense, price, prices, ranked
 from thinwire.sync.named import DENSE, name_of
 

@@ -1,0 +1,173 @@
+"""Fine-tune an embedding model with sentence-transformers on emulated hosts: stock, and with one line more.
+
+    python benchmarks/sentence_transformers_8x1gbit.py --link 1gbit --json benchmarks/results/sentence-transformers.json
+
+The training is the one of examples/sentence_transformers_xlmr.py: SentenceTransformerTrainer,
+MultipleNegativesRankingLoss, AdamW, a model of XLM-R's vocabulary (250,002 tokens). Its width and depth are those that
+two cores can train on 8 ranks; `table_share` says how much of it is the table. Both trainings start from the same
+model and see the same batches, in the same processes, in turn. A step takes as long as on its slowest rank; the first
+steps of each training are left out. Needs network namespaces and the extra ``integrations``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import logging
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+from thinwire.lab.testbed.launch import preload, run_ranks
+from thinwire.lab.testbed.network import EmulatedNetwork, Link
+from thinwire.lab.testbed.rank import RankContext
+
+LEFT_OUT = 2
+"""First steps of a training, which build buckets and measure the machine."""
+
+MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""Freed memory stays with a process: page faults take a third of the processor time otherwise, in both trainings."""
+
+
+def train_rank(context: RankContext, settings: dict[str, Any]) -> dict[str, Any]:
+    """Train in turn, stock and with thinwire, and return losses, bytes and seconds of steps."""
+    import torch.distributed as dist
+    from sentence_transformers_xlmr import pairs, train, xlm_roberta
+    from transformers import TrainerCallback, set_seed
+
+    from thinwire.integrations.transformers import ThinwireCallback
+
+    class Stopwatch(TrainerCallback):
+        """Seconds of each step, from before the batch is computed to after the optimizer."""
+
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.start = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.seconds.append(time.perf_counter() - self.start)
+
+    logging.disable(logging.WARNING)
+    warnings.simplefilter("ignore")
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the trainer prints what it logs
+    set_seed(1)
+    with tempfile.TemporaryDirectory() as folder:
+        start = xlm_roberta(Path(folder), settings["vocabulary"], settings["width"], settings["layers"])
+    found: dict[str, Any] = {"stock": [], "thinwire": []}
+    data = pairs(settings["steps"] * settings["batch"] * context.world_size, settings["vocabulary"], settings["length"])
+    for name in ("stock", "thinwire") * settings["rounds"]:
+        set_seed(1)
+        model = copy.deepcopy(start)
+        watch = Stopwatch()
+        callbacks = [watch] if name == "stock" else [watch, ThinwireCallback()]
+        logged = train(
+            model, data, callbacks, per_device_train_batch_size=settings["batch"], max_steps=settings["steps"],
+            learning_rate=1e-3,
+        )  # fmt: skip
+        found[name].append(
+            {
+                "losses": [entry["loss"] for entry in logged],
+                "seconds": watch.seconds,
+                "bytes_sent": [entry.get("comm/bytes_sent_per_step") for entry in logged],
+                "bytes_dense": [entry.get("comm/bytes_dense_per_step") for entry in logged],
+                "checksum": float(sum(value.detach().double().sum() for value in model.parameters())),
+            }
+        )
+        tables = sum(of.numel() for key, of in model.named_parameters() if key.endswith("word_embeddings.weight"))
+        found["parameters"] = sum(value.numel() for value in model.parameters())
+        found["table_share"] = tables / found["parameters"]
+        del model
+    dist.destroy_process_group()
+    return found
+
+
+def _seconds(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return quantiles of the steps of all rounds, each as long as on its slowest rank."""
+    rounds = [
+        [max(step) for step in zip(*(run["seconds"] for run in runs), strict=True)] for runs in zip(*ranks, strict=True)
+    ]
+    counted = [seconds for steps in rounds for seconds in steps[LEFT_OUT:]]
+    tenths = statistics.quantiles(counted, n=10)
+    return {"median": statistics.median(counted), "p10": tenths[0], "p90": tenths[-1], "steps": rounds}
+
+
+def result(ranks: list[dict[str, Any]], link_mbit: float, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures: seconds are medians over steps of the slowest rank, bytes means over a rank's steps."""
+    seconds = {name: _seconds([rank[name] for rank in ranks]) for name in ("stock", "thinwire")}
+    stock, ours = ([run["losses"] for run in ranks[0][name]] for name in ("stock", "thinwire"))
+    largest = max(
+        abs(one - other) / abs(one)
+        for first, second in zip(stock, ours, strict=True)
+        for one, other in zip(first, second, strict=True)
+    )
+    sent = [value for rank in ranks for run in rank["thinwire"] for value in run["bytes_sent"][LEFT_OUT:]]
+    dense = [value for rank in ranks for run in rank["thinwire"] for value in run["bytes_dense"][LEFT_OUT:]]
+    return {
+        "link_mbit": link_mbit,
+        "hosts": len(ranks),
+        "settings": settings,
+        "parameters": ranks[0]["parameters"],
+        "table_share": ranks[0]["table_share"],
+        "losses": {"stock": stock[0], "thinwire": ours[0]},
+        "loss_max_relative_difference": largest,
+        "checksums_equal_across_ranks": len({rank["thinwire"][0]["checksum"] for rank in ranks}) == 1,
+        "bytes_per_step": {"stock": statistics.mean(dense), "thinwire": statistics.mean(sent)},
+        "bytes_ratio": statistics.mean(dense) / statistics.mean(sent),
+        "step_seconds": seconds,
+        "speedup": seconds["stock"]["median"] / seconds["thinwire"]["median"],
+        "torch": torch.__version__,
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=8)
+    parser.add_argument("--link", default="1gbit")
+    parser.add_argument("--vocabulary", type=int, default=250_002)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=8, help="pairs of a rank")
+    parser.add_argument("--length", type=int, default=24, help="words of a sentence, at most")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=1, help="how often each training is run")
+    parser.add_argument("--json", help="file of results; one for each link")
+    options = parser.parse_args()
+    settings = {
+        name: getattr(options, name) for name in ("vocabulary", "width", "layers", "batch", "length", "steps", "rounds")
+    }
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | MEMORY
+    preload("sentence_transformers_xlmr")
+    with EmulatedNetwork(options.hosts, Link.parse(options.link)) as network:
+        rate = network.measure()
+        outcomes = run_ranks(
+            train_rank,
+            settings,
+            world_size=options.hosts,
+            network=network,
+            timeout_seconds=600,
+            init_process_group=False,
+        )
+    found = result([outcome.value for outcome in outcomes], rate, settings)
+    print(json.dumps(found, indent=1))
+    if options.json:
+        path = Path(options.json)
+        known = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps({**known, options.link: found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

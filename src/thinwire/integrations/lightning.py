@@ -1,0 +1,90 @@
+"""Lightning: a callback of its `Trainer`, or a strategy that brings it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy
+except ModuleNotFoundError:  # the package has two names
+    from pytorch_lightning import Callback, LightningModule, Trainer
+    from pytorch_lightning.strategies import DDPStrategy
+
+from thinwire.integrations.attachment import Attachment
+
+
+class LightningCallback(Callback):
+    """Synchronize the gradients of a Lightning `Trainer` through thinwire while it fits, see `thinwire.attach`.
+
+    It attaches to the model that the strategy has wrapped, logs the bytes and milliseconds of each step, saves the
+    state of all ranks in the trainer's checkpoints, and detaches at the end. In one process it does nothing.
+
+    Args:
+        options: keyword arguments of `thinwire.attach`, such as ``compress``.
+
+    Attributes:
+        attachment: while it fits, the `thinwire.integrations.attachment.Attachment`.
+
+    Raises:
+        ValueError: when fitting starts; the strategy reduces gradients by itself; and as `thinwire.attach`.
+
+    Example:
+        >>> L.Trainer(strategy="ddp", callbacks=[ThinwireCallback()]).fit(module, data)        # doctest: +SKIP
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self.options = options
+        self.attachment: Attachment | None = None
+        self._saved: dict[str, Any] | None = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.attachment is not None:  # a training that ended with an error
+            self.attachment.detach()
+        options = {"grad_scaler": getattr(trainer.precision_plugin, "scaler", None), **self.options}
+        self.attachment = Attachment(trainer.strategy.model, 'use strategy="ddp"', **options)
+        if self._saved is not None:
+            self.attachment.load_state_dict(self._saved)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if self.attachment is not None:
+            pl_module.log_dict(self.attachment.per_step())
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self.attachment is not None:
+            self._saved = self.state_dict()  # for a checkpoint that is saved after the training
+            self.attachment.detach()
+            self.attachment = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of all ranks on rank 0. Lightning calls it on all ranks."""
+        return (self._saved or {}) if self.attachment is None else self.attachment.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the states of a checkpoint until fitting starts."""
+        self._saved = state_dict
+
+
+ThinwireCallback = LightningCallback
+"""What to write, as with `thinwire.integrations.transformers`; a class has a name of its own."""
+
+
+class ThinwireStrategy(DDPStrategy):
+    """Train with DDP and thinwire: ``L.Trainer(strategy=ThinwireStrategy())``.
+
+    Args:
+        attach: keyword arguments of `thinwire.attach`.
+        options: those of Lightning's `DDPStrategy`, such as ``find_unused_parameters``.
+    """
+
+    def __init__(self, attach: dict[str, Any] | None = None, **options: Any) -> None:
+        super().__init__(**options)
+        self._callback = ThinwireCallback(**(attach or {}))
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        callbacks = self.lightning_module.trainer.callbacks  # not restored from a checkpoint yet
+        if self._callback not in callbacks:
+            callbacks.insert(0, self._callback)

@@ -1,1 +1,0 @@
-"""Measure a training, its link and its codecs, for `thinwire.plan`."""

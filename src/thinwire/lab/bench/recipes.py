@@ -90,8 +90,8 @@ class Recipe:
         """Return the same law on scale * num_rows rows, but at least 64; width and density stay.
 
         The offset shrinks with the table so that row i of the small one stands for the middle of the 1/scale
-        rows it replaces. Densification and skewness then move by less than 0.1 % down to some 1,000 rows, ten of them drawn.
-        With the offset left at 2.7, 793 rows of `lstm` would have a densification at 128 ranks of 16.5
+        rows it replaces. Densification and skewness then move by less than 0.1 % down to some 1,000 rows, of which
+        tens are drawn. With the offset left at 2.7, 793 rows of `lstm` would have a densification at 128 ranks of 16.5
         instead of 13.7. Raises ValueError unless `scale` is positive and finite.
         """
         if not 0 < scale < math.inf:

@@ -286,7 +286,7 @@ def _weight_of(embedding: nn.Module) -> nn.Parameter:
 
 
 def _is_flat(module: nn.Module) -> bool:
-    """Return whether a module has several tables in one flat weight: fbgemm's, with which TorchRec replicates tables."""
+    """Return whether a module has several tables in one flat weight: fbgemm's, which TorchRec replicates."""
     return type(module).__name__ == "DenseTableBatchedEmbeddingBagsCodegen"
 
 

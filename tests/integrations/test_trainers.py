@@ -69,6 +69,12 @@ class TestTransformers:
         assert 0 < last["comm/bytes_sent_per_step"] < last["comm/bytes_dense_per_step"] / 2
         assert {f"train/{key}" for key in PER_STEP} <= set(hf["scalars"]), "TensorBoard has them too"
 
+    def test_a_callback_attaches_to_the_trainer_that_trains(self, hf: dict[str, Any]) -> None:
+        """Two trainers have the same callback, and the first is still there."""
+        of_losses = [entry for entry in hf["again"]["logged"] if entry]
+        assert len(of_losses) == 8
+        assert all(set(entry) == PER_STEP for entry in of_losses)
+
     def test_a_checkpoint_without_state_is_told(self, hf: dict[str, Any]) -> None:
         """The training goes on, but it is another one."""
         assert hf["low_rank_lost"]["losses"][:5] == hf["low_rank"]["losses"][:5]
@@ -110,6 +116,10 @@ class TestLightning:
     def test_ranks_end_with_the_same_parameters(self, lightning: dict[str, Any]) -> None:
         first, second = lightning["ranks"]
         assert first == second
+
+    def test_a_callback_begins_a_second_training_anew(self, lightning: dict[str, Any]) -> None:
+        for what in ("losses", "valid", "parameters"):
+            assert lightning["low_rank_again"][what] == lightning["low_rank"][what], what
 
     @pytest.mark.parametrize("name", ["exact", "strategy"])
     def test_steps_are_logged(self, lightning: dict[str, Any], name: str) -> None:

@@ -36,15 +36,17 @@ class LightningCallback(Callback):
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.attachment: Attachment | None = None
-        self._saved: dict[str, Any] | None = None
+        self._to_restore: dict[str, Any] | None = None
+        self._ended: dict[str, Any] = {}
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.attachment is not None:  # a training that ended with an error
             self.attachment.detach()
         options = {"grad_scaler": getattr(trainer.precision_plugin, "scaler", None), **self.options}
         self.attachment = Attachment(trainer.strategy.model, 'use strategy="ddp"', **options)
-        if self._saved is not None:
-            self.attachment.load_state_dict(self._saved)
+        saved, self._to_restore = self._to_restore, None
+        if saved is not None:
+            self.attachment.load_state_dict(saved)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -54,17 +56,19 @@ class LightningCallback(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.attachment is not None:
-            self._saved = self.state_dict()  # for a checkpoint that is saved after the training
+            self._ended = self.state_dict()  # for a checkpoint that is saved after the training
             self.attachment.detach()
             self.attachment = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks on rank 0. Lightning calls it on all ranks."""
-        return (self._saved or {}) if self.attachment is None else self.attachment.state_dict()
+        if self.attachment is None:
+            return self._ended if self._to_restore is None else self._to_restore
+        return self.attachment.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep the states of a checkpoint until fitting starts."""
-        self._saved = state_dict
+        self._to_restore = state_dict
 
 
 ThinwireCallback = LightningCallback

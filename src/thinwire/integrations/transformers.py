@@ -49,7 +49,7 @@ class ThinwireCallback(TrainerCallback):
     ) -> None:
         if self.attachment is not None:  # a training that ended with an error
             self.attachment.detach()
-        trainer = _trainer_of(self)
+        trainer = _trainer_of(self, state)
         callbacks = trainer.callback_handler.callbacks
         callbacks.remove(self)
         callbacks.insert(0, self)  # before the loggers, which see what it adds
@@ -86,11 +86,14 @@ class ThinwireCallback(TrainerCallback):
             self.attachment = None
 
 
-def _trainer_of(callback: TrainerCallback) -> Trainer:
-    """Return the trainer of a callback. Callbacks are handed the model without its wrapper, and no trainer."""
+def _trainer_of(callback: TrainerCallback, state: TrainerState) -> Trainer:
+    """Return the trainer that trains now. Callbacks are handed the model without its wrapper, and no trainer.
+
+    Several trainers may have the same callback; a state belongs to one.
+    """
     for trainer in (value for value in gc.get_objects() if issubclass(type(value), Trainer)):
         handler = getattr(trainer, "callback_handler", None)  # None where the constructor failed
-        if handler is not None and callback in handler.callbacks:
+        if handler is not None and callback in handler.callbacks and trainer.state is state:
             return trainer
     raise ValueError("no Trainer has this ThinwireCallback: pass it as Trainer(..., callbacks=[ThinwireCallback()])")
 

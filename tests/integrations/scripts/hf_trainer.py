@@ -25,6 +25,8 @@ from thinwire.integrations.transformers import ThinwireCallback
 FOLDER = Path(sys.argv[1])
 VOCABULARY = 3000
 STEPS = 8
+TRAINERS: list[Trainer] = []
+"""All of them, as a notebook keeps them."""
 
 
 def sentences(count: int, seed: int) -> list[dict[str, Any]]:
@@ -70,6 +72,7 @@ def train(name: str, callbacks: list[Any], resume: str | bool | None = None, **o
         model, args, data_collator=padded, train_dataset=sentences(64, seed=2), eval_dataset=sentences(16, seed=3),
         callbacks=callbacks,
     )  # fmt: skip
+    TRAINERS.append(trainer)
     trainer.train(resume_from_checkpoint=resume)
     history = trainer.state.log_history
     return {

@@ -124,13 +124,15 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     low_rank = {"compress": thinwire.compress.power_sgd(2)}
+    callback = ThinwireCallback(**low_rank)
     result = {
         "stock": train("stock", [Reseed()]),
         "exact": train("exact", [Reseed(), ThinwireCallback(scheme="zen")]),
         "strategy": train(
             "strategy", [Reseed()], strategy=ThinwireStrategy({"scheme": "zen"}, find_unused_parameters=True)
         ),
-        "low_rank": train("low_rank", [Reseed(), ThinwireCallback(**low_rank)]),
+        "low_rank": train("low_rank", [Reseed(), callback]),
+        "low_rank_again": train("low_rank_again", [Reseed(), callback]),  # nothing is left of the first training
         "low_rank_resumed": train(
             "low_rank_resumed", [Reseed(), ThinwireCallback(**low_rank)], str(FOLDER / "low_rank" / "epoch=0.ckpt")
         ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from thinwire.sparse import SUPPORTED_DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger("thinwire")
 
@@ -38,9 +41,8 @@ def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Paramete
     shards = is_sharded(model)
     ignored = model.parameters_to_ignore if isinstance(model, DistributedDataParallel) else ()
     known: set[int] = set()
-    for name, parameter in nn.Module.named_parameters(
-        module_of(model), remove_duplicate=False
-    ):  # TorchRec overrides it
+    named = nn.Module.named_parameters(module_of(model), remove_duplicate=False)  # which modules of TorchRec override
+    for name, parameter in named:
         is_ignored = (name if "." in name else f".{name}") in ignored
         is_ignored = is_ignored or (shards and is_dtensor(parameter))
         if not is_ignored and id(parameter) not in known:
@@ -72,6 +74,7 @@ def find_model(model: nn.Module) -> nn.Module:
             )
         if is_replicated(module):
             raise ValueError(INSIDE_DDP)
+        _check_engine(module, is_whole=module is model)
     inside: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules() if not is_sharded(model) else ():
         is_inner = is_sharded(module) and any(name.startswith(f"{outer}.") for outer, _ in inside)
@@ -93,6 +96,24 @@ def find_model(model: nn.Module) -> nn.Module:
         f"there is a DistributedDataParallel inside of this module, which trains other parameters too: attach that one"
         f" instead, with attach(model.{name})"
     )
+
+
+def _check_engine(module: nn.Module, is_whole: bool) -> None:
+    """Raise ValueError for what DeepSpeed or TorchRec synchronizes where no DDP is seen: in hooks, and in lists."""
+    for hook in module._forward_pre_hooks.values():
+        if getattr(hook, "__qualname__", "").startswith("DeepSpeedEngine."):
+            held = (cell.cell_contents for cell in hook.__closure__ or ())
+            if any(getattr(engine, "enable_backward_allreduce", False) for engine in held):
+                raise ValueError(
+                    "a DeepSpeed engine reduces the gradients of this module by itself, so they would travel twice:"
+                    " with ZeRO stage 0 use thinwire.integrations.deepspeed.attach(engine), else train without attach"
+                )
+    lookups = [entry for part in module.modules() for entry in getattr(part, "_lookups", ())] if is_whole else []
+    if hasattr(module, "_dmp_wrapped_module") and any(isinstance(entry, DistributedDataParallel) for entry in lookups):
+        raise ValueError(
+            "this DistributedModelParallel has replicated tables in DDPs of their own: use"
+            " thinwire.integrations.torchrec.attach(model), which attaches to them and to its dense parameters"
+        )
 
 
 def _has_all_parameters(part: nn.Module, whole: nn.Module) -> bool:
@@ -131,33 +152,37 @@ def check_mesh(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Raise ValueError if a process group, in which gradients are averaged, has several parts of one DTensor."""
     ranks = set(dist.get_process_group_ranks(group))
     for name, parameter in synchronized_parameters(model):
-        for number, placement in enumerate(parameter.placements if is_dtensor(parameter) else ()):
-            mesh = parameter.device_mesh  # type: ignore[attr-defined]
-            others = ranks.intersection(dist.get_process_group_ranks(mesh.get_group(number))) - {dist.get_rank()}
+        tensor: object = parameter
+        if not is_dtensor(tensor):
+            continue
+        for number, placement in enumerate(tensor.placements):
+            line = tensor.device_mesh.get_group(number)
+            others = ranks.intersection(dist.get_process_group_ranks(line)) - {dist.get_rank()}
             if others and not placement.is_replicate():
                 raise ValueError(
-                    f"parameter {name!r} is a DTensor, {placement} over ranks {sorted(others | {dist.get_rank()})}, and"
-                    " gradients are averaged over ranks that have copies: pass process_group=mesh['dp'], the"
+                    f"parameter {name!r} is a DTensor, {placement!r} over ranks {sorted({dist.get_rank(), *others})},"
+                    " and gradients are averaged over ranks that have copies: pass process_group=mesh['dp'], the"
                     " data-parallel dimension of the mesh"
                 )
 
 
-def is_dtensor(tensor: object) -> bool:
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return _is_any(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the part of a DTensor that this rank has, in the same memory, or any other tensor itself."""
-    return tensor.detach().to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    given: object = tensor
+    return given.to_local().detach() if is_dtensor(given) else tensor
 
 
-def like(parameter: Any, local: Tensor) -> Tensor:
+def like(parameter: object, local: Tensor) -> Tensor:
     """Return this rank's part of a DTensor as a DTensor that is laid out like ``parameter``, if that is one."""
     if not is_dtensor(parameter):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
-    return type(parameter.data).from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return parameter.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _is_any(value: object, module: str, *names: str) -> bool:

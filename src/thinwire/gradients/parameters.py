@@ -7,7 +7,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -314,6 +313,7 @@ class ParameterHooks:
         """Return a hook that does not hold this object, which holds the parameter."""
         weak = weakref.ref(self)
 
+        @torch.compiler.disable
         def hook(parameter: Tensor) -> None:
             hooks = weak()
             if hooks is None:
@@ -510,10 +510,11 @@ def _hooked(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Removabl
         parameter.requires_grad_(not frozen)
 
 
-def _lay_out(parameter: Any) -> None:
+def _lay_out(parameter: nn.Parameter) -> None:
     """Lay the gradient of a DTensor out like the parameter: that of a norm may be a part of a sum."""
-    if is_dtensor(parameter) and parameter.grad.placements != parameter.placements:
-        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    gradient: object = parameter.grad
+    if is_dtensor(parameter) and is_dtensor(gradient) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _kind(is_sparse: bool) -> str:

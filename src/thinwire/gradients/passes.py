@@ -69,10 +69,12 @@ class Backward:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._on_output)
 
+    @torch.compiler.disable
     def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
         del gradients
         self.enter()
 
+    @torch.compiler.disable
     def _end(self) -> None:
         self._callback = None
         self._ended()
@@ -124,7 +126,12 @@ class Guard:
         """Guard the pass through the output of the model: it may fail before there is any gradient."""
         for tensor in tensors_of(output) if self._waits_from_output else ():
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda _: self.enter())
+                tensor.grad_fn.register_prehook(self._on_output)
+
+    @torch.compiler.disable
+    def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
+        del gradients
+        self.enter()
 
     def failed(self, error: BaseException) -> None:
         """Break off after an error in the work at the end of a pass, unless all ranks raise it and stay in step."""

@@ -106,7 +106,8 @@ class Synchronizer:
         self._steps.native = self._native
         self._passes.watch(self._plug, Guard(self._lanes, not self._is_left_to_ddp))
         _attached.add(model)
-        self._release = weakref.finalize(model, _release, self._passes, self._lookups, self._lanes)
+        hooks = (self._passes, self._lookups) if self._sharding is None else ()  # FSDP's hold the model
+        self._release = weakref.finalize(model, _release, hooks, self._lanes)
         self._release.atexit = False  # type: ignore[misc]  # a property, which the stubs make a field
 
     def __repr__(self) -> str:
@@ -343,10 +344,10 @@ class Synchronizer:
         return torch.empty(0)
 
 
-def _release(passes: Passes, lookups: LookupRows, lanes: Sequence[Lane]) -> None:
+def _release(hooks: Sequence[Passes | LookupRows], lanes: Sequence[Lane]) -> None:
     """Detach a model that is gone: like `Synchronizer.detach`, but without waiting, and not on all ranks at once."""
-    passes.remove()
-    lookups.remove()
+    for hook in hooks:
+        hook.remove()
     for lane in lanes:
         lane.abandon()
 

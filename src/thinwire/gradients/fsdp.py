@@ -25,13 +25,14 @@ from torch import Tensor, nn
 
 from thinwire.compress.assign import assign
 from thinwire.compress.base import Parameter
+from thinwire.compress.memory import ErrorFeedback
 from thinwire.compress.reduction.choose import AUTO, scattered
 from thinwire.errors import ThinwireError
 from thinwire.gradients.buckets import Buckets, Contents, Pending
 from thinwire.gradients.compression import Compression, Planned
 from thinwire.gradients.model import is_sharded
 from thinwire.gradients.parameters import ParameterHooks
-from thinwire.gradients.tables import MIN_TABLE_BYTES, TableGradient, tables_of, weakly
+from thinwire.gradients.tables import MIN_TABLE_BYTES, TableGradient, tables_of
 
 logger = logging.getLogger("thinwire")
 
@@ -227,6 +228,14 @@ class Sharding:
         ]
         compressors = assign(compression.compress, whole)
         found = {parameter.name: parameter for parameter in whole if parameter.name in compressors}
+        remembered = [one for one in found.values() if isinstance(compressors[one.name], ErrorFeedback)]
+        num_bytes = sum(parameter.numel * parameter.working_dtype.itemsize for parameter in remembered)
+        if num_bytes:
+            logger.warning(
+                "error feedback remembers %d whole gradients on each rank: %.1f MB, which FSDP does not keep",
+                len(remembered),
+                num_bytes / 1e6,
+            )
         return {
             name: Planned(parameter, compressors[name], scattered(compressors[name], parameter, world_size))
             for name, parameter in found.items()
@@ -266,15 +275,21 @@ class ShardedHooks(ParameterHooks):
         super().__init__(*rest)
         self._stock = [(unit.group.mesh_info, unit.group._reduce_scatter_comm) for unit in self._units]
         compresses = any(inside.compresses(shard.name) for unit in self._units for shard in unit.shards)
-        begin = weakly(self._enter)
         for unit in self._units:
-            unit.watch(begin)
+            unit.watch(self._enter)
             if self._replicas is not None:
                 unit.group.mesh_info = info = copy(unit.group.mesh_info)
-                info.replicate_process_group = Replicas(self._replicas, partial(weakly(self._average), unit))
+                info.replicate_process_group = Replicas(self._replicas, partial(self._average, unit))
             elif compresses:
                 stock = unit.group._reduce_scatter_comm
-                unit.group._reduce_scatter_comm = Scatter(stock, partial(weakly(self._scatter), unit, stock))
+                unit.group._reduce_scatter_comm = Scatter(stock, partial(self._scatter, unit, stock))
+
+        if self._lane.rank == 0:
+            num_shards = sum(len(unit.shards) for unit in self._units)
+            how = "are averaged over replicas" if self._replicas is not None else "stay with FSDP's reduce-scatter"
+            how = "are compressed in the reduce-scatter" if compresses and self._replicas is None else how
+            ignored = f"{len(self.trained)} that it ignores are averaged over all ranks"
+            logger.info("FSDP on %s: shards of %d parameters %s; %s", sharding.mesh, num_shards, how, ignored)
 
     @property
     def synchronizes(self) -> bool:

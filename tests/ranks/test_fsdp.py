@@ -314,28 +314,23 @@ def test_settings_of_fsdp_mean_the_same_when_attached(how: How) -> None:
 
 
 def _one_setting(context: RankContext) -> None:
-    how = How((2, 1))
-    compare(context, how, accumulated)
-    compare(context, replace(how, policy={"reduce_dtype": torch.bfloat16}), rtol=2e-2, compress=identity)
-    model = sharded(how, mesh_of(how))
-    first = torch.empty(0)
-    for divisor, expected in ((None, 1.0), (1.0, 2.0)):
-        gradients = []
-        for attach in (False, True):
-            sync = thinwire.attach(model, compress=identity) if attach else None
-            if divisor is not None:
-                for module in (model, model.first, model.second):
-                    module.set_gradient_divide_factor(divisor)
-                    module.set_force_sum_reduction_for_comms(True)
+    compare(context, How((2, 1)), accumulated)
+    compare(context, How((2, 1), policy={"reduce_dtype": torch.bfloat16}), rtol=2e-2, compress=identity)
+    for how in (How((2, 1)), How((2,))):
+        found = []
+        for sums, attaches in ((False, False), (True, False), (True, True)):
+            model = sharded(how, mesh_of(how))
+            for module in (model, model.first, model.second) if sums else ():
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+            sync = thinwire.attach(model, compress=identity) if attaches else None
             ids, targets = batch(context, 0)
             nn.functional.cross_entropy(model(ids), targets).backward()
-            gradients.append(model.second[0].weight.grad.full_tensor().clone())
-            model.zero_grad()
+            found.append(model.second[0].weight.grad.full_tensor())
             if sync is not None:
                 sync.detach()
-        torch.testing.assert_close(gradients[0], gradients[1])
-        first = first if divisor else gradients[0]
-        torch.testing.assert_close(gradients[1], expected * first)
+        torch.testing.assert_close(found[1], 2 * found[0])
+        torch.testing.assert_close(found[2], found[1])
 
 
 def test_accumulation_half_precision_and_divisors() -> None:

@@ -60,13 +60,13 @@ class LocalShard:
         """Shape of the largest shard, which each has in the flat tensor; the same on all ranks."""
         return tuple(self.source.padded_sharded_param_size)
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether the running backward pass, or one before it, made a gradient that FSDP reduces next."""
+    def is_reduced_next(self, with_zeros: bool) -> bool:
+        """Return whether FSDP has a gradient to reduce next, of this backward pass or of earlier ones, or zeros."""
         whole = getattr(self.source, "_unsharded_param", None)
         if whole is None:
             return False
-        return self.source.unsharded_accumulated_grad is not None or whole.grad is not None
+        has_gradient = self.source.unsharded_accumulated_grad is not None or whole.grad is not None
+        return has_gradient or (with_zeros and whole.requires_grad)
 
     @property
     def is_read_early(self) -> bool:
@@ -97,12 +97,8 @@ class ParameterGroup:
         reduce = self.group.post_backward
 
         def post_backward(*unused: Any) -> None:
-            unseen = getattr(self.group, "reduce_scatter_unused_params", False)
-            self._ready = [
-                shard
-                for shard in self.shards
-                if shard.has_gradient or (unseen and shard.source.sharded_param.requires_grad)
-            ]
+            with_zeros = getattr(self.group, "reduce_scatter_unused_params", False)
+            self._ready = [shard for shard in self.shards if shard.is_reduced_next(with_zeros)]
             if self._ready and self.is_reduced:
                 begin()
             reduce(*unused)
@@ -112,8 +108,12 @@ class ParameterGroup:
     @property
     def is_reduced(self) -> bool:
         """Whether FSDP reduces gradients in the next backward pass, and over replicas too where there are any."""
-        is_alone = not hasattr(self.group.mesh_info, "replicate_process_group")
-        return bool(self.group.reduce_grads and (is_alone or self.group.all_reduce_grads))
+        return bool(self.group.reduce_grads and (self.group.all_reduce_grads or not self.has_replicas))
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether FSDP all-reduces what a reduce-scatter leaves, if only over one rank."""
+        return hasattr(self.group.mesh_info, "replicate_process_group")
 
     def release(self) -> None:
         """Undo `watch`."""
@@ -241,6 +241,10 @@ class Sharding:
             for name, parameter in found.items()
         }
 
+    def names(self) -> list[str]:
+        """Return the names of the parameters in shards."""
+        return [shard.name for unit in self.units for shard in unit.shards]
+
     def describe(self) -> str:
         """Return the mesh and the sharded parameters as text, equal on all ranks."""
         lines = [f"mesh {dict(zip(self.mesh.mesh_dim_names or 'rs', self.mesh.shape, strict=False))}"]
@@ -283,7 +287,6 @@ class ShardedHooks(ParameterHooks):
             elif compresses:
                 stock = unit.group._reduce_scatter_comm
                 unit.group._reduce_scatter_comm = Scatter(stock, partial(self._scatter, unit, stock))
-
         if self._lane.rank == 0:
             num_shards = sum(len(unit.shards) for unit in self._units)
             how = "are averaged over replicas" if self._replicas is not None else "stay with FSDP's reduce-scatter"
@@ -366,7 +369,8 @@ class ShardedHooks(ParameterHooks):
         scale = 1.0 if op == dist.ReduceOp.AVG else float(world_size)
         if scale != 1.0 and op != dist.ReduceOp.SUM:  # premultiplied
             scale /= unit.group.gradient_divide_factor
-        self._finish(unit, output, Waiting(pending, partial(_store, results, len(compressed), scale)))
+        is_last = op == dist.ReduceOp.AVG and not unit.has_replicas  # else FSDP divides or adds next
+        self._finish(unit, output, Waiting(pending, partial(_store, results, len(compressed), scale)), is_last)
 
     def _finish(self, unit: ParameterGroup, flat: Tensor, waiting: Waiting, may_be_late: bool = True) -> None:
         """Wait now, or at the end of backward if nobody reads the tensor before."""

@@ -95,6 +95,8 @@ class Synchronizer:
             self._lane.submit(lambda lane: kernels.warm_up(wait=False))  # while the first forward runs
         self._steps.plug, self._steps.compressed, self._steps.execution = self._plug, self._compressed, self._execution
         self._steps.native = self._native
+        if self._lookups.candidates:
+            self._steps.after_first = partial(_adopt_tables, self._buckets, self._plug)
         self._passes.watch(self._plug, Guard(self._lane, not self._is_left_to_ddp))
         _attached.add(model)
         self._release = weakref.finalize(model, _release, self._passes, self._lookups, self._lane)
@@ -171,6 +173,7 @@ class Synchronizer:
             ...     loss(model(first)).backward()
             >>> loss(model(second)).backward()       # doctest: +SKIP
         """
+        self._passes.is_local = True
         return self._plug.no_sync()
 
     def state_dict(self) -> dict[str, Any]:
@@ -285,7 +288,7 @@ class Synchronizer:
         others = {id(parameter) for parameter in self._module.parameters()} - rows
         is_alone = self._lane.world_size == 1 and self._compressed is None and self._intent is None
         watched = nn.Module() if is_alone else self._module
-        self._lookups = LookupRows(watched, own_hooks=1 if is_ddp else 2, compressed=others)
+        self._lookups = LookupRows(watched, others, is_called=not is_ddp)
         self._buckets = buckets = Buckets(
             self._gradients,
             self._lookups,
@@ -322,6 +325,14 @@ class Synchronizer:
         with lane.setting_up():
             lane.channel(Subject("attach", text)).open()
         return torch.empty(0)
+
+
+def _adopt_tables(buckets: Buckets, plug: Plug) -> None:
+    tables = buckets.adopt()
+    if isinstance(plug, ParameterHooks):
+        plug.adopt(tables)
+    elif tables and isinstance(plug, LeftToDdp):
+        plug.observe()
 
 
 def _release(passes: Passes, lookups: LookupRows, lane: Lane) -> None:

@@ -1,12 +1,15 @@
-"""The model that is attached, and its trained parameters: those of the module inside DDP that DDP does not ignore."""
+"""The model that is attached, and its trained parameters: without those that DDP ignores, or that are left out."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
@@ -27,18 +30,61 @@ def module_of(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
+_excluded: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+
+
+def leave_out(model: nn.Module, chosen: str | Iterable[str | Tensor]) -> None:
+    """Leave parameters and buffers of a plain module alone from now on, and no others.
+
+    Args:
+        chosen: names, patterns of names (``fnmatch``), or the parameters themselves, under all of their names.
+
+    Raises:
+        ValueError: a name or pattern that matches nothing, a tensor of another model, or a model inside DDP.
+    """
+    wanted = [chosen] if isinstance(chosen, (str, Tensor)) else list(chosen)
+    if isinstance(model, DistributedDataParallel) and wanted:
+        raise ValueError(
+            "DDP decides itself which parameters it leaves alone: leave out exclude=, and before building it call"
+            " DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)"
+        )
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    alone: set[int] = set()
+    for entry in wanted:
+        found = {
+            id(t) for name, t in tensors.items() if t is entry or (isinstance(entry, str) and fnmatchcase(name, entry))
+        }
+        if not found:
+            shown = repr(entry) if isinstance(entry, str) else f"a {type(entry).__name__} of another model"
+            names = [*tensors, *(f"{name}.*" for name, _ in model.named_modules() if name)]
+            near = get_close_matches(entry, names, n=1, cutoff=0.4) if isinstance(entry, str) else ()
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"exclude has {shown}, which is no parameter or buffer of {type(model).__name__}{hint}")
+        alone |= found
+    _excluded[model] = frozenset(name for name, tensor in tensors.items() if id(tensor) in alone)
+
+
 def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters by name, without those that DDP ignores: ranks may have others there, of other shapes.
+    """Yield parameters by name, without those that DDP ignores or that are excluded: ranks may have others there.
 
     DDP ignores a name only below the root, and a parameter that has several names only by all of them.
     """
     ignored = model.parameters_to_ignore if isinstance(model, DistributedDataParallel) else ()
+    excluded = _excluded.get(model, ())
     known: set[int] = set()
-    for name, parameter in nn.Module.named_parameters(module_of(model), remove_duplicate=False):  # TorchRec overrides it
-        is_ignored = (name if "." in name else f".{name}") in ignored
+    for name, parameter in nn.Module.named_parameters(
+        module_of(model), remove_duplicate=False
+    ):  # TorchRec overrides it
+        is_ignored = (name if "." in name else f".{name}") in ignored or name in excluded
         if not is_ignored and id(parameter) not in known:
             known.add(id(parameter))
             yield name, parameter
+
+
+def synchronized_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield buffers by name, without those that are excluded."""
+    excluded = _excluded.get(module, ())
+    return ((name, buffer) for name, buffer in module.named_buffers() if name not in excluded)
 
 
 def is_replicated(module: nn.Module) -> bool:
@@ -53,27 +99,31 @@ def find_model(model: nn.Module) -> nn.Module:
         given = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
         raise ValueError(f"attach needs the model, not {given}: pass a DistributedDataParallel or another nn.Module")
     for module in model.modules():
-        if _is_any(module, "torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel"):
+        if is_any(module, "torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel"):
             raise ValueError(
                 "attach does not take FSDP models yet: a shard has its gradient on one rank only. Use"
                 " DistributedDataParallel, or a plain module"
             )
         if is_replicated(module):
             raise ValueError(INSIDE_DDP)
-    inside = [
-        (name, module)
+    inside = {
+        name: module
         for name, module in model.named_modules()
         if isinstance(module, DistributedDataParallel) and module is not model
-    ]
+    }
     if not inside:
         return model
-    name, ddp = inside[0]
-    if len(inside) == 1 and not isinstance(model, DistributedDataParallel) and _has_all_parameters(ddp, model):
+    (name, ddp), *others = inside.items()
+    if not others and not isinstance(model, DistributedDataParallel) and _has_all_parameters(ddp, model):
         logger.info("%s is a wrapper of a DistributedDataParallel, %r: attached to that", type(model).__name__, name)
         return ddp
+    lines = " and ".join(f"attach(model.{name})" for name in inside)
     raise ValueError(
-        f"there is a DistributedDataParallel inside of this module, which trains other parameters too: attach that one"
-        f" instead, with attach(model.{name})"
+        f"there is a DistributedDataParallel inside of this {type(model).__name__}, which trains other parameters too:"
+        f" attach that one instead, with {lines}"
+        if not others
+        else f"there are {len(inside)} DistributedDataParallel inside of this {type(model).__name__}: attach each of"
+        f" them, with {lines}"
     )
 
 
@@ -96,7 +146,7 @@ def check_parameters(model: nn.Module) -> None:
     for name, parameter in synchronized_parameters(model):
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run a batch through the model first")
-        if _is_any(parameter, "torch.distributed.tensor", "DTensor"):
+        if is_any(parameter, "torch.distributed.tensor", "DTensor"):
             raise ValueError(f"parameter {name!r} is a DTensor: attach does not take sharded models yet")
         if parameter.requires_grad and parameter.device != device:
             raise ValueError(
@@ -109,7 +159,7 @@ def check_parameters(model: nn.Module) -> None:
             raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}, which is not supported")
 
 
-def _is_any(value: object, module: str, *names: str) -> bool:
+def is_any(value: object, module: str, *names: str) -> bool:
     """Return whether a value is of one of these classes, without importing them: FSDP costs 1.2 s."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, tuple(getattr(loaded, name) for name in names))

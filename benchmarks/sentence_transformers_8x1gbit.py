@@ -36,6 +36,9 @@ from thinwire.lab.testbed.rank import RankContext
 LEFT_OUT = 2
 """First steps of a training, which build buckets and measure the machine."""
 
+MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+"""Freed memory stays with a process: page faults take a third of the processor time otherwise, in both trainings."""
+
 
 def train_rank(context: RankContext, settings: dict[str, Any]) -> dict[str, Any]:
     """Train in turn, stock and with thinwire, and return losses, bytes and seconds of steps."""
@@ -91,20 +94,19 @@ def train_rank(context: RankContext, settings: dict[str, Any]) -> dict[str, Any]
     return found
 
 
+def _seconds(ranks: list[list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return quantiles of the steps of all rounds, each as long as on its slowest rank."""
+    rounds = [
+        [max(step) for step in zip(*(run["seconds"] for run in runs), strict=True)] for runs in zip(*ranks, strict=True)
+    ]
+    counted = [seconds for steps in rounds for seconds in steps[LEFT_OUT:]]
+    tenths = statistics.quantiles(counted, n=10)
+    return {"median": statistics.median(counted), "p10": tenths[0], "p90": tenths[-1], "steps": rounds}
+
+
 def result(ranks: list[dict[str, Any]], link_mbit: float, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the figures: seconds are medians over steps of the slowest rank, bytes means over a rank's steps."""
-    seconds = {}
-    for name in ("stock", "thinwire"):
-        runs = zip(*(rank[name] for rank in ranks), strict=True)  # each round, of all ranks
-        slowest = [
-            max(step) for run in runs for step in list(zip(*(of["seconds"] for of in run), strict=True))[LEFT_OUT:]
-        ]
-        low, middle, high = (
-            statistics.quantiles(slowest, n=10)[0],
-            statistics.median(slowest),
-            statistics.quantiles(slowest, n=10)[-1],
-        )
-        seconds[name] = {"median": middle, "p10": low, "p90": high, "steps": len(slowest)}
+    seconds = {name: _seconds([rank[name] for rank in ranks]) for name in ("stock", "thinwire")}
     stock, ours = ([run["losses"] for run in ranks[0][name]] for name in ("stock", "thinwire"))
     largest = max(
         abs(one - other) / abs(one)
@@ -147,7 +149,7 @@ def main() -> None:
     settings = {
         name: getattr(options, name) for name in ("vocabulary", "width", "layers", "batch", "length", "steps", "rounds")
     }
-    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | MEMORY
     preload("sentence_transformers_xlmr")
     with EmulatedNetwork(options.hosts, Link.parse(options.link)) as network:
         rate = network.measure()

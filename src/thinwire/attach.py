@@ -22,7 +22,15 @@ from thinwire.fuse.named import default_policies
 from thinwire.fuse.policy import Policy
 from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression, check_scaler
 from thinwire.gradients.ddp import check_buckets
-from thinwire.gradients.model import check_parameters, find_model, leave_out, module_of, synchronized_parameters
+from thinwire.gradients.model import (
+    check_mesh,
+    check_parameters,
+    find_model,
+    leave_out,
+    local_of,
+    module_of,
+    synchronized_parameters,
+)
 from thinwire.gradients.tables import tables_of
 from thinwire.plan.plan import Plan
 from thinwire.sync.named import AUTO, resolve
@@ -105,6 +113,7 @@ def attach(
     with telling_peers(group, timeout):
         leave_out(model, exclude)
         check_parameters(model)
+        check_mesh(model, group)
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
     if fallback:
@@ -242,7 +251,7 @@ def _dense_parameters(model: nn.Module) -> list[Parameter]:
     """Return what can be compressed: real trained parameters that are no embedding tables."""
     tables = {id(table) for table in tables_of(model)}
     return [
-        Parameter(name, tuple(parameter.shape), parameter.dtype)
+        Parameter(name, tuple(local_of(parameter).shape), parameter.dtype)
         for name, parameter in synchronized_parameters(model)
         if parameter.requires_grad and not parameter.is_complex() and id(parameter) not in tables
     ]

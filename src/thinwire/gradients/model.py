@@ -7,8 +7,10 @@ import sys
 from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
@@ -146,8 +148,6 @@ def check_parameters(model: nn.Module) -> None:
     for name, parameter in synchronized_parameters(model):
         if isinstance(parameter, UninitializedParameter):
             raise ValueError(f"parameter {name!r} is lazy and has no shape yet: run a batch through the model first")
-        if is_any(parameter, "torch.distributed.tensor", "DTensor"):
-            raise ValueError(f"parameter {name!r} is a DTensor: attach does not take sharded models yet")
         if parameter.requires_grad and parameter.device != device:
             raise ValueError(
                 f"parameter {name!r} is on {parameter.device}, others are on {device}: move all to one device"
@@ -157,6 +157,39 @@ def check_parameters(model: nn.Module) -> None:
         is_known = parameter.dtype in SUPPORTED_DTYPES or parameter.is_complex()
         if parameter.requires_grad and not is_known:
             raise ValueError(f"parameter {name!r} has dtype {parameter.dtype}, which is not supported")
+
+
+def check_mesh(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise ValueError if a process group, in which gradients are averaged, has several parts of one DTensor."""
+    ranks = set(dist.get_process_group_ranks(group))
+    for name, parameter in synchronized_parameters(model):
+        for number, placement in enumerate(parameter.placements if is_dtensor(parameter) else ()):
+            mesh = parameter.device_mesh  # type: ignore[attr-defined]
+            others = ranks.intersection(dist.get_process_group_ranks(mesh.get_group(number))) - {dist.get_rank()}
+            if others and not placement.is_replicate():
+                raise ValueError(
+                    f"parameter {name!r} is a DTensor, {placement} over ranks {sorted(others | {dist.get_rank()})}, and"
+                    " gradients are averaged over ranks that have copies: pass process_group=mesh['dp'], the"
+                    " data-parallel dimension of the mesh"
+                )
+
+
+def is_dtensor(tensor: object) -> bool:
+    return is_any(tensor, "torch.distributed.tensor", "DTensor")
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """Return the part of a DTensor that this rank has, in the same memory, or any other tensor itself."""
+    return tensor.detach().to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+
+
+def like(parameter: Any, local: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor as a DTensor that is laid out like ``parameter``, if that is one."""
+    if not is_dtensor(parameter):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = parameter.shape, parameter.stride()
+    return type(parameter.data).from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def is_any(value: object, module: str, *names: str) -> bool:

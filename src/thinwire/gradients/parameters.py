@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
 from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.gradients.buckets import Buckets, Contents, Pending, as_real
-from thinwire.gradients.model import synchronized_buffers, synchronized_parameters
+from thinwire.gradients.model import is_dtensor, like, local_of, synchronized_buffers, synchronized_parameters
 from thinwire.gradients.tables import LookupRows, TableGradient, tables_of
 from thinwire.observe.step import Clock
 
@@ -53,7 +54,12 @@ class Trained:
 
     @property
     def num_bytes(self) -> int:
-        return self.parameter.numel() * self.parameter.element_size()
+        return self.local.nbytes
+
+    @property
+    def local(self) -> Tensor:
+        """The parameter, or this rank's part of a DTensor."""
+        return local_of(self.parameter.detach())
 
 
 def plan_groups(trained: Sequence[Trained], order: Sequence[int]) -> Groups:
@@ -248,13 +254,13 @@ class ParameterHooks:
         for places, flat in done.flat:
             self._deliver_flat(done, places, flat)
         for place in done.apart:
-            mean = done.stand_ins.get(place, self.trained[place].parameter.grad)
-            assert mean is not None, "it was there when it was submitted"
-            means[place] = mean
+            gradient = self.trained[place].parameter.grad
+            assert place in done.stand_ins or gradient is not None, "it was there when it was submitted"
+            means[place] = done.stand_ins[place] if gradient is None else local_of(gradient)
         unused = self._used_by_nobody(done, means)
         for place, mean in means.items():
             if place not in unused:
-                self.trained[place].parameter.grad = mean
+                self._store(place, mean)
         for place, kind in done.odd.items():
             parameter = self.trained[place].parameter
             if parameter.grad is not None:
@@ -263,13 +269,20 @@ class ParameterHooks:
             self._agree_on_order(done)
 
     def _deliver_flat(self, done: _Pass, places: Sequence[int], flat: Tensor) -> None:
-        *means, used = flat.split([*(self.trained[place].parameter.numel() for place in places), len(places)])
+        *means, used = flat.split([*(self.trained[place].local.numel() for place in places), len(places)])
         for number, (place, mean) in enumerate(zip(places, means, strict=True)):
             parameter = self.trained[place].parameter
             if place in done.stand_ins and used[number] != 0:
-                parameter.grad = done.stand_ins[place]
+                self._store(place, done.stand_ins[place])
             if parameter.grad is not None:
-                parameter.grad.copy_(mean.view(parameter.shape))
+                gradient = local_of(parameter.grad)
+                gradient.copy_(mean.view(gradient.shape))
+
+    def _store(self, place: int, mean: Tensor) -> None:
+        """Make a mean the gradient, if it is not the memory of that already."""
+        parameter = self.trained[place].parameter
+        if parameter.grad is None or not is_dtensor(parameter):
+            parameter.grad = like(parameter, mean)
 
     def _used_by_nobody(self, done: _Pass, means: Mapping[int, Tensor]) -> set[int]:
         """Return parameters, among those synchronized by themselves, that no rank used.
@@ -358,6 +371,7 @@ class ParameterHooks:
             self._start()
         self._clock.ready(self.trained[place].name)
         self._check_untouched(place)
+        _lay_out(self.trained[place].parameter)
         if self._group_of[place] < self._pass.submitted:
             raise ThinwireError(
                 f"parameter {self.trained[place].name!r} got a gradient twice in one backward, and the first is on its"
@@ -430,7 +444,7 @@ class ParameterHooks:
         if place in self._pass.ready:
             self._check_untouched(place)
         if entry.parameter.grad is not None:
-            gradient = entry.parameter.grad.detach()
+            gradient = local_of(entry.parameter.grad.detach())
             own = gradient.sparse_dim() if gradient.is_sparse else 0
             if own == entry.kind:
                 return gradient
@@ -439,7 +453,7 @@ class ParameterHooks:
             if not entry.is_sparse:
                 entry.parameter.grad = gradient  # which gets the mean in place
             return gradient
-        zeros = _no_rows(entry) if entry.is_sparse else torch.zeros_like(entry.parameter)
+        zeros = _no_rows(entry) if entry.is_sparse else torch.zeros_like(entry.local)
         return self._pass.stand_ins.setdefault(place, zeros.detach())
 
     def _contents(self, number: int, places: Sequence[int], gradients: Sequence[Tensor]) -> Contents:
@@ -478,7 +492,7 @@ class ParameterHooks:
 def broadcast_module(module: nn.Module, process_group: dist.ProcessGroup) -> None:
     """Broadcast the parameters and buffers of rank 0, as DDP does. Shapes must have been compared before."""
     for _, tensor in (*synchronized_parameters(module), *synchronized_buffers(module)):
-        data = as_real(tensor.detach())
+        data = as_real(local_of(tensor.detach()))
         contiguous = data.contiguous()
         dist.broadcast(contiguous, group=process_group, group_src=0)
         if contiguous is not data:
@@ -517,6 +531,12 @@ def _hooked(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Removabl
         return parameter.requires_grad_(True).register_post_accumulate_grad_hook(hook)
     finally:
         parameter.requires_grad_(not frozen)
+
+
+def _lay_out(parameter: Any) -> None:
+    """Lay the gradient of a DTensor out like the parameter: that of a norm may be a part of a sum."""
+    if is_dtensor(parameter) and parameter.grad.placements != parameter.placements:
+        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
 
 
 def _kind(place: int, entry: Trained, done: _Pass) -> float:

@@ -293,7 +293,7 @@ class LookupRows:
 
         def after_backward(made: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> Any:
             gradient = made[0]
-            if gradient is None or gradient.layout != torch.strided:
+            if type(gradient) is not Tensor or gradient.layout != torch.strided:  # the memory of a DTensor is another
                 return None
             key = id(weight), torch._C._current_graph_task_id()
             first = self._pending.get(key)

@@ -88,9 +88,10 @@ class ThinwireCallback(TrainerCallback):
 
 def _trainer_of(callback: TrainerCallback) -> Trainer:
     """Return the trainer of a callback. Callbacks are handed the model without its wrapper, and no trainer."""
-    for value in gc.get_objects():
-        if issubclass(type(value), Trainer) and any(of is callback for of in value.callback_handler.callbacks):
-            return value
+    for trainer in (value for value in gc.get_objects() if issubclass(type(value), Trainer)):
+        handler = getattr(trainer, "callback_handler", None)  # None where the constructor failed
+        if handler is not None and callback in handler.callbacks:
+            return trainer
     raise ValueError("no Trainer has this ThinwireCallback: pass it as Trainer(..., callbacks=[ThinwireCallback()])")
 
 

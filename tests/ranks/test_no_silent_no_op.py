@@ -86,9 +86,17 @@ def _shard_part(model: Net) -> None:
 
 
 def _engine(model: Net) -> None:
-    def hook(module: nn.Module, args: Any) -> None: ...
+    """As the one of DeepSpeed registers its hook."""
 
-    hook.__module__ = "deepspeed.runtime.engine"
+    class Engine:
+        enable_backward_allreduce = True
+
+    engine = Engine()
+
+    def hook(module: nn.Module, args: Any) -> None:
+        assert engine
+
+    hook.__qualname__ = "DeepSpeedEngine._create_module_forward_pre_hook.<locals>.hook"
     model.register_forward_pre_hook(hook)
 
 
@@ -101,7 +109,7 @@ TAKEN: dict[Callable[[Net], object], str] = {
     _replace_module: "'head.weight' was added or replaced",
     _shard: r"sharded after attach.*`fully_shard\(model\); sync = thinwire.attach\(model\)`",
     _shard_part: r"sharded after attach.*fully_shard\(model\)",
-    _engine: r"DeepSpeed.*thinwire.attach\(module\)",
+    _engine: r"DeepSpeed.*thinwire.integrations.deepspeed.attach\(engine\)",
 }
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,7 @@ from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
 from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.gradients.buckets import Buckets, Contents, Pending, as_real
-from thinwire.gradients.model import is_dtensor, like, local_of, synchronized_buffers, synchronized_parameters
+from thinwire.gradients.model import is_dtensor, like, local_of
 from thinwire.gradients.tables import LookupRows, TableGradient, tables_of
 from thinwire.observe.step import Clock
 
@@ -351,6 +350,7 @@ class ParameterHooks:
         """Return a hook that does not hold this object, which holds the parameter."""
         weak = weakref.ref(self)
 
+        @torch.compiler.disable
         def hook(parameter: Tensor) -> None:
             hooks = weak()
             if hooks is None:
@@ -489,9 +489,9 @@ class ParameterHooks:
         return torch.cat([*(gradient.reshape(-1) for _, gradient in pairs), used])
 
 
-def broadcast_module(module: nn.Module, process_group: dist.ProcessGroup) -> None:
-    """Broadcast the parameters and buffers of rank 0, as DDP does. Shapes must have been compared before."""
-    for _, tensor in (*synchronized_parameters(module), *synchronized_buffers(module)):
+def broadcast_all(tensors: Iterable[Tensor], process_group: dist.ProcessGroup) -> None:
+    """Broadcast the values of rank 0, as DDP does. Shapes must have been compared before."""
+    for tensor in tensors:
         data = as_real(local_of(tensor.detach()))
         contiguous = data.contiguous()
         dist.broadcast(contiguous, group=process_group, group_src=0)
@@ -533,10 +533,11 @@ def _hooked(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Removabl
         parameter.requires_grad_(not frozen)
 
 
-def _lay_out(parameter: Any) -> None:
+def _lay_out(parameter: nn.Parameter) -> None:
     """Lay the gradient of a DTensor out like the parameter: that of a norm may be a part of a sum."""
-    if is_dtensor(parameter) and parameter.grad.placements != parameter.placements:
-        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    gradient: object = parameter.grad
+    if is_dtensor(parameter) and is_dtensor(gradient) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _kind(place: int, entry: Trained, done: _Pass) -> float:

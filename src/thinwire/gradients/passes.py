@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,7 +25,14 @@ from torch.utils.hooks import RemovableHandle
 from thinwire.comm.lane import Lane
 from thinwire.errors import ThinwireError, ranks_told
 from thinwire.gradients.ddp import Alone, Plug
-from thinwire.gradients.model import INSIDE_DDP, is_any, is_replicated, module_of, synchronized_parameters
+from thinwire.gradients.model import (
+    INSIDE_DDP,
+    check_engine,
+    is_replicated,
+    is_sharded,
+    module_of,
+    synchronized_parameters,
+)
 from thinwire.gradients.tables import Hook, tensors_of, weakly
 from thinwire.observe.step import Clock
 
@@ -71,10 +78,12 @@ class Backward:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._on_output)
 
+    @torch.compiler.disable
     def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
         del gradients
         self.enter()
 
+    @torch.compiler.disable
     def _end(self) -> None:
         self._callback = None
         self._ended()
@@ -92,7 +101,8 @@ class Structure:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
-        self._known = {id(parameter): parameter for _, parameter in synchronized_parameters(model)}
+        trained = model.named_parameters() if is_sharded(model) else synchronized_parameters(model)
+        self._known = {id(parameter): parameter for _, parameter in trained}
         self._is_functional = False
         self._note()
 
@@ -112,7 +122,7 @@ class Structure:
         model = self._model()
         assert model is not None
         modules = list(module_of(model).modules())
-        if any(is_any(module, "torch.distributed.fsdp", "FSDPModule") for module in modules):
+        if any(map(is_sharded, modules)):
             modules = []
         own = [registry for module in modules for registry in (module._parameters, module._modules)]
         self._places = [(registry, name, value) for registry in own for name, value in registry.items()]
@@ -125,19 +135,15 @@ class Structure:
         assert model is not None
         module = module_of(model)
         again = "call detach() on its Synchronizer before, and attach again afterwards"
-        if any(is_any(part, "torch.distributed.fsdp", "FSDPModule") for part in module.modules()):
+        if any(map(is_sharded, module.modules())):
             raise ThinwireError(
                 f"the model was sharded after attach: {again}, as in `fully_shard(model); sync ="
                 " thinwire.attach(model)`"
             )
-        if any(
-            (getattr(hook, "__module__", "") or "").startswith("deepspeed.")
-            for hook in module._forward_pre_hooks.values()
-        ):
-            raise ThinwireError(
-                "a DeepSpeed engine took the attached module over, and averages its gradients too, so they would travel"
-                " twice: train either with the engine or with thinwire.attach(module) and an optimizer of torch"
-            )
+        try:
+            check_engine(module)
+        except ValueError as error:
+            raise ThinwireError(str(error)) from None
         kinds = {id(parameter): (dtype, device) for parameter, dtype, device in self._kept}
         trained = [(name, parameter) for name, parameter in synchronized_parameters(model) if parameter.requires_grad]
         for name, parameter in trained:
@@ -174,12 +180,12 @@ class Guard:
     of the user, a function of torch, or Ctrl-C.
 
     Args:
-        lane: the lane on which peers wait.
+        lanes: the lanes on which peers wait.
         waits_from_output: whether they wait for a pass as soon as it goes through the output of the model.
     """
 
-    def __init__(self, lane: Lane, waits_from_output: bool = True) -> None:
-        self._lane, self._waits_from_output = lane, waits_from_output
+    def __init__(self, lanes: Sequence[Lane], waits_from_output: bool = True) -> None:
+        self._lanes, self._waits_from_output = lanes, waits_from_output
         self._running: weakref.ref[_Pass] | None = None
 
     def enter(self) -> None:
@@ -197,26 +203,34 @@ class Guard:
         """Guard the pass through the output of the model: it may fail before there is any gradient."""
         for tensor in tensors_of(output) if self._waits_from_output else ():
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda _: self.enter())
+                tensor.grad_fn.register_prehook(self._on_output)
+
+    @torch.compiler.disable
+    def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
+        del gradients
+        self.enter()
 
     def failed(self, error: BaseException) -> None:
         """Break off after an error in the work at the end of a pass, unless all ranks raise it and stay in step."""
-        if ranks_told(error) < self._lane.world_size:
+        if ranks_told(error) < self._lanes[0].world_size:
             self._broke_off()
 
     def check(self, structure: Structure) -> None:
         """Raise ThinwireError at the beginning of a step that cannot be synchronized any more, on all ranks."""
-        self._lane.check("the gradients of this step")
-        if self._lane.world_size > 1:
+        for lane in self._lanes:
+            lane.check("the gradients of this step")
+        if self._lanes[0].world_size > 1:
             try:
                 structure.check()
             except ThinwireError as error:
-                self._lane.break_off(f"rank {self._lane.rank}: {error}")
+                for lane in self._lanes:
+                    lane.break_off(f"rank {lane.rank}: {error}")
                 raise
 
     def _broke_off(self) -> None:
-        if self._lane.world_size > 1:
-            self._lane.break_off(REASON.format(rank=self._lane.rank))
+        for lane in self._lanes:
+            if lane.world_size > 1:
+                lane.break_off(REASON.format(rank=self._lanes[0].rank))
 
 
 class _Pass:

@@ -71,11 +71,13 @@ class Hook:
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls a bound method as long as its object lives, and returns None afterwards.
 
+    It is never compiled: a compiled train step would compile the hooks that its backward calls.
     It is for hooks of parameters: objects that hold the parameter would keep it alive, and C++ holds the hooks of
     parameters and buckets out of reach of the garbage collector.
     """
     weak = WeakMethod(method)
 
+    @torch.compiler.disable
     def call(*args: Any) -> Any:
         alive = weak()
         return None if alive is None else alive(*args)
@@ -250,6 +252,8 @@ class LookupRows:
             return
         node = output.grad_fn if isinstance(output, Tensor) else None
         is_flat = _is_flat(table)
+        if is_flat and not output.is_cpu:  # rows of a gradient on a GPU are searched for, and these would make it wait
+            return
         ids = _flat_rows(table, *args, **kwargs) if is_flat else args[0] if args else kwargs.get("input")
         made_by = "CppFunction" if is_flat else "Embedding"
         if node is not None and isinstance(ids, Tensor) and type(node).__name__.startswith(made_by):
@@ -431,13 +435,24 @@ def _weight_of(embedding: nn.Module) -> nn.Parameter:
 
 
 def _is_flat(module: nn.Module) -> bool:
-    """Return whether a module has several tables in one flat weight: fbgemm's, as TorchRec replicates them."""
+    """Return whether a module has tables in one flat weight: fbgemm's, with which TorchRec replicates tables."""
     return type(module).__name__ == "DenseTableBatchedEmbeddingBagsCodegen"
 
 
 def _flat_width(module: Any) -> int:
     """Return the width of all rows, or if tables differ in it, a width of which the rows of each are several."""
     return gcd(*(width for _, width in module.embedding_specs))
+
+
+def lookups_of_features(offsets: Tensor, num_features: int, batch_sizes: list[list[int]] | None = None) -> Tensor:
+    """Return how many indices each feature looks up in a batch of fbgemm: int64 [num_features].
+
+    Args:
+        offsets: where each bag begins among the indices, which are those of the first feature, then of the second...
+        batch_sizes: bags of each feature and rank; None if all features have the same number.
+    """
+    bags = [sum(sizes) for sizes in batch_sizes or ()] or [(offsets.numel() - 1) // num_features] * num_features
+    return offsets[torch.tensor([0, *accumulate(bags)], device=offsets.device)].diff().to(torch.int64)
 
 
 def _flat_rows(
@@ -448,16 +463,10 @@ def _flat_rows(
     feature_requires_grad: Tensor | None = None,
     batch_size_per_feature_per_rank: list[list[int]] | None = None,
 ) -> Tensor:
-    """Return the rows of a flat weight that a lookup reads, in units of `_flat_width`. Arguments are those of fbgemm.
-
-    Indices are those of a batch of the first feature, then of the second, and so on.
-    """
+    """Return the rows of a flat weight that a lookup of fbgemm reads, in units of `_flat_width`."""
     del per_sample_weights, feature_requires_grad
-    num_features, width = module.weights_offsets.numel(), _flat_width(module)
-    bags = [sum(sizes) for sizes in batch_size_per_feature_per_rank or ()]
-    bags = bags or [(offsets.numel() - 1) // num_features] * num_features
-    counts = offsets[torch.tensor([0, *accumulate(bags)], device=offsets.device)].diff()
-    units = module.D_offsets.diff() // width
+    width, units = _flat_width(module), module.D_offsets.diff() // _flat_width(module)
+    counts = lookups_of_features(offsets, units.numel(), batch_size_per_feature_per_rank)
     rows = (module.weights_offsets // width).repeat_interleave(counts) + indices * units.repeat_interleave(counts)
     most = int(units.max())
     if most == 1:

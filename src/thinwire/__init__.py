@@ -85,5 +85,8 @@ class _Package(ModuleType):
             return
         super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, (self.__name__,)  # cloudpickle, by which Ray ships functions, knows plain modules only
+
 
 sys.modules[__name__].__class__ = _Package

@@ -1,4 +1,4 @@
-"""What people put around a model (torch.compile, no_sync, autocast, GradScaler, clipping), attached and beside stock."""
+"""What people put around a model, beside stock: torch.compile, no_sync, autocast, GradScaler, clipping."""
 
 from __future__ import annotations
 
@@ -122,8 +122,9 @@ def test_no_sync_autocast_scaler_and_clipping() -> None:
     run_ranks(_loops, world_size=2)
 
 
-def compiled(model: Any, sync: Any, data: list[Tensor], what: str, **options: Any) -> list[float]:
+def compiled(model: Any, sync: Any, data: list[Tensor], what: str, **given: Any) -> list[float]:
     """The module, the DDP or the train step compiled; the last loss is followed by the number of graph breaks."""
+    options = {"backend": "aot_eager", **given}
     torch._dynamo.reset()
     counters.clear()
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.5), []
@@ -135,10 +136,10 @@ def compiled(model: Any, sync: Any, data: list[Tensor], what: str, **options: An
 
     called = model
     if what == "module":
-        model.module.compile(backend="aot_eager", **options)
+        model.module.compile(**options)
     elif what == "ddp":
-        called = torch.compile(model, backend="aot_eager", **options)
-    run = torch.compile(step, backend="aot_eager", **options) if what == "step" else step
+        called = torch.compile(model, **options)
+    run = torch.compile(step, **options) if what == "step" else step
     for words in data:
         optimizer.zero_grad()
         losses.append(run(words).item())
@@ -146,21 +147,27 @@ def compiled(model: Any, sync: Any, data: list[Tensor], what: str, **options: An
     return [*losses, float(sum(counters["graph_break"].values()))]
 
 
-CASES = [("module", {}), ("module", {"fullgraph": True}), ("module", {"dynamic": True}), ("ddp", {}), ("step", {})]
+def _compiled(context: RankContext, what: str, options: dict[str, Any]) -> None:
+    stock, _, _ = train(context.rank, None, compiled, what=what, **options)
+    for mine in ({}, COMPRESSED):
+        losses, _, sync = train(context.rank, mine, compiled, what=what, **options)
+        assert losses[-1] <= stock[-1], f"{losses[-1]:g} graph breaks, stock {stock[-1]:g}"
+        assert losses[0] == pytest.approx(stock[0], rel=1e-6)
+        assert losses[:-1] == pytest.approx(stock[:-1], rel=1e-6 if mine == {} else 0.05)
+        assert sync is not None
+        assert sync.stats()["comm/steps"] == STEPS
+        sync.detach()
 
 
-def _compiled(context: RankContext) -> None:
-    for what, options in CASES:
-        stock, _, _ = train(context.rank, None, compiled, what=what, **options)
-        for mine in ({}, COMPRESSED):
-            losses, _, sync = train(context.rank, mine, compiled, what=what, **options)
-            assert losses[-1] <= stock[-1], f"{what}, {options}: {losses[-1]:g} graph breaks, stock {stock[-1]:g}"
-            assert losses[0] == pytest.approx(stock[0], rel=1e-6)
-            assert losses[:-1] == pytest.approx(stock[:-1], rel=1e-6 if mine == {} else 0.05)
-            assert sync is not None
-            assert sync.stats()["comm/steps"] == STEPS
-            sync.detach()
-
-
-def test_compiled_module_ddp_and_train_step() -> None:
-    run_ranks(_compiled, world_size=2)
+@pytest.mark.parametrize(
+    ("what", "options"),
+    [
+        ("module", {"fullgraph": True, "dynamic": True}),
+        ("step", {"backend": "eager"}),
+        pytest.param("module", {}, marks=pytest.mark.slow),
+        pytest.param("ddp", {}, marks=pytest.mark.slow),
+        pytest.param("step", {"dynamic": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_compiled_module_ddp_and_train_step(what: str, options: dict[str, Any]) -> None:
+    run_ranks(_compiled, what, options, world_size=2)

@@ -41,9 +41,8 @@ def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Paramete
     shards = is_sharded(model)
     ignored = model.parameters_to_ignore if isinstance(model, DistributedDataParallel) else ()
     known: set[int] = set()
-    for name, parameter in nn.Module.named_parameters(
-        module_of(model), remove_duplicate=False
-    ):  # TorchRec overrides it
+    named = nn.Module.named_parameters(module_of(model), remove_duplicate=False)  # which modules of TorchRec override
+    for name, parameter in named:
         is_ignored = (name if "." in name else f".{name}") in ignored
         is_ignored = is_ignored or (shards and is_dtensor(parameter))
         if not is_ignored and id(parameter) not in known:
@@ -75,6 +74,7 @@ def find_model(model: nn.Module) -> nn.Module:
             )
         if is_replicated(module):
             raise ValueError(INSIDE_DDP)
+        _check_engine(module, is_whole=module is model)
     inside: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules() if not is_sharded(model) else ():
         is_inner = is_sharded(module) and any(name.startswith(f"{outer}.") for outer, _ in inside)
@@ -96,6 +96,24 @@ def find_model(model: nn.Module) -> nn.Module:
         f"there is a DistributedDataParallel inside of this module, which trains other parameters too: attach that one"
         f" instead, with attach(model.{name})"
     )
+
+
+def _check_engine(module: nn.Module, is_whole: bool) -> None:
+    """Raise ValueError for what DeepSpeed or TorchRec synchronizes where no DDP is seen: in hooks, and in lists."""
+    for hook in module._forward_pre_hooks.values():
+        if getattr(hook, "__qualname__", "").startswith("DeepSpeedEngine."):
+            held = (cell.cell_contents for cell in hook.__closure__ or ())
+            if any(getattr(engine, "enable_backward_allreduce", False) for engine in held):
+                raise ValueError(
+                    "a DeepSpeed engine reduces the gradients of this module by itself, so they would travel twice:"
+                    " with ZeRO stage 0 use thinwire.integrations.deepspeed.attach(engine), else train without attach"
+                )
+    lookups = [entry for part in module.modules() for entry in getattr(part, "_lookups", ())] if is_whole else []
+    if hasattr(module, "_dmp_wrapped_module") and any(isinstance(entry, DistributedDataParallel) for entry in lookups):
+        raise ValueError(
+            "this DistributedModelParallel has replicated tables in DDPs of their own: use"
+            " thinwire.integrations.torchrec.attach(model), which attaches to them and to its dense parameters"
+        )
 
 
 def _has_all_parameters(part: nn.Module, whole: nn.Module) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedParameter
 
 from thinwire.sparse import SUPPORTED_DTYPES
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 logger = logging.getLogger("thinwire")
 
@@ -32,16 +35,24 @@ def module_of(model: nn.Module) -> nn.Module:
 def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield parameters by name, without those that DDP ignores: ranks may have others there, of other shapes.
 
-    DDP ignores a name only below the root, and a parameter that has several names only by all of them.
+    DDP ignores a name only below the root, and a parameter that has several names only by all of them. Of a model that
+    FSDP2 shards those are yielded that FSDP ignores: `thinwire.gradients.fsdp` knows the others.
     """
+    shards = is_sharded(model)
     ignored = model.parameters_to_ignore if isinstance(model, DistributedDataParallel) else ()
     known: set[int] = set()
     named = nn.Module.named_parameters(module_of(model), remove_duplicate=False)  # which modules of TorchRec override
     for name, parameter in named:
         is_ignored = (name if "." in name else f".{name}") in ignored
+        is_ignored = is_ignored or (shards and is_dtensor(parameter))
         if not is_ignored and id(parameter) not in known:
             known.add(id(parameter))
             yield name, parameter
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether ``fully_shard``, or the ``replicate`` that is built on it, was called on a module."""
+    return _is_any(module, "torch.distributed.fsdp", "FSDPModule")
 
 
 def is_replicated(module: nn.Module) -> bool:
@@ -51,30 +62,36 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 def find_model(model: nn.Module) -> nn.Module:
-    """Return the model itself, or the one DDP that it wraps, as results of `torch.compile` and Fabric do."""
+    """Return the model itself, or the one DDP or FSDP2 model that it wraps, as `torch.compile` and Fabric do."""
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
         raise ValueError(f"attach needs the model, not {given}: pass a DistributedDataParallel or another nn.Module")
     for module in model.modules():
-        if _is_any(module, "torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel"):
+        if _is_any(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
             raise ValueError(
-                "attach does not take FSDP models yet: a shard has its gradient on one rank only. Use"
-                " DistributedDataParallel, or a plain module"
+                "attach does not take FullyShardedDataParallel, which torch has replaced: shard the model with"
+                " torch.distributed.fsdp.fully_shard"
             )
         if is_replicated(module):
             raise ValueError(INSIDE_DDP)
         _check_engine(module)
-    inside = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, DistributedDataParallel) and module is not model
-    ]
+    inside: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules() if not is_sharded(model) else ():
+        is_inner = is_sharded(module) and any(name.startswith(f"{outer}.") for outer, _ in inside)
+        if (isinstance(module, DistributedDataParallel) or is_sharded(module)) and module is not model and not is_inner:
+            inside.append((name, module))
     if not inside:
         return model
     name, ddp = inside[0]
+    kind = "an FSDP model" if is_sharded(ddp) else "a DistributedDataParallel"
     if len(inside) == 1 and not isinstance(model, DistributedDataParallel) and _has_all_parameters(ddp, model):
-        logger.info("%s is a wrapper of a DistributedDataParallel, %r: attached to that", type(model).__name__, name)
+        logger.info("%s is a wrapper of %s, %r: attached to that", type(model).__name__, kind, name)
         return ddp
+    if is_sharded(ddp):
+        raise ValueError(
+            f"fully_shard was called on parts of this module, such as {name!r}, and not on the whole: call it on the"
+            " module itself too, after its parts"
+        )
     raise ValueError(
         f"there is a DistributedDataParallel inside of this module, which trains other parameters too: attach that one"
         f" instead, with attach(model.{name})"
@@ -109,6 +126,8 @@ def check_parameters(model: nn.Module) -> None:
     """Raise ValueError if a model has no trained parameters, or one that cannot be synchronized."""
     trained = (parameter.device for _, parameter in synchronized_parameters(model) if parameter.requires_grad)
     device = next(trained, None)
+    if is_sharded(model) and device is None:  # FSDP ignores nothing that is trained
+        return
     if next(synchronized_parameters(model), None) is None:
         raise ValueError(
             f"{type(model).__name__} has no parameters, so there is nothing to synchronize: pass the model"
@@ -133,33 +152,37 @@ def check_mesh(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Raise ValueError if a process group, in which gradients are averaged, has several parts of one DTensor."""
     ranks = set(dist.get_process_group_ranks(group))
     for name, parameter in synchronized_parameters(model):
-        for number, placement in enumerate(parameter.placements if is_dtensor(parameter) else ()):
-            mesh = parameter.device_mesh  # type: ignore[attr-defined]
-            others = ranks.intersection(dist.get_process_group_ranks(mesh.get_group(number))) - {dist.get_rank()}
+        tensor: object = parameter
+        if not is_dtensor(tensor):
+            continue
+        for number, placement in enumerate(tensor.placements):
+            line = tensor.device_mesh.get_group(number)
+            others = ranks.intersection(dist.get_process_group_ranks(line)) - {dist.get_rank()}
             if others and not placement.is_replicate():
                 raise ValueError(
-                    f"parameter {name!r} is a DTensor, {placement} over ranks {sorted(others | {dist.get_rank()})}, and"
-                    " gradients are averaged over ranks that have copies: pass process_group=mesh['dp'], the"
+                    f"parameter {name!r} is a DTensor, {placement!r} over ranks {sorted({dist.get_rank(), *others})},"
+                    " and gradients are averaged over ranks that have copies: pass process_group=mesh['dp'], the"
                     " data-parallel dimension of the mesh"
                 )
 
 
-def is_dtensor(tensor: object) -> bool:
+def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
     return _is_any(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def local_of(tensor: Tensor) -> Tensor:
     """Return the part of a DTensor that this rank has, in the same memory, or any other tensor itself."""
-    return tensor.detach().to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    given: object = tensor
+    return given.to_local().detach() if is_dtensor(given) else tensor
 
 
-def like(parameter: Any, local: Tensor) -> Tensor:
+def like(parameter: object, local: Tensor) -> Tensor:
     """Return this rank's part of a DTensor as a DTensor that is laid out like ``parameter``, if that is one."""
     if not is_dtensor(parameter):
         return local
     mesh, placements = parameter.device_mesh, parameter.placements
     shape, stride = parameter.shape, parameter.stride()
-    return type(parameter.data).from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return parameter.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _is_any(value: object, module: str, *names: str) -> bool:

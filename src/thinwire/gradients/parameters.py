@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -314,6 +313,7 @@ class ParameterHooks:
         """Return a hook that does not hold this object, which holds the parameter."""
         weak = weakref.ref(self)
 
+        @torch.compiler.disable
         def hook(parameter: Tensor) -> None:
             hooks = weak()
             if hooks is None:
@@ -466,9 +466,9 @@ class ParameterHooks:
         return torch.cat([*(gradient.reshape(-1) for _, gradient in pairs), used])
 
 
-def broadcast_module(module: nn.Module, process_group: dist.ProcessGroup) -> None:
-    """Broadcast the parameters and buffers of rank 0, as DDP does. Shapes must have been compared before."""
-    for tensor in (*module.parameters(), *module.buffers()):
+def broadcast_all(tensors: Iterable[Tensor], process_group: dist.ProcessGroup) -> None:
+    """Broadcast the values of rank 0, as DDP does. Shapes must have been compared before."""
+    for tensor in tensors:
         data = as_real(local_of(tensor.detach()))
         contiguous = data.contiguous()
         dist.broadcast(contiguous, group=process_group, group_src=0)
@@ -488,7 +488,7 @@ def trained_parameters(module: nn.Module, lookups: LookupRows, names: Mapping[in
             id(parameter) in tables,
         )
         for parameter in module.parameters()
-        if parameter.is_floating_point() or parameter.is_complex()
+        if id(parameter) in names and (parameter.is_floating_point() or parameter.is_complex())
     ]
 
 
@@ -510,10 +510,11 @@ def _hooked(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> Removabl
         parameter.requires_grad_(not frozen)
 
 
-def _lay_out(parameter: Any) -> None:
+def _lay_out(parameter: nn.Parameter) -> None:
     """Lay the gradient of a DTensor out like the parameter: that of a norm may be a part of a sum."""
-    if is_dtensor(parameter) and parameter.grad.placements != parameter.placements:
-        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    gradient: object = parameter.grad
+    if is_dtensor(parameter) and is_dtensor(gradient) and gradient.placements != parameter.placements:
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def _kind(is_sparse: bool) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
@@ -69,10 +69,12 @@ class Backward:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._on_output)
 
+    @torch.compiler.disable
     def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
         del gradients
         self.enter()
 
+    @torch.compiler.disable
     def _end(self) -> None:
         self._callback = None
         self._ended()
@@ -101,12 +103,12 @@ class Guard:
     of the user, a function of torch, or Ctrl-C.
 
     Args:
-        lane: the lane on which peers wait.
+        lanes: the lanes on which peers wait.
         waits_from_output: whether they wait for a pass as soon as it goes through the output of the model.
     """
 
-    def __init__(self, lane: Lane, waits_from_output: bool = True) -> None:
-        self._lane, self._waits_from_output = lane, waits_from_output
+    def __init__(self, lanes: Sequence[Lane], waits_from_output: bool = True) -> None:
+        self._lanes, self._waits_from_output = lanes, waits_from_output
         self._running: weakref.ref[_Pass] | None = None
 
     def enter(self) -> None:
@@ -124,20 +126,27 @@ class Guard:
         """Guard the pass through the output of the model: it may fail before there is any gradient."""
         for tensor in tensors_of(output) if self._waits_from_output else ():
             if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(lambda _: self.enter())
+                tensor.grad_fn.register_prehook(self._on_output)
+
+    @torch.compiler.disable
+    def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
+        del gradients
+        self.enter()
 
     def failed(self, error: BaseException) -> None:
         """Break off after an error in the work at the end of a pass, unless all ranks raise it and stay in step."""
-        if ranks_told(error) < self._lane.world_size:
+        if ranks_told(error) < self._lanes[0].world_size:
             self._broke_off()
 
     def check(self) -> None:
         """Raise ThinwireError at the beginning of a step that cannot be synchronized any more."""
-        self._lane.check("the gradients of this step")
+        for lane in self._lanes:
+            lane.check("the gradients of this step")
 
     def _broke_off(self) -> None:
-        if self._lane.world_size > 1:
-            self._lane.break_off(REASON.format(rank=self._lane.rank))
+        for lane in self._lanes:
+            if lane.world_size > 1:
+                lane.break_off(REASON.format(rank=self._lanes[0].rank))
 
 
 class _Pass:

@@ -71,11 +71,13 @@ class Hook:
 def weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls a bound method as long as its object lives, and returns None afterwards.
 
+    It is never compiled: a compiled train step would compile the hooks that its backward calls.
     It is for hooks of parameters: objects that hold the parameter would keep it alive, and C++ holds the hooks of
     parameters and buckets out of reach of the garbage collector.
     """
     weak = WeakMethod(method)
 
+    @torch.compiler.disable
     def call(*args: Any) -> Any:
         alive = weak()
         return None if alive is None else alive(*args)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import os
 import sys
 import warnings
@@ -80,6 +81,8 @@ def logged(trainer: Any) -> list[dict[str, Any]]:
 def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("thinwire").setLevel(logging.INFO)
     result = {
         "embedding": embedding([]),
         "embedding_exact": embedding([ThinwireCallback(scheme="zen")]),

@@ -120,7 +120,7 @@ def find_model(model: nn.Module) -> nn.Module:
             )
         if is_replicated(module):
             raise ValueError(INSIDE_DDP)
-        check_engine(module, is_whole=module is model)
+        check_engine(module)
     inside: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules() if not is_sharded(model) else ():
         is_inner = is_sharded(module) and any(name.startswith(f"{outer}.") for outer, _ in inside)
@@ -148,7 +148,7 @@ def find_model(model: nn.Module) -> nn.Module:
     )
 
 
-def check_engine(module: nn.Module, is_whole: bool = False) -> None:
+def check_engine(module: nn.Module) -> None:
     """Raise ValueError for what DeepSpeed or TorchRec synchronizes where no DDP is seen: in hooks, and in lists."""
     for hook in module._forward_pre_hooks.values():
         if getattr(hook, "__qualname__", "").startswith("DeepSpeedEngine."):
@@ -158,8 +158,8 @@ def check_engine(module: nn.Module, is_whole: bool = False) -> None:
                     "a DeepSpeed engine reduces the gradients of this module by itself, so they would travel twice:"
                     " with ZeRO stage 0 use thinwire.integrations.deepspeed.attach(engine), else train without attach"
                 )
-    lookups = [entry for part in module.modules() for entry in getattr(part, "_lookups", ())] if is_whole else []
-    if hasattr(module, "_dmp_wrapped_module") and any(isinstance(entry, DistributedDataParallel) for entry in lookups):
+    parts = module.modules() if hasattr(module, "_dmp_wrapped_module") else ()
+    if any(isinstance(lookup, DistributedDataParallel) for part in parts for lookup in getattr(part, "_lookups", ())):
         raise ValueError(
             "this DistributedModelParallel has replicated tables in DDPs of their own: use"
             " thinwire.integrations.torchrec.attach(model), which attaches to them and to its dense parameters"

@@ -180,7 +180,7 @@ class LookupRows:
         self.found: set[int] = set()  # candidates that are looked up, and used in no other way
         if self._handles or self.candidates:
             self._handles.append(module.register_forward_pre_hook(Hook(self._before_forward)))
-            self._search = module.register_forward_hook(Hook(self._after_model))
+            self._search: RemovableHandle | None = module.register_forward_hook(Hook(self._after_model))
             self._handles.append(self._search)
 
     def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
@@ -198,7 +198,9 @@ class LookupRows:
         if lookup is None or gradient is None:
             return None
         moved = bucket is not None and lookup.is_unwritten and _share_memory(gradient, bucket)
-        return torch.cat(lookup.ids) if moved or lookup.produced(gradient) else None
+        if not (moved or lookup.produced(gradient)):
+            return None
+        return lookup.ids[0] if len(lookup.ids) == 1 else torch.cat(lookup.ids)
 
     def settle(self, parameter: Tensor) -> None:
         """Note which rows of the gradient that has just been accumulated are known."""
@@ -267,8 +269,9 @@ class LookupRows:
         """Follow the lookups that no module announced; if the first graph has none, search no further."""
         if torch.compiler.is_compiling() or not any(tensor.requires_grad for tensor in tensors_of(output)):
             return
-        if not self._follow_all(output, NODES_OF_A_MODEL):
+        if self._search is not None and not self._follow_all(output, NODES_OF_A_MODEL):
             self._search.remove()
+            self._search = None
 
     def _follow_all(self, output: object, most: int) -> bool:
         """Follow the lookups in a graph, and return whether there are any that are not followed yet."""
@@ -292,7 +295,8 @@ class LookupRows:
 
     def _follow(self, weight: Any, node: Any, ids: Tensor) -> None:
         """Note the gradient of a lookup when its node has made it, or fold it into that of an earlier one."""
-        node.metadata[_FOLLOWED] = True
+        if self._search is not None:  # which finds it again
+            node.metadata[_FOLLOWED] = True
         looked_up = ids.detach().flatten()
 
         def after_backward(made: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> Any:

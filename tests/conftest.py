@@ -15,6 +15,7 @@ from hypothesis import settings
 
 from compiled import compiled_functions
 from thinwire import kernels
+from thinwire.lab.demo import corpus
 from thinwire.lab.testbed import launch
 
 # Nightly there are more of them: see the Makefile.
@@ -41,6 +42,17 @@ def seeds() -> None:
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def small_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text of 300 words of falling frequency, each second one from the one before, every fourth of a subject."""
+    generator = np.random.default_rng(0)
+    tokens = (generator.random(60_000) ** 3 * 300).astype(np.int32)
+    tokens[1::2] = (tokens[::2] * 7 + 1) % 300
+    tokens[::4] = generator.integers(0, 300, 60_000 // 80).repeat(20)
+    text = corpus.Corpus(tokens, tuple(map(str, range(300))))
+    monkeypatch.setattr(corpus, "load", lambda: text)
 
 
 @pytest.fixture(scope="module")

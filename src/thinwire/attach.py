@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.lane import Group, resolve_group, telling_peers
@@ -22,7 +22,17 @@ from thinwire.fuse.named import default_policies
 from thinwire.fuse.policy import Policy
 from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression, check_scaler
 from thinwire.gradients.ddp import check_buckets
-from thinwire.gradients.model import check_parameters, find_model, module_of, synchronized_parameters
+from thinwire.gradients.fsdp import sharding_of
+from thinwire.gradients.model import (
+    check_mesh,
+    check_parameters,
+    find_model,
+    is_sharded,
+    leave_out,
+    local_of,
+    module_of,
+    synchronized_parameters,
+)
 from thinwire.gradients.tables import tables_of
 from thinwire.plan.plan import Plan
 from thinwire.sync.named import AUTO, resolve
@@ -37,6 +47,7 @@ def attach(
     timeout: timedelta | None = None,
     *,
     process_group: Group = None,
+    exclude: str | Iterable[str | Tensor] = (),
     compress: Compress | None = None,
     exchange: str | Scheme | TwoLevel = AUTO_EXCHANGE,
     grad_scaler: GradScaler | None = None,
@@ -65,6 +76,8 @@ def attach(
         timeout: how long to wait for a peer; None means the timeout of the model's process group.
         process_group: the ranks that have a copy of a plain module, as a ProcessGroup or a one-dimensional DeviceMesh
             such as ``mesh["dp"]``; None for all ranks. DDP has its own.
+        exclude: parameters and buffers of a plain module that are left alone, on all ranks alike: names, patterns of
+            names (``fnmatch``), or parameters. Each rank has its own there. DDP has its own list.
         compress: a compressor of `thinwire.compress`, for all matrices of 1024 elements or more; or a policy, which is
             a function from a ``Parameter`` to a compressor or None; or compressors by name pattern (``fnmatch``).
             Biased compressors without a memory get error feedback.
@@ -100,9 +113,13 @@ def attach(
     _check_arguments(scheme, timeout, grad_scaler)
     group = _group_of(model, process_group)
     with telling_peers(group, timeout):
+        leave_out(model, exclude)
         check_parameters(model)
+        check_mesh(model, group)
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
+    if (plan is not None or fuse is not None) and is_sharded(model):
+        raise ValueError("FSDP decides which gradients travel together: leave out plan= and fuse=, and pass compress=")
     if fallback:
         _check_fallback(model, plan)
     if plan is not None:
@@ -148,6 +165,9 @@ def _plans(
     timeout: timedelta | None,
 ) -> dict[str, Planned]:
     """Return the method of each compressed parameter; a plan is checked first."""
+    sharding = sharding_of(model)
+    if sharding is not None and isinstance(compression, Compression):
+        return sharding.plans(compression)
     parameters = _dense_parameters(model)
     if isinstance(compression, Compression):
         return compression.plans(parameters, group.size())
@@ -159,11 +179,15 @@ def _plans(
 
 
 def _group_of(model: nn.Module, process_group: Group) -> dist.ProcessGroup:
-    if not isinstance(model, DistributedDataParallel):
+    sharding = sharding_of(model)
+    if isinstance(model, DistributedDataParallel):
+        wrapper, own = "DDP", resolve_group(model.process_group)
+    elif sharding is not None:
+        wrapper, own = "FSDP", sharding.group()
+    else:
         return resolve_group(process_group)
-    own = resolve_group(model.process_group)
     if process_group is not None and resolve_group(process_group) != own:
-        raise ValueError("DDP averages over the process group that it was built with: leave out process_group=")
+        raise ValueError(f"{wrapper} averages over the ranks that it was built with: leave out process_group=")
     return own
 
 
@@ -238,7 +262,7 @@ def _dense_parameters(model: nn.Module) -> list[Parameter]:
     """Return what can be compressed: real trained parameters that are no embedding tables."""
     tables = {id(table) for table in tables_of(model)}
     return [
-        Parameter(name, tuple(parameter.shape), parameter.dtype)
+        Parameter(name, tuple(local_of(parameter).shape), parameter.dtype)
         for name, parameter in synchronized_parameters(model)
         if parameter.requires_grad and not parameter.is_complex() and id(parameter) not in tables
     ]

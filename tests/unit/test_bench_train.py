@@ -17,7 +17,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from thinwire.cli.main import app
-from thinwire.lab.bench.jobs.digits import DigitsJob
+from thinwire.lab.bench.jobs.images import DigitsJob
 from thinwire.lab.bench.jobs.job import Data, Job, Samples
 from thinwire.lab.bench.jobs.named import JOBS, get_job
 from thinwire.lab.bench.jobs.own import JobError, same_random_numbers_after
@@ -30,6 +30,7 @@ from thinwire.lab.bench.train.report import build_report
 from thinwire.lab.bench.train.rows import against_dense, curve_of, row_of
 from thinwire.lab.bench.train.summary import summarize, verdict
 from thinwire.plan.plan import STOCK, Group, Plan
+from thinwire.sync.named import NAMED
 
 BEHIND = "top_k:fuse=layerwise:ahead=False"
 CONTRACT = {
@@ -38,23 +39,6 @@ CONTRACT = {
     "bytes_source", "final_loss", "seconds_to_dense_loss", "loss_curve", "seconds_curve", "curve_steps", "density",
     "parameters",
 }  # fmt: skip
-
-
-def random_text(job: Job, count: int = 256) -> Data:
-    """Words that follow from the one before, so that there is something to learn."""
-    words = torch.randint(0, 50, (count, 1)) + torch.arange(25)
-    samples = Samples((words[:, :-1] % 50).short(), (words[:, 1:] % 50).short())
-    return Data(samples, samples)
-
-
-def random_images(count: int = 320) -> Data:
-    labels = torch.randint(0, 10, (count,)).short()
-    images = torch.randn(10, 1, 8, 8)[labels.long()] + 0.1 * torch.randn(count, 1, 8, 8)
-    return Data(Samples(images, labels), Samples(images[:32], labels[:32]))
-
-
-def data_of(job: Job) -> Data:
-    return random_images() if job.name == "digits" else random_text(job)
 
 
 @pytest.fixture(params=JOBS.values(), ids=JOBS)
@@ -67,43 +51,24 @@ def test_a_model_follows_from_its_seed_alone(job: Job) -> None:
     first, same, other = (torch.cat([parameter.flatten() for parameter in model.parameters()]) for model in models)
     assert torch.equal(first, same)
     assert not torch.equal(first, other)
-    assert 4e6 < 4 * first.numel() < 12e6, "gradients that a link of 100 Mbit/s feels"
+    assert 4e6 < 4 * first.numel() < 24e6, "gradients that a link of 100 Mbit/s feels"
     state = torch.random.get_rng_state()
     job.model(5)
     assert torch.equal(torch.random.get_rng_state(), state)
 
 
-def test_no_table_of_embeddings_escapes_compression(job: Job) -> None:
-    assert not [module for module in job.model(0).modules() if isinstance(module, nn.Embedding)]
-
-
 def test_ranks_share_each_batch_of_one_rank(job: Job) -> None:
     """The batches of 4 ranks together are one of a job that has four times the batch: no sample twice in an epoch."""
-    data = Data(Samples(torch.arange(500), torch.arange(500)), Samples(torch.arange(4), torch.arange(4)))
+    number = max(500, 10 * job.batch_size)
+    data = Data(Samples(torch.arange(number), torch.arange(number)), Samples(torch.arange(4), torch.arange(4)))
     ranks = [list(islice(job.batches(data, rank, 4, seed=1), 16)) for rank in range(4)]
     again = list(islice(job.batches(data, 2, 4, seed=1), 16))
     assert all(torch.equal(a.inputs, b.inputs) for a, b in zip(ranks[2], again, strict=True))
-    per_epoch = 500 // (4 * job.batch_size)
+    per_epoch = number // (4 * job.batch_size)
     epoch = torch.cat([batch.inputs for batches in ranks for batch in batches[:per_epoch]])
     assert epoch.unique().numel() == epoch.numel() == per_epoch * 4 * job.batch_size
     with pytest.raises(ValueError, match="too few"):
         next(job.batches(data, 0, 1000, seed=0))
-
-
-def test_a_few_steps_lower_the_loss(job: Job) -> None:
-    model, data = job.model(0), data_of(job)
-    optimizer = job.optimizer(model.parameters())
-    losses = []
-    for step, batch in enumerate(islice(job.batches(data, 0, 1, 0), 15)):
-        for group in optimizer.param_groups:
-            group["lr"] = job.learning_rate * job.learning_rate_share(step, 100)
-        optimizer.zero_grad()
-        loss = job.loss(model, batch)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), job.clip_norm or math.inf)
-        optimizer.step()
-        losses.append(loss.item())
-    assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
 
 
 def test_the_learning_rate_rises_falls_and_stays() -> None:
@@ -191,9 +156,24 @@ def test_settings_are_read_from_the_name_of_a_method() -> None:
         parse("top_k:0.001")
 
 
-@pytest.mark.parametrize("name", [*TORCH_METHODS, *SETTINGS])
+@pytest.mark.parametrize("name", [*TORCH_METHODS, *SETTINGS, *NAMED])
 def test_every_setting_fits_its_constructor(name: str) -> None:
     method_of(name, get_job("lstm"), steps=100, world_size=2)
+
+
+def test_names_that_are_left_out_stay_exact() -> None:
+    matrix = torch.empty(64, 64)
+    method = method_of("top_k:leave=words*", get_job("gpt"), steps=100, world_size=2)
+    assert not method.compresses("words.weight", matrix)
+    assert method.compresses("blocks.0.attention_in.weight", matrix)
+
+
+def test_dgc_without_momentum_takes_any_optimizer() -> None:
+    """Under AdamW the momentum of DGC would be a second one; the job has none, so DGC has none."""
+    layer = nn.Linear(64, 32)
+    method = method_of("dgc", get_job("gpt"), 100, 2)
+    adam = set_up_optimizer(torch.optim.AdamW(layer.parameters(), lr=0.1), method, layer, "dgc")
+    assert [group["lr"] for group in adam.param_groups] == [0.1, 0.1]
 
 
 @pytest.mark.parametrize(
@@ -297,6 +277,7 @@ def row(method: str, seconds: float | None, seed: int = 0, loss: float | None = 
     ("seconds", "says"),
     [
         ({"ddp": 10.0, "bf16": 8.0, "top_k": 4.0}, "Compression pays on this link: top_k .* 2.50x .* and 2.00x"),
+        ({"ddp": 10.0, "bf16": 8.0, "zen": 4.0}, "Exact synchronization pays on this link: zen .* 2.50x"),
         ({"ddp": 10.0, "bf16": 10.4, "top_k": 11.0}, "does not pay on this link: the best, bf16, .* 0.96x"),
         ({"ddp": 10.0, "bf16": 5.0, "top_k": 6.0}, "nothing beats bf16 .* top_k, 1.67x"),
         ({"ddp": 10.0, "top_k": None}, "does not pay .* no other method reached .* within its steps: top_k"),
@@ -353,7 +334,14 @@ def test_a_run_without_a_link(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["--job", "resnet"], "legal are lstm, digits, gpt"),
+        (["--job", "alexnet"], "legal are lstm, digits, gpt"),
+        (["--job", "digits", "--scale", "1"], "digits has one size"),
+        (["--job", "nowhere/train.py:make", "--scale", "1"], "has no scale"),
+        (["--job", "gpt", "--scale", "2"], "at most 1"),
+        (["--job", "gpt:depth=3"], "no setting 'depth'; legal are steps, batch_size"),
+        (["--job", "gpt:length=long"], "length of the job gpt is int such as 24, not 'long'"),
+        (["--job", "gpt:optimizer=lion"], "legal are sgd, adamw and adagrad"),
+        (["--job", "gpt:autocast=int8"], "autocast is bfloat16 or float16"),
         (["--job", "nowhere/train.py:make"], "no file nowhere/train.py"),
         (["--methods", "ddp,zip"], "legal are ddp"),
         (["--methods", "ddp,ddp"], "named twice"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from thinwire.lab.testbed.network import Link
 
-WORKLOADS = "bert, deepfm, llm_dgc, lstm, nmt"
+WORKLOADS = "bert, deepfm, dlrm, llm_dgc, lstm, nmt, word2vec, xlmr"
 SCHEMES = (
     "dense, agsparse, agsparse_coded, sparse_ps, balanced_parallelism, zen, column_split, union_split, zen_elements,"
     " omnireduce, omnireduce_contiguous, dense_ps, dense_ring, dense_halving_doubling, agsparse_ring,"
@@ -23,7 +23,7 @@ SCHEMES = (
     " hierarchical_centralization, auto, agsparse_torch"
 )
 DTYPES = "float32, float64, bfloat16, float16"
-JOBS = "lstm, digits, gpt"
+JOBS = "lstm, digits, gpt, xlmr, dlrm, deepfm, nmt, bert, vgg, resnet, word2vec"
 METHODS = (
     "ddp, bf16, powersgd_torch, thinwire, exact, plan, top_k, dgc, gaussian_k, redsync, sidco, ms_top_k, random_k,"
     " sign_sgd, ef_sign_sgd, qsgd, terngrad, natural, int8, fp8, fp16, power_sgd, acp_sgd, atomo, ok_topk, hi_top_k"

@@ -55,11 +55,7 @@ def sync(
     warm_up: int = typer.Option(0, metavar="N", min=0, help="Full turns before those that count."),
     seed: int = option("--seed", 0),
     dtype: str = typer.Option("float32", help=f"One of {DTYPES}."),
-    scale: float = typer.Option(
-        None,
-        help="Shrink the workload's table to this share; by default a dense gradient is about 80 MB.",
-        show_default=False,
-    ),
+    scale: float = option("--scale", None, ", of the rows of a table; by default a dense gradient is about 80 MB"),
     sizes: str = typer.Option(
         None,
         metavar="SIZES",

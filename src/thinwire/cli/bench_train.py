@@ -36,14 +36,16 @@ def train(
     job: str = option(
         "--job",
         "lstm",
-        f": {JOBS}; or module:function or file.py:function, which returns (model, make_batch, loss) and, if it has one,"
-        " the optimizer",
+        f": {JOBS}, with settings behind a colon (gpt:autocast=bfloat16); or module:function or file.py:function,"
+        " which returns (model, make_batch, loss) and, if it has one, the optimizer",
     ),
     methods: str = option(
         "--methods",
         "ddp,bf16,top_k,ef_sign_sgd,power_sgd",
-        f", of: {METHODS}. Settings behind a colon: top_k:density=0.001, plan:plan.json",
+        f", of: {METHODS}; or a scheme of bench sync, such as zen. Settings behind a colon: top_k:density=0.001,"
+        " plan:plan.json",
     ),
+    scale: float = option("--scale", None, ", of the parameters of a job; by default it is sized for two cores"),
     hosts: int = option("--hosts", None, ", one rank each; 8 by default"),
     link: str = option("--link", None, "; none for loopback; 100mbit by default"),
     seeds: int = typer.Option(3, help="Runs of each method, from other initial parameters and orders of the data."),
@@ -76,6 +78,7 @@ def train(
             link=speed,
             seeds=seeds,
             steps=steps,
+            scale=scale,
             extra=extra,
         )
         result = _run(benchmark, quiet)

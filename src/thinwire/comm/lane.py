@@ -69,6 +69,8 @@ def resolve_group(process_group: Group) -> dist.ProcessGroup:
             raise ValueError(
                 f"the DeviceMesh has {process_group.ndim} dimensions; pass one of them, such as mesh['dp']"
             )
+        if process_group.get_coordinate() is None:
+            raise ValueError("this rank is not in the mesh: only its ranks may call this")
         return process_group.get_group()
     if process_group == dist.GroupMember.NON_GROUP_MEMBER:
         raise ValueError("this rank is not in the process group: only its members may call this")

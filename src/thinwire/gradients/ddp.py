@@ -122,6 +122,7 @@ class _Dispatcher:
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
         return copy, (allreduce_hook,)
 
+    @torch.compiler.disable  # a compiled train step would compile what its backward calls, and fail here
     def __call__(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         del state
         if not isinstance(bucket, dist.GradBucket):
@@ -422,6 +423,7 @@ class LeftToDdp:
             self._since = time.perf_counter()
             Variable._execution_engine.queue_callback(self._computed)
 
+    @torch.compiler.disable
     def _computed(self) -> None:
         self._since = time.perf_counter()
         self._begin()
@@ -436,6 +438,7 @@ def _watched(parameter: nn.Parameter, left: LeftToDdp) -> RemovableHandle:
     """Register a hook that does not hold what holds the parameter."""
     weak = weakref.ref(left)
 
+    @torch.compiler.disable
     def hook(parameter: Tensor) -> None:
         del parameter
         alive = weak()

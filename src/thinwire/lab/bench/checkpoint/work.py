@@ -149,7 +149,7 @@ class Trainer:
     @staticmethod
     def _named(job: Job) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = job.model(seed=0)
-        return model, job.optimizer(model.parameters())
+        return model, job.make_optimizer(model.parameters())
 
     def step(self) -> Tensor:
         """Make one training step and return the loss of this rank's batch."""

@@ -1,12 +1,13 @@
-"""Base of training jobs: samples, a model, and the settings with which stock DDP trains it well."""
+"""Base of training jobs: samples, a model of any size, and the settings with which stock DDP trains it well."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -43,30 +44,69 @@ class Data:
 
 @dataclass(frozen=True)
 class Job(ABC):
-    """A training of a classifier: of images, or of the next word at every position of a text.
+    """A training of a model whose loss is a mean over samples.
 
-    Stochastic gradient descent with Nesterov momentum; the learning rate rises over ``warm_up_steps`` and falls to a
-    twentieth by a half cosine. The settings were searched for stock DDP alone.
+    The learning rate rises over ``warm_up_steps`` and falls to a twentieth by a half cosine. The settings were searched
+    for stock DDP alone. A job's other fields are its shape; the defaults are sized for two cores.
 
     Args:
         steps: default number of steps.
         batch_size: samples a rank and step.
+        optimizer: "sgd" (with Nesterov momentum), "adamw" or "adagrad".
         learning_rate: the highest learning rate.
         clip_norm: largest norm of the synchronized gradient; None leaves it alone.
         label_smoothing: smoothing of labels in training and in measuring.
+        autocast: dtype of `torch.autocast` in the forward pass, such as "bfloat16"; empty for none.
         judged_by: name of the loss that compares methods.
     """
 
-    name = ""
+    published: ClassVar[Mapping[str, Any]] = {}
+    """The fields that make the shape of a paper or a released model; empty if there is none."""
+    published_parameters: ClassVar[float] = 0.0
+    """Number of parameters that the source of that shape states."""
 
+    name: str = ""
     steps: int = 300
     batch_size: int = 8
+    optimizer: str = "sgd"
     learning_rate: float = 0.1
     momentum: float = 0.9
     warm_up_steps: int = 20
     clip_norm: float | None = None
     label_smoothing: float = 0.0
+    autocast: str = ""
     judged_by: str = "held-out loss"
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in ("sgd", "adamw", "adagrad"):
+            raise ValueError(f"unknown optimizer {self.optimizer!r}; legal are sgd, adamw and adagrad")
+        if self.autocast not in ("", "bfloat16", "float16"):
+            raise ValueError(f"autocast is bfloat16 or float16, not {self.autocast!r}")
+        if self.optimizer != "sgd":
+            object.__setattr__(self, "momentum", 0.0)
+
+    def scaled(self, scale: float) -> Self:
+        """Return the job with about ``scale`` times the parameters of the published model, and its very shape at 1.
+
+        Each size lies between that of this job and the published one, on a geometric scale.
+
+        Raises:
+            ValueError: the job has no published shape, or the scale is not in (0, 1].
+        """
+        if not self.published:
+            raise ValueError(f"{self.name} has one size: leave out the scale")
+        if not 0.0 < scale <= 1.0:
+            raise ValueError(f"a scale is larger than 0 and at most 1, the published model, not {scale}")
+        own = self.num_parameters / self.published_parameters
+        share = 1.0 - math.log(scale) / math.log(own)
+        sizes = {name: _between(getattr(self, name), value, share) for name, value in self.published.items()}
+        return replace(self, **sizes)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Number of parameters of the model, which is not allocated for that."""
+        with torch.device("meta"):
+            return sum(parameter.numel() for parameter in self.network().parameters())
 
     @abstractmethod
     def load(self) -> Data:
@@ -74,7 +114,7 @@ class Job(ABC):
 
     @abstractmethod
     def network(self) -> nn.Module:
-        """Create a model with parameters drawn from torch's default generator. It returns logits, classes last."""
+        """Create a model with parameters drawn from torch's default generator; `objective` knows what it returns."""
 
     def model(self, seed: int) -> nn.Module:
         """Create the model with the initial parameters of a seed; the state of torch's generator is left as it was."""
@@ -104,7 +144,8 @@ class Job(ABC):
 
         batches = self.batches(data or self.load(), rank, world_size, seed)
         model = self.model(seed)
-        return Training(model, lambda: next(batches), self.loss, self.optimizer(model.parameters()), self.clip)
+        torch.manual_seed(seed * world_size + rank + 1)  # of what a loss draws: other candidates on each rank
+        return Training(model, lambda: next(batches), self.loss, self.make_optimizer(model.parameters()), self.clip)
 
     def optimizer_of(self, training: Training) -> torch.optim.Optimizer:
         """Return the optimizer of the training."""
@@ -119,14 +160,24 @@ class Job(ABC):
         return data.held_out.take(share), len(share)
 
     def loss(self, model: nn.Module, batch: Samples) -> Tensor:
-        """Return the mean cross entropy in nats, a scalar."""
+        """Return the loss of a batch, a scalar, under `autocast`."""
+        dtype = getattr(torch, self.autocast or "float32")
+        with torch.autocast(batch.inputs.device.type, dtype, enabled=bool(self.autocast)):
+            return self.objective(model, batch)
+
+    def objective(self, model: nn.Module, batch: Samples) -> Tensor:
+        """Return the mean cross entropy in nats of logits, classes last; targets of -100 do not count."""
         logits = model(batch.inputs)
         return functional.cross_entropy(
             logits.flatten(end_dim=-2), batch.targets.flatten(), label_smoothing=self.label_smoothing
         )
 
-    def optimizer(self, parameters: Iterable[Tensor] | Iterable[dict[str, Any]]) -> torch.optim.SGD:
+    def make_optimizer(self, parameters: Iterable[Tensor] | Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
         """Create the optimizer at the highest learning rate; multiply it by `learning_rate_share`."""
+        if self.optimizer == "adamw":
+            return torch.optim.AdamW(parameters, lr=self.learning_rate)
+        if self.optimizer == "adagrad":
+            return torch.optim.Adagrad(parameters, lr=self.learning_rate)
         return torch.optim.SGD(parameters, lr=self.learning_rate, momentum=self.momentum, nesterov=self.momentum > 0.0)
 
     def clip(self, model: nn.Module) -> None:
@@ -139,3 +190,10 @@ class Job(ABC):
         rise = min(1.0, (step + 1) / max(1, self.warm_up_steps))
         fall = 0.5 * (1.0 + math.cos(math.pi * min(1.0, step / steps)))
         return rise * (_LAST_LEARNING_RATE + (1.0 - _LAST_LEARNING_RATE) * fall)
+
+
+def _between(own: Any, published: Any, share: float) -> Any:
+    """Return the size at a share of the way, on a geometric scale; element by element for tuples."""
+    if isinstance(own, tuple):
+        return tuple(_between(*pair, share) for pair in zip(own, published, strict=True))
+    return max(1, round(own ** (1.0 - share) * published**share))

@@ -36,6 +36,7 @@ class TrainBenchmark:
         methods: texts for `methods.method_of`; "ddp" is always run first.
         steps: number of steps; None for the job's own number.
         seeds: number of seeds, from 0, for the initial parameters and for the order of the data.
+        scale: size of the job's model against the published one, see `Job.scaled`; None for the job's own.
         extra: share of the steps that a method may train on, at the last learning rate, to reach the loss of ddp.
 
     Raises:
@@ -48,6 +49,7 @@ class TrainBenchmark:
     link: Link = Link(None)  # noqa: RUF009  # frozen
     seeds: int = 3
     steps: int | None = None
+    scale: float | None = None
     extra: float = 0.25
     timeout_seconds: float = 7200.0
 
@@ -63,7 +65,7 @@ class TrainBenchmark:
 
     @property
     def the_job(self) -> Job | OwnJob:
-        return parse_job(self.job)
+        return parse_job(self.job, self.scale)
 
     @property
     def num_steps(self) -> int:

@@ -1,9 +1,11 @@
 """Methods of `thinwire bench train` by name, and their settings.
 
 ``NAME`` has the settings of the table below; ``NAME:density=0.001`` changes some of them. Every method of thinwire
-also accepts ``warm_up``, the share of the steps over which `thinwire.compress.warm_up` leads to it, and ``exchange``,
-``fuse`` and ``ahead``, which are passed on to `thinwire.attach`. With ``fuse``, ``ahead=False`` and ``plan`` the model
-is a plain module, whose gradients can travel in any groups; see `thinwire.lab.bench.train.planned`.
+also accepts ``warm_up``, the share of the steps over which `thinwire.compress.warm_up` leads to it, ``leave``, a
+pattern (`fnmatch`) of names that stay exact, and ``exchange``, ``fuse`` and ``ahead``, which are passed on to
+`thinwire.attach`. With ``fuse``, ``ahead=False`` and ``plan`` the model is a plain module, whose gradients can travel
+in any groups; see `thinwire.lab.bench.train.planned`. The name of a scheme, such as "zen", is `thinwire.attach` with
+that scheme for embedding tables.
 """
 
 from __future__ import annotations
@@ -11,16 +13,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from thinwire.compress.assign import leave_small
+from thinwire.compress.base import Parameter
 from thinwire.compress.named import construct, split
 from thinwire.lab.bench.jobs.job import Job
 from thinwire.lab.bench.jobs.own import OwnJob
 from thinwire.lab.bench.train.account import Account, Attached
 from thinwire.lab.bench.train.planned import Planning, grouping
 from thinwire.plan.plan import Plan
+from thinwire.sync.named import AUTO, NAMED
 
 DDP, BF16, POWER_SGD_TORCH, THINWIRE, PLAN = "ddp", "bf16", "powersgd_torch", "thinwire", "plan"
 EXACT = "exact"
@@ -112,9 +118,10 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
     if name == PLAN:
         return Method(_unplanned, planning=Planning.of(settings, world_size))
     attach_settings, is_plain = grouping(settings)
-    if name in (THINWIRE, EXACT):
+    if name in (THINWIRE, EXACT, *NAMED):
         _refuse(name, settings)
-        return Method(lambda model: ThinwireMethod(model, **attach_settings), is_plain=is_plain)
+        scheme = name if name in NAMED else AUTO
+        return Method(lambda model: ThinwireMethod(model, scheme=scheme, **attach_settings), is_plain=is_plain)
     setting = SETTINGS[name]
     arguments = dict(setting.arguments)
     if setting.of_run is not None:
@@ -122,11 +129,12 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
     arguments |= settings
     warm_up = arguments.pop("warm_up", 0.0)
     attach_settings |= {"exchange": arguments.pop("exchange")} if "exchange" in arguments else {}
-    compressor = _warmed_up(construct(name, arguments), round(warm_up * steps))
+    leave = str(arguments.pop("leave", ""))
+    compress = _policy(_warmed_up(construct(name, arguments), round(warm_up * steps)), leave)
     return Method(
-        lambda model: ThinwireMethod(model, compress=compressor, **attach_settings),
-        _compressed_by(compressor),
-        setting.optimizer_momentum,
+        lambda model: ThinwireMethod(model, compress=compress, **attach_settings),
+        lambda key, tensor: compress(Parameter(key, tuple(tensor.shape), tensor.dtype)) is not None,
+        setting.optimizer_momentum or arguments.get("momentum") == 0.0,
         setting.clips_after_sum,
         setting.learning_rate_scale,
         is_plain=is_plain,
@@ -155,7 +163,7 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     if text.startswith(f"{PLAN}:") and "=" not in text:
         return PLAN, {"file": text.removeprefix(f"{PLAN}:")}
     name, settings = split(text)
-    legal = (*NAMES, *SETTINGS)
+    legal = (*NAMES, *NAMED, *SETTINGS)
     if name not in legal:
         raise ValueError(f"unknown method {name!r}; legal are {', '.join(legal)}")
     return name, settings
@@ -185,13 +193,10 @@ def _warmed_up(compressor: Any, steps: int) -> Any:
     return warm_up(with_memory(compressor), steps) if steps else compressor
 
 
-def _compressed_by(compressor: Any) -> Callable[[str, Tensor], bool]:
+def _policy(compressor: Any, leave: str) -> Callable[[Parameter], Any]:
     """The decision of `thinwire.attach` for a parameter that is no embedding table; tables travel as exact rows."""
-    from thinwire.compress import leave_small
-    from thinwire.compress.base import Parameter
-
-    policy = leave_small(compressor)
-    return lambda name, tensor: policy(Parameter(name, tuple(tensor.shape), tensor.dtype)) is not None
+    large = leave_small(compressor)
+    return lambda parameter: None if fnmatchcase(parameter.name, leave) else large(parameter)
 
 
 class ThinwireMethod:

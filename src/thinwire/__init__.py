@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from thinwire.all_reduce import sparse_all_reduce
     from thinwire.attach import attach
     from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, PeerError, ThinwireError
+    from thinwire.gradients.fsdp import embedding_tables
     from thinwire.plan.plan import Plan
     from thinwire.sparse import SparseRows
     from thinwire.sync.scheme import Scheme
@@ -34,6 +35,7 @@ __all__ = [
     "attach",
     "checkpoint",
     "compress",
+    "embedding_tables",
     "errors",
     "fuse",
     "integrations",
@@ -53,6 +55,7 @@ _MODULE_OF = {
     "Synchronizer": "synchronizer",
     "ThinwireError": "errors",
     "attach": "attach",
+    "embedding_tables": "gradients.fsdp",
     "sparse_all_reduce": "all_reduce",
 }
 
@@ -81,6 +84,9 @@ class _Package(ModuleType):
         if name in _MODULE_OF and isinstance(value, ModuleType):
             return
         super().__setattr__(name, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return import_module, (self.__name__,)  # cloudpickle, by which Ray ships functions, knows plain modules only
 
 
 sys.modules[__name__].__class__ = _Package

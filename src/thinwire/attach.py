@@ -22,10 +22,12 @@ from thinwire.fuse.named import default_policies
 from thinwire.fuse.policy import Policy
 from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression, check_scaler
 from thinwire.gradients.ddp import check_buckets
+from thinwire.gradients.fsdp import sharding_of
 from thinwire.gradients.model import (
     check_mesh,
     check_parameters,
     find_model,
+    is_sharded,
     local_of,
     module_of,
     synchronized_parameters,
@@ -111,6 +113,8 @@ def attach(
         check_mesh(model, group)
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
+    if (plan is not None or fuse is not None) and is_sharded(model):
+        raise ValueError("FSDP decides which gradients travel together: leave out plan= and fuse=, and pass compress=")
     if fallback:
         _check_fallback(model, plan)
     if plan is not None:
@@ -156,6 +160,9 @@ def _plans(
     timeout: timedelta | None,
 ) -> dict[str, Planned]:
     """Return the method of each compressed parameter; a plan is checked first."""
+    sharding = sharding_of(model)
+    if sharding is not None and isinstance(compression, Compression):
+        return sharding.plans(compression)
     parameters = _dense_parameters(model)
     if isinstance(compression, Compression):
         return compression.plans(parameters, group.size())
@@ -167,11 +174,15 @@ def _plans(
 
 
 def _group_of(model: nn.Module, process_group: Group) -> dist.ProcessGroup:
-    if not isinstance(model, DistributedDataParallel):
+    sharding = sharding_of(model)
+    if isinstance(model, DistributedDataParallel):
+        wrapper, own = "DDP", resolve_group(model.process_group)
+    elif sharding is not None:
+        wrapper, own = "FSDP", sharding.group()
+    else:
         return resolve_group(process_group)
-    own = resolve_group(model.process_group)
     if process_group is not None and resolve_group(process_group) != own:
-        raise ValueError("DDP averages over the process group that it was built with: leave out process_group=")
+        raise ValueError(f"{wrapper} averages over the ranks that it was built with: leave out process_group=")
     return own
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from functools import partial
@@ -30,9 +30,10 @@ from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.compression import Compression, Planned, PlannedCompression
 from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug
 from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_native
+from thinwire.gradients.fsdp import ShardedHooks, sharding_of
 from thinwire.gradients.fused import FusedSync
 from thinwire.gradients.model import module_of, synchronized_parameters
-from thinwire.gradients.parameters import ParameterHooks, broadcast_module, places_of, trained_parameters
+from thinwire.gradients.parameters import ParameterHooks, broadcast_all, places_of, trained_parameters
 from thinwire.gradients.passes import Guard, Passes
 from thinwire.gradients.tables import LookupRows, has_tables, weakly
 from thinwire.observe.step import Clock, ParameterRecord
@@ -69,18 +70,25 @@ class Synchronizer:
         trained = (parameter.device for _, parameter in synchronized_parameters(model) if parameter.requires_grad)
         device = next(trained, torch.device("cpu"))
         self._staging = staging_for(device)
-        self._lane = Lane(group, timeout, self._staging)
-        self._steps = Steps(model, len(self._names), self._lane, self._gradients, self._clock)
+        self._sharding = sharding_of(model)
+        inner = group if self._sharding is None else self._sharding.dimension()
+        self._lane = self._inner = Lane(group, timeout, self._staging)
+        if inner != group or (self._sharding is not None and self._names):  # jobs of both come in any order
+            self._inner = Lane(inner, timeout, self._staging)
+        self._lanes = list(dict.fromkeys((self._lane, self._inner)))
+        self._steps = Steps(model, len(self._names), self._lanes, self._gradients, self._clock)
         self._passes = Passes(model, self._clock, self._steps.finish)
         self._compressed: CompressedSync | None = None
         self._execution: Execution | None = None
         try:
             if plans is not None and compression is not None:
                 kind = CompressedSync if compression.ahead else FusedSync
-                self._compressed = kind(plans, compression, self._lane, self._gradients.records)
-            self._lane.submit(self._agree_on_configuration).wait()
+                self._compressed = kind(plans, compression, self._inner, self._gradients.records)
+            for lane in self._lanes:
+                lane.submit(self._agree_on_configuration).wait()
             if not isinstance(model, DistributedDataParallel):
-                broadcast_module(model, group)
+                buffers = () if self._sharding is not None else model.buffers()
+                broadcast_all((*(parameter for _, parameter in synchronized_parameters(model)), *buffers), group)
             self._native = self._make_native(group, device)
             self._plug = self._make_plug()
             if intent is not None:
@@ -89,15 +97,16 @@ class Synchronizer:
                 ahead = compression is None or compression.ahead
                 self._execution = Execution(intent, self._lane, following, self._buckets.take_formed, ahead)
         except Exception:
-            self._lane.close()
+            for lane in self._lanes:
+                lane.close()
             raise
         if not (self._is_left_to_ddp or isinstance(self._plug, Alone)):
             self._lane.submit(lambda lane: kernels.warm_up(wait=False))  # while the first forward runs
         self._steps.plug, self._steps.compressed, self._steps.execution = self._plug, self._compressed, self._execution
         self._steps.native = self._native
-        self._passes.watch(self._plug, Guard(self._lane, not self._is_left_to_ddp))
+        self._passes.watch(self._plug, Guard(self._lanes, not self._is_left_to_ddp))
         _attached.add(model)
-        self._release = weakref.finalize(model, _release, self._passes, self._lookups, self._lane)
+        self._release = weakref.finalize(model, _release, self._passes, self._lookups, self._lanes)
         self._release.atexit = False  # type: ignore[misc]  # a property, which the stubs make a field
 
     def __repr__(self) -> str:
@@ -133,15 +142,15 @@ class Synchronizer:
         On a GPU ``cuda/pinned_bytes`` is the lane's pinned host memory, and ``cuda/overflow_rounds`` counts copies of
         tensors that did not fit it.
         """
-        traffic = self._lane.exchange.traffic
+        traffic = [lane.exchange.traffic for lane in self._lanes]
         return {
             "comm/steps": float(self._steps.count),
-            "comm/bytes_sent": float(traffic.sent_bytes),
-            "comm/setup_bytes": float(self._lane.setup.sent_bytes),
-            "comm/bytes_received": float(traffic.received_bytes),
-            "comm/bytes_sent_between_hosts": float(traffic.sent_between_hosts_bytes),
+            "comm/bytes_sent": float(sum(one.sent_bytes for one in traffic)),
+            "comm/setup_bytes": float(sum(lane.setup.sent_bytes for lane in self._lanes)),
+            "comm/bytes_received": float(sum(one.received_bytes for one in traffic)),
+            "comm/bytes_sent_between_hosts": float(sum(one.sent_between_hosts_bytes for one in traffic)),
             "comm/bytes_dense": float(sum(record.total_dense_bytes for record in self._records())),
-            "comm/seconds": self._lane.busy_seconds,
+            "comm/seconds": sum(lane.busy_seconds for lane in self._lanes),
             "comm/exposed_seconds": self._steps.exposed_seconds,
             "comm/rehearsals": float(self._gradients.rehearsals),
             **self._staging.stats(),
@@ -234,7 +243,8 @@ class Synchronizer:
         all-reduces of buckets at the end of backward. None removes the watcher.
         """
         self._observe()
-        self._lane.watcher = watcher
+        for lane in self._lanes:
+            lane.watcher = watcher
 
     def _observe(self) -> None:
         """Let traces and watchers see each bucket from now on."""
@@ -249,7 +259,8 @@ class Synchronizer:
         self._plug.remove()
         self._lookups.remove()
         self._passes.remove()
-        self._lane.close()
+        for lane in self._lanes:
+            lane.close()
         _attached.discard(self._model)
 
     def _records(self) -> list[ParameterRecord]:
@@ -261,13 +272,14 @@ class Synchronizer:
         They do where jobs have to be timed, for gradients of a GPU that the group does not take, and on the CPU for
         plain modules: their ranks may freeze or use different parameters, which only the lane's headers reveal.
         """
+        group = group if self._sharding is None else self._sharding.dimension()
         if is_native(group, device) or self._is_left_to_ddp:
             scheme = "NCCL" if is_native(group, device) else name_of(DENSE)
             return NativeAllReduce(group, self._gradients, OTHERS, scheme)
-        is_ddp = isinstance(self._model, DistributedDataParallel)
-        if device.type != "cpu" or self._intent is not None or not is_ddp:
+        is_alike = isinstance(self._model, DistributedDataParallel) or self._sharding is not None
+        if device.type != "cpu" or self._intent is not None or not is_alike:
             return None
-        return NativeAllReduce(self._lane.native_group(), self._gradients, OTHERS, name_of(DENSE))
+        return NativeAllReduce(self._inner.native_group(), self._gradients, OTHERS, name_of(DENSE))
 
     @property
     def _is_left_to_ddp(self) -> bool:
@@ -290,7 +302,7 @@ class Synchronizer:
             self._gradients,
             self._lookups,
             self._names,
-            self._lane,
+            self._inner,
             self._staging,
             self._native,
             self._compressed,
@@ -310,6 +322,11 @@ class Synchronizer:
             names = None if self._intent is None else self._intent.groups
             groups = None if names is None else places_of(trained, names)
             is_nested = weakly(self._passes.is_nested)
+            if self._sharding is not None:
+                ignored = Buckets(self._gradients, self._lookups, self._names, self._lane, self._staging)
+                rest = trained, ignored, self._lookups, self._lane, begin, expect, self._clock, None, is_nested
+                count = (lambda num_bytes: None) if self._native is None else self._native.count
+                return ShardedHooks(self._sharding, buckets, count, *rest)
             return ParameterHooks(
                 trained, buckets, self._lookups, self._lane, begin, expect, self._clock, groups, is_nested
             )
@@ -318,17 +335,20 @@ class Synchronizer:
             raise
 
     def _agree_on_configuration(self, lane: Lane) -> Tensor:
-        text = configuration(self._gradients.scheme, self._model, self._compressed, self._intent)
+        compressed = self._compressed if lane is self._inner else None  # shards of other ranks differ
+        text = configuration(self._gradients.scheme, self._model, compressed, self._intent)
+        text += "" if self._sharding is None else f"\n{self._sharding.describe()}"
         with lane.setting_up():
             lane.channel(Subject("attach", text)).open()
         return torch.empty(0)
 
 
-def _release(passes: Passes, lookups: LookupRows, lane: Lane) -> None:
+def _release(passes: Passes, lookups: LookupRows, lanes: Sequence[Lane]) -> None:
     """Detach a model that is gone: like `Synchronizer.detach`, but without waiting, and not on all ranks at once."""
     passes.remove()
     lookups.remove()
-    lane.abandon()
+    for lane in lanes:
+        lane.abandon()
 
 
 def is_attached(model: nn.Module) -> bool:

@@ -27,7 +27,7 @@ READERS_OWN = {"train.py", "job.secret", "measured.json", "plan.json"}
 WRITTEN = {"--json", "--html", "--report", "--picture", "--output", "--measurement", "--record"}
 """Options whose value is a file to write."""
 
-OTHERS = {"git", "cd", "pip", "make", "torchrun", "python", "openssl", "umask", "thinwire", "kubectl", "srun"}
+OTHERS = {"git", "cd", "pip", "make", "torchrun", "python", "openssl", "umask", "thinwire", "kubectl", "srun", "bash"}
 """Programs that the documents run. What is not `thinwire` is checked for the files and targets that it names."""
 
 
@@ -51,6 +51,8 @@ def thinwire_words(command: Command) -> tuple[str, ...] | None:
         words = ("thinwire", *words[3:])
     return words if words[0] == "thinwire" else None
 
+
+NAMED = (ast.ClassDef, ast.FunctionDef)
 
 THINWIRE = [command for command in COMMANDS if thinwire_words(command)]
 
@@ -145,14 +147,25 @@ def test_python_compiles(block: Block) -> None:
     ast.parse(_dedented(block.code), str(block))
 
 
+INTEGRATIONS = {
+    path.stem: {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, NAMED)}
+    for path in (ROOT / "src/thinwire/integrations").glob("*.py")
+}
+"""What each integration defines, read from its source: its framework may not be installed."""
+
+
 @pytest.mark.parametrize("block", PYTHON, ids=str)
 def test_names_in_python_exist(block: Block) -> None:
     for name in re.findall(r"(?<![\w.])thinwire((?:\.\w+)+)", block.code):
+        first, *rest = name[1:].split(".")
+        if first == "integrations":
+            assert set(rest[1:]) <= INTEGRATIONS[rest[0]]
+            continue
         reached: Any = thinwire
-        for part in name[1:].split("."):
+        for part in (first, *rest):
             reached = getattr(reached, part, None) or importlib.import_module(f"{reached.__name__}.{part}")
     for name in re.findall(r"\bsync\.(\w+)", block.code):
-        assert hasattr(thinwire.Synchronizer, name)
+        assert hasattr(thinwire.Synchronizer, name) or name in set().union(*INTEGRATIONS.values())
     for name in re.findall(r"\bcheckpointer\.(\w+)", block.code):
         assert hasattr(Checkpointer, name)
 

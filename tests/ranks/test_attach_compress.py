@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
@@ -313,8 +312,6 @@ def _refusals(context: RankContext) -> None:
             thinwire.attach(model, compress=compressor, optimizer=optimizer).detach()
     for compressor in (top_k, thinwire.compress.sign_sgd()):
         thinwire.attach(model, compress=compressor, optimizer=momentum).detach()
-    with pytest.raises(ValueError, match="FSDP models yet"):
-        thinwire.attach(fully_shard(Network()))
     with pytest.raises(thinwire.MismatchError, match=r"top_k\(0\.[12]\)"):
         attached({}, compress=thinwire.compress.top_k(0.1 + 0.1 * context.rank))
     other = Network()

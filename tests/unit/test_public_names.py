@@ -50,6 +50,11 @@ def test_dir_lists_all_public_names_and_each_is_there(name: str) -> None:
         _ = package.nonsense
 
 
+def test_the_package_is_shipped_by_its_name() -> None:
+    """As Ray does with what a training function uses."""
+    assert pickle.loads(pickle.dumps(thinwire)) is thinwire
+
+
 def test_values_that_are_public_can_be_pickled() -> None:
     for value in (thinwire.schemes.ZEN, thinwire.compress.top_k(0.01), thinwire.compress.power_sgd(4)):
         assert pickle.loads(pickle.dumps(value)) == value

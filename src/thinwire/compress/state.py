@@ -77,6 +77,11 @@ def redistribute(states: Sequence[Mapping[str, Any]], world_size: int) -> list[d
     old = [part["states"] for part in parts]
     if any(set(of_rank) != set(old[0]) for of_rank in old):
         raise ValueError("states with different parameters are not of one synchronization")
+    if any(set(entry) == {"pieces"} for entry in old[0].values()):
+        raise ValueError(
+            "memories of FSDP's reduce-scatter belong to shards, which other ranks cut in another way: load such states"
+            " on as many ranks as saved them, or start without them"
+        )
     dealt = {name: _dealt([of_rank[name] for of_rank in old], world_size) for name in old[0]}
     return [
         {

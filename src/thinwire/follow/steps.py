@@ -114,13 +114,14 @@ class Steps:
 
     Args:
         num_parameters: number of parameters of the model, for the log.
+        lanes: that of all ranks first; that of gradients, or of FSDP's shards, last.
     """
 
     def __init__(
-        self, model: nn.Module, num_parameters: int, lane: Lane, gradients: GradientSync, clock: Clock
+        self, model: nn.Module, num_parameters: int, lanes: Sequence[Lane], gradients: GradientSync, clock: Clock
     ) -> None:
         self._model, self._num_parameters = weakref.ref(model), num_parameters
-        self._lane, self._gradients, self._clock = lane, gradients, clock
+        self._lanes, self._gradients, self._clock = lanes, gradients, clock
         self.compressed: CompressedSync | None = None
         self.execution: Execution | None = None
         self.trace: Trace | None = None
@@ -142,12 +143,12 @@ class Steps:
         self.exposed_seconds += times.ended - started
         self.plug.deliver()
         if self.native is not None:
-            self.native.finish_step(self._lane)
+            self.native.finish_step(self._lanes[-1])
         self._gradients.finish_step()
         if self.compressed is not None:
             self.compressed.finish_step()
         self.count += counts
-        if counts and self.count == 1 and self._lane.rank == 0:
+        if counts and self.count == 1 and self._lanes[0].rank == 0:
             logger.info("%s", self._first_step())
         if self.trace is not None:
             self.trace.add(times)
@@ -173,5 +174,5 @@ class Steps:
 
     def _first_step(self) -> str:
         records = list(self._gradients.records.values())
-        sent = self._lane.exchange.traffic.sent_bytes
-        return first_step(records, self._num_parameters, sent, self._lane.world_size)
+        sent = sum(lane.exchange.traffic.sent_bytes for lane in self._lanes)
+        return first_step(records, self._num_parameters, sent, self._lanes[0].world_size)

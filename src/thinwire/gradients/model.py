@@ -35,17 +35,24 @@ def module_of(model: nn.Module) -> nn.Module:
 def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield parameters by name, without those that DDP ignores: ranks may have others there, of other shapes.
 
-    DDP ignores a name only below the root, and a parameter that has several names only by all of them.
+    DDP ignores a name only below the root, and a parameter that has several names only by all of them. Of a model that
+    FSDP2 shards those are yielded that FSDP ignores: `thinwire.gradients.fsdp` knows the others.
     """
+    shards = is_sharded(model)
     ignored = model.parameters_to_ignore if isinstance(model, DistributedDataParallel) else ()
     known: set[int] = set()
-    for name, parameter in nn.Module.named_parameters(
-        module_of(model), remove_duplicate=False
-    ):  # TorchRec overrides it
+    named = nn.Module.named_parameters(module_of(model), remove_duplicate=False)  # which modules of TorchRec override
+    for name, parameter in named:
         is_ignored = (name if "." in name else f".{name}") in ignored
+        is_ignored = is_ignored or (shards and is_dtensor(parameter))
         if not is_ignored and id(parameter) not in known:
             known.add(id(parameter))
             yield name, parameter
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether ``fully_shard``, or the ``replicate`` that is built on it, was called on a module."""
+    return _is_any(module, "torch.distributed.fsdp", "FSDPModule")
 
 
 def is_replicated(module: nn.Module) -> bool:
@@ -55,33 +62,58 @@ def is_replicated(module: nn.Module) -> bool:
 
 
 def find_model(model: nn.Module) -> nn.Module:
-    """Return the model itself, or the one DDP that it wraps, as results of `torch.compile` and Fabric do."""
+    """Return the model itself, or the one DDP or FSDP2 model that it wraps, as `torch.compile` and Fabric do."""
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
         raise ValueError(f"attach needs the model, not {given}: pass a DistributedDataParallel or another nn.Module")
     for module in model.modules():
-        if _is_any(module, "torch.distributed.fsdp", "FSDPModule", "FullyShardedDataParallel"):
+        if _is_any(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
             raise ValueError(
-                "attach does not take FSDP models yet: a shard has its gradient on one rank only. Use"
-                " DistributedDataParallel, or a plain module"
+                "attach does not take FullyShardedDataParallel, which torch has replaced: shard the model with"
+                " torch.distributed.fsdp.fully_shard"
             )
         if is_replicated(module):
             raise ValueError(INSIDE_DDP)
-    inside = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, DistributedDataParallel) and module is not model
-    ]
+        _check_engine(module, is_whole=module is model)
+    inside: list[tuple[str, nn.Module]] = []
+    for name, module in model.named_modules() if not is_sharded(model) else ():
+        is_inner = is_sharded(module) and any(name.startswith(f"{outer}.") for outer, _ in inside)
+        if (isinstance(module, DistributedDataParallel) or is_sharded(module)) and module is not model and not is_inner:
+            inside.append((name, module))
     if not inside:
         return model
     name, ddp = inside[0]
+    kind = "an FSDP model" if is_sharded(ddp) else "a DistributedDataParallel"
     if len(inside) == 1 and not isinstance(model, DistributedDataParallel) and _has_all_parameters(ddp, model):
-        logger.info("%s is a wrapper of a DistributedDataParallel, %r: attached to that", type(model).__name__, name)
+        logger.info("%s is a wrapper of %s, %r: attached to that", type(model).__name__, kind, name)
         return ddp
+    if is_sharded(ddp):
+        raise ValueError(
+            f"fully_shard was called on parts of this module, such as {name!r}, and not on the whole: call it on the"
+            " module itself too, after its parts"
+        )
     raise ValueError(
         f"there is a DistributedDataParallel inside of this module, which trains other parameters too: attach that one"
         f" instead, with attach(model.{name})"
     )
+
+
+def _check_engine(module: nn.Module, is_whole: bool) -> None:
+    """Raise ValueError for what DeepSpeed or TorchRec synchronizes where no DDP is seen: in hooks, and in lists."""
+    for hook in module._forward_pre_hooks.values():
+        if getattr(hook, "__qualname__", "").startswith("DeepSpeedEngine."):
+            held = (cell.cell_contents for cell in hook.__closure__ or ())
+            if any(getattr(engine, "enable_backward_allreduce", False) for engine in held):
+                raise ValueError(
+                    "a DeepSpeed engine reduces the gradients of this module by itself, so they would travel twice:"
+                    " with ZeRO stage 0 use thinwire.integrations.deepspeed.attach(engine), else train without attach"
+                )
+    lookups = [entry for part in module.modules() for entry in getattr(part, "_lookups", ())] if is_whole else []
+    if hasattr(module, "_dmp_wrapped_module") and any(isinstance(entry, DistributedDataParallel) for entry in lookups):
+        raise ValueError(
+            "this DistributedModelParallel has replicated tables in DDPs of their own: use"
+            " thinwire.integrations.torchrec.attach(model), which attaches to them and to its dense parameters"
+        )
 
 
 def _has_all_parameters(part: nn.Module, whole: nn.Module) -> bool:
@@ -94,6 +126,8 @@ def check_parameters(model: nn.Module) -> None:
     """Raise ValueError if a model has no trained parameters, or one that cannot be synchronized."""
     trained = (parameter.device for _, parameter in synchronized_parameters(model) if parameter.requires_grad)
     device = next(trained, None)
+    if is_sharded(model) and device is None:  # FSDP ignores nothing that is trained
+        return
     if next(synchronized_parameters(model), None) is None:
         raise ValueError(
             f"{type(model).__name__} has no parameters, so there is nothing to synchronize: pass the model"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -466,9 +466,9 @@ class ParameterHooks:
         return torch.cat([*(gradient.reshape(-1) for _, gradient in pairs), used])
 
 
-def broadcast_module(module: nn.Module, process_group: dist.ProcessGroup) -> None:
-    """Broadcast the parameters and buffers of rank 0, as DDP does. Shapes must have been compared before."""
-    for tensor in (*module.parameters(), *module.buffers()):
+def broadcast_all(tensors: Iterable[Tensor], process_group: dist.ProcessGroup) -> None:
+    """Broadcast the values of rank 0, as DDP does. Shapes must have been compared before."""
+    for tensor in tensors:
         data = as_real(local_of(tensor.detach()))
         contiguous = data.contiguous()
         dist.broadcast(contiguous, group=process_group, group_src=0)
@@ -488,7 +488,7 @@ def trained_parameters(module: nn.Module, lookups: LookupRows, names: Mapping[in
             id(parameter) in tables,
         )
         for parameter in module.parameters()
-        if parameter.is_floating_point() or parameter.is_complex()
+        if id(parameter) in names and (parameter.is_floating_point() or parameter.is_complex())
     ]
 
 

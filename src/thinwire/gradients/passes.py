@@ -10,14 +10,19 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -103,12 +108,12 @@ class Guard:
     of the user, a function of torch, or Ctrl-C.
 
     Args:
-        lane: the lane on which peers wait.
+        lanes: the lanes on which peers wait.
         waits_from_output: whether they wait for a pass as soon as it goes through the output of the model.
     """
 
-    def __init__(self, lane: Lane, waits_from_output: bool = True) -> None:
-        self._lane, self._waits_from_output = lane, waits_from_output
+    def __init__(self, lanes: Sequence[Lane], waits_from_output: bool = True) -> None:
+        self._lanes, self._waits_from_output = lanes, waits_from_output
         self._running: weakref.ref[_Pass] | None = None
 
     def enter(self) -> None:
@@ -135,16 +140,18 @@ class Guard:
 
     def failed(self, error: BaseException) -> None:
         """Break off after an error in the work at the end of a pass, unless all ranks raise it and stay in step."""
-        if ranks_told(error) < self._lane.world_size:
+        if ranks_told(error) < self._lanes[0].world_size:
             self._broke_off()
 
     def check(self) -> None:
         """Raise ThinwireError at the beginning of a step that cannot be synchronized any more."""
-        self._lane.check("the gradients of this step")
+        for lane in self._lanes:
+            lane.check("the gradients of this step")
 
     def _broke_off(self) -> None:
-        if self._lane.world_size > 1:
-            self._lane.break_off(REASON.format(rank=self._lane.rank))
+        for lane in self._lanes:
+            if lane.world_size > 1:
+                lane.break_off(REASON.format(rank=self._lanes[0].rank))
 
 
 class _Pass:
@@ -183,6 +190,7 @@ class Passes:
         self._guard: Guard | None = None
         self._handles: list[RemovableHandle] = []
         self._warning: RemovableHandle | None = None
+        self._changes: Changes | None = None
 
     @property
     def are_watched(self) -> bool:
@@ -197,6 +205,7 @@ class Passes:
             module.register_forward_pre_hook(Hook(self._before_forward)),
             module.register_forward_hook(Hook(self._after_forward)),
         ]
+        self._changes = Changes(model)
         if self._is_ddp:
             self._warning = register_optimizer_step_pre_hook(weakly(self._before_optimizer))
 
@@ -204,6 +213,9 @@ class Passes:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._changes is not None:
+            self._changes.remove()
+            self._changes = None
         self._stop_warning()
 
     def begin(self) -> bool:
@@ -212,6 +224,8 @@ class Passes:
         self._guard.enter()
         self._forget_broken_off()
         if not self._began:
+            if self._changes is not None:
+                self._changes.check()
             self._began = self._backward.enter()
         return self._began
 
@@ -247,6 +261,12 @@ class Passes:
         if not self._is_local:
             assert self._guard is not None
             self._guard.check()
+            if self._is_ddp and self._changes is not None:  # its hooks are lost with a cast, and `begin` is not called
+                try:
+                    self._changes.check()
+                except ThinwireError as error:
+                    self._guard.failed(error)
+                    raise
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Record the beginning of backward: only the training script knows it more exactly."""
@@ -287,6 +307,58 @@ class Passes:
         if self._warning is not None:
             self._warning.remove()
             self._warning = None
+
+
+class Changes:
+    """A watcher of a model that is attached: of parameters that are moved, cast, added or replaced afterwards.
+
+    Nobody would average the gradient of a new parameter, and DDP loses those of parameters that are cast. Torch calls a
+    hook wherever a parameter or a module is assigned to a module; moved ones are found in each step (12 us for 100).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._parameters = dict(synchronized_parameters(model))
+        self._known = {id(parameter) for parameter in model.parameters()}
+        self._were = [_where(parameter) for parameter in self._parameters.values()]
+        self._modules = WeakSet(model.modules())
+        self._new = ""
+        assigned = weakly(self._assigned)
+        self._handles = [
+            register_module_parameter_registration_hook(assigned),
+            register_module_module_registration_hook(assigned),
+        ]
+
+    def check(self) -> None:
+        """Raise ThinwireError if the model has changed."""
+        if self._new:
+            raise ThinwireError(
+                f"{self._new} was assigned to the model after thinwire.attach, so nobody would average its gradient:"
+                " call detach() on the Synchronizer, and attach the changed model, on all ranks (with DDP, wrap it"
+                " again first)"
+            )
+        for (name, parameter), was in zip(self._parameters.items(), self._were, strict=True):
+            if _where(parameter) != was:
+                raise ThinwireError(
+                    f"parameter {name!r} was {was[0]} on {was[1]} when thinwire was attached, and is {parameter.dtype}"
+                    f" on {parameter.device} now: move or cast the model before attach (and before DDP), on all ranks"
+                )
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _assigned(self, module: nn.Module, name: str, value: object) -> None:
+        if module in self._modules:
+            parameters = list(value.parameters()) if isinstance(value, nn.Module) else [value]
+            if any(
+                isinstance(parameter, nn.Parameter) and parameter.requires_grad and id(parameter) not in self._known
+                for parameter in parameters
+            ):
+                self._new = f"{name!r} of a {type(module).__name__}"
+
+
+def _where(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device
 
 
 def _has_gradients_of(optimizer: Optimizer, model: nn.Module) -> bool:

@@ -189,13 +189,13 @@ class LookupRows:
         if (is_flat or type(table) in (nn.Embedding, nn.EmbeddingBag)) and "forward" not in vars(table):
             self._handles.append(table.register_forward_hook(Hook(self._after_forward), with_kwargs=True))
 
-    def _after_forward(
-        self, table: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: Tensor
-    ) -> None:
+    def _after_forward(self, table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         if torch.compiler.is_compiling():  # a graph has no grad_fn: asking for it would break the graph
             return
         node = output.grad_fn if isinstance(output, Tensor) else None
         is_flat = _is_flat(table)
+        if is_flat and not output.is_cpu:  # rows of a gradient on a GPU are searched for, and these would make it wait
+            return
         ids = _flat_rows(table, *args, **kwargs) if is_flat else args[0] if args else kwargs.get("input")
         made_by = "CppFunction" if is_flat else "Embedding"
         if node is None or not isinstance(ids, Tensor) or not type(node).__name__.startswith(made_by):
@@ -286,13 +286,24 @@ def _weight_of(embedding: nn.Module) -> nn.Parameter:
 
 
 def _is_flat(module: nn.Module) -> bool:
-    """Return whether a module has several tables in one flat weight: fbgemm's, which TorchRec replicates."""
+    """Return whether a module has tables in one flat weight: fbgemm's, with which TorchRec replicates tables."""
     return type(module).__name__ == "DenseTableBatchedEmbeddingBagsCodegen"
 
 
 def _flat_width(module: Any) -> int:
     """Return the width of all rows, or if tables differ in it, a width of which the rows of each are several."""
     return gcd(*(width for _, width in module.embedding_specs))
+
+
+def lookups_of_features(offsets: Tensor, num_features: int, batch_sizes: list[list[int]] | None = None) -> Tensor:
+    """Return how many indices each feature looks up in a batch of fbgemm: int64 [num_features].
+
+    Args:
+        offsets: where each bag begins among the indices, which are those of the first feature, then of the second...
+        batch_sizes: bags of each feature and rank; None if all features have the same number.
+    """
+    bags = [sum(sizes) for sizes in batch_sizes or ()] or [(offsets.numel() - 1) // num_features] * num_features
+    return offsets[torch.tensor([0, *accumulate(bags)], device=offsets.device)].diff().to(torch.int64)
 
 
 def _flat_rows(
@@ -303,16 +314,10 @@ def _flat_rows(
     feature_requires_grad: Tensor | None = None,
     batch_size_per_feature_per_rank: list[list[int]] | None = None,
 ) -> Tensor:
-    """Return the rows of a flat weight that a lookup reads, in units of `_flat_width`. Arguments are those of fbgemm.
-
-    Indices are those of a batch of the first feature, then of the second, and so on.
-    """
+    """Return the rows of a flat weight that a lookup of fbgemm reads, in units of `_flat_width`."""
     del per_sample_weights, feature_requires_grad
-    num_features, width = module.weights_offsets.numel(), _flat_width(module)
-    bags = [sum(sizes) for sizes in batch_size_per_feature_per_rank or ()]
-    bags = bags or [(offsets.numel() - 1) // num_features] * num_features
-    counts = offsets[torch.tensor([0, *accumulate(bags)], device=offsets.device)].diff()
-    units = module.D_offsets.diff() // width
+    width, units = _flat_width(module), module.D_offsets.diff() // _flat_width(module)
+    counts = lookups_of_features(offsets, units.numel(), batch_size_per_feature_per_rank)
     rows = (module.weights_offsets // width).repeat_interleave(counts) + indices * units.repeat_interleave(counts)
     most = int(units.max())
     if most == 1:

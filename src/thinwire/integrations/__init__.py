@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire.integrations import accelerate, lightning, transformers
+    from thinwire.integrations import accelerate, deepspeed, lightning, ray, torchrec, transformers
 
-__all__ = ["accelerate", "lightning", "transformers"]
+__all__ = ["accelerate", "deepspeed", "lightning", "ray", "torchrec", "transformers"]
 
 if not TYPE_CHECKING:  # which would take any name for one of ours
 

@@ -10,7 +10,7 @@ from thinwire.compress.reduction.base import OwnReduction, Reduction
 from thinwire.compress.reduction.by_scheme import ByScheme
 from thinwire.compress.reduction.hi_top_k import HiTopKReduction
 from thinwire.compress.reduction.ok_topk import OkTopkReduction
-from thinwire.compress.reduction.two_shot import TwoShot
+from thinwire.compress.reduction.two_shot import ReduceScatter, TwoShot
 from thinwire.compress.wrappers import code_of, core_of, packed_code, summable_code
 from thinwire.wire import ring_all_reduce_bytes
 
@@ -66,12 +66,31 @@ def reduction_for(name: str, compressor: Compressor, parameter: Parameter, world
     return _GENERIC[min(prices, key=lambda candidate: prices[candidate])]
 
 
+def scattered(compressor: Compressor, parameter: Parameter, world_size: int) -> Reduction:
+    """Return the reduction of fewest bytes for a gradient of which each rank keeps one piece, as of FSDP's shards.
+
+    Sums of payloads (power_sgd) are all-reduced; other payloads go to the owners of pieces only.
+
+    Raises:
+        ValueError: payloads of the compressor can be averaged in neither way.
+    """
+    found: list[Reduction] = [one for one in (AllReduce(), ReduceScatter()) if _is_possible(one, compressor, parameter)]
+    if not found:
+        raise ValueError(
+            f"{compressor.name} cannot compress gradients that are scattered to the owners of their shards (parameter"
+            f" {parameter.name!r}): compress the replicas of a two-dimensional mesh, or use another compressor"
+        )
+    return min(found, key=lambda one: _price(one.name, compressor, parameter, world_size))
+
+
 def _price(name: str, compressor: Compressor, parameter: Parameter, world_size: int) -> float:
     if name == AllReduce.name:
         return ring_all_reduce_bytes(_summed_bytes(compressor, parameter), world_size)
     packed = packed_code(compressor).packed_bytes(parameter)
     if packed is None:
         return float("inf")
+    if name == ReduceScatter.name:
+        return packed * (world_size - 1) / world_size
     if name == AllGather.name:
         return (world_size - 1) * packed
     return ring_all_reduce_bytes(packed, world_size) / _WORTH_A_SECOND_CODING

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
@@ -60,6 +61,42 @@ class TwoShot(Reduction):
         return sum(known) if len(known) == len(push + pull) else None
 
 
+@dataclass(frozen=True)
+class ReduceScatter(TwoShot):
+    """The first of `TwoShot`'s two shots, after which each rank has the mean of its own piece: FSDP's other dimension.
+
+    Each rank sends (n - 1) / n of a payload. What it did not send it remembers for all pieces, so error feedback costs
+    the memory of the whole gradient on each rank.
+
+    State of a parameter: ``pieces``, as in two shots.
+    """
+
+    name = "reduce_scatter"
+
+    def init(self, compressor: Compressor, parameter: Parameter, rank: int, world_size: int) -> State:
+        return {"pieces": super().init(compressor, parameter, rank, world_size)["pieces"]}
+
+    def run(self, tasks: Sequence[Task], peers: Peers, stopwatch: Stopwatch) -> list[Result]:
+        """Return means that are zero outside of this rank's piece: the r-th part of the flat gradient."""
+        shots = _Shots(tasks, peers.rank, peers.world_size, stopwatch)
+        with stopwatch.phase(Phase.EXCHANGE):
+            arrived = peers.all_to_all(shots.push, messages.max_bytes(shots.pushed[peers.rank]))
+        means = shots.means(arrived)
+        results = []
+        for place, (task, mean) in enumerate(zip(tasks, means, strict=True)):
+            start, stop = _span(task.parameter, peers.rank, peers.world_size)
+            whole = torch.zeros(task.parameter.numel, dtype=mean.dtype)
+            whole[start:stop] = mean
+            results.append(shots.result(place, whole))
+        return results
+
+    def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
+        others = [owner for owner in range(world_size) if owner != rank]
+        push = [messages.predicted_bytes(_push_plans(plans, owner, world_size)) for owner in others]
+        known = [num_bytes for num_bytes in push if num_bytes is not None]
+        return sum(known) if len(known) == len(push) else None
+
+
 class _Shots:
     """One run: the messages of each shot, and their results."""
 
@@ -76,15 +113,19 @@ class _Shots:
         with self._stopwatch.phase(Phase.COMPRESS):
             return [messages.join(self._packed_for(owner)) for owner in range(self._world_size)]
 
-    def pull(self, arrived: Sequence[Arrived]) -> Tensor:
-        """Return the message for all: the mean of this rank's own piece of each gradient, encoded again."""
+    def means(self, arrived: Sequence[Arrived]) -> list[Tensor]:
+        """Return the mean of this rank's own piece of each gradient."""
         plans = self.pushed[self._rank]
         with self._stopwatch.phase(Phase.DECOMPRESS):
             payloads = [message.read(partial(messages.unpack, plans=plans)) for message in arrived]
-            means = [
+            return [
                 packed_code(compressor).combine([of_rank[place] for of_rank in payloads], piece)
                 for place, (compressor, piece) in enumerate(plans)
             ]
+
+    def pull(self, arrived: Sequence[Arrived]) -> Tensor:
+        """Return the message for all: the mean of this rank's own piece of each gradient, encoded again."""
+        means = self.means(arrived)
         with self._stopwatch.phase(Phase.COMPRESS):
             packed = []
             for place, ((server, piece), mean, task) in enumerate(
@@ -119,8 +160,13 @@ class _Shots:
             compressor.finish(mean, piece, task.state["pieces"][str(owner)])
         server, piece = self.pulled[self._rank][place]
         server.finish(means[self._rank], piece, task.state["server"])
-        density = self._sent_elements[place] / max(1, task.parameter.numel)
-        return Result(torch.cat(list(means)).view(task.parameter.shape), self._sent_bytes[place], density)
+        return self.result(place, torch.cat(list(means)))
+
+    def result(self, place: int, mean: Tensor) -> Result:
+        """Return the result of a task from its flat mean."""
+        shape = self._tasks[place].parameter.shape
+        density = self._sent_elements[place] / max(1, math.prod(shape))
+        return Result(mean.view(shape), self._sent_bytes[place], density)
 
 
 def server_side(compressor: Compressor) -> Compressor:

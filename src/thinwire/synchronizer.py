@@ -32,7 +32,7 @@ from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug
 from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_native
 from thinwire.gradients.fsdp import ShardedHooks, sharding_of
 from thinwire.gradients.fused import FusedSync
-from thinwire.gradients.model import module_of, synchronized_parameters
+from thinwire.gradients.model import module_of, synchronized_buffers, synchronized_parameters
 from thinwire.gradients.parameters import ParameterHooks, broadcast_all, places_of, trained_parameters
 from thinwire.gradients.passes import Guard, Passes
 from thinwire.gradients.tables import LookupRows, has_tables, weakly
@@ -87,8 +87,8 @@ class Synchronizer:
             for lane in self._lanes:
                 lane.submit(self._agree_on_configuration).wait()
             if not isinstance(model, DistributedDataParallel):
-                buffers = () if self._sharding is not None else model.buffers()
-                broadcast_all((*(parameter for _, parameter in synchronized_parameters(model)), *buffers), group)
+                buffers = () if self._sharding is not None else synchronized_buffers(model)
+                broadcast_all((tensor for _, tensor in (*synchronized_parameters(model), *buffers)), group)
             self._native = self._make_native(group, device)
             self._plug = self._make_plug()
             if intent is not None:
@@ -104,6 +104,8 @@ class Synchronizer:
             self._lane.submit(lambda lane: kernels.warm_up(wait=False))  # while the first forward runs
         self._steps.plug, self._steps.compressed, self._steps.execution = self._plug, self._compressed, self._execution
         self._steps.native = self._native
+        if self._lookups.candidates and self._sharding is None:
+            self._steps.after_first = partial(_adopt_tables, self._buckets, self._plug)
         self._passes.watch(self._plug, Guard(self._lanes, not self._is_left_to_ddp))
         _attached.add(model)
         self._release = weakref.finalize(model, _release, self._passes, self._lookups, self._lanes)
@@ -180,6 +182,7 @@ class Synchronizer:
             ...     loss(model(first)).backward()
             >>> loss(model(second)).backward()       # doctest: +SKIP
         """
+        self._passes.is_local = True
         return self._plug.no_sync()
 
     def state_dict(self) -> dict[str, Any]:
@@ -297,7 +300,7 @@ class Synchronizer:
         others = {id(parameter) for parameter in self._module.parameters()} - rows
         is_alone = self._lane.world_size == 1 and self._compressed is None and self._intent is None
         watched = nn.Module() if is_alone else self._module
-        self._lookups = LookupRows(watched, own_hooks=1 if is_ddp else 2, compressed=others)
+        self._lookups = LookupRows(watched, others, is_called=not is_ddp)
         self._buckets = buckets = Buckets(
             self._gradients,
             self._lookups,
@@ -341,6 +344,14 @@ class Synchronizer:
         with lane.setting_up():
             lane.channel(Subject("attach", text)).open()
         return torch.empty(0)
+
+
+def _adopt_tables(buckets: Buckets, plug: Plug) -> None:
+    tables = buckets.adopt()
+    if isinstance(plug, ParameterHooks):
+        plug.adopt(tables)
+    elif tables and isinstance(plug, LeftToDdp):
+        plug.observe()
 
 
 def _release(passes: Passes, lookups: LookupRows, lanes: Sequence[Lane]) -> None:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from conftest import Torchrun
-
 pytestmark = [pytest.mark.integrations, pytest.mark.timeout(300)]
 
+Run = Callable[..., dict[str, Any]]
 SCRIPT = "tests/integrations/scripts/torchrec_towers.py"
 
 
@@ -28,7 +28,7 @@ def check_equal(ranks: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("kinds", [("data_parallel", "table_wise"), ("data_parallel", "data_parallel")])
-def test_rows_of_replicated_tables(torchrun: Torchrun, kinds: tuple[str, str]) -> None:
+def test_rows_of_replicated_tables(torchrun: Run, kinds: tuple[str, str]) -> None:
     """They are in fbgemm's flat weights, in DDPs of their own. Their rows are known from the forward, not scanned."""
     ranks = torchrun(SCRIPT, 2, "parallel", *kinds)["ranks"]
     check_equal(ranks)
@@ -39,7 +39,7 @@ def test_rows_of_replicated_tables(torchrun: Torchrun, kinds: tuple[str, str]) -
     assert sum(per_step(ranks[0], "comm/bytes_sent")) < sum(per_step(ranks[0], "comm/bytes_dense")) / 10
 
 
-def test_replicas_by_touched_rows(torchrun: Torchrun) -> None:
+def test_replicas_by_touched_rows(torchrun: Run) -> None:
     """1 % of the rows touched on each replica: whole tables, once; then at least 10 times fewer bytes."""
     ranks = torchrun(SCRIPT, 4, "replicas", "table_wise", "column_wise")["ranks"]
     check_equal(ranks)
@@ -53,16 +53,20 @@ def test_replicas_by_touched_rows(torchrun: Torchrun) -> None:
             assert place in whole or one < other / 10
 
 
-def test_an_embedding_bag_collection_in_plain_ddp(torchrun: Torchrun) -> None:
+def test_an_embedding_bag_collection_in_plain_ddp(torchrun: Run) -> None:
     ranks = torchrun(SCRIPT, 2, "plain", "-", "-")["ranks"]
     check_equal(ranks)
     assert sum(per_step(ranks[0], "comm/bytes_sent")) < sum(per_step(ranks[0], "comm/bytes_dense")) / 10
 
 
-def test_what_cannot_be_attached_is_refused(torchrun: Torchrun) -> None:
+def test_what_cannot_be_attached_is_refused(torchrun: Run) -> None:
     for texts in torchrun(SCRIPT, 4, "refusals")["ranks"]:
         other, not_ready, taken, missed = texts
         assert "use thinwire.attach(model)" in other
         assert "model.init_data_parallel()" in not_ready
         assert "has an all-reduce of its own" in taken
         assert "use thinwire.integrations.torchrec.attach(model)" in missed
+
+
+def test_the_example_runs(torchrun: Run) -> None:
+    assert "losses equal: True" in torchrun("examples/torchrec_two_tower.py")["stdout"]

@@ -42,11 +42,12 @@ def replace_a_module(net: nn.Module) -> None:
     net.out = nn.Linear(32, 8)
 
 
+AGAIN = r"after attach.*call detach\(\) on its Synchronizer before, and attach again"
 CHANGES: dict[Callable[[nn.Module], None], str] = {
-    cast: r"'words.weight' was torch.float32 on cpu when thinwire was attached, and is torch.float64",
-    add_a_parameter: r"'gain' of a Linear was assigned to the model after thinwire.attach",
-    replace_a_parameter: r"'weight' of a Linear was assigned to the model after",
-    replace_a_module: r"'out' of a Net was assigned to the model after",
+    cast: rf"'words.weight' became torch.float64 on cpu {AGAIN}",
+    add_a_parameter: rf"'hidden.gain' was added or replaced {AGAIN}",
+    replace_a_parameter: rf"'out.weight' was added or replaced {AGAIN}",
+    replace_a_module: rf"'out.weight' was added or replaced {AGAIN}",
 }
 
 
@@ -69,7 +70,7 @@ def attached(ddp: bool) -> tuple[nn.Module, nn.Module, thinwire.Synchronizer]:
 
 
 def _refused(context: RankContext, ddp: bool) -> None:
-    for change, message in CHANGES.items():
+    for change, message in list(CHANGES.items())[: 1 if ddp else None]:
         net, model, sync = attached(ddp)
         net.words.weight = net.words.weight  # the same one again
         net.hidden.scale = nn.Parameter(torch.ones(1), requires_grad=False)  # no gradient to average
@@ -91,7 +92,7 @@ def _changed_on_one(context: RankContext) -> float:
     if context.rank:
         replace_a_module(net)
     began = time.monotonic()
-    with pytest.raises(thinwire.ThinwireError, match="'out' of a Net" if context.rank else "rank 1|rank 0"):
+    with pytest.raises(thinwire.ThinwireError, match=r"'out\.weight' was added" if context.rank else "rank 1|rank 0"):
         step(model, 7)
     return time.monotonic() - began
 

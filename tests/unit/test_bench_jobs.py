@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import accumulate
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ from thinwire.gradients.tables import tables_of
 from thinwire.lab.bench.jobs.job import Data, Job
 from thinwire.lab.bench.jobs.language import LstmJob, NmtJob
 from thinwire.lab.bench.jobs.named import JOBS, get_job
-from thinwire.lab.bench.jobs.recommend import CRITEO_ROWS
+from thinwire.lab.bench.jobs.recommend import CRITEO_ROWS, NUM_COUNTS, DlrmJob
 from thinwire.lab.bench.jobs.text import WordTable
 from thinwire.lab.bench.jobs.transformers import BertJob, GptJob, XlmrJob
+from thinwire.lab.bench.recipes import RECIPES, expected_densification
 
 DENSE = ("lstm", "digits", "gpt", "bert", "vgg", "resnet")
 WITH_ROWS = ("xlmr", "dlrm", "deepfm", "nmt", "word2vec", "lstm:sampled=64", "bert:sampled=64")
@@ -165,3 +167,17 @@ def test_settings_behind_a_name_come_after_the_scale() -> None:
 def test_only_stochastic_gradient_descent_has_a_momentum() -> None:
     """What has its own momentum, as DGC, asks the job for it."""
     assert [get_job(name).momentum for name in ("lstm", "gpt", "dlrm")] == [0.9, 0.0, 0.0]
+
+
+def test_the_recipe_of_dlrm_is_what_its_job_looks_up() -> None:
+    """Rows of the 26 tables as one, on 8 ranks of 2,048 samples: density and densification of `bench sync`."""
+    recipe = RECIPES["dlrm"]
+    job = get_job("dlrm:batch_size=2048", 1.0)
+    assert isinstance(job, DlrmJob)
+    assert sum(job.rows) == recipe.num_rows
+    data, starts = job.load(), torch.tensor([0, *accumulate(job.rows[:-1])])
+    batches = [next(job.batches(data, rank, 8, seed=0)) for rank in range(8)]
+    ids = [(batch.inputs[:, NUM_COUNTS:] + starts).unique() for batch in batches]
+    held = sum(map(len, ids)) / 8
+    assert held / recipe.num_rows == pytest.approx(recipe.density, rel=0.03)
+    assert len(torch.cat(ids).unique()) / held == pytest.approx(expected_densification(recipe, 8), rel=0.03)

@@ -277,6 +277,7 @@ def row(method: str, seconds: float | None, seed: int = 0, loss: float | None = 
     ("seconds", "says"),
     [
         ({"ddp": 10.0, "bf16": 8.0, "top_k": 4.0}, "Compression pays on this link: top_k .* 2.50x .* and 2.00x"),
+        ({"ddp": 10.0, "bf16": 8.0, "zen": 4.0}, "Exact synchronization pays on this link: zen .* 2.50x"),
         ({"ddp": 10.0, "bf16": 10.4, "top_k": 11.0}, "does not pay on this link: the best, bf16, .* 0.96x"),
         ({"ddp": 10.0, "bf16": 5.0, "top_k": 6.0}, "nothing beats bf16 .* top_k, 1.67x"),
         ({"ddp": 10.0, "top_k": None}, "does not pay .* no other method reached .* within its steps: top_k"),

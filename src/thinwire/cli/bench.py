@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from thinwire.lab.testbed.network import Link
 
-WORKLOADS = "bert, deepfm, llm_dgc, lstm, nmt"
+WORKLOADS = "bert, deepfm, dlrm, llm_dgc, lstm, nmt, word2vec, xlmr"
 SCHEMES = (
     "dense, agsparse, agsparse_coded, sparse_ps, balanced_parallelism, zen, column_split, union_split, zen_elements,"
     " omnireduce, omnireduce_contiguous, dense_ps, dense_ring, dense_halving_doubling, agsparse_ring,"

@@ -102,11 +102,17 @@ class ParameterGroup:
                 for shard in self.shards
                 if shard.has_gradient or (unseen and shard.source.sharded_param.requires_grad)
             ]
-            if self._ready and self.group.reduce_grads:
+            if self._ready and self.is_reduced:
                 begin()
             reduce(*unused)
 
         self.group.post_backward = post_backward
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether FSDP reduces gradients in the next backward pass, and over replicas too where there are any."""
+        is_alone = not hasattr(self.group.mesh_info, "replicate_process_group")
+        return bool(self.group.reduce_grads and (is_alone or self.group.all_reduce_grads))
 
     def release(self) -> None:
         """Undo `watch`."""
@@ -213,7 +219,8 @@ class Sharding:
             }
         if compression.reduction != AUTO:
             raise ValueError(
-                f'exchange={compression.reduction!r}: FSDP has shards to be summed for, use exchange="auto"'
+                f"exchange={compression.reduction!r} is for means that all ranks get, and FSDP's shards go to one rank"
+                " each: leave it out"
             )
         whole = [
             Parameter(shard.name, _whole(shard, world_size), _reduced_dtype(unit, shard)) for unit, shard in trained
@@ -271,8 +278,8 @@ class ShardedHooks(ParameterHooks):
 
     @property
     def synchronizes(self) -> bool:
-        """Whether FSDP reduces in the next backward pass, and over replicas too."""
-        return any(unit.group.reduce_grads and unit.group.all_reduce_grads for unit in self._units)
+        """Whether the next backward pass averages over all ranks, as FSDP is set to."""
+        return any(unit.is_reduced for unit in self._units)
 
     @synchronizes.setter
     def synchronizes(self, value: bool) -> None:

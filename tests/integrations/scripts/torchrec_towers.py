@@ -20,11 +20,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel, model_parallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DMPCollection
+from torchrec_two_tower import STEPS, TwoTower, data, planned
 
 import thinwire
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
-from torchrec_two_tower import STEPS, TwoTower, data, planned
 
 CPU = torch.device("cpu")
 

@@ -76,7 +76,7 @@ class VggJob(Job):
     label_smoothing: float = 0.1
     size: int = 32
     channels: int = 12
-    hidden_size: int = 640
+    hidden_size: int = 704
     num_classes: int = 10
 
     def load(self) -> Data:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.lab.bench.train.curve import TOLERANCE
-from thinwire.lab.bench.train.methods import BF16, DDP, TORCH_METHODS, parse
+from thinwire.lab.bench.train.methods import BF16, DDP, EXACT, THINWIRE, TORCH_METHODS, parse
 from thinwire.plan.explain import counted
+from thinwire.sync.named import NAMED
 
 COLUMNS = ("method", "MB", "step s", "faster", "loss", "vs ddp", "to loss", "faster")
 PAYS_FROM = 1.05
@@ -120,7 +121,9 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     if (best.speedup or 0) < PAYS_FROM:
         sentence = f"Compression does not pay on this link: the best, {best.method}, {text}."
     elif own and best is own[0]:
-        sentence = f"Compression pays on this link: {best.method} {text}{_against_bf16(best, summaries)}."
+        is_exact = parse(best.method)[0] in (THINWIRE, EXACT, *NAMED)
+        what = "Exact synchronization" if is_exact else "Compression"
+        sentence = f"{what} pays on this link: {best.method} {text}{_against_bf16(best, summaries)}."
     else:
         ahead = f", the best of thinwire, {own[0].method}, {own[0].speedup:.2f}x" if own else ""
         sentence = f"Of what was run, nothing beats {best.method} on this link: it {text}{ahead}."

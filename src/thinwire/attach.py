@@ -70,7 +70,8 @@ def attach(
     see docs/guides/plan-execution.md.
 
     Args:
-        model: a ``DistributedDataParallel``, or a plain module. All its parameters are on one device.
+        model: a ``DistributedDataParallel``, an FSDP2 model (see docs/integrations/fsdp.md), or a plain module. All
+            its parameters are on one device.
         scheme: a name of `thinwire.schemes`, a `Scheme` or a `TwoLevel` ("two_level:zen": ranks of one host add up
             first); "auto" chooses by bytes and by the seconds of real steps, and may leave a table to DDP.
         timeout: how long to wait for a peer; None means the timeout of the model's process group.
@@ -98,7 +99,7 @@ def attach(
         A `Synchronizer`: statistics, state, `Synchronizer.no_sync`, and `Synchronizer.detach`.
 
     Raises:
-        ValueError: a sharded (FSDP) model, one that has another hook or is attached already; an unknown scheme; a
+        ValueError: an FSDP1 model, one that has another hook or is attached already; an unknown scheme; a
             compressor that refuses a parameter or cannot be exchanged as asked for; momentum twice; a plan of another
             model or world size, or with other groups than the buckets of DDP.
         MismatchError: ranks attach different models, schemes, compressors or plans; on every rank.

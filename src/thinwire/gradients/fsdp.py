@@ -373,9 +373,9 @@ class ShardedHooks(ParameterHooks):
         self._finish(unit, output, Waiting(pending, partial(_store, results, len(compressed), scale)), is_last)
 
     def _finish(self, unit: ParameterGroup, flat: Tensor, waiting: Waiting, may_be_late: bool = True) -> None:
-        """Wait now, or at the end of backward if nobody reads the tensor before."""
+        """Wait now, or at the end of backward if nobody reads the tensor before and one runs: not in a pipeline."""
         self._late.append(waiting)
-        if may_be_late and flat.device.type == "cpu" and unit.may_be_late(flat.dtype):
+        if may_be_late and flat.device.type == "cpu" and unit.may_be_late(flat.dtype) and self._begin():
             self._expect(waiting)  # type: ignore[arg-type]  # it waits like one
             return
         for one in self._late:  # FSDP may add to an earlier one next

@@ -121,9 +121,6 @@ def row_operations(inputs: Inputs) -> Iterator[Operation]:
     found = kernels.nonzero_rows(rows)
     yield Operation("find elements", lambda: kernels.nonzero_rows(elements), elements.nbytes, ids.nbytes)
     yield Operation("find rows of 64", lambda: kernels.nonzero_rows(rows), rows.nbytes, found.nbytes)
-    yield Operation(
-        "find blocks of 256", lambda: kernels.nonzero_blocks(rows.flatten()), rows.nbytes, rows.shape[0] // 4 * 8
-    )
     picked = found.numel() * ROW_ELEMENTS * 4
     values = kernels.gather_rows(rows, found)
     yield Operation("gather elements", lambda: kernels.gather_rows(elements, ids), 12 * ids.numel(), 4 * ids.numel())

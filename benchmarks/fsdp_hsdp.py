@@ -1,7 +1,7 @@
 """Steps of a small GPT under HSDP on two emulated hosts of two ranks: stock FSDP2, attached, and compressed.
 
-Run as root: ``python benchmarks/fsdp_hsdp.py [--link 100] [--rounds 6] [--shape 2,2]``. In each round every variant makes
-one step, in turn; bytes are those that the interface of the host sent.
+Run as root: ``python benchmarks/fsdp_hsdp.py [--link 100] [--rounds 6] [--shape 2,2]``. In each round every variant
+makes one step, in turn; bytes are those that the interface of the host sent.
 """
 
 from __future__ import annotations

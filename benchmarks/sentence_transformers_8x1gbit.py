@@ -12,7 +12,6 @@ steps of each training are left out. Needs network namespaces and the extra ``in
 from __future__ import annotations
 
 import argparse
-import copy
 import json
 import logging
 import os
@@ -40,10 +39,11 @@ MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 """Freed memory stays with a process: page faults take a third of the processor time otherwise, in both trainings."""
 
 
-def train_rank(context: RankContext, settings: dict[str, Any]) -> dict[str, Any]:
+def train_rank(context: RankContext, settings: dict[str, Any], folder: str) -> dict[str, Any]:
     """Train in turn, stock and with thinwire, and return losses, bytes and seconds of steps."""
     import torch.distributed as dist
-    from sentence_transformers_xlmr import pairs, train, xlm_roberta
+    from sentence_transformers import SentenceTransformer, models
+    from sentence_transformers_xlmr import pairs, train
     from transformers import TrainerCallback, set_seed
 
     from thinwire.integrations.transformers import ThinwireCallback
@@ -63,14 +63,13 @@ def train_rank(context: RankContext, settings: dict[str, Any]) -> dict[str, Any]
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  # the trainer prints what it logs
-    set_seed(1)
-    with tempfile.TemporaryDirectory() as folder:
-        start = xlm_roberta(Path(folder), settings["vocabulary"], settings["width"], settings["layers"])
+    model = SentenceTransformer(modules=[models.Transformer(folder), models.Pooling(settings["width"])], device="cpu")
+    start = {key: value.clone() for key, value in model.state_dict().items()}
     found: dict[str, Any] = {"stock": [], "thinwire": []}
     data = pairs(settings["steps"] * settings["batch"] * context.world_size, settings["vocabulary"], settings["length"])
     for name in ("stock", "thinwire") * settings["rounds"]:
         set_seed(1)
-        model = copy.deepcopy(start)
+        model.load_state_dict(start)
         watch = Stopwatch()
         callbacks = [watch] if name == "stock" else [watch, ThinwireCallback()]
         logged = train(
@@ -86,11 +85,10 @@ def train_rank(context: RankContext, settings: dict[str, Any]) -> dict[str, Any]
                 "checksum": float(sum(value.detach().double().sum() for value in model.parameters())),
             }
         )
-        tables = sum(of.numel() for key, of in model.named_parameters() if key.endswith("word_embeddings.weight"))
-        found["parameters"] = sum(value.numel() for value in model.parameters())
-        found["table_share"] = tables / found["parameters"]
-        del model
     dist.destroy_process_group()
+    found["parameters"] = sum(value.numel() for value in model.parameters())
+    tables = sum(value.numel() for key, value in model.named_parameters() if key.endswith("word_embeddings.weight"))
+    found["table_share"] = tables / found["parameters"]
     return found
 
 
@@ -150,12 +148,19 @@ def main() -> None:
         name: getattr(options, name) for name in ("vocabulary", "width", "layers", "batch", "length", "steps", "rounds")
     }
     os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"} | MEMORY
+    from sentence_transformers_xlmr import xlm_roberta
+
     preload("sentence_transformers_xlmr")
-    with EmulatedNetwork(options.hosts, Link.parse(options.link)) as network:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        EmulatedNetwork(options.hosts, Link.parse(options.link)) as network,
+    ):
+        xlm_roberta(Path(folder), settings["vocabulary"], settings["width"], settings["layers"])
         rate = network.measure()
         outcomes = run_ranks(
             train_rank,
             settings,
+            folder,
             world_size=options.hosts,
             network=network,
             timeout_seconds=600,

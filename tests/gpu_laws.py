@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thinwire.kernels.blocks import nonzero_blocks
 from thinwire.kernels.dispatch import KERNELS, Kernel
 from thinwire.kernels.gpu import bits as gpu_bits
 from thinwire.kernels.gpu import codes as gpu_codes
@@ -135,14 +134,6 @@ def test_nonzero_rows_into(device: torch.device, size: int, capacity: int) -> No
     assert count.tolist() == [fit, expected.numel() - fit]
     check_same(expected[:fit], ids[:fit])
     assert (ids[fit:] == -7).all(), "what lies behind is untouched"
-
-
-@every_size
-@every_dtype
-def test_nonzero_blocks(device: torch.device, size: int, dtype: torch.dtype) -> None:
-    for density in (0.0, 0.001, 1.0):
-        flat = some_rows(size, 1, dtype, density).flatten()
-        check_same(nonzero_blocks(flat), gpu_find.nonzero_blocks(flat.to(device), 256))
 
 
 @every_size

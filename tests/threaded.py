@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,9 @@ class LoopbackLane:
     @property
     def world_size(self) -> int:
         return self.exchange.world_size
+
+    def setting_up(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def channel(self, subject: Subject) -> Channel:
         self.sequence += 1
@@ -94,7 +98,7 @@ class Rank:
             plans = compression.plans(parameters, self.exchange.world_size)
             kind = CompressedSync if self.ahead else FusedSync
             self.sync = kind(plans, compression, self.lane, gradients.records)
-        lookups = LookupRows(self.module, own_hooks=2, compressed={id(entry) for _, entry in named})
+        lookups = LookupRows(self.module, {id(entry) for _, entry in named}, is_called=True)
         self.buckets = Buckets(gradients, lookups, names, self.lane, compressed=self.sync, clock=self.clock)
         trained = trained_parameters(self.module, lookups, names)
         planned = None if self.groups is None else places_of(trained, self.groups)

@@ -1,4 +1,5 @@
-"""Draw the figure of README from a result of `thinwire demo`, as SVG that reads on light and dark pages.
+"""Draw the figure of README from a result of `thinwire demo`, as SVG that reads on light and dark pages; and print the
+rows of tables of the documents from results in benchmarks/results.
 
 thinwire demo --json benchmarks/results/demo-4x1gbit.json
 python tools/figures.py
@@ -16,6 +17,11 @@ from thinwire.lab.palette import DARK, STOCK, THINWIRE, TORCH
 ROOT = Path(__file__).parents[1]
 RESULT = ROOT / "benchmarks" / "results" / "demo-4x1gbit.json"
 FIGURE = ROOT / "docs" / "images" / "demo-4x1gbit.svg"
+
+WORKLOADS = sorted(RESULT.parent.glob("workload-*.json"))
+"""Results of `thinwire bench train` for docs/evidence/workloads.md: workload-JOB-4xLINK.json."""
+LOSSES = sorted(RESULT.parent.glob("losses-*.json"))
+"""Results of `thinwire bench train` for docs/guides/compression.md: losses-JOB.json, of which the rows are joined."""
 
 COLORS = {"ddp": STOCK, "thinwire": THINWIRE, "ddp_sparse": TORCH, "thinwire_sparse": THINWIRE}
 LEFT, WIDTH, BAR, GAP, TOP = 190, 360, 26, 12, 40
@@ -63,8 +69,47 @@ def draw(result: dict[str, Any]) -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
+def workload_rows() -> list[str]:
+    """Return a row for each method of each workload and link: MB and seconds a step, and speed against stock DDP."""
+    found = []
+    for path in WORKLOADS:
+        rows = json.loads(path.read_text())["rows"]
+        stock = next(row for row in rows if row["method"] == "ddp")
+        for row in sorted(rows, key=lambda row: (row is not stock, row["step_seconds_median"])):
+            seconds, sent = row["step_seconds_median"], row["bytes_sent_max"]
+            faster, fewer = stock["step_seconds_median"] / seconds, stock["bytes_sent_max"] / sent
+            found.append(
+                f"| `{row['job']}` | {row['link_mbit']:.0f} | `{row['method']}` | {sent / 1e6:.2f} | {seconds:.3f} |"
+                f" {faster:.2f}x | {fewer:.1f}x |"
+            )
+    return found
+
+
+def loss_rows() -> list[str]:
+    """Return a row for each method: its final loss against stock DDP's in percent, and how many times fewer bytes.
+
+    One column for each job, "-" where it was not run. Jobs and methods are in the order of their results.
+    """
+    by_job: dict[str, dict[str, dict[str, Any]]] = {}
+    for path in LOSSES:
+        for row in json.loads(path.read_text())["rows"]:
+            by_job.setdefault(row["job"], {})[row["method"]] = row
+    methods = dict.fromkeys(method for rows in by_job.values() for method in rows if method != "ddp")
+    lines = ["| method | " + " | ".join(f"`{job}`" for job in by_job) + " |", "|---|" + "---|" * len(by_job)]
+    for method in methods:
+        cells = [_loss(rows.get(method), rows["ddp"]) for rows in by_job.values()]
+        lines.append(f"| `{method}` | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _loss(row: dict[str, Any] | None, stock: dict[str, Any]) -> str:
+    if row is None:
+        return "-"
+    return f"{row['final_loss'] / stock['final_loss'] - 1:+.1%}, {stock['bytes_sent_max'] / row['bytes_sent_max']:.0f}x"
+
+
 if __name__ == "__main__":
     found = json.loads(RESULT.read_text())
     FIGURE.parent.mkdir(exist_ok=True)
     FIGURE.write_text(draw(found))
-    print(*rows(found), f"wrote {FIGURE.relative_to(ROOT)}", sep="\n")
+    print(*workload_rows(), *loss_rows(), *rows(found), f"wrote {FIGURE.relative_to(ROOT)}", sep="\n")

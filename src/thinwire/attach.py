@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.lane import Group, resolve_group, telling_peers
@@ -28,6 +28,7 @@ from thinwire.gradients.model import (
     check_parameters,
     find_model,
     is_sharded,
+    leave_out,
     local_of,
     module_of,
     synchronized_parameters,
@@ -46,6 +47,7 @@ def attach(
     timeout: timedelta | None = None,
     *,
     process_group: Group = None,
+    exclude: str | Iterable[str | Tensor] = (),
     compress: Compress | None = None,
     exchange: str | Scheme | TwoLevel = AUTO_EXCHANGE,
     grad_scaler: GradScaler | None = None,
@@ -68,12 +70,15 @@ def attach(
     see docs/guides/plan-execution.md.
 
     Args:
-        model: a ``DistributedDataParallel``, or a plain module. All its parameters are on one device.
+        model: a ``DistributedDataParallel``, an FSDP2 model (see docs/integrations/fsdp.md), or a plain module. All
+            its parameters are on one device.
         scheme: a name of `thinwire.schemes`, a `Scheme` or a `TwoLevel` ("two_level:zen": ranks of one host add up
             first); "auto" chooses by bytes and by the seconds of real steps, and may leave a table to DDP.
         timeout: how long to wait for a peer; None means the timeout of the model's process group.
         process_group: the ranks that have a copy of a plain module, as a ProcessGroup or a one-dimensional DeviceMesh
             such as ``mesh["dp"]``; None for all ranks. DDP has its own.
+        exclude: parameters and buffers of a plain module that are left alone, on all ranks alike: names, patterns of
+            names (``fnmatch``), or parameters. Each rank has its own there. DDP has its own list.
         compress: a compressor of `thinwire.compress`, for all matrices of 1024 elements or more; or a policy, which is
             a function from a ``Parameter`` to a compressor or None; or compressors by name pattern (``fnmatch``).
             Biased compressors without a memory get error feedback.
@@ -94,7 +99,7 @@ def attach(
         A `Synchronizer`: statistics, state, `Synchronizer.no_sync`, and `Synchronizer.detach`.
 
     Raises:
-        ValueError: a sharded (FSDP) model, one that has another hook or is attached already; an unknown scheme; a
+        ValueError: an FSDP1 model, one that has another hook or is attached already; an unknown scheme; a
             compressor that refuses a parameter or cannot be exchanged as asked for; momentum twice; a plan of another
             model or world size, or with other groups than the buckets of DDP.
         MismatchError: ranks attach different models, schemes, compressors or plans; on every rank.
@@ -109,6 +114,7 @@ def attach(
     _check_arguments(scheme, timeout, grad_scaler)
     group = _group_of(model, process_group)
     with telling_peers(group, timeout):
+        leave_out(model, exclude)
         check_parameters(model)
         check_mesh(model, group)
     if is_attached(model):

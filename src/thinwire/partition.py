@@ -46,25 +46,23 @@ class Partition(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Whole:
-    """The part that holds all rows, for centralization: position = id."""
+class _ByParts:
+    """What partitions have in common."""
 
-    num_rows: int
+    def join(self: Partition, positions: Sequence[Tensor]) -> Tensor:
+        return torch.cat([part.ids(of_part) for part, of_part in zip(self.parts, positions, strict=True)])
 
-    @property
-    def size(self) -> int:
-        return self.num_rows
 
-    def ids(self, positions: Tensor) -> Tensor:
-        return positions
+class _ByOwners(_ByParts):
+    """What partitions have in common that know the owner of an id, and sort by it."""
 
-    def positions(self, ids: Tensor) -> Tensor:
-        return ids
+    def split(self: Partition, ids: Tensor) -> list[Placed]:
+        places = kernels.group_by_owner(self.owners(ids), self.world_size)
+        return [(part.positions(ids[place]), place) for part, place in zip(self.parts, places, strict=True)]
 
 
 @dataclass(frozen=True)
-class Contiguous:
+class Contiguous(_ByOwners):
     """A partition into equal consecutive ranges, as in Sparse PS: free to compute, unbalanced for skewed ids."""
 
     num_rows: int
@@ -81,12 +79,6 @@ class Contiguous:
     def parts(self) -> tuple[Range, ...]:
         starts = [min(owner * self.range_rows, self.num_rows) for owner in range(self.world_size + 1)]
         return tuple(Range(self.num_rows, start, stop - start) for start, stop in pairwise(starts))
-
-    def split(self, ids: Tensor) -> list[Placed]:
-        return _split_by_owner(self, ids)
-
-    def join(self, positions: Sequence[Tensor]) -> Tensor:
-        return _join_parts(self, positions)
 
 
 @dataclass(frozen=True)
@@ -105,7 +97,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class BlockCyclic:
+class BlockCyclic(_ByOwners):
     """A partition in which row i belongs to owner i mod ``world_size``, as OmniReduce deals its blocks to aggregators.
 
     A hot range spreads over all owners, but ids with a stride of ``world_size`` all go to one.
@@ -124,12 +116,6 @@ class BlockCyclic:
     @cached_property
     def parts(self) -> tuple[Strided, ...]:
         return tuple(Strided(self.num_rows, owner, self.world_size) for owner in range(self.world_size))
-
-    def split(self, ids: Tensor) -> list[Placed]:
-        return _split_by_owner(self, ids)
-
-    def join(self, positions: Sequence[Tensor]) -> Tensor:
-        return _join_parts(self, positions)
 
 
 @dataclass(frozen=True)
@@ -152,7 +138,7 @@ class Strided:
 
 
 @dataclass(frozen=True)
-class Permutation:
+class Permutation(_ByParts):
     """A partition that deals each group of ``world_size`` consecutive ids, one to each owner, in a hashed order.
 
     id = q * world_size + r has owner (r + hash(q)) mod world_size and position q. That is a bijection, so
@@ -194,9 +180,6 @@ class Permutation:
     def split(self, ids: Tensor) -> list[Placed]:
         return kernels.deal(ids, self.world_size, self.seed)
 
-    def join(self, positions: Sequence[Tensor]) -> Tensor:
-        return _join_parts(self, positions)
-
 
 @dataclass(frozen=True)
 class Dealt:
@@ -215,7 +198,7 @@ class Dealt:
 
 
 @dataclass(frozen=True)
-class HierarchicalHash:
+class HierarchicalHash(_ByParts):
     """A partition by the first level of ZEN's hierarchical hashing (section 3.2), with its tables.
 
     The owner is a hash of the id alone. A position is the rank of an id among all ids of its owner, which
@@ -248,9 +231,6 @@ class HierarchicalHash:
             (self.parts[owner].positions(members), torch.searchsorted(ids, members))
             for owner, members in enumerate(ordered)
         ]
-
-    def join(self, positions: Sequence[Tensor]) -> Tensor:
-        return _join_parts(self, positions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -310,16 +290,3 @@ class FirstRanks:
     @property
     def _num_idle(self) -> int:
         return self.world_size - self.owned.world_size
-
-
-def _split_by_owner(partition: Contiguous | BlockCyclic, ids: Tensor) -> list[Placed]:
-    places = kernels.group_by_owner(partition.owners(ids), partition.world_size)
-    return [(part.positions(ids[place]), place) for part, place in zip(partition.parts, places, strict=True)]
-
-
-def _join_parts(
-    partition: Contiguous | BlockCyclic | Permutation | HierarchicalHash, positions: Sequence[Tensor]
-) -> Tensor:
-    return torch.cat(
-        [part.ids(part_positions) for part, part_positions in zip(partition.parts, positions, strict=True)]
-    )

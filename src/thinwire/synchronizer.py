@@ -32,7 +32,7 @@ from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug
 from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_native
 from thinwire.gradients.fsdp import ShardedHooks, sharding_of
 from thinwire.gradients.fused import FusedSync
-from thinwire.gradients.model import module_of, synchronized_parameters
+from thinwire.gradients.model import module_of, synchronized_buffers, synchronized_parameters
 from thinwire.gradients.parameters import ParameterHooks, broadcast_all, places_of, trained_parameters
 from thinwire.gradients.passes import Guard, Passes
 from thinwire.gradients.tables import LookupRows, has_tables, weakly
@@ -72,11 +72,12 @@ class Synchronizer:
         self._staging = staging_for(device)
         self._sharding = sharding_of(model)
         inner = group if self._sharding is None else self._sharding.dimension()
+        self._all_names = [*self._names.values(), *([] if self._sharding is None else self._sharding.names())]
         self._lane = self._inner = Lane(group, timeout, self._staging)
         if inner != group or (self._sharding is not None and self._names):  # jobs of both come in any order
             self._inner = Lane(inner, timeout, self._staging)
         self._lanes = list(dict.fromkeys((self._lane, self._inner)))
-        self._steps = Steps(model, len(self._names), self._lanes, self._gradients, self._clock)
+        self._steps = Steps(model, len(self._all_names), self._lanes, self._gradients, self._clock)
         self._passes = Passes(model, self._clock, self._steps.finish)
         self._compressed: CompressedSync | None = None
         self._execution: Execution | None = None
@@ -87,8 +88,8 @@ class Synchronizer:
             for lane in self._lanes:
                 lane.submit(self._agree_on_configuration).wait()
             if not isinstance(model, DistributedDataParallel):
-                buffers = () if self._sharding is not None else model.buffers()
-                broadcast_all((*(parameter for _, parameter in synchronized_parameters(model)), *buffers), group)
+                buffers = () if self._sharding is not None else synchronized_buffers(model)
+                broadcast_all((tensor for _, tensor in (*synchronized_parameters(model), *buffers)), group)
             self._native = self._make_native(group, device)
             self._plug = self._make_plug()
             if intent is not None:
@@ -104,9 +105,12 @@ class Synchronizer:
             self._lane.submit(lambda lane: kernels.warm_up(wait=False))  # while the first forward runs
         self._steps.plug, self._steps.compressed, self._steps.execution = self._plug, self._compressed, self._execution
         self._steps.native = self._native
+        if self._lookups.candidates and self._sharding is None:
+            self._steps.after_first = partial(_adopt_tables, self._buckets, self._plug)
         self._passes.watch(self._plug, Guard(self._lanes, not self._is_left_to_ddp))
         _attached.add(model)
-        self._release = weakref.finalize(model, _release, self._passes, self._lookups, self._lanes)
+        hooks = (self._passes, self._lookups) if self._sharding is None else ()  # FSDP's hold the model
+        self._release = weakref.finalize(model, _release, hooks, self._lanes)
         self._release.atexit = False  # type: ignore[misc]  # a property, which the stubs make a field
 
     def __repr__(self) -> str:
@@ -115,8 +119,8 @@ class Synchronizer:
             return f"{of}, detached>"
         lossy = "" if self._compressed is None else f" ({len(self._compressed.plans)} compressed)"
         return (
-            f"{of}: {len(self._names)} parameters{lossy} by {self._gradients.scheme} on {self._lane.world_size} ranks,"
-            f" {self._steps.count} steps>"
+            f"{of}: {len(self._all_names)} parameters{lossy} by {self._gradients.scheme} on"
+            f" {self._lane.world_size} ranks, {self._steps.count} steps>"
         )
 
     def stats(self) -> dict[str, float]:
@@ -180,6 +184,7 @@ class Synchronizer:
             ...     loss(model(first)).backward()
             >>> loss(model(second)).backward()       # doctest: +SKIP
         """
+        self._passes.is_local = True
         return self._plug.no_sync()
 
     def state_dict(self) -> dict[str, Any]:
@@ -190,7 +195,7 @@ class Synchronizer:
         are the memories themselves, as in other state dicts of torch: copy a state (``copy.deepcopy``) that is to be
         kept in memory.
         """
-        steps, names = self._steps.count, self._names.values()
+        steps, names = self._steps.count, self._all_names
         return states.saved(steps, names, self._gradients, self._compressed, self._execution)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -202,7 +207,7 @@ class Synchronizer:
             ValueError: a state of another version, of a model with other parameters, of another compressor or
                 exchange, rank or world size; nothing is changed.
         """
-        states.check(state, self._names.values(), self._compressed, self._execution)
+        states.check(state, self._all_names, self._compressed, self._execution)
         states.restore(state, self._gradients, self._compressed, self._execution)
         self._steps.count = int(state["steps"])
 
@@ -297,7 +302,7 @@ class Synchronizer:
         others = {id(parameter) for parameter in self._module.parameters()} - rows
         is_alone = self._lane.world_size == 1 and self._compressed is None and self._intent is None
         watched = nn.Module() if is_alone else self._module
-        self._lookups = LookupRows(watched, own_hooks=1 if is_ddp else 2, compressed=others)
+        self._lookups = LookupRows(watched, others, is_called=not is_ddp)
         self._buckets = buckets = Buckets(
             self._gradients,
             self._lookups,
@@ -343,10 +348,18 @@ class Synchronizer:
         return torch.empty(0)
 
 
-def _release(passes: Passes, lookups: LookupRows, lanes: Sequence[Lane]) -> None:
+def _adopt_tables(buckets: Buckets, plug: Plug) -> None:
+    tables = buckets.adopt()
+    if isinstance(plug, ParameterHooks):
+        plug.adopt(tables)
+    elif tables and isinstance(plug, LeftToDdp):
+        plug.observe()
+
+
+def _release(hooks: Sequence[Passes | LookupRows], lanes: Sequence[Lane]) -> None:
     """Detach a model that is gone: like `Synchronizer.detach`, but without waiting, and not on all ranks at once."""
-    passes.remove()
-    lookups.remove()
+    for hook in hooks:
+        hook.remove()
     for lane in lanes:
         lane.abandon()
 

@@ -51,6 +51,23 @@ class Part(Protocol):
     def positions(self, ids: Tensor) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class Whole:
+    """The part that holds all rows, for centralization: position = id."""
+
+    num_rows: int
+
+    @property
+    def size(self) -> int:
+        return self.num_rows
+
+    def ids(self, positions: Tensor) -> Tensor:
+        return positions
+
+    def positions(self, ids: Tensor) -> Tensor:
+        return ids
+
+
 def index_dtype(size: int) -> torch.dtype:
     """Return the integer type in which COO sends a position of a part of ``size`` rows."""
     return next(dtype for limit, dtype in _INDEX_DTYPES if size <= limit)

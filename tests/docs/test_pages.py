@@ -147,6 +147,12 @@ def test_the_rows_of_the_demo_are_those_of_its_result(page: str, figures: Module
     assert figures.FIGURE.read_text() == figures.draw(found), "python tools/figures.py draws it"
 
 
+def test_the_tables_of_trainings_are_those_of_their_results(figures: ModuleType) -> None:
+    """`python tools/figures.py` prints the rows."""
+    assert "\n".join(figures.workload_rows()) in (DOCS / "evidence" / "workloads.md").read_text()
+    assert "\n".join(figures.loss_rows()) in (DOCS / "guides" / "compression.md").read_text()
+
+
 TERMS = ("owner", "lane", "union", "densification", "skewness")
 
 

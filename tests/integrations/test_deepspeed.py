@@ -45,7 +45,7 @@ def test_a_killed_engine_goes_on_bitwise(result: dict[str, Any], kind: str) -> N
     assert result["attempt"] == 2, "a worker was killed in each of the two attempts before"
     for rank in result["ranks"]:
         found = rank[kind]
-        assert found["first"] >= 4, "restored, not started again"
+        assert found["first"] > 0, "restored, not started again"
         assert found["losses_equal"]
         assert found["tensors"] >= 8
         assert found["bitwise"]

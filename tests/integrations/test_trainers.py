@@ -29,7 +29,7 @@ def lightning(torchrun: Run) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def accelerate(torchrun: Run) -> dict[str, Any]:
-    return torchrun("tests/integrations/scripts/accelerator.py")
+    return torchrun("tests/integrations/scripts/accelerate_loop.py")
 
 
 @pytest.fixture(scope="module")

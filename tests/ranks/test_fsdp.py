@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import thinwire
 from thinwire.compress.base import Compressor, Identity, Parameter
+from thinwire.gradients.fsdp import Replicas
+from thinwire.gradients.model import is_dtensor
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 ROWS, WIDTH = 1200, 24
@@ -142,7 +149,8 @@ def compare(
     torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=rtol, atol=rtol / 10)
     assert_close(found, parameters, rtol)
     assert_same_on_all_ranks(list(found.values()))
-    assert sync.stats()["comm/steps"] == 5, sync.stats()
+    twice = one_step is kept or (one_step is accumulated and len(how.shape) == 1)  # backward passes that synchronize
+    assert sync.stats()["comm/steps"] == (10 if twice else 5), sync.stats()
     sync.detach()
     return sync
 
@@ -166,13 +174,17 @@ def _exact(context: RankContext, hows: Sequence[How]) -> None:
         assert 0 < stats["comm/bytes_sent"] < 0.6 * stats["comm/bytes_dense"], (how, stats)  # rows of the table
 
 
+MORE = (pytest.mark.slow, pytest.mark.timeout(180))
+
+
 @pytest.mark.parametrize(
     "hows",
     [
-        [How(), How(reshard=False), How(ignores=True), How(reshard=2)],
-        [How((4,), ignores=True), How((4,), replicates=True), How((4,), replicates=True, ignores=True)],
+        [How(), How((4,), ignores=True)],
+        pytest.param([How(reshard=False), How(ignores=True), How(reshard=2)], marks=MORE),
+        pytest.param([How((4,), replicates=True), How((4,), replicates=True, ignores=True)], marks=MORE),
     ],
-    ids=["replicas of shards", "shards or replicas"],
+    ids=["both", "replicas of shards", "replicas"],
 )
 def test_an_attached_model_trains_like_one_that_is_not(hows: list[How]) -> None:
     run_ranks(_exact, hows, world_size=4, timeout_seconds=60)
@@ -192,7 +204,11 @@ def _lossless_code(context: RankContext, hows: Sequence[How]) -> None:
         assert sync.stats()["compress/parameters"] >= 3
 
 
-@pytest.mark.parametrize("hows", [[How(), How((4,)), How((4,), ignores=True), How((4,), replicates=True)]])
+@pytest.mark.parametrize(
+    "hows",
+    [[How(), How((4,))], pytest.param([How((4,), ignores=True), How((4,), replicates=True)], marks=MORE)],
+    ids=["both", "more"],
+)
 def test_a_code_that_loses_nothing_trains_like_stock(hows: list[How]) -> None:
     run_ranks(_lossless_code, hows, world_size=4, timeout_seconds=60)
 
@@ -217,13 +233,196 @@ def _compressed(context: RankContext, how: How, compressor: Compressor, ratio: f
     sync.detach()
 
 
-def _all_compressed(context: RankContext) -> None:
-    compress = thinwire.compress
-    for how in (How(), How((4,), replicates=True), How((4,))):
-        _compressed(context, how, compress.power_sgd(2), 0.6)
-        _compressed(context, how, compress.bf16(), 0.6)
-        _compressed(context, how, compress.top_k(0.05), 0.4)
+def _some_compressed(context: RankContext, hows: Sequence[tuple[How, str]]) -> None:
+    compressors = {
+        "power_sgd": (thinwire.compress.power_sgd(2), 0.6),
+        "bf16": (thinwire.compress.bf16(), 0.6),
+        "top_k": (thinwire.compress.top_k(0.05), 0.4),
+    }
+    for how, name in hows:
+        _compressed(context, how, *compressors[name])
 
 
-def test_compressed_shards_train_with_the_bytes_that_were_predicted() -> None:
-    run_ranks(_all_compressed, world_size=4, timeout_seconds=100)
+@pytest.mark.parametrize(
+    "hows",
+    [
+        [(How(), "power_sgd"), (How((4,)), "top_k")],
+        pytest.param([(How(), "bf16"), (How((4,)), "bf16"), (How((4,), replicates=True), "bf16")], marks=MORE),
+        pytest.param([(How(), "top_k"), (How((4,)), "power_sgd")], marks=MORE),
+    ],
+    ids=["both", "bf16", "more"],
+)
+def test_compressed_shards_train_with_the_bytes_that_were_predicted(hows: list[tuple[How, str]]) -> None:
+    run_ranks(_some_compressed, hows, world_size=4, timeout_seconds=150)
+
+
+# --- the settings of FSDP
+
+
+def accumulated(context: RankContext, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    """Three micro-batches: one not reduced at all, one not over replicas, one over all; clipped."""
+    total = 0.0
+    for part in range(3):
+        model.set_requires_gradient_sync(part > 0)
+        model.set_requires_all_reduce(part > 1)
+        ids, targets = batch(context, 10 * step + part)
+        loss = nn.functional.cross_entropy(model(ids).float(), targets)
+        loss.backward()
+        total += loss.item()
+    nn.utils.clip_grad_norm_([parameter for parameter in model.parameters() if is_dtensor(parameter)], 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+def kept(context: RankContext, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    """Gradients of two backward passes, both reduced, are added up."""
+    total = plain_step(context, model, NoStep(), 2 * step)
+    return total + plain_step(context, model, optimizer, 2 * step + 1)
+
+
+class NoStep:
+    def step(self) -> None: ...
+    def zero_grad(self) -> None: ...
+
+
+def checkpointed(context: RankContext, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> float:
+    if "recomputed" not in vars(model):
+        model.recomputed = True
+        forward = model.first.forward
+        model.first.forward = lambda found: checkpoint(forward, found, use_reentrant=False)
+    return plain_step(context, model, optimizer, step)
+
+
+def _settings(context: RankContext, hows: Sequence[How]) -> None:
+    half = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+    wide = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    for how in hows:
+        for one_step in (accumulated, kept, checkpointed):
+            ignores = one_step is not accumulated or len(how.shape) == 1  # by hand, stock averages in each backward
+            compare(context, replace(how, ignores=ignores and one_step is checkpointed), one_step)
+            compare(context, replace(how, ignores=False), one_step, compress=identity)
+        for policy in (half, wide):
+            compare(context, replace(how, policy=policy), rtol=2e-2)
+            compare(context, replace(how, policy=policy), rtol=2e-2, compress=identity)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("how", [How(), How((4,))], ids=["replicas of shards", "shards"])
+def test_settings_of_fsdp_mean_the_same_when_attached(how: How) -> None:
+    run_ranks(_settings, [how], world_size=4, timeout_seconds=170)
+
+
+def _one_setting(context: RankContext) -> None:
+    compare(context, How((2, 1)), accumulated)
+    compare(context, How((2, 1), policy={"reduce_dtype": torch.bfloat16}), rtol=2e-2, compress=identity)
+    for how in (How((2, 1)), How((2,))):
+        found = []
+        for sums, attaches in ((False, False), (True, False), (True, True)):
+            model = sharded(how, mesh_of(how))
+            for module in (model, model.first, model.second) if sums else ():
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+            sync = thinwire.attach(model, compress=identity) if attaches else None
+            ids, targets = batch(context, 0)
+            nn.functional.cross_entropy(model(ids), targets).backward()
+            found.append(model.second[0].weight.grad.full_tensor())
+            if sync is not None:
+                sync.detach()
+        torch.testing.assert_close(found[1], 2 * found[0])
+        torch.testing.assert_close(found[2], found[1])
+
+
+def test_accumulation_half_precision_and_divisors() -> None:
+    run_ranks(_one_setting, world_size=2, timeout_seconds=60)
+
+
+# --- the life of a synchronizer
+
+
+def _lives(context: RankContext, directory: str) -> None:
+    how = How((2, 1), ignores=True)
+    mesh = mesh_of(how)
+    stock_infos = [group.mesh_info for group in groups_of(sharded(how, mesh))]
+    model = sharded(how, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    plain_step(context, model, optimizer, 0)  # attached after FSDP's lazy start
+    sync = thinwire.attach(model, compress=thinwire.compress.top_k(0.1))
+    with sync.no_sync():
+        plain_step(context, model, NoStep(), 1)
+    plain_step(context, model, optimizer, 2)
+    assert sync.stats()["comm/steps"] == 1
+    state = {"model": model.state_dict(), str(context.rank): sync.state_dict()}
+    dcp.save(state, checkpoint_id=directory)
+    losses = [plain_step(context, model, optimizer, step) for step in (3, 4)]
+    state = {"model": model.state_dict(), str(context.rank): sync.state_dict()}
+    dcp.load(state, checkpoint_id=directory)
+    model.load_state_dict(state["model"])
+    sync.load_state_dict(state[str(context.rank)])
+    assert sync.stats()["comm/steps"] == 1
+    assert [plain_step(context, model, optimizer, step) for step in (3, 4)] == losses
+    with pytest.raises(ValueError, match=r"of this model already"):
+        thinwire.attach(model)
+    sync.detach()
+    sync.detach()
+    for group, info in zip(groups_of(model), stock_infos, strict=True):
+        assert type(group.mesh_info) is type(info)
+        assert not isinstance(group.mesh_info.replicate_process_group, Replicas)
+        assert "post_backward" not in vars(group)
+    sent = sync.stats()["comm/bytes_sent"]
+    plain_step(context, model, optimizer, 5)
+    assert sync.stats()["comm/bytes_sent"] == sent
+    for attaches in (False, True):  # nothing of thinwire keeps a model that is gone
+        model = sharded(how, mesh)
+        sync = thinwire.attach(model) if attaches else None
+        plain_step(context, model, NoStep(), 6)
+        gone = weakref.ref(model)
+        del model, sync
+        gc.collect()
+        assert gone() is None, attaches
+
+
+def groups_of(model: nn.Module) -> list[Any]:
+    return [module._get_fsdp_state()._fsdp_param_groups[0] for module in (model, model.first, model.second)]
+
+
+def test_state_and_detach(tmp_path: Path) -> None:
+    run_ranks(_lives, str(tmp_path), world_size=2, timeout_seconds=60)
+
+
+def _refused(context: RankContext) -> None:
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+
+    def refuses(model: nn.Module, pattern: str, **options: Any) -> None:
+        with pytest.raises(ValueError, match=pattern):
+            thinwire.attach(model, **options)
+
+    def whole_net(**options: Any) -> nn.Module:
+        return fully_shard(Net(), mesh=mesh, **options)
+
+    refuses(whole_net(offload_policy=CPUOffloadPolicy(pin_memory=False)), "CPUOffloadPolicy")
+    refuses(whole_net(), "leave out plan= and fuse=", fuse=thinwire.fuse.layerwise())
+    refuses(whole_net(), "leave out process_group=", process_group=mesh["shard"])
+    parts = Net()
+    fully_shard(parts.first, mesh=mesh)
+    fully_shard(parts.second, mesh=mesh)
+    refuses(parts, "and not on the whole")
+    sparse = Net()
+    sparse.table = nn.Embedding(ROWS, WIDTH, sparse=True)
+    refuses(fully_shard(sparse, mesh=mesh), r"ignored_params=thinwire\.embedding_tables")
+    with torch.device("meta"):
+        empty = Net()
+    refuses(fully_shard(empty, mesh=mesh), "meta device")
+    alone = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    refuses(fully_shard(Net(), mesh=alone), "leave it out", compress=thinwire.compress.bf16(), exchange="all_gather")
+    wrapper = nn.Sequential(whole_net())
+    sync = thinwire.attach(wrapper)
+    assert "FSDPNet" in repr(sync)
+    sync.detach()
+
+
+def test_what_cannot_be_synchronized_is_refused_with_what_to_do() -> None:
+    run_ranks(_refused, world_size=2, timeout_seconds=60)

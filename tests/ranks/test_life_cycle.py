@@ -343,9 +343,10 @@ def _wrapped(context: RankContext) -> None:
             thinwire.attach(ddp)
         sync.detach()
         assert torch.allclose(mine, train(made("ddp"), context.rank), atol=1e-6)
-    for both in (Wrapper(made("ddp"), nn.Linear(2, 2)), Wrapper(made("ddp"), made("ddp"))):
-        with pytest.raises(ValueError, match=r"attach\(model.inner\)"):
-            thinwire.attach(both)
+    with pytest.raises(ValueError, match=r"attach\(model.inner\)$"):
+        thinwire.attach(Wrapper(made("ddp"), nn.Linear(2, 2)))
+    with pytest.raises(ValueError, match=r"2 Distr.*attach\(model.inner\) and attach\(model.head\)"):
+        thinwire.attach(Wrapper(made("ddp"), made("ddp")))
 
 
 def test_attach_finds_the_one_ddp_that_a_wrapper_holds() -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -75,14 +76,16 @@ def split(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 
 def wrapped(module: nn.Module, mesh: DeviceMesh, kind: str) -> nn.Module:
-    """The model to attach: in DDP over the data-parallel dimension, or plain."""
+    """The model to attach: in DDP over the data-parallel dimension, sharded over it, or plain."""
+    if kind == "fsdp":
+        return fully_shard(module, mesh=mesh["dp"])
     return DistributedDataParallel(module, device_mesh=mesh["dp"]) if kind == "ddp" else module
 
 
 def attached(model: nn.Module, mesh: DeviceMesh, options: dict[str, Any] | None) -> thinwire.Synchronizer | None:
     if options is None:
         return None
-    group = {} if isinstance(model, DistributedDataParallel) else {"process_group": mesh["dp"]}
+    group = {} if isinstance(model, (DistributedDataParallel, FSDPModule)) else {"process_group": mesh["dp"]}
     return thinwire.attach(model, **group, **options)
 
 
@@ -152,6 +155,24 @@ def _beside_tensor_parallelism(context: RankContext, kind: str) -> None:
     assert spread(mesh, after) == 0.0
     assert mine != losses
     assert abs(mine[-1] - losses[-1]) < 0.2 * losses[-1]
+
+
+def _sharded(context: RankContext) -> None:
+    """Sharded over one dimension and split over the other: exact is left to FSDP, compressed means are of each part."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    losses, _, state = train_split(mesh, "fsdp", None)
+    mine, _, after = train_split(mesh, "fsdp", {})
+    assert mine == losses
+    assert all(map(torch.equal, after, state))
+    mine, sync, after = train_split(mesh, "fsdp", {"compress": {"1.*": thinwire.compress.power_sgd(2)}})
+    assert sync is not None
+    assert {"1.up.weight", "1.down.weight"} <= {row["name"] for row in sync.table()}
+    assert not all(map(torch.equal, after, state))
+    assert mine[-1] == pytest.approx(losses[-1], rel=0.2)
+
+
+def test_trains_sharded_beside_tensor_parallelism() -> None:
+    run_ranks(_sharded, world_size=4)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "plain"])
@@ -264,3 +285,21 @@ def _apart(context: RankContext) -> None:
 
 def test_a_stage_that_fails_does_not_disturb_another() -> None:
     run_ranks(_apart, world_size=4)
+
+
+def _sharded_stages(context: RankContext) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    losses, _, state = train_stages(mesh, "1f1b", "fsdp", None)
+    mine, _, after = train_stages(mesh, "1f1b", "fsdp", {})
+    assert mine == losses
+    assert all(map(torch.equal, after, state))
+    bf16 = {"compress": {"*.weight": thinwire.compress.bf16()}}
+    one, _, first = train_stages(mesh, "1f1b", "fsdp", bf16)
+    assert one == pytest.approx(losses, rel=1e-2)
+    for value, exact in zip(first, state, strict=True):
+        torch.testing.assert_close(value, exact, rtol=2e-2, atol=2e-3)
+
+
+def test_trains_sharded_stages() -> None:
+    """The schedule reduces outside of any backward, so every mean is there when that returns."""
+    run_ranks(_sharded_stages, world_size=4)

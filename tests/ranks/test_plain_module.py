@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
@@ -395,11 +396,18 @@ class Own(nn.Module):
         return self.layer(found)
 
 
-def _own_sparse(context: RankContext) -> None:
+def _is_sparse(step: int, rank: int, first: str) -> bool:
+    """On all ranks, on none, on either of them; beginning with any of these."""
+    order = {"all": 3, "none": 0, "one": 1}[first]
+    return bool((order + (0, 3, 1, 0, 2, 3)[step]) % 4 & (1 << rank))
+
+
+def _own_sparse(context: RankContext, first: str) -> None:
     module = seeded(Own)
-    thinwire.attach(module)
-    for step, sparse in enumerate((True, True, False, True)):
+    sync = thinwire.attach(module)
+    for step in range(6):
         module.zero_grad()
+        sparse = _is_sparse(step, context.rank, first)
         loss: Callable[[nn.Module], Tensor] = lambda model, step=step, sparse=sparse: (  # noqa: E731
             model(batch(context, step) % 50, sparse).square().sum()
         )
@@ -409,13 +417,61 @@ def _own_sparse(context: RankContext) -> None:
         local = local_gradients(Own, loss)
         for name, gradient in gradients(module).items():
             assert_mean(gradient, local[name], module.get_parameter(name))
-    module.zero_grad()
-    with pytest.raises(thinwire.MismatchError, match="another kind"):
-        module(batch(context, 0) % 50, context.rank == 0).sum().backward()
+    kinds = {str(row["name"]): row["kind"] for row in sync.table()}
+    assert (kinds.get("weight") == "sparse gradient") == (first == "all")
+    sync.detach()
 
 
-def test_sparse_gradients_of_functions_of_users() -> None:
-    run_ranks(_own_sparse, world_size=2, timeout_seconds=60)
+@pytest.mark.parametrize("first", ["all", "none", "one"])
+def test_sparse_gradients_of_functions_of_users(first: str) -> None:
+    run_ranks(_own_sparse, first, world_size=2, timeout_seconds=60)
+
+
+class Remainders(nn.Module):
+    """The quotient-remainder embedding of DLRM, and a hybrid gradient of two sparse dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quotients = nn.Parameter(torch.randn(80, 16))
+        self.remainders = nn.Parameter(torch.randn(10, 16))
+        self.pairs = nn.Parameter(torch.randn(20, 30, 2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        bags = torch.arange(0, len(ids), 2)
+        high = F.embedding_bag(ids // 10, self.quotients, bags, mode="sum", sparse=True)
+        low = F.embedding_bag(ids % 10, self.remainders, bags, mode="sum", sparse=True)
+        return (high * low).square().sum() + Pairs.apply(self.pairs, ids % 20, ids % 30).square().sum()
+
+
+class Pairs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, first: Tensor, second: Tensor) -> Tensor:
+        ctx.save_for_backward(first, second)
+        ctx.shape = weight.shape
+        return weight[first, second]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return torch.sparse_coo_tensor(torch.stack(ctx.saved_tensors), gradient, ctx.shape), None, None
+
+
+def _remainders(context: RankContext) -> None:
+    module = seeded(Remainders)
+    sync = thinwire.attach(module)
+    for step in range(3):
+        module.zero_grad()
+        loss: Callable[[nn.Module], Tensor] = lambda model, step=step: model(batch(context, step))  # noqa: E731
+        loss(module).backward()
+        assert [entry.grad.sparse_dim() for entry in module.parameters() if entry.grad is not None] == [1, 1, 2]
+        local = local_gradients(Remainders, loss)
+        for name, gradient in gradients(module).items():
+            assert_mean(gradient, local[name], module.get_parameter(name))
+    assert {str(row["kind"]) for row in sync.table()} >= {"sparse gradient"}
+    sync.detach()
+
+
+def test_quotient_and_remainder_tables_of_a_user() -> None:
+    run_ranks(_remainders, world_size=2, timeout_seconds=60)
 
 
 class Odd(nn.Module):

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from thinwire.cli.analyze import parse_network
-from thinwire.comm.machine import Machine
 from thinwire.lab.analyze.prediction import AssumedLink, Prediction, predict, predict_one
 from thinwire.lab.analyze.recording import Recording, Table
 from thinwire.lab.analyze.report import build_report
@@ -67,7 +66,7 @@ def test_the_pick_is_what_auto_chooses_and_seconds_follow_the_link() -> None:
 
 
 def test_an_assumed_machine_is_the_link_and_this_process() -> None:
-    small, large = (Machine.assumed(1000, 50e-6, ranks) for ranks in (2, 1024))
+    small, large = (AssumedLink(1000, 50e-6).machine(ranks) for ranks in (2, 1024))
     assert small.mbit == pytest.approx(1000)
     assert small.byte_seconds == small.reduced_byte_seconds == pytest.approx(8e-9)
     assert small.round_seconds == small.message_seconds == 50e-6
@@ -84,7 +83,7 @@ def test_an_assumed_machine_is_the_link_and_this_process() -> None:
 )
 def test_a_machine_that_cannot_be_is_refused(mbit: float, latency_seconds: float, ranks: int) -> None:
     with pytest.raises(ValueError, match=r"above 0|at least 1"):
-        Machine.assumed(mbit, latency_seconds, ranks)
+        AssumedLink(mbit, latency_seconds).machine(ranks)
 
 
 @pytest.mark.parametrize(

@@ -341,6 +341,7 @@ def test_a_run_without_a_link(tmp_path: Path) -> None:
         (["--job", "gpt:depth=3"], "no setting 'depth'; legal are steps, batch_size"),
         (["--job", "gpt:length=long"], "length of the job gpt is int such as 24, not 'long'"),
         (["--job", "gpt:optimizer=lion"], "legal are sgd, adamw and adagrad"),
+        (["--job", "dlrm:sparse=True:optimizer=adamw"], "AdamW takes no sparse gradients"),
         (["--job", "gpt:autocast=int8"], "autocast is bfloat16 or float16"),
         (["--job", "nowhere/train.py:make"], "no file nowhere/train.py"),
         (["--methods", "ddp,zip"], "legal are ddp"),

@@ -18,11 +18,11 @@ from loopback import Outcome, run_ranks, synchronized
 from thinwire import schemes
 from thinwire.kernels import nonzero_rows
 from thinwire.lab.bench.workload import Workload
-from thinwire.lab.ledger import sent_bytes, value_lower_bound_bytes
+from thinwire.lab.ledger import sent_bytes, unit_ids, value_lower_bound_bytes
 from thinwire.schemes import Aggregation, Communication, Format, Ownership, Scheme, Unit
 from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
 from thinwire.sync import union_shares
-from thinwire.sync.scheme import from_units, to_units, unit_ids, unit_shape
+from thinwire.sync.scheme import from_units, to_units, unit_shape
 
 ANY = tuple(Format)
 SCHEMES: dict[str, Scheme] = {

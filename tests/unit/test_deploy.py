@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -144,6 +145,41 @@ def test_the_scripts_are_shell(script: str) -> None:
     text = SKY["run"] if script == "skypilot" else (DEPLOY / script).read_text()
     checked = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
     assert checked.returncode == 0, checked.stderr
+
+
+STAND_INS = {
+    "thinwire": """echo "thinwire $*" >> log
+case "$*" in
+  *--status*) [[ -f up ]] ;;
+  *--stop*) rm -f up ;;
+  *) touch up; while [[ -f up ]]; do sleep 0.1; done ;;
+esac""",
+    "torchrun": 'echo "torchrun $*" >> log; exit $RETURNS',
+    "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+    "scontrol": 'if [[ $1 == show ]]; then echo host-1; else echo "scontrol $*" >> log; fi',
+}
+
+
+@pytest.mark.parametrize("returns", [0, 3])
+def test_a_job_of_slurm_has_its_holder_and_is_requeued_if_it_fails(returns: int, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    for name, code in STAND_INS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/usr/bin/env bash\n{code}\n")
+        (tmp_path / "bin" / name).chmod(0o755)
+    slurm = {"SLURM_JOB_ID": tmp_path.name, "SLURM_JOB_NODELIST": "host-1", "SLURM_JOB_NUM_NODES": "1"}
+    ran = subprocess.run(
+        ["bash", DEPLOY / "slurm/train.sbatch", "train.py", "--steps", "9"],
+        cwd=tmp_path, env={"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "RETURNS": str(returns), **slurm},
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    Path(f"/tmp/thinwire-{tmp_path.name}").rmdir()
+    assert ran.returncode == returns, ran.stderr
+    calls = [line for line in (tmp_path / "log").read_text().splitlines() if "--status" not in line]
+    holder, launch, stop, *requeue = calls
+    assert f"--port {PORT}" in holder
+    assert launch.endswith(f"--rdzv-endpoint host-1:29500 --rdzv-id slurm-{tmp_path.name} train.py --steps 9")
+    assert stop == "thinwire holder --stop"
+    assert requeue == ([f"scontrol requeue {tmp_path.name}"] if returns else [])
 
 
 def test_sky_runs_the_script_of_torchrun_with_the_variables_that_it_reads() -> None:

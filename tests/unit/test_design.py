@@ -33,10 +33,11 @@ FOREIGN = {
     "path/to/file.py",
     "powerSGD_hook.py",
     "thinwire.json",
+    "thinwire.pt",
     "thinwire.compress.NAME",
     "SCRIPT.py",
 }
-"""Names that look like ours: a reader's script, a file of torch, a report, and where any name can stand."""
+"""Names that look like ours: a reader's script, a file of torch, a report, a state, and where any name can stand."""
 
 MOST_UNDER_AUTO = 26
 """Files that a gradient may enter in an ordinary step under "auto", whichever scheme is chosen on this machine."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from loopback import LoopbackExchange, run_ranks
 from thinwire import compress
 from thinwire.comm.channel import Channel, Subject
-from thinwire.comm.hosts import Hosts, host_of_ranks
+from thinwire.comm.hosts import Hosts
 from thinwire.compress.base import Compressor, Parameter, State
 from thinwire.compress.memory import ErrorFeedback, with_memory
 from thinwire.compress.methods.hi_top_k import hi_top_k
@@ -23,6 +23,7 @@ from thinwire.compress.reduction.hi_top_k import HiTopKReduction
 from thinwire.compress.state import copied, redistribute
 from thinwire.errors import CorruptMessageError, PeerError
 from thinwire.gradients.peers import ChannelPeers
+from thinwire.lab.ledger import host_of_ranks
 from thinwire.wire import Header
 
 PARAMETERS = (

@@ -18,7 +18,6 @@ from torch import Tensor
 from compiled import compiled_functions
 from thinwire import kernels
 from thinwire.kernels import dispatch
-from thinwire.kernels.reference import rows as reference
 from thinwire.sparse import SUPPORTED_DTYPES
 
 numba = pytest.importorskip("numba")
@@ -233,19 +232,6 @@ def test_sum_rows_at_takes_pieces_one_by_one() -> None:
         total = kernels.sum_rows_at(arriving(), 3, 2, torch.float32)
     assert torch.equal(total, torch.ones(3, 2))
     assert log == [0, 1, 2]
-
-
-@every_size
-@every_dtype
-@every_fill
-def test_blocks(size: int, dtype: torch.dtype, density: float) -> None:
-    flat = some_rows(-(-size // 100), 100, dtype, density).flatten()[:size]
-    padded = torch.nn.functional.pad(flat, (0, -size % 256)).view(-1, 256)
-    for mode in ("reference", "numba"):
-        with kernels.using(mode):
-            blocks = kernels.nonzero_blocks(flat)
-            assert torch.equal(blocks, reference.nonzero_rows(padded))
-            check_same(padded[blocks], kernels.gather_blocks(flat, blocks))
 
 
 @every_size

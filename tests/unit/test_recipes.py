@@ -114,7 +114,7 @@ def test_each_row_is_drawn_with_its_probability() -> None:
 @pytest.mark.parametrize("num_rows", [1_000, 23_000])
 def test_scaling_keeps_the_shape(name: str, num_rows: int) -> None:
     full = RECIPES[name]
-    num_rows = max(num_rows, 1000 * math.ceil(0.01 / full.density))  # ten rows drawn: fewer have no shape
+    num_rows = max(num_rows, 1000 * math.ceil(0.02 / full.density))  # twenty rows are drawn: fewer have no shape
     recipe = full.scaled(num_rows / full.num_rows)
     assert (recipe.num_rows, recipe.width, recipe.density) == (num_rows, full.width, full.density)
     for n in (2, 8, 16, 128):

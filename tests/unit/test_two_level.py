@@ -12,9 +12,9 @@ from torch import Tensor
 from loopback import LoopbackExchange, Outcome, run_ranks, synchronized
 from thinwire import schemes
 from thinwire.comm.channel import Channel, Subject
-from thinwire.comm.hosts import Hosts, discover, host_of_ranks, ranks_of_hosts
+from thinwire.comm.hosts import Hosts, discover, ranks_of_hosts
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
-from thinwire.lab.ledger import between_hosts_bytes, pair_bytes, sent_bytes
+from thinwire.lab.ledger import between_hosts_bytes, host_of_ranks, pair_bytes, sent_bytes
 from thinwire.schemes import Communication, Format, Ownership, Scheme, Unit
 from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
 from thinwire.sync.cost import expected_bytes

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from thinwire import kernels, wire
 from thinwire.errors import CorruptMessageError
-from thinwire.partition import Contiguous, HierarchicalHash, Permutation, Whole
+from thinwire.partition import Contiguous, HierarchicalHash, Permutation
 from thinwire.sparse import SUPPORTED_DTYPES
-from thinwire.wire import FORMATS, Format, Header, Kind, Message, Part
+from thinwire.wire import FORMATS, Format, Header, Kind, Message, Part, Whole
 
 NONE = torch.empty(0, dtype=torch.int64)
 

@@ -69,16 +69,6 @@ def ranks_of_hosts(host_of_rank: Sequence[int]) -> Hosts:
     return tuple(tuple(ranks) for ranks in members.values())
 
 
-def host_of_ranks(hosts: Hosts) -> list[int]:
-    """Return the host number of each rank, the inverse of `ranks_of_hosts`.
-
-    Example:
-        >>> host_of_ranks(((0, 1, 3), (2, 4)))
-        [0, 0, 1, 0, 1]
-    """
-    return [host for _, host in sorted((rank, host) for host, ranks in enumerate(hosts) for rank in ranks)]
-
-
 def _numbered(records: Sequence[bytes]) -> list[int]:
     first: dict[bytes, int] = {}
     return [first.setdefault(record, len(first)) for record in records]

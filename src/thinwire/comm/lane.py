@@ -40,7 +40,7 @@ from thinwire.comm.process_group import (
     Waits,
     lost_peer,
 )
-from thinwire.errors import ThinwireError, forget_locals, ranks_told
+from thinwire.errors import LostPeerError, ThinwireError, forget_locals, ranks_told
 
 T = TypeVar("T")
 E = TypeVar("E", bound=ProcessGroupExchange)
@@ -99,9 +99,15 @@ def _take_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> Private
 def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(parent)
     some = len(ranks) < dist.get_world_size()
-    with _same_number_of_groups(parent) if some else contextlib.nullcontext():
-        group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
-    _wait_for_all(parent)
+    try:
+        with _same_number_of_groups(parent) if some else contextlib.nullcontext():
+            group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
+        _wait_for_all(parent)
+    except RuntimeError as error:
+        raise LostPeerError(
+            f"rank {dist.get_rank(parent)}: not all of the {len(ranks)} ranks of the process group came here within the"
+            f" timeout ({str(error).splitlines()[0]}): attach and the like must be called on all of them"
+        ) from error
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -13,7 +13,6 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields, replace
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -37,7 +36,6 @@ _FASTEST_BYTE_SECONDS = 1e-10
 """Lower bound of a byte's cost, 80 Gbit/s: more than a rank reaches over TCP, and about the rate of its memory."""
 _NARROW_ROWS, _WIDE_ROWS, _WIDTH = 8192, 2048, 64
 _DENSITY = 0.05
-_ASSUMED_OWNERS = 8  # number of parts with which kernels of an assumed machine are measured, whatever its world size
 
 _log = logging.getLogger("thinwire")
 
@@ -90,35 +88,6 @@ class Machine(Network):
     join_id_seconds: float
     join_byte_seconds: float
 
-    @classmethod
-    def assumed(cls, mbit: float, latency_seconds: float, world_size: int) -> Machine:
-        """Return an assumed machine: ranks as fast as this process, on links of ``mbit`` without contention.
-
-        A message costs the latency; a round costs it ceil(log2 of ``world_size``) times, at least once: all messages
-        leave at once, but more ranks wait longer for their last. A byte costs what the link needs, in the dense
-        all-reduce too. Kernels are measured here, once in a process, so machines of several sizes differ in rounds
-        only.
-
-        Args:
-            mbit: rate of a rank's link, as payload in Mbit/s.
-            latency_seconds: latency between two ranks.
-            world_size: number of ranks.
-
-        Raises:
-            ValueError: a rate or latency is not positive and finite, or ``world_size`` is below 1.
-
-        Example:
-            >>> round(Machine.assumed(1000, 50e-6, world_size=8).round_seconds, 9)
-            0.00015
-        """
-        if not all(math.isfinite(value) and value > 0 for value in (mbit, latency_seconds)):
-            raise ValueError(f"a link needs a rate and a latency above 0; got {mbit} Mbit/s and {latency_seconds} s")
-        if world_size < 1:
-            raise ValueError(f"world_size must be at least 1; got {world_size}")
-        waits = max(1, math.ceil(math.log2(world_size)))
-        byte_seconds = 8e-6 / mbit
-        return cls(waits * latency_seconds, latency_seconds, byte_seconds, byte_seconds, *_own_kernel_seconds())
-
     def slowed(self, byte_seconds: float) -> Machine:
         """Return this machine with a byte costing at least ``byte_seconds``, whatever a short probe measured.
 
@@ -169,7 +138,7 @@ def _measured(exchange: Exchange, probe_bytes: int, clock: Callable[[], float]) 
         message_seconds,
         byte_seconds,
         _reduced_byte_seconds(exchange, probe_bytes, byte_seconds, message_seconds, clock),
-        *_kernel_seconds(exchange.world_size),
+        *kernel_seconds(exchange.world_size),
     )
 
 
@@ -241,13 +210,11 @@ def _reduced_byte_seconds(
     return _believed(max(seconds - steps, seconds / 4) / ring_all_reduce_bytes(4 * count, exchange.world_size))
 
 
-@cache
-def _own_kernel_seconds() -> tuple[float, ...]:
-    return _kernel_seconds(_ASSUMED_OWNERS)
+def kernel_seconds(world_size: int) -> tuple[float, ...]:
+    """Return the fields of `Machine` from ``part_seconds`` on, as measured on this thread alone.
 
-
-def _kernel_seconds(world_size: int) -> tuple[float, ...]:
-    """Solve three equations for each of the three jobs: few rows, many narrow rows, wide rows."""
+    They solve three equations for each of three jobs: few rows, many narrow rows, wide rows.
+    """
     few = _three_jobs(world_size, world_size, width=1)  # about a row for each owner: what is left is the messages
     narrow = _three_jobs(_NARROW_ROWS, world_size, width=1)
     wide = _three_jobs(_WIDE_ROWS, world_size, width=_WIDTH)

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.follow.grouping import Intent
 from thinwire.gradients.compressed import KIND, CompressedSync
-from thinwire.gradients.model import local_of, synchronized_parameters
+from thinwire.gradients.model import local_of, synchronized_buffers, synchronized_parameters
 from thinwire.observe.step import ParameterRecord
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
@@ -27,7 +27,9 @@ def configuration(
         frozen = "" if parameter.requires_grad else ", frozen"
         lines.append(f"parameter {name!r}: {parameter.dtype} {list(local_of(parameter).shape)}{frozen}")
     if not isinstance(model, DistributedDataParallel):
-        lines += [f"buffer {name!r}: {buffer.dtype} {list(buffer.shape)}" for name, buffer in model.named_buffers()]
+        lines += [
+            f"buffer {name!r}: {buffer.dtype} {list(buffer.shape)}" for name, buffer in synchronized_buffers(model)
+        ]
     if compressed is not None:
         lines += compressed.describe()
     if intent is not None:

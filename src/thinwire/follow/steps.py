@@ -127,6 +127,7 @@ class Steps:
         self.trace: Trace | None = None
         self.plug: Plug | None = None
         self.native: NativeAllReduce | None = None
+        self.after_first: Callable[[], None] | None = None  # called once
         self.in_flight: list[Pending] = []
         self.exposed_seconds = 0.0
         self.count = 0
@@ -148,6 +149,9 @@ class Steps:
         if self.compressed is not None:
             self.compressed.finish_step()
         self.count += counts
+        if self.after_first is not None and not is_joining(self._model()):
+            after_first, self.after_first = self.after_first, None
+            after_first()
         if counts and self.count == 1 and self._lanes[0].rank == 0:
             logger.info("%s", self._first_step())
         if self.trace is not None:

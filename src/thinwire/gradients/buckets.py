@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
 
+from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Handover, HostStaging, Staging
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.exact import DenseBucket, GradientSync, NativeAllReduce, Started
 from thinwire.gradients.tables import LookupRows, TableGradient, staged
-from thinwire.observe.step import Clock, JobTimes, Load
+from thinwire.observe.step import Clock, JobTimes, Load, enabled, show
 
 Pending = Future[Tensor] | DenseBucket
 """Work to wait for at the end of backward: a job of the lane, or an all-reduce beside it."""
@@ -162,6 +163,20 @@ class Buckets:
         formed, self._formed = self._formed, {}
         return list(formed.values())
 
+    def adopt(self) -> list[nn.Parameter]:
+        """Return the parameters that are looked up on any rank without a module, which are tables from now on.
+
+        All ranks call it after the first step, which shows them, and return the same.
+        """
+        candidates = self._lookups.candidates
+        mine = [float(id(entry) in self._lookups.found) for entry in candidates]
+        subject = Subject("which parameters are looked up", f"{len(mine)} numbers")
+        told = self._lane.submit(lambda lane: lane.channel(subject).gather_numbers(mine)).wait()
+        tables = [entry for entry, ranks in zip(candidates, zip(*told, strict=True), strict=True) if any(ranks)]
+        self._lookups.adopt(tables)
+        self._tables.update(map(id, tables))
+        return tables
+
     def compresses(self, name: str) -> bool:
         """Return whether the gradient of a parameter is compressed in this step."""
         return self._compressed is not None and self._compressed.takes(name)
@@ -186,6 +201,10 @@ class Buckets:
             handover = self._staging.hand_over([tensor for contents, _ in batch for tensor in contents.tensors()])
             job = self._clock.submit(reduce(add, (contents.load for contents, _ in batch)))
             done = self._lane.submit(lambda lane: self._fulfil(lane, batch, handover, job))
+            if enabled():
+                tables = [table.name for contents, _ in batch for table in contents.tables]
+                rest = [contents.name for contents, _ in batch if contents.others or contents.compressed]
+                show(f"synchronize {', '.join(tables + rest)}", done)
             done.add_done_callback(lambda done: _fail(batch, done))
 
     def _may_wait(self, contents: Contents) -> bool:

@@ -26,7 +26,7 @@ from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import lost_peer, ring_all_reduce_bytes, sparse_all_reduce_bytes
 from thinwire.gradients.tables import TableGradient, TableShape, plan_groups, share, stack, unstack
 from thinwire.kernels import dispatch
-from thinwire.observe.step import JobTimes, ParameterRecord
+from thinwire.observe.step import JobTimes, ParameterRecord, enabled, show
 from thinwire.sparse import SparseRows
 from thinwire.sync.choose import MIN_BYTES, TORCHS, Demand, rehearse, seen_byte_seconds
 from thinwire.sync.cost import expected_bytes
@@ -525,7 +525,10 @@ class NativeAllReduce:
         """Start like `start`, for a bucket that has nothing else."""
         job.started = time.perf_counter()
         self._jobs.append(job)
-        return DenseBucket(self.start(gradients), buffer, job)
+        started = self.start(gradients)
+        if started and enabled():
+            show(f"all_reduce {job.load.name}", started[-1].work.get_future())
+        return DenseBucket(started, buffer, job)
 
     def start_sparse(self, name: str, gradient: Tensor, job: JobTimes) -> Future[Tensor]:
         """Start averaging a sparse gradient in place by torch's own all-reduce, which adds in rank order, as it must.
@@ -553,6 +556,7 @@ class NativeAllReduce:
             job.ended = time.perf_counter()
             future.set_result(gradient)
 
+        show(f"all_reduce {name}", future)
         work.get_future().add_done_callback(end)
         return future
 

@@ -25,13 +25,14 @@ from torch import Tensor, nn
 
 from thinwire.compress.assign import assign
 from thinwire.compress.base import Parameter
+from thinwire.compress.memory import ErrorFeedback
 from thinwire.compress.reduction.choose import AUTO, scattered
 from thinwire.errors import ThinwireError
 from thinwire.gradients.buckets import Buckets, Contents, Pending
 from thinwire.gradients.compression import Compression, Planned
 from thinwire.gradients.model import is_sharded
 from thinwire.gradients.parameters import ParameterHooks
-from thinwire.gradients.tables import MIN_TABLE_BYTES, TableGradient, tables_of, weakly
+from thinwire.gradients.tables import MIN_TABLE_BYTES, TableGradient, tables_of
 
 logger = logging.getLogger("thinwire")
 
@@ -59,13 +60,13 @@ class LocalShard:
         """Shape of the largest shard, which each has in the flat tensor; the same on all ranks."""
         return tuple(self.source.padded_sharded_param_size)
 
-    @property
-    def has_gradient(self) -> bool:
-        """Whether the running backward pass, or one before it, made a gradient that FSDP reduces next."""
+    def is_reduced_next(self, with_zeros: bool) -> bool:
+        """Return whether FSDP has a gradient to reduce next, of this backward pass or of earlier ones, or zeros."""
         whole = getattr(self.source, "_unsharded_param", None)
         if whole is None:
             return False
-        return self.source.unsharded_accumulated_grad is not None or whole.grad is not None
+        has_gradient = self.source.unsharded_accumulated_grad is not None or whole.grad is not None
+        return has_gradient or (with_zeros and whole.requires_grad)
 
     @property
     def is_read_early(self) -> bool:
@@ -96,17 +97,23 @@ class ParameterGroup:
         reduce = self.group.post_backward
 
         def post_backward(*unused: Any) -> None:
-            unseen = getattr(self.group, "reduce_scatter_unused_params", False)
-            self._ready = [
-                shard
-                for shard in self.shards
-                if shard.has_gradient or (unseen and shard.source.sharded_param.requires_grad)
-            ]
-            if self._ready and self.group.reduce_grads:
+            with_zeros = getattr(self.group, "reduce_scatter_unused_params", False)
+            self._ready = [shard for shard in self.shards if shard.is_reduced_next(with_zeros)]
+            if self._ready and self.is_reduced:
                 begin()
             reduce(*unused)
 
         self.group.post_backward = post_backward
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether FSDP reduces gradients in the next backward pass, and over replicas too where there are any."""
+        return bool(self.group.reduce_grads and (self.group.all_reduce_grads or not self.has_replicas))
+
+    @property
+    def has_replicas(self) -> bool:
+        """Whether FSDP all-reduces what a reduce-scatter leaves, if only over one rank."""
+        return hasattr(self.group.mesh_info, "replicate_process_group")
 
     def release(self) -> None:
         """Undo `watch`."""
@@ -213,17 +220,30 @@ class Sharding:
             }
         if compression.reduction != AUTO:
             raise ValueError(
-                f'exchange={compression.reduction!r}: FSDP has shards to be summed for, use exchange="auto"'
+                f"exchange={compression.reduction!r} is for means that all ranks get, and FSDP's shards go to one rank"
+                " each: leave it out"
             )
         whole = [
             Parameter(shard.name, _whole(shard, world_size), _reduced_dtype(unit, shard)) for unit, shard in trained
         ]
         compressors = assign(compression.compress, whole)
         found = {parameter.name: parameter for parameter in whole if parameter.name in compressors}
+        remembered = [one for one in found.values() if isinstance(compressors[one.name], ErrorFeedback)]
+        num_bytes = sum(parameter.numel * parameter.working_dtype.itemsize for parameter in remembered)
+        if num_bytes:
+            logger.warning(
+                "error feedback remembers %d whole gradients on each rank: %.1f MB, which FSDP does not keep",
+                len(remembered),
+                num_bytes / 1e6,
+            )
         return {
             name: Planned(parameter, compressors[name], scattered(compressors[name], parameter, world_size))
             for name, parameter in found.items()
         }
+
+    def names(self) -> list[str]:
+        """Return the names of the parameters in shards."""
+        return [shard.name for unit in self.units for shard in unit.shards]
 
     def describe(self) -> str:
         """Return the mesh and the sharded parameters as text, equal on all ranks."""
@@ -259,20 +279,25 @@ class ShardedHooks(ParameterHooks):
         super().__init__(*rest)
         self._stock = [(unit.group.mesh_info, unit.group._reduce_scatter_comm) for unit in self._units]
         compresses = any(inside.compresses(shard.name) for unit in self._units for shard in unit.shards)
-        begin = weakly(self._enter)
         for unit in self._units:
-            unit.watch(begin)
+            unit.watch(self._enter)
             if self._replicas is not None:
                 unit.group.mesh_info = info = copy(unit.group.mesh_info)
-                info.replicate_process_group = Replicas(self._replicas, partial(weakly(self._average), unit))
+                info.replicate_process_group = Replicas(self._replicas, partial(self._average, unit))
             elif compresses:
                 stock = unit.group._reduce_scatter_comm
-                unit.group._reduce_scatter_comm = Scatter(stock, partial(weakly(self._scatter), unit, stock))
+                unit.group._reduce_scatter_comm = Scatter(stock, partial(self._scatter, unit, stock))
+        if self._lane.rank == 0:
+            num_shards = sum(len(unit.shards) for unit in self._units)
+            how = "are averaged over replicas" if self._replicas is not None else "stay with FSDP's reduce-scatter"
+            how = "are compressed in the reduce-scatter" if compresses and self._replicas is None else how
+            ignored = f"{len(self.trained)} that it ignores are averaged over all ranks"
+            logger.info("FSDP on %s: shards of %d parameters %s; %s", sharding.mesh, num_shards, how, ignored)
 
     @property
     def synchronizes(self) -> bool:
-        """Whether FSDP reduces in the next backward pass, and over replicas too."""
-        return any(unit.group.reduce_grads and unit.group.all_reduce_grads for unit in self._units)
+        """Whether the next backward pass averages over all ranks, as FSDP is set to."""
+        return any(unit.is_reduced for unit in self._units)
 
     @synchronizes.setter
     def synchronizes(self, value: bool) -> None:
@@ -344,12 +369,13 @@ class ShardedHooks(ParameterHooks):
         scale = 1.0 if op == dist.ReduceOp.AVG else float(world_size)
         if scale != 1.0 and op != dist.ReduceOp.SUM:  # premultiplied
             scale /= unit.group.gradient_divide_factor
-        self._finish(unit, output, Waiting(pending, partial(_store, results, len(compressed), scale)))
+        is_last = op == dist.ReduceOp.AVG and not unit.has_replicas  # else FSDP divides or adds next
+        self._finish(unit, output, Waiting(pending, partial(_store, results, len(compressed), scale)), is_last)
 
     def _finish(self, unit: ParameterGroup, flat: Tensor, waiting: Waiting, may_be_late: bool = True) -> None:
-        """Wait now, or at the end of backward if nobody reads the tensor before."""
+        """Wait now, or at the end of backward if nobody reads the tensor before and one runs: not in a pipeline."""
         self._late.append(waiting)
-        if may_be_late and flat.device.type == "cpu" and unit.may_be_late(flat.dtype):
+        if may_be_late and flat.device.type == "cpu" and unit.may_be_late(flat.dtype) and self._begin():
             self._expect(waiting)  # type: ignore[arg-type]  # it waits like one
             return
         for one in self._late:  # FSDP may add to an earlier one next

@@ -1,11 +1,14 @@
-"""The model that is attached, and its trained parameters: those of the module inside DDP that DDP does not ignore."""
+"""The model that is attached, and its trained parameters: without those that DDP ignores, or that are left out."""
 
 from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -32,27 +35,70 @@ def module_of(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
+_excluded: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
+
+
+def leave_out(model: nn.Module, chosen: str | Iterable[str | Tensor]) -> None:
+    """Leave parameters and buffers of a plain module alone from now on, and no others.
+
+    Args:
+        chosen: names, patterns of names (``fnmatch``), or the parameters themselves, under all of their names.
+
+    Raises:
+        ValueError: a name or pattern that matches nothing, a tensor of another model, or a model inside DDP.
+    """
+    wanted = [chosen] if isinstance(chosen, (str, Tensor)) else list(chosen)
+    if isinstance(model, DistributedDataParallel) and wanted:
+        raise ValueError(
+            "DDP decides itself which parameters it leaves alone: leave out exclude=, and before building it call"
+            " DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, names)"
+        )
+    if is_sharded(model) and wanted:
+        raise ValueError("FSDP decides itself which parameters it leaves alone: pass ignored_params= to fully_shard")
+    tensors = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
+    alone: set[int] = set()
+    for entry in wanted:
+        found = {
+            id(t) for name, t in tensors.items() if t is entry or (isinstance(entry, str) and fnmatchcase(name, entry))
+        }
+        if not found:
+            shown = repr(entry) if isinstance(entry, str) else f"a {type(entry).__name__} of another model"
+            names = [*tensors, *(f"{name}.*" for name, _ in model.named_modules() if name)]
+            near = get_close_matches(entry, names, n=1, cutoff=0.4) if isinstance(entry, str) else ()
+            hint = f". Did you mean {near[0]!r}?" if near else ""
+            raise ValueError(f"exclude has {shown}, which is no parameter or buffer of {type(model).__name__}{hint}")
+        alone |= found
+    _excluded[model] = frozenset(name for name, tensor in tensors.items() if id(tensor) in alone)
+
+
 def synchronized_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters by name, without those that DDP ignores: ranks may have others there, of other shapes.
+    """Yield parameters by name, without those that DDP ignores or that are excluded: ranks may have others there.
 
     DDP ignores a name only below the root, and a parameter that has several names only by all of them. Of a model that
     FSDP2 shards those are yielded that FSDP ignores: `thinwire.gradients.fsdp` knows the others.
     """
     shards = is_sharded(model)
     ignored = model.parameters_to_ignore if isinstance(model, DistributedDataParallel) else ()
+    excluded = _excluded.get(model, ())
     known: set[int] = set()
     named = nn.Module.named_parameters(module_of(model), remove_duplicate=False)  # which modules of TorchRec override
     for name, parameter in named:
-        is_ignored = (name if "." in name else f".{name}") in ignored
+        is_ignored = (name if "." in name else f".{name}") in ignored or name in excluded
         is_ignored = is_ignored or (shards and is_dtensor(parameter))
         if not is_ignored and id(parameter) not in known:
             known.add(id(parameter))
             yield name, parameter
 
 
+def synchronized_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield buffers by name, without those that are excluded."""
+    excluded = _excluded.get(module, ())
+    return ((name, buffer) for name, buffer in module.named_buffers() if name not in excluded)
+
+
 def is_sharded(module: nn.Module) -> bool:
     """Return whether ``fully_shard``, or the ``replicate`` that is built on it, was called on a module."""
-    return _is_any(module, "torch.distributed.fsdp", "FSDPModule")
+    return is_any(module, "torch.distributed.fsdp", "FSDPModule")
 
 
 def is_replicated(module: nn.Module) -> bool:
@@ -67,14 +113,14 @@ def find_model(model: nn.Module) -> nn.Module:
         given = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
         raise ValueError(f"attach needs the model, not {given}: pass a DistributedDataParallel or another nn.Module")
     for module in model.modules():
-        if _is_any(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
+        if is_any(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
             raise ValueError(
                 "attach does not take FullyShardedDataParallel, which torch has replaced: shard the model with"
                 " torch.distributed.fsdp.fully_shard"
             )
         if is_replicated(module):
             raise ValueError(INSIDE_DDP)
-        _check_engine(module, is_whole=module is model)
+        check_engine(module)
     inside: list[tuple[str, nn.Module]] = []
     for name, module in model.named_modules() if not is_sharded(model) else ():
         is_inner = is_sharded(module) and any(name.startswith(f"{outer}.") for outer, _ in inside)
@@ -82,9 +128,9 @@ def find_model(model: nn.Module) -> nn.Module:
             inside.append((name, module))
     if not inside:
         return model
-    name, ddp = inside[0]
+    (name, ddp), *others = inside
     kind = "an FSDP model" if is_sharded(ddp) else "a DistributedDataParallel"
-    if len(inside) == 1 and not isinstance(model, DistributedDataParallel) and _has_all_parameters(ddp, model):
+    if not others and not isinstance(model, DistributedDataParallel) and _has_all_parameters(ddp, model):
         logger.info("%s is a wrapper of %s, %r: attached to that", type(model).__name__, kind, name)
         return ddp
     if is_sharded(ddp):
@@ -92,13 +138,17 @@ def find_model(model: nn.Module) -> nn.Module:
             f"fully_shard was called on parts of this module, such as {name!r}, and not on the whole: call it on the"
             " module itself too, after its parts"
         )
+    lines = " and ".join(f"attach(model.{name})" for name, _ in inside)
     raise ValueError(
-        f"there is a DistributedDataParallel inside of this module, which trains other parameters too: attach that one"
-        f" instead, with attach(model.{name})"
+        f"there is a DistributedDataParallel inside of this {type(model).__name__}, which trains other parameters too:"
+        f" attach that one instead, with {lines}"
+        if not others
+        else f"there are {len(inside)} DistributedDataParallel inside of this {type(model).__name__}: attach each of"
+        f" them, with {lines}"
     )
 
 
-def _check_engine(module: nn.Module, is_whole: bool) -> None:
+def check_engine(module: nn.Module) -> None:
     """Raise ValueError for what DeepSpeed or TorchRec synchronizes where no DDP is seen: in hooks, and in lists."""
     for hook in module._forward_pre_hooks.values():
         if getattr(hook, "__qualname__", "").startswith("DeepSpeedEngine."):
@@ -108,8 +158,8 @@ def _check_engine(module: nn.Module, is_whole: bool) -> None:
                     "a DeepSpeed engine reduces the gradients of this module by itself, so they would travel twice:"
                     " with ZeRO stage 0 use thinwire.integrations.deepspeed.attach(engine), else train without attach"
                 )
-    lookups = [entry for part in module.modules() for entry in getattr(part, "_lookups", ())] if is_whole else []
-    if hasattr(module, "_dmp_wrapped_module") and any(isinstance(entry, DistributedDataParallel) for entry in lookups):
+    parts = module.modules() if hasattr(module, "_dmp_wrapped_module") else ()
+    if any(isinstance(lookup, DistributedDataParallel) for part in parts for lookup in getattr(part, "_lookups", ())):
         raise ValueError(
             "this DistributedModelParallel has replicated tables in DDPs of their own: use"
             " thinwire.integrations.torchrec.attach(model), which attaches to them and to its dense parameters"
@@ -167,7 +217,7 @@ def check_mesh(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def is_dtensor(tensor: object) -> TypeGuard[DTensor]:
-    return _is_any(tensor, "torch.distributed.tensor", "DTensor")
+    return is_any(tensor, "torch.distributed.tensor", "DTensor")
 
 
 def local_of(tensor: Tensor) -> Tensor:
@@ -185,7 +235,7 @@ def like(parameter: object, local: Tensor) -> Tensor:
     return parameter.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _is_any(value: object, module: str, *names: str) -> bool:
+def is_any(value: object, module: str, *names: str) -> bool:
     """Return whether a value is of one of these classes, without importing them: FSDP costs 1.2 s."""
     loaded = sys.modules.get(module)
     return loaded is not None and isinstance(value, tuple(getattr(loaded, name) for name in names))

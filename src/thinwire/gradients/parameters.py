@@ -37,12 +37,19 @@ class Trained:
     Args:
         is_sparse: whether its gradient is a COO tensor, which travels alone.
         is_table: whether it is the weight of an embedding with a dense gradient, which travels as rows.
+        sparse_dim: number of sparse dimensions of a COO gradient.
     """
 
     name: str
     parameter: nn.Parameter
     is_sparse: bool = False
     is_table: bool = False
+    sparse_dim: int = 1
+
+    @property
+    def kind(self) -> int:
+        """Number of sparse dimensions that its gradient travels with; 0 if it travels dense."""
+        return self.sparse_dim if self.is_sparse else 0
 
     @property
     def num_bytes(self) -> int:
@@ -129,6 +136,7 @@ class _Pass:
         sparse: futures of means of sparse gradients.
         flat: gradients that are summed as one tensor, and behind them one element each: whether a rank has it.
         apart: indices of gradients synchronized by themselves, in place: those of tables and compressed ones.
+        odd: sparse dimensions of this rank's gradients that travel with another number of them.
     """
 
     ready: dict[int, None] = field(default_factory=dict)
@@ -138,6 +146,7 @@ class _Pass:
     sparse: list[tuple[int, Future[Tensor]]] = field(default_factory=list)
     flat: list[tuple[Sequence[int], Tensor]] = field(default_factory=list)
     apart: list[int] = field(default_factory=list)
+    odd: dict[int, int] = field(default_factory=dict)
 
 
 class ParameterHooks:
@@ -150,13 +159,15 @@ class ParameterHooks:
     some ranks used has the mean on all of them; one that no rank used keeps its ``grad`` of None, so that an optimizer
     skips it.
 
-    Parameters may be frozen and unfrozen between two backward passes, on all ranks alike.
+    Parameters may be frozen and unfrozen between two backward passes, on all ranks alike. A gradient travels sparse if
+    it was sparse in the first pass, on all ranks that had one. In any pass a rank may have it in the other layout, as
+    functions of users make it; it gets the mean in that.
 
     Args:
         trained: all parameters that get gradients or may once they are unfrozen, in the order of registration, which
             all ranks share.
         buckets: the queue for groups.
-        lookups: the rows of tables that a backward touched. It must have been made before this object.
+        lookups: the rows of tables that a backward touched; the hooks of this object call its `LookupRows.settle`.
         lane: the lane that agrees on the order.
         begin: called at each gradient of a backward; arranges for `finish` and `deliver` to be called when it ends.
         expect: called with the work of each group to wait for.
@@ -192,7 +203,6 @@ class ParameterHooks:
         self._pass = _Pass()
         self._thawed = self._unfrozen()
         self._versions: list[int] = []  # of the parameters, when the running pass began
-        self._own_hooks = [2 if entry.is_table else 1 for entry in trained]
         self.regroup(planned)
         self._handles = [
             _hooked(entry.parameter, self._after_accumulation(place)) for place, entry in enumerate(trained)
@@ -210,7 +220,8 @@ class ParameterHooks:
         if planned is None:
             self._follow(plan_groups(self.trained, self.order))
         else:
-            thawed = (tuple(place for place in group if self._thawed[place]) for group in planned)
+            trained = [trains and not entry.is_sparse for trains, entry in zip(self._thawed, self.trained, strict=True)]
+            thawed = (tuple(place for place in group if trained[place]) for group in planned)
             self._follow(with_others(self.trained, tuple(filter(None, thawed)), self.order))
 
     def _follow(self, groups: Groups) -> None:
@@ -249,6 +260,10 @@ class ParameterHooks:
         for place, mean in means.items():
             if place not in unused:
                 self._store(place, mean)
+        for place, kind in done.odd.items():
+            parameter = self.trained[place].parameter
+            if parameter.grad is not None:
+                parameter.grad = _of_kind(parameter.grad, kind)
         if not self._is_ordered and self._handles:
             self._agree_on_order(done)
 
@@ -293,13 +308,35 @@ class ParameterHooks:
 
     def _agree_on_order(self, done: _Pass) -> None:
         order = [*done.ready, *(place for place in self._order if place not in done.ready)]
-        self._order = self._lane.submit(lambda lane: agree_on_order(lane, order)).wait()
+        mine = [_kind(place, entry, done) for place, entry in enumerate(self.trained)]
+        subject = Subject("which gradients are sparse", f"{len(mine)} numbers")
+
+        def job(lane: Lane) -> tuple[list[int], list[list[float]]]:
+            with lane.setting_up():
+                return agree_on_order(lane, order), lane.channel(subject).gather_numbers(mine)
+
+        self._order, told = self._lane.submit(job).wait()
+        for place, ranks in enumerate(zip(*told, strict=True)):
+            kinds = {int(kind) for kind in ranks if kind}
+            if kinds:
+                kind = max(kinds.pop(), 0) if len(kinds) == 1 else 0
+                entry = self.trained[place]
+                is_table = entry.is_table and kind == 0
+                self.trained[place] = replace(entry, is_sparse=kind > 0, is_table=is_table, sparse_dim=max(kind, 1))
         self._is_ordered = True
         self.regroup(self._planned)
 
     def reset(self) -> None:
         """Forget a backward that was not completed. Its gradients stay in ``grad``, as they do without thinwire."""
         self._pass = _Pass()
+
+    def adopt(self, tables: Sequence[nn.Parameter]) -> None:
+        """Let these parameters travel as rows from the next pass on; on all ranks, and between two passes."""
+        new = {id(parameter) for parameter in tables}
+        self.trained = [
+            replace(entry, is_table=True) if id(entry.parameter) in new and not entry.is_sparse else entry
+            for entry in self.trained
+        ]
 
     def remove(self) -> None:
         """Remove all hooks from the parameters; of a running backward everything is submitted now."""
@@ -321,6 +358,8 @@ class ParameterHooks:
                     "thinwire was attached to a module that is gone, and its parameters go on training: keep the module"
                     " or the Synchronizer, or call detach() on that before"
                 )
+            if hooks.trained[place].is_table:
+                hooks._lookups.settle(parameter)
             if hooks.synchronizes and parameter.requires_grad:  # else frozen since the forward, without a gradient
                 hooks._add(place)
 
@@ -380,12 +419,11 @@ class ParameterHooks:
         """Raise if an optimizer consumed a gradient before it was sent: the models of ranks would diverge."""
         parameter = self.trained[place].parameter
         hooks = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-        is_written = parameter._version != self._versions[place] and hooks > self._own_hooks[place]
+        is_written = parameter._version != self._versions[place] and hooks > 1
         if parameter.grad is None or is_written:
             raise ThinwireError(_EARLY_STEP.format(name=self.trained[place].name))
 
     def _submit(self) -> None:
-        self._settle_kinds()
         number = self._pass.submitted
         self._pass.submitted += 1
         places = self.groups[number]
@@ -406,32 +444,17 @@ class ParameterHooks:
         if place in self._pass.ready:
             self._check_untouched(place)
         if entry.parameter.grad is not None:
-            return local_of(entry.parameter.grad.detach())
-        zeros = _no_rows(entry.parameter) if entry.is_sparse else torch.zeros_like(entry.local)
+            gradient = local_of(entry.parameter.grad.detach())
+            own = gradient.sparse_dim() if gradient.is_sparse else 0
+            if own == entry.kind:
+                return gradient
+            self._pass.odd[place] = own
+            gradient = _of_kind(gradient, entry.kind)
+            if not entry.is_sparse:
+                entry.parameter.grad = gradient  # which gets the mean in place
+            return gradient
+        zeros = _no_rows(entry) if entry.is_sparse else torch.zeros_like(entry.local)
         return self._pass.stand_ins.setdefault(place, zeros.detach())
-
-    def _settle_kinds(self) -> None:
-        """Regroup gradients of the next group that are sparse where dense ones were expected, or the other way round.
-
-        Functions of users make such. If all ranks have them they travel in their new layout from now on.
-        """
-        number = self._pass.submitted
-        group = self.groups[number]
-        changed = [place for place in group if self._changes_kind(place)]
-        if not changed:
-            return
-        texts = [f"{self.trained[place].name!r} is {_kind(not self.trained[place].is_sparse)}" for place in changed]
-        self._settle(Subject(f"gradients of another kind than in the last step: {', '.join(texts)}", ""))
-        for place in changed:
-            entry = self.trained[place]
-            self.trained[place] = replace(entry, is_sparse=not entry.is_sparse, is_table=False)
-        rest = tuple(place for place in group if place not in changed)
-        alone = tuple((place,) for place in changed)
-        self._follow((*self.groups[:number], *filter(None, (rest,)), *alone, *self.groups[number + 1 :]))
-
-    def _changes_kind(self, place: int) -> bool:
-        entry = self.trained[place]
-        return entry.parameter.grad is not None and entry.parameter.grad.is_sparse != entry.is_sparse
 
     def _contents(self, number: int, places: Sequence[int], gradients: Sequence[Tensor]) -> Contents:
         """Return a group's parts. Summed gradients are copied into one tensor of each dtype, and back in `deliver`."""
@@ -517,11 +540,19 @@ def _lay_out(parameter: nn.Parameter) -> None:
         parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
-def _kind(is_sparse: bool) -> str:
-    return "sparse" if is_sparse else "dense"
+def _kind(place: int, entry: Trained, done: _Pass) -> float:
+    """Return the sparse dimensions of this rank's gradient in a pass, -1 if it was dense, and 0 if there was none."""
+    return float(done.odd.get(place, entry.kind) or -1) if place in done.ready else 0.0
 
 
-def _no_rows(parameter: Tensor) -> Tensor:
-    indices = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-    values = parameter.new_empty(0, *parameter.shape[1:])
-    return torch.sparse_coo_tensor(indices, values, parameter.shape, is_coalesced=True, check_invariants=False)
+def _of_kind(gradient: Tensor, sparse_dim: int) -> Tensor:
+    """Return a gradient as a COO tensor of so many sparse dimensions, or as a dense one for 0."""
+    dense = gradient.to_dense() if gradient.is_sparse else gradient
+    return dense.to_sparse(sparse_dim) if sparse_dim else dense
+
+
+def _no_rows(entry: Trained) -> Tensor:
+    shape = entry.parameter.shape
+    indices = torch.empty(entry.sparse_dim, 0, dtype=torch.int64, device=entry.parameter.device)
+    values = entry.parameter.new_empty(0, *shape[entry.sparse_dim :])
+    return torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=False)

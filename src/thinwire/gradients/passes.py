@@ -10,10 +10,10 @@ from __future__ import annotations
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import is_dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -24,10 +24,19 @@ from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.lane import Lane
 from thinwire.errors import ThinwireError, ranks_told
-from thinwire.gradients.ddp import Plug
-from thinwire.gradients.model import INSIDE_DDP, is_replicated, module_of, synchronized_parameters
-from thinwire.gradients.tables import Hook, weakly
+from thinwire.gradients.ddp import Alone, Plug
+from thinwire.gradients.model import (
+    INSIDE_DDP,
+    check_engine,
+    is_replicated,
+    is_sharded,
+    module_of,
+    synchronized_parameters,
+)
+from thinwire.gradients.tables import Hook, tensors_of, weakly
 from thinwire.observe.step import Clock
+
+logger = logging.getLogger("thinwire")
 
 
 class Backward:
@@ -80,17 +89,85 @@ class Backward:
         self._ended()
 
 
-def tensors_of(value: object) -> Iterator[Tensor]:
-    """Yield the tensors in the output of a module."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_of(list(value.values()))
-    elif isinstance(value, (list, tuple)):
-        for entry in value:
-            yield from tensors_of(entry)
-    elif is_dataclass(value) and not isinstance(value, type):
-        yield from tensors_of(vars(value))
+class Structure:
+    """The parameters that a model had when it was attached, to check before each forward that it still has them.
+
+    The check costs 0.1 us a parameter and a module. FSDP replaces the parameters of its modules all the time, so
+    theirs are not checked.
+
+    Args:
+        model: the model, which this does not keep alive.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = weakref.ref(model)
+        trained = model.named_parameters() if is_sharded(model) else synchronized_parameters(model)
+        self._known = {id(parameter): parameter for _, parameter in trained}
+        self._is_functional = False
+        self._note()
+
+    def check(self) -> None:
+        """Raise ThinwireError if a parameter was moved, replaced or added, or another wrapper took the model over."""
+        if not (
+            all(registry.get(name) is value for registry, name, value in self._places)
+            and all(len(registry) == size for registry, size in self._sizes)
+            and all(parameter.dtype is dtype and parameter.device == device for parameter, dtype, device in self._kept)
+        ):
+            self._explain()
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._known
+
+    def _note(self) -> None:
+        model = self._model()
+        assert model is not None
+        modules = list(module_of(model).modules())
+        if any(map(is_sharded, modules)):
+            modules = []
+        own = [registry for module in modules for registry in (module._parameters, module._modules)]
+        self._places = [(registry, name, value) for registry in own for name, value in registry.items()]
+        self._sizes = [(registry, len(registry)) for registry in (*own, *(m._forward_pre_hooks for m in modules[:1]))]
+        self._kept = [(entry, entry.dtype, entry.device) for entry in self._known.values()] if modules else []
+
+    def _explain(self) -> None:
+        """Raise for the first change that matters, and note the others."""
+        model = self._model()
+        assert model is not None
+        module = module_of(model)
+        again = "call detach() on its Synchronizer before, and attach again afterwards"
+        if any(map(is_sharded, module.modules())):
+            raise ThinwireError(
+                f"the model was sharded after attach: {again}, as in `fully_shard(model); sync ="
+                " thinwire.attach(model)`"
+            )
+        try:
+            check_engine(module)
+        except ValueError as error:
+            raise ThinwireError(str(error)) from None
+        kinds = {id(parameter): (dtype, device) for parameter, dtype, device in self._kept}
+        trained = [(name, parameter) for name, parameter in synchronized_parameters(model) if parameter.requires_grad]
+        for name, parameter in trained:
+            now = (parameter.dtype, parameter.device)
+            if kinds.get(id(parameter), now) != now:
+                raise ThinwireError(
+                    f"parameter {name!r} became {now[0]} on {now[1]} after attach: move or cast the model first, and"
+                    f" attach it last; or {again}"
+                )
+            if parameter not in self and isinstance(parameter, nn.Parameter):
+                raise ThinwireError(
+                    f"parameter {name!r} was added or replaced after attach, and would not be synchronized: {again}"
+                )
+        others = [name for name, parameter in trained if parameter not in self and parameter.is_leaf]
+        if others and not self._is_functional:
+            self._is_functional = True
+            text = (
+                f"the attached model was called with another tensor as its parameter {others[0]!r}, as torch.func does:"
+                " the gradient of that tensor is not synchronized by thinwire"
+            )
+            logger.warning("%s", text)
+            warnings.warn(text, stacklevel=5)
+        if all(isinstance(parameter, nn.Parameter) for parameter in module.parameters()):
+            self._note()
 
 
 REASON = "an exception ended a backward pass of rank {rank} before all its gradients were there"
@@ -138,10 +215,17 @@ class Guard:
         if ranks_told(error) < self._lanes[0].world_size:
             self._broke_off()
 
-    def check(self) -> None:
-        """Raise ThinwireError at the beginning of a step that cannot be synchronized any more."""
+    def check(self, structure: Structure) -> None:
+        """Raise ThinwireError at the beginning of a step that cannot be synchronized any more, on all ranks."""
         for lane in self._lanes:
             lane.check("the gradients of this step")
+        if self._lanes[0].world_size > 1:
+            try:
+                structure.check()
+            except ThinwireError as error:
+                for lane in self._lanes:
+                    lane.break_off(f"rank {lane.rank}: {error}")
+                raise
 
     def _broke_off(self) -> None:
         for lane in self._lanes:
@@ -161,9 +245,6 @@ class _Pass:
             self._broke_off()
 
 
-logger = logging.getLogger("thinwire")
-
-
 class Passes:
     """The forward and backward passes of a model, which it does not keep alive.
 
@@ -180,11 +261,14 @@ class Passes:
         self._began = False
         self._backward = Backward(weakly(self._end_backward))
         self._forwards = self._counted = 0  # so far, and at the last counted step
-        self._is_local = False  # whether the last forward was one of no_sync
+        self.is_local = False  # whether no_sync was called since the last synchronized pass
         self._plug: Plug | None = None
         self._guard: Guard | None = None
         self._handles: list[RemovableHandle] = []
+        self._structure = Structure(model)
         self._warning: RemovableHandle | None = None
+        self._finished = 0  # backward passes so far
+        self._used: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # those at an optimizer's last step
 
     @property
     def are_watched(self) -> bool:
@@ -199,7 +283,7 @@ class Passes:
             module.register_forward_pre_hook(Hook(self._before_forward)),
             module.register_forward_hook(Hook(self._after_forward)),
         ]
-        if self._is_ddp:
+        if not isinstance(plug, Alone):
             self._warning = register_optimizer_step_pre_hook(weakly(self._before_optimizer))
 
     def remove(self) -> None:
@@ -226,7 +310,7 @@ class Passes:
         assert self._plug is not None
         assert self._guard is not None
         if began or self._plug.is_idle:
-            self._stop_warning()
+            self._finished, self.is_local = self._finished + 1, False
             is_repeated = self._is_ddp and 0 < self._forwards == self._counted
             self._counted = self._forwards
             try:
@@ -244,11 +328,11 @@ class Passes:
         if not torch.is_grad_enabled():
             return
         assert self._plug is not None
-        self._is_local = not self._plug.synchronizes
+        self.is_local = not self._plug.synchronizes
         self._forget_broken_off()
-        if not self._is_local:
+        if not self.is_local:
             assert self._guard is not None
-            self._guard.check()
+            self._guard.check(self._structure)
 
     def _after_forward(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
         """Record the beginning of backward: only the training script knows it more exactly."""
@@ -273,14 +357,24 @@ class Passes:
             self._clock.reset()
 
     def _before_optimizer(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        """Warn if gradients are used that thinwire has not seen: stock DDP, or nothing, reduced them."""
-        model = self._model()
-        if model is None or self._is_local or not _has_gradients_of(optimizer, model):
+        """Warn once of gradients that thinwire has not seen since the last step of this optimizer.
+
+        Those of `no_sync` are local on purpose. An optimizer that has mostly gradients of other models may share a few
+        parameters with this one.
+        """
+        last, self._used[optimizer] = self._used.get(optimizer, 0), self._finished
+        if last != self._finished or self.is_local:
+            return
+        groups: list[dict[str, Any]] = optimizer.param_groups
+        used = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
+        if 2 * sum(parameter in self._structure for parameter in used) <= len(used):
             return
         self._stop_warning()
         text = (
-            "thinwire is attached, but a backward pass went by and its hook was not called: gradients are not"
-            " synchronized by thinwire. Call the DDP model itself (not model.module), and run backward."
+            f"thinwire is attached, but {type(optimizer).__name__} uses gradients that it did not synchronize: no"
+            " backward pass reached its hooks since the last step of this optimizer. Call the DDP model itself (not"
+            " model.module) and loss.backward(): gradients of torch.autograd.grad and torch.func are not seen. For"
+            " local steps on purpose use Synchronizer.no_sync()"
         )
         logger.warning(text)
         warnings.warn(text, stacklevel=4)
@@ -291,13 +385,6 @@ class Passes:
             self._warning = None
 
 
-def _has_gradients_of(optimizer: Optimizer, model: nn.Module) -> bool:
-    """Return whether the next step of an optimizer uses gradients of a model."""
-    mine = {id(parameter) for parameter in model.parameters() if parameter.grad is not None}
-    groups: list[dict[str, Any]] = optimizer.param_groups
-    return any(id(parameter) in mine for group in groups for parameter in group["params"])
-
-
 def _refuse_inside_ddp(module: nn.Module) -> None:
     """Raise for a plain module inside DDP: gradients would travel twice, and stay uncompressed."""
     ddp = DistributedDataParallel._get_active_ddp_module()
@@ -306,5 +393,5 @@ def _refuse_inside_ddp(module: nn.Module) -> None:
 
 
 def _share_parameters(ddp: DistributedDataParallel, module: nn.Module) -> bool:
-    mine = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
+    mine = {id(parameter) for _, parameter in synchronized_parameters(module) if parameter.requires_grad}
     return any(id(parameter) in mine for _, parameter in synchronized_parameters(ddp))

@@ -1,7 +1,7 @@
 """Gradients of embedding tables: their touched rows, their means, and small tables stacked as one.
 
 - `Hook` and `weakly`: hooks that stay behind when their model is copied or saved, and that keep nothing alive.
-- `LookupRows`: the rows of a dense gradient that can be non-zero, known from the forward pass, and proven.
+- `LookupRows`: the rows of a dense gradient that can be non-zero, known from its lookups, and proven.
 - `TableGradient`: a gradient as rows, and the mean back in the layout of DDP. `StagedTable` is one on a GPU: only its
   non-zero rows go to the host, and only the mean comes back.
 - `plan_groups`, `stack`, `unstack`: small tables of one step travel as one.
@@ -15,9 +15,9 @@ tables sent alone. Grouping is pure: it depends only on numbers known to all ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
 from math import gcd
@@ -89,20 +89,30 @@ MIN_TABLE_BYTES = 16 * 1024
 """Size below which tables are all-reduced with the rest: their sizes and headers would cost more than their zeros."""
 
 
-@dataclass(frozen=True, eq=False)
+MOST_FOLDED = 0.5
+"""Largest ratio of looked up ids to the rows of a table at which the gradients of two lookups are added row by row."""
+NODES_OF_A_LOOKUP = 64
+"""Largest number of nodes between the output of an embedding's subclass and its lookups, such as a scale."""
+NODES_OF_A_MODEL = 20_000
+"""Largest number of nodes that are searched for lookups in the graph of a model, in 0.5 us each."""
+
+
+@dataclass(eq=False)
 class _Lookup:
-    """The gradient that one lookup produced.
+    """The gradient that the lookups of a table produced in one backward pass.
 
     Args:
         ids: ids of the rows that were looked up.
         gradient: an alias, which keeps the memory from being reused and shares the version counter. (The tensor
             itself would make autograd copy it instead of passing it on.)
         version: version of the gradient when it was made.
+        folded: distinct ids and rows of further lookups, to be added.
     """
 
-    ids: Tensor
+    ids: list[Tensor]
     gradient: Tensor
     version: int
+    folded: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     @property
     def is_unwritten(self) -> bool:
@@ -112,16 +122,34 @@ class _Lookup:
         """Return whether ``gradient`` is that very tensor, and has not been written to since."""
         return self.is_unwritten and _share_memory(gradient, self.gradient)
 
+    def fold(self, gradient: Tensor) -> Tensor:
+        """Return the gradient that arrived, with the further lookups added to it; their rows stay known."""
+        is_known = self.produced(gradient)
+        total = gradient if is_known else gradient.clone()
+        for ids, rows in self.folded:
+            total.index_add_(0, ids, rows)
+            self.ids.append(ids)
+        self.folded = []
+        self.version = self.gradient._version if is_known else -1
+        return total
+
 
 class LookupRows:
-    """A watcher of a module's embeddings that knows which rows their gradients touch, until the next forward.
+    """A watcher of a module's lookups that knows which rows their gradients touch, until the next forward.
 
     The backward of a lookup writes only the rows that it looked up. So if the gradient that a parameter ends
     up with *is* the tensor that a lookup produced (the same memory, never written to since), its rows are the
     ids of that lookup, and the gradient need not be scanned for them. Any other use of the weight (tied
-    output layer, two lookups, a hook that edits the gradient, accumulation over micro-batches) makes another
-    tensor or raises the version counter, and the answer is "not known", never a wrong one. That is proven when the
-    gradient is there, and again when the rows are asked for.
+    output layer, a hook that edits the gradient, accumulation over micro-batches) makes another tensor or raises the
+    version counter, and the answer is "not known", never a wrong one. That is proven when the gradient is there, and
+    again when the rows are asked for.
+
+    Of several lookups of a table the first passes its gradient on. The rows of the others are added when that arrives
+    at the parameter, whatever else arrives with it, in place of whole tables on the way there: so the proof holds for
+    all of them, and the sum reads a few rows. It is the same sum, of each element in the same order.
+
+    Lookups are those of embedding modules and their subclasses, and of ``F.embedding`` and ``F.embedding_bag`` on any
+    parameter: those that no module announces are found in the graph of the first forward, and from then on in each.
 
     Writes that PyTorch does not count (through ``gradient.data``, or by other libraries in the same memory) cannot be
     detected. So while the parameter or its AccumulateGrad node, where such writes are made, has any other hook, rows
@@ -129,23 +157,36 @@ class LookupRows:
 
     Args:
         module: the module that is trained.
-        own_hooks: number of thinwire's post-accumulate-gradient hooks on each parameter, this object's included.
         compressed: ``id()`` of weights that are compressed, so that their rows are not needed.
+        is_called: whether the caller has a post-accumulate-gradient hook on each parameter, and calls `settle` in it.
     """
 
-    def __init__(self, module: nn.Module, own_hooks: int = 1, compressed: Collection[int] = ()) -> None:
-        self._own_hooks = own_hooks
-        self._pending: dict[int, _Lookup] = {}  # by id() of parameters that this object keeps alive
+    def __init__(self, module: nn.Module, compressed: Collection[int] = (), is_called: bool = False) -> None:
+        self._is_called = is_called
+        self._pending: dict[tuple[int, int], _Lookup] = {}  # by id() of a parameter kept alive here, and backward pass
         self._known: dict[int, _Lookup] = {}
         self._handles: list[RemovableHandle] = []
+        self._folding: set[int] = set()  # parameters with a hook that folds
         self._probes: dict[int, RemovableHandle] = {}  # see `hooks_on_node`
         self.parameters: list[nn.Parameter] = []
         self._widths: dict[int, int] = {}  # of rows in flat weights
         for table in filter(_has_dense_gradient, module.modules()):
             if id(_weight_of(table)) not in compressed:
                 self._watch(table)
-        if self._handles:
+        tables = {id(parameter) for parameter in self.parameters}
+        self.candidates = [
+            entry for entry in _bare_tables(module) if id(entry) not in compressed and id(entry) not in tables
+        ]
+        self.found: set[int] = set()  # candidates that are looked up, and used in no other way
+        if self._handles or self.candidates:
             self._handles.append(module.register_forward_pre_hook(Hook(self._before_forward)))
+            self._search: RemovableHandle | None = module.register_forward_hook(Hook(self._after_model))
+            self._handles.append(self._search)
+
+    def adopt(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take candidates as tables from the next forward on; all ranks take the same."""
+        for parameter in parameters:
+            self._take_on(parameter)
 
     def take(self, parameter: nn.Parameter, bucket: Tensor | None = None) -> Tensor | None:
         """Return ids (any order, repeated) of all rows that can be non-zero in the gradient just made, or None.
@@ -157,7 +198,17 @@ class LookupRows:
         if lookup is None or gradient is None:
             return None
         moved = bucket is not None and lookup.is_unwritten and _share_memory(gradient, bucket)
-        return lookup.ids if moved or lookup.produced(gradient) else None
+        if not (moved or lookup.produced(gradient)):
+            return None
+        return lookup.ids[0] if len(lookup.ids) == 1 else torch.cat(lookup.ids)
+
+    def settle(self, parameter: Tensor) -> None:
+        """Note which rows of the gradient that has just been accumulated are known."""
+        lookup = self._pending.pop((id(parameter), torch._C._current_graph_task_id()), None)
+        self._known.pop(id(parameter), None)
+        gradient = parameter.grad
+        if lookup is not None and gradient is not None and not self._others(parameter) and lookup.produced(gradient):
+            self._known[id(parameter)] = lookup
 
     def matrix(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         """Return the gradient of a table, as a view [num_rows, width] where the weight is flat."""
@@ -174,20 +225,29 @@ class LookupRows:
     def _before_forward(self, module: nn.Module, args: tuple[object, ...]) -> None:
         """Forget the rows of the last backward; a gradient kept for longer may have been edited meanwhile."""
         del module, args
-        if not torch.compiler.is_compiling():  # nothing becomes known in a compiled forward
-            self._known.clear()
+        if torch.compiler.is_compiling():  # nothing becomes known in a compiled forward
+            return
+        self._known.clear()
+        if torch._C._current_graph_task_id() < 0:  # else checkpointing runs it again, in a backward that needs them
+            self._pending.clear()
 
     def _watch(self, table: nn.Module) -> None:
         weight = _weight_of(table)
         assert isinstance(weight, nn.Parameter)
         if all(weight is not known for known in self.parameters):
-            self.parameters.append(weight)
-            self._handles.append(weight.register_post_accumulate_grad_hook(weakly(self._after_accumulation)))
+            self._take_on(weight)
         is_flat = _is_flat(table)
         if is_flat:
             self._widths[id(weight)] = _flat_width(table)
         if (is_flat or type(table) in (nn.Embedding, nn.EmbeddingBag)) and "forward" not in vars(table):
             self._handles.append(table.register_forward_hook(Hook(self._after_forward), with_kwargs=True))
+        else:
+            self._handles.append(table.register_forward_hook(Hook(self._after_subclass)))
+
+    def _take_on(self, parameter: nn.Parameter) -> None:
+        self.parameters.append(parameter)
+        if not self._is_called:
+            self._handles.append(parameter.register_post_accumulate_grad_hook(weakly(self.settle)))
 
     def _after_forward(self, table: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
         if torch.compiler.is_compiling():  # a graph has no grad_fn: asking for it would break the graph
@@ -198,31 +258,84 @@ class LookupRows:
             return
         ids = _flat_rows(table, *args, **kwargs) if is_flat else args[0] if args else kwargs.get("input")
         made_by = "CppFunction" if is_flat else "Embedding"
-        if node is None or not isinstance(ids, Tensor) or not type(node).__name__.startswith(made_by):
+        if node is not None and isinstance(ids, Tensor) and type(node).__name__.startswith(made_by):
+            self._follow(_weight_of(table), node, ids)
+
+    def _after_subclass(self, table: nn.Module, args: tuple[object, ...], output: object) -> None:
+        if not torch.compiler.is_compiling():
+            self._follow_all(output, NODES_OF_A_LOOKUP)
+
+    def _after_model(self, module: nn.Module, args: tuple[object, ...], output: object) -> None:
+        """Follow the lookups that no module announced; if the first graph has none, search no further."""
+        if torch.compiler.is_compiling() or not any(tensor.requires_grad for tensor in tensors_of(output)):
             return
-        weight = _weight_of(table)
+        if self._search is not None and not self._follow_all(output, NODES_OF_A_MODEL):
+            self._search.remove()
+            self._search = None
+
+    def _follow_all(self, output: object, most: int) -> bool:
+        """Follow the lookups in a graph, and return whether there are any that are not followed yet."""
+        watched = {id(parameter): parameter for parameter in (*self.parameters, *self.candidates)}
+        used_otherwise, is_new = set(), False
+        for node, variable in _uses(output, most):
+            if id(variable) not in watched:
+                continue
+            if not type(node).__name__.startswith("Embedding"):
+                used_otherwise.add(id(variable))
+                continue
+            self.found.add(id(variable))
+            if _FOLLOWED in node.metadata:
+                continue
+            is_new = True
+            saved = node._raw_saved_indices
+            if getattr(saved, "unpack_hook", saved) is None:  # else reading them runs a checkpoint again
+                self._follow(variable, node, node._saved_indices)
+        self.found -= used_otherwise
+        return is_new
+
+    def _follow(self, weight: Any, node: Any, ids: Tensor) -> None:
+        """Note the gradient of a lookup when its node has made it, or fold it into that of an earlier one."""
+        if self._search is not None:  # which finds it again
+            node.metadata[_FOLLOWED] = True
         looked_up = ids.detach().flatten()
 
-        def after_backward(made: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> None:
+        def after_backward(made: tuple[Tensor | None, ...], _: tuple[Tensor | None, ...]) -> Any:
             gradient = made[0]
-            if type(gradient) is Tensor and gradient.layout == torch.strided:  # the memory of a DTensor is another
-                self._pending[id(weight)] = _Lookup(looked_up, gradient.detach(), gradient._version)
+            if type(gradient) is not Tensor or gradient.layout != torch.strided:  # the memory of a DTensor is another
+                return None
+            key = id(weight), torch._C._current_graph_task_id()
+            first = self._pending.get(key)
+            if first is None:
+                self._pending[key] = _Lookup([looked_up], gradient.detach(), gradient._version)
+            elif len(looked_up) <= MOST_FOLDED * len(gradient) and gradient.ndim == 2 and self._can_fold(weight):
+                rows = looked_up.unique()
+                first.folded.append((rows, gradient.index_select(0, rows)))
+                return None, *made[1:]
+            return None
 
         node.register_hook(after_backward)
 
-    def _after_accumulation(self, parameter: nn.Parameter) -> None:
-        lookup = self._pending.pop(id(parameter), None)
-        self._known.pop(id(parameter), None)
-        gradient = parameter.grad
-        if lookup is not None and gradient is not None and not self._others(parameter) and lookup.produced(gradient):
-            self._known[id(parameter)] = lookup
+    def _can_fold(self, weight: Tensor) -> bool:
+        """Return whether a hook of ours sees the gradient first that arrives at a weight."""
+        hooks = len(weight._backward_hooks or ())
+        if id(weight) not in self._folding and not hooks:
+            self._folding.add(id(weight))
+            fold = weakly(self._fold)
+            self._handles.append(weight.register_hook(lambda gradient: fold(id(weight), gradient)))
+            hooks = 1
+        return id(weight) in self._folding and hooks == 1 and not torch.is_grad_enabled()
 
-    def _others(self, parameter: nn.Parameter) -> bool:
+    def _fold(self, key: int, gradient: Tensor) -> Tensor | None:
+        lookup = self._pending.get((key, torch._C._current_graph_task_id()))
+        return lookup.fold(gradient) if lookup is not None and lookup.folded else None
+
+    def _others(self, parameter: Tensor) -> bool:
         """Return whether other hooks could edit the gradient, before or after thinwire's."""
-        after = len(getattr(parameter, "_post_accumulate_grad_hooks", None) or ())
-        return bool(after != self._own_hooks or parameter._backward_hooks or self.hooks_on_node(parameter) != 1)
+        before, after = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+        own = id(parameter) in self._folding
+        return bool(len(after or ()) != 1 or len(before or ()) != own or self.hooks_on_node(parameter) != 1)
 
-    def hooks_on_node(self, parameter: nn.Parameter) -> int:
+    def hooks_on_node(self, parameter: Tensor) -> int:
         """Return the number of hooks on the node that accumulates the gradient, including one of ours as a probe.
 
         The node lives as long as anything holds it, such as DDP or an object that registered a hook on it.
@@ -233,6 +346,46 @@ class LookupRows:
             probe = self._probes[id(parameter)] = get_gradient_edge(parameter).node.register_hook(_nothing)
             hooks = probe.hooks_dict_ref()
         return len(hooks or ())
+
+
+_FOLLOWED = "followed by thinwire"
+
+
+def _uses(output: object, most: int) -> Iterator[tuple[Any, Tensor]]:
+    """Yield each node of a graph that uses a leaf, with the leaf."""
+    waiting = [tensor.grad_fn for tensor in tensors_of(output) if tensor.grad_fn is not None]
+    seen: set[Any] = set()
+    while waiting and len(seen) < most:
+        node = waiting.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        for following, _ in node.next_functions:
+            variable = getattr(following, "variable", None)
+            if isinstance(variable, Tensor):
+                yield node, variable
+            elif following is not None:
+                waiting.append(following)
+
+
+def tensors_of(value: object) -> Iterator[Tensor]:
+    """Yield the tensors in the output of a module."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        yield from tensors_of(list(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for entry in value:
+            yield from tensors_of(entry)
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield from tensors_of(vars(value))
+
+
+def _bare_tables(module: nn.Module) -> list[nn.Parameter]:
+    """Return parameters of users' own modules that could be tables."""
+    owners = (entry for entry in module.modules() if not type(entry).__module__.startswith("torch.nn."))
+    bare = {id(entry): entry for owner in owners for entry in owner.parameters(recurse=False)}
+    return [entry for entry in bare.values() if entry.ndim == 2 and _is_table(entry)]
 
 
 def _share_memory(one: Tensor, other: Tensor) -> bool:
@@ -331,9 +484,12 @@ def _has_dense_gradient(module: nn.Module) -> bool:
     if not _is_embedding(module) or _is_sparse(module):
         return False
     weight = _weight_of(module)
-    large = weight.numel() * weight.element_size() >= MIN_TABLE_BYTES
+    return isinstance(weight, nn.Parameter) and _is_table(weight)
+
+
+def _is_table(weight: nn.Parameter) -> bool:
     has_rows = weight.is_contiguous() and not weight.is_complex()
-    return isinstance(weight, nn.Parameter) and weight.requires_grad and large and has_rows
+    return weight.requires_grad and weight.numel() * weight.element_size() >= MIN_TABLE_BYTES and has_rows
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,6 @@
 
 # ruff: noqa: F403  a row in the registry is a name of this package
 
-from thinwire.kernels.blocks import gather_blocks, nonzero_blocks
 from thinwire.kernels.dispatch import KERNELS, using
 from thinwire.kernels.reference.codes import elias_fano_bytes
 from thinwire.kernels.reference.quantize import packed_codes_bytes
@@ -13,8 +12,6 @@ from thinwire.kernels.warm import warm_up
 __all__ = [
     "Moments",
     "elias_fano_bytes",
-    "gather_blocks",
-    "nonzero_blocks",
     "packed_codes_bytes",
     "using",
     "warm_up",

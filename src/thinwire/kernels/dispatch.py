@@ -308,6 +308,15 @@ def are_floats(values: Tensor, *others: Tensor) -> bool:
     return alike and indexable(values, *others)
 
 
+def can_code(values: Tensor, *settings: object) -> bool:
+    return are_floats(values)
+
+
+def can_add(codes: Tensor, steps: Tensor, *others: Any) -> bool:
+    """Return whether numba can index the codes, their steps and, last of the arguments, the sum to add them to."""
+    return are_floats(others[-1], codes, steps)
+
+
 def have_magnitudes(values: Tensor, *settings: float | None, **named: float | None) -> bool:
     return values.dtype in (torch.float32, torch.float64) and values.dim() == 1 and indexable(values)
 

@@ -9,286 +9,241 @@ compiled: first what an exact sum needs.
 """
 
 # With underscores, since every other name is one of `thinwire.kernels`.
-from thinwire.kernels import dispatch as _inputs
-from thinwire.kernels import samples as _samples
-from thinwire.kernels.dispatch import register as _row
-from thinwire.kernels.reference import codes as _reference_codes
-from thinwire.kernels.reference import quantize as _reference_quantize
-from thinwire.kernels.reference import rows as _reference
-from thinwire.kernels.reference import select as _reference_select
-from thinwire.kernels.samples import Sample as _sample
+from typing import Any as _Any
 
-# The modules of twins, by name: importing one imports numba or Triton, which only a call of a twin may do.
-_CPU_CODES, _GPU_CODES = "thinwire.kernels.cpu.codes", "thinwire.kernels.gpu.codes"
-_CPU_IDS, _GPU_IDS = "thinwire.kernels.cpu.ids", "thinwire.kernels.gpu.ids"
-_CPU_ROWS, _GPU_ROWS = "thinwire.kernels.cpu.rows", "thinwire.kernels.gpu.rows"
-_CPU_UNION, _GPU_UNION = "thinwire.kernels.cpu.union", "thinwire.kernels.gpu.union"
-_CPU_SELECT, _CPU_QUANTIZE = "thinwire.kernels.cpu.select", "thinwire.kernels.cpu.quantize"
-_GPU_BITS, _GPU_FIND, _GPU_HASH = "thinwire.kernels.gpu.bits", "thinwire.kernels.gpu.find", "thinwire.kernels.gpu.hash"
+from thinwire.kernels import dispatch as _inputs
+from thinwire.kernels.dispatch import register as _row
+from thinwire.kernels.reference import codes as _codes
+from thinwire.kernels.reference import quantize as _quantize
+from thinwire.kernels.reference import rows as _rows
+from thinwire.kernels.reference import select as _select
+from thinwire.kernels.samples import Sample as _sample
+from thinwire.kernels.samples import codes as _some_codes
+from thinwire.kernels.samples import each as _each
+from thinwire.kernels.samples import ids as _some_ids
+from thinwire.kernels.samples import of_rows as _of_rows
+from thinwire.kernels.samples import of_values as _of_values
+
+# The modules of twins, by name: importing one imports numba or Triton, which only a call of a twin may do. And what
+# all kernels of a module have in common.
+_CPU, _GPU = "thinwire.kernels.cpu.", "thinwire.kernels.gpu."
+_OF_CODES: dict[str, _Any] = {"cpu": f"{_CPU}codes", "gpu": f"{_GPU}codes"}
+_OF_BITS: dict[str, _Any] = {"cpu": f"{_CPU}codes", "gpu": f"{_GPU}bits"}
+_OF_IDS: dict[str, _Any] = {"cpu": f"{_CPU}ids", "gpu": f"{_GPU}ids", "from_size": 1 << 10}
+_OF_ROWS: dict[str, _Any] = {"cpu": f"{_CPU}rows", "gpu": f"{_GPU}rows"}
+_OF_SELECT: dict[str, _Any] = {"cpu": f"{_CPU}select", "knows": _inputs.have_magnitudes}
+_OF_QUANTIZE: dict[str, _Any] = {"cpu": f"{_CPU}quantize", "from_size": 1 << 10}
+_ADDING: dict[str, _Any] = {**_OF_QUANTIZE, "size": _inputs.elements_of(-1)}
 
 nonzero_rows = _row(
-    _reference.nonzero_rows,
-    cpu=_CPU_ROWS,
-    gpu=_GPU_FIND,
+    _rows.nonzero_rows,
+    cpu=f"{_CPU}rows",
+    gpu=f"{_GPU}find",
     from_size=1 << 12,
     knows=_inputs.is_matrix,
-    samples=_samples.of_rows(lambda rows, ids: _sample(rows)),
+    samples=_of_rows(lambda rows, ids: _sample(rows)),
 )
 nonzero_rows_into = _row(
-    _reference.nonzero_rows_into,
-    gpu=_GPU_FIND,
-    samples=_samples.of_rows(lambda rows, ids: _sample(rows, ids, ids.clone())),
+    _rows.nonzero_rows_into, gpu=f"{_GPU}find", samples=_of_rows(lambda rows, ids: _sample(rows, ids, ids.clone()))
 )
-deal = _row(
-    _reference.deal,
-    cpu=_CPU_IDS,
-    gpu=_GPU_IDS,
-    from_size=1 << 10,
-    knows=_inputs.can_deal,
-    samples=_samples.each(lambda: _sample(_samples.ids(), 2, 0)),
-)
+deal = _row(_rows.deal, **_OF_IDS, knows=_inputs.can_deal, samples=_each(lambda: _sample(_some_ids(), 2, 0)))
 checksum = _row(
-    _reference_codes.checksum,
-    cpu=_CPU_CODES,
-    gpu=_GPU_CODES,
+    _codes.checksum,
+    **_OF_CODES,
     from_size=1 << 12,
     knows=_inputs.are_words,
-    samples=_samples.each(lambda: _sample(_samples.codes(8))),
+    samples=_each(lambda: _sample(_some_codes(8))),
 )
 pack_bits = _row(
-    _reference_codes.pack_bits,
-    cpu=_CPU_CODES,
-    gpu=_GPU_BITS,
+    _codes.pack_bits,
+    **_OF_BITS,
     from_size=1 << 10,
     knows=_inputs.are_ids,
-    samples=_samples.each(lambda: _sample(_samples.ids(), 5)),
+    samples=_each(lambda: _sample(_some_ids(), 5)),
 )
 unpack_bits = _row(
-    _reference_codes.unpack_bits,
-    cpu=_CPU_CODES,
-    gpu=_GPU_BITS,
+    _codes.unpack_bits,
+    **_OF_BITS,
     from_size=1 << 12,
     knows=_inputs.are_bytes,
-    samples=_samples.each(lambda: _sample(_reference_codes.pack_bits(_samples.ids(), 5))),
+    samples=_each(lambda: _sample(_codes.pack_bits(_some_ids(), 5))),
 )
 elias_fano_encode = _row(
-    _reference_codes.elias_fano_encode,
-    cpu=_CPU_CODES,
-    gpu=_GPU_CODES,
+    _codes.elias_fano_encode,
+    **_OF_CODES,
     from_size=1 << 10,
     knows=_inputs.are_ids,
-    samples=_samples.each(lambda: _sample(_samples.ids(), 100)),
+    samples=_each(lambda: _sample(_some_ids(), 100)),
 )
 elias_fano_decode = _row(
-    _reference_codes.elias_fano_decode,
-    cpu=_CPU_CODES,
-    gpu=_GPU_CODES,
+    _codes.elias_fano_decode,
+    **_OF_CODES,
     from_size=1 << 10,
     knows=_inputs.are_bytes,
-    samples=_samples.each(lambda: _sample(_reference_codes.elias_fano_encode(_samples.ids(), 100), 3, 100)),
+    samples=_each(lambda: _sample(_codes.elias_fano_encode(_some_ids(), 100), 3, 100)),
 )
 gather_rows = _row(
-    _reference.gather_rows,
-    cpu=_CPU_ROWS,
-    gpu=_GPU_ROWS,
+    _rows.gather_rows,
+    **_OF_ROWS,
     size=_inputs.elements_of(1),
     from_size=1 << 20,
     knows=_inputs.can_gather,
-    samples=_samples.of_rows(lambda rows, ids: _sample(rows, ids)),
+    samples=_of_rows(lambda rows, ids: _sample(rows, ids)),
 )
 scatter_rows = _row(
-    _reference.scatter_rows,
-    cpu=_CPU_ROWS,
-    gpu=_GPU_ROWS,
+    _rows.scatter_rows,
+    **_OF_ROWS,
     size=_inputs.elements_of(2),
     from_size=1 << 17,
     knows=_inputs.can_scatter,
-    samples=_samples.of_rows(lambda rows, ids: _sample(rows, ids, rows[:2].clone())),
+    samples=_of_rows(lambda rows, ids: _sample(rows, ids, rows[:2].clone())),
 )
 union_places = _row(
-    _reference.union_places,
-    cpu=_CPU_UNION,
-    gpu=_GPU_UNION,
+    _rows.union_places,
+    cpu=f"{_CPU}union",
+    gpu=f"{_GPU}union",
     size=_inputs.elements_of_pieces,
     from_size=1 << 11,
     knows=_inputs.can_unite,
-    samples=_samples.each(
-        lambda: _sample([_samples.ids(), _samples.ids()], 5),  # by a bitmap
-        lambda: _sample([_samples.ids(), _samples.ids()], 1 << 40),  # by a merge
+    samples=_each(
+        lambda: _sample([_some_ids(), _some_ids()], 5),  # by a bitmap
+        lambda: _sample([_some_ids(), _some_ids()], 1 << 40),  # by a merge
     ),
 )
 sum_rows_at = _row(
-    _reference.sum_rows_at,
-    cpu=_CPU_ROWS,
-    gpu=_GPU_ROWS,
+    _rows.sum_rows_at,
+    **_OF_ROWS,
     size=_inputs.elements_of_sum,
     from_size=1 << 13,
     knows=_inputs.can_sum_at,
     profiled_as="sum",
-    samples=_samples.of_rows(lambda rows, ids: _sample([(ids, rows[:2])], *rows.shape, rows.dtype)),
+    samples=_of_rows(lambda rows, ids: _sample([(ids, rows[:2])], *rows.shape, rows.dtype)),
 )
 sum_rows = _row(
-    _reference.sum_rows,
-    cpu=_CPU_ROWS,
-    gpu=_GPU_ROWS,
+    _rows.sum_rows,
+    **_OF_ROWS,
     size=_inputs.ids_of_pieces,
     from_size=1 << 11,
     knows=_inputs.can_sum,
     profiled_as="sum",
-    samples=_samples.of_rows(lambda rows, ids: _sample([(ids, rows[:2])] * 2)),
+    samples=_of_rows(lambda rows, ids: _sample([(ids, rows[:2])] * 2)),
 )
 dealt_ids = _row(
-    _reference.dealt_ids,
-    cpu=_CPU_IDS,
-    gpu=_GPU_IDS,
+    _rows.dealt_ids,
+    **_OF_IDS,
     size=_inputs.elements_of(1),
-    from_size=1 << 10,
     knows=_inputs.can_undeal,
-    samples=_samples.each(lambda: _sample(0, _samples.ids(), 2, 0)),
+    samples=_each(lambda: _sample(0, _some_ids(), 2, 0)),
 )
-mix = _row(
-    _reference.mix,
-    cpu=_CPU_IDS,
-    gpu=_GPU_IDS,
-    from_size=1 << 10,
-    knows=_inputs.are_ids,
-    samples=_samples.each(lambda: _sample(_samples.ids(), 0)),
-)
+mix = _row(_rows.mix, **_OF_IDS, knows=_inputs.are_ids, samples=_each(lambda: _sample(_some_ids(), 0)))
 owner_by_hash = _row(
-    _reference.owner_by_hash,
-    cpu=_CPU_IDS,
-    gpu=_GPU_IDS,
-    from_size=1 << 10,
-    knows=_inputs.are_ids,
-    samples=_samples.each(lambda: _sample(_samples.ids(), 2, 0)),
+    _rows.owner_by_hash, **_OF_IDS, knows=_inputs.are_ids, samples=_each(lambda: _sample(_some_ids(), 2, 0))
 )
 group_by_owner = _row(
-    _reference.group_by_owner,
-    cpu=_CPU_IDS,
-    gpu=_GPU_IDS,
-    from_size=1 << 10,
-    knows=_inputs.are_ids,
-    samples=_samples.each(lambda: _sample(_samples.ids(), 5)),
+    _rows.group_by_owner, **_OF_IDS, knows=_inputs.are_ids, samples=_each(lambda: _sample(_some_ids(), 5))
 )
 hierarchical_hash = _row(
-    _reference.hierarchical_hash,
-    cpu=_CPU_IDS,
-    gpu=_GPU_HASH,
+    _rows.hierarchical_hash,
+    cpu=f"{_CPU}ids",
+    gpu=f"{_GPU}hash",
     from_size=1 << 10,
     knows=_inputs.are_ids,
-    samples=_samples.each(lambda: _sample(_samples.ids(), 2, 0, parallel_slots=6, serial_slots=1)),
+    samples=_each(lambda: _sample(_some_ids(), 2, 0, parallel_slots=6, serial_slots=1)),
 )
 top_magnitudes = _row(
-    _reference_select.top_magnitudes,
-    cpu=_CPU_SELECT,
+    _select.top_magnitudes,
+    **_OF_SELECT,
     from_size=1 << 12,
-    knows=_inputs.have_magnitudes,
-    samples=_samples.of_values(
+    samples=_of_values(
         lambda values, steps: _sample(values, 10),
         lambda values, steps: _sample(values, 1),  # in two passes
         lambda values, steps: _sample(steps, 10),  # of equal ones
     ),
 )
 leading_magnitudes = _row(
-    _reference_select.leading_magnitudes,
-    cpu=_CPU_SELECT,
+    _select.leading_magnitudes,
+    **_OF_SELECT,
     from_size=1 << 12,
-    knows=_inputs.have_magnitudes,
-    samples=_samples.of_values(lambda values, steps: _sample(values, 10)),
+    samples=_of_values(lambda values, steps: _sample(values, 10)),
 )
 select_at_least = _row(
-    _reference_select.select_at_least,
-    cpu=_CPU_SELECT,
+    _select.select_at_least,
+    **_OF_SELECT,
     from_size=1 << 12,
-    knows=_inputs.have_magnitudes,
-    samples=_samples.of_values(lambda values, steps: _sample(values, 2.0)),
+    samples=_of_values(lambda values, steps: _sample(values, 2.0)),
 )
 count_at_least = _row(
-    _reference_select.count_at_least,
-    cpu=_CPU_SELECT,
+    _select.count_at_least,
+    **_OF_SELECT,
     from_size=1 << 14,
-    knows=_inputs.have_magnitudes,
-    samples=_samples.of_values(lambda values, steps: _sample(values, 2.0)),
+    samples=_of_values(lambda values, steps: _sample(values, 2.0)),
 )
 magnitude_moments = _row(
-    _reference_select.magnitude_moments,
-    cpu=_CPU_SELECT,
+    _select.magnitude_moments,
+    **_OF_SELECT,
     from_size=1 << 12,
-    knows=_inputs.have_magnitudes,
     equal_bits=False,
-    samples=_samples.of_values(lambda values, steps: _sample(values)),
+    samples=_of_values(lambda values, steps: _sample(values)),
 )
 sum_log_magnitudes = _row(
-    _reference_select.sum_log_magnitudes,
-    cpu=_CPU_SELECT,
+    _select.sum_log_magnitudes,
+    **_OF_SELECT,
     from_size=1 << 12,
-    knows=_inputs.have_magnitudes,
     equal_bits=False,
-    samples=_samples.of_values(lambda values, steps: _sample(values)),
+    samples=_of_values(lambda values, steps: _sample(values)),
 )
 largest_of_blocks = _row(
-    _reference_quantize.largest_of_blocks,
-    cpu=_CPU_QUANTIZE,
-    from_size=1 << 10,
-    knows=lambda values, block: _inputs.are_floats(values),
-    samples=_samples.of_values(lambda values, steps: _sample(values, 8)),
+    _quantize.largest_of_blocks,
+    **_OF_QUANTIZE,
+    knows=_inputs.can_code,
+    samples=_of_values(lambda values, steps: _sample(values, 8)),
 )
 quantize = _row(
-    _reference_quantize.quantize,
-    cpu=_CPU_QUANTIZE,
-    from_size=1 << 10,
-    knows=lambda values, steps, block, levels, bits, seed: _inputs.are_floats(values, steps),
-    samples=_samples.of_values(
+    _quantize.quantize,
+    **_OF_QUANTIZE,
+    knows=lambda values, steps, *settings: _inputs.are_floats(values, steps),
+    samples=_of_values(
         lambda values, steps: _sample(values, steps, 8, 7, 8, None),
         lambda values, steps: _sample(values, steps, 8, 7, 4, 0),
     ),
 )
 add_quantized = _row(
-    _reference_quantize.add_quantized,
-    cpu=_CPU_QUANTIZE,
-    size=lambda packed, steps, block, levels, bits, total: total.numel(),
-    from_size=1 << 10,
-    knows=lambda packed, steps, block, levels, bits, total: _inputs.are_floats(total, packed, steps),
-    samples=_samples.of_values(
-        lambda values, steps: _sample(_samples.codes(8), steps, 8, 7, 8, values),
-        lambda values, steps: _sample(_samples.codes(4), steps, 8, 7, 4, values),
+    _quantize.add_quantized,
+    **_ADDING,
+    knows=_inputs.can_add,
+    samples=_of_values(
+        lambda values, steps: _sample(_some_codes(8), steps, 8, 7, 8, values),
+        lambda values, steps: _sample(_some_codes(4), steps, 8, 7, 4, values),
     ),
 )
 pack_signs = _row(
-    _reference_quantize.pack_signs,
-    cpu=_CPU_QUANTIZE,
-    from_size=1 << 10,
-    knows=lambda values, phase: _inputs.are_floats(values),
-    samples=_samples.of_values(lambda values, steps: _sample(values, 0)),
+    _quantize.pack_signs,
+    **_OF_QUANTIZE,
+    knows=_inputs.can_code,
+    samples=_of_values(lambda values, steps: _sample(values, 0)),
 )
 add_signs = _row(
-    _reference_quantize.add_signs,
-    cpu=_CPU_QUANTIZE,
-    size=lambda packed, scales, block, total: total.numel(),
-    from_size=1 << 10,
-    knows=lambda packed, scales, block, total: _inputs.are_floats(total, packed, scales),
-    samples=_samples.of_values(lambda values, steps: _sample(_samples.codes(1), steps, 8, values)),
+    _quantize.add_signs,
+    **_ADDING,
+    knows=_inputs.can_add,
+    samples=_of_values(lambda values, steps: _sample(_some_codes(1), steps, 8, values)),
 )
 mean_of_blocks = _row(
-    _reference_quantize.mean_of_blocks,
-    cpu=_CPU_QUANTIZE,
-    from_size=1 << 10,
-    knows=lambda values, block: _inputs.are_floats(values),
+    _quantize.mean_of_blocks,
+    **_OF_QUANTIZE,
+    knows=_inputs.can_code,
     equal_bits=False,
-    samples=_samples.of_values(lambda values, steps: _sample(values, 8)),
+    samples=_of_values(lambda values, steps: _sample(values, 8)),
 )
 round_to_powers = _row(
-    _reference_quantize.round_to_powers,
-    cpu=_CPU_QUANTIZE,
-    from_size=1 << 10,
-    knows=lambda values, base, seed: _inputs.are_floats(values),
-    samples=_samples.of_values(lambda values, steps: _sample(values, 1, 0)),
+    _quantize.round_to_powers,
+    **_OF_QUANTIZE,
+    knows=_inputs.can_code,
+    samples=_of_values(lambda values, steps: _sample(values, 1, 0)),
 )
 add_from_table = _row(
-    _reference_quantize.add_from_table,
-    cpu=_CPU_QUANTIZE,
-    size=lambda codes, table, steps, block, total: total.numel(),
-    from_size=1 << 10,
+    _quantize.add_from_table,
+    **_ADDING,
     knows=lambda codes, table, steps, block, total: _inputs.are_floats(total, codes, table, steps),
-    samples=_samples.of_values(lambda values, steps: _sample(_samples.codes(), values[:256].clone(), steps, 8, values)),
+    samples=_of_values(lambda values, steps: _sample(_some_codes(), values[:256].clone(), steps, 8, values)),
 )

@@ -14,17 +14,25 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from thinwire.comm.hosts import Hosts, host_of_ranks
+from thinwire.comm.hosts import Hosts
 from thinwire.comm.parcels import parcel_bytes
 from thinwire.comm.process_group import ring_all_reduce_bytes
-from thinwire.partition import Partition, Whole
+from thinwire.partition import Partition
 from thinwire.sync import staged, union_shares
 from thinwire.sync.cost import Pricing, is_doubling
 from thinwire.sync.schedules import Stage, gathering
-from thinwire.sync.scheme import Communication, Ownership, Scheme, Unit, begins_with_opening, unit_ids, unit_shape
+from thinwire.sync.scheme import (
+    BLOCK_ELEMENTS,
+    Communication,
+    Ownership,
+    Scheme,
+    Unit,
+    begins_with_opening,
+    unit_shape,
+)
 from thinwire.sync.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
 from thinwire.sync.two_level import CHOICE, TwoLevel, flat, shares
-from thinwire.wire import Header, Part
+from thinwire.wire import Header, Part, Whole
 
 Sum = Callable[[], Tensor]
 """The ids of a sum, for who asks: bytes between hosts depend on what is summed inside them."""
@@ -82,6 +90,28 @@ def between_hosts_bytes(
     for source, row in enumerate(pair_bytes(scheme, ids_per_rank, num_rows, width, dtype)):
         totals[host[source]] += sum(sent for target, sent in enumerate(row) if host[target] != host[source])
     return totals
+
+
+def host_of_ranks(hosts: Hosts) -> list[int]:
+    """Return the host number of each rank, the inverse of `ranks_of_hosts`.
+
+    Example:
+        >>> host_of_ranks(((0, 1, 3), (2, 4)))
+        [0, 0, 1, 0, 1]
+    """
+    return [host for _, host in sorted((rank, host) for host, ranks in enumerate(hosts) for rank in ranks)]
+
+
+def unit_ids(ids: Tensor, width: int, unit: Unit) -> Tensor:
+    """Return the units of the rows ``ids`` (sorted, int64), as if no value of these rows were zero."""
+    if unit is Unit.ROWS:
+        return ids
+    elements = (ids[:, None] * width + torch.arange(width)).flatten()
+    return (
+        elements
+        if unit is Unit.ELEMENTS
+        else torch.div(elements, BLOCK_ELEMENTS, rounding_mode="floor").unique_consecutive()
+    )
 
 
 def value_lower_bound_bytes(ids_per_rank: Sequence[Tensor], row_bytes: int) -> float:

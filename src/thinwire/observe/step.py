@@ -24,6 +24,7 @@ from typing import Any, Literal, ParamSpec, TypeVar
 
 import torch
 from torch.autograd import profiler
+from torch.futures import Future
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -70,6 +71,17 @@ def ranged(name: Name) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return call
 
     return decorate
+
+
+def show(name: str, future: Future[Any]) -> None:
+    """Show a profiler range on this thread from now until a future is done, on whichever thread that is.
+
+    A profile has only ranges of the threads that it was started on or for, so it would not show the lane's.
+    """
+    if enabled():
+        shown = profiler.record_function(f"thinwire::{name}")
+        shown.__enter__()
+        shown._call_end_callbacks_on_future(future)
 
 
 Prediction = float | Callable[[], float]

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from thinwire import wire
 from thinwire.comm.channel import opening_bytes
 from thinwire.comm.process_group import ring_all_reduce_bytes
-from thinwire.partition import Whole
 from thinwire.sync import staged, union_shares
 from thinwire.sync.schedules import gathering
 from thinwire.sync.scheme import Aggregation, Communication, Ownership, Scheme, Unit, begins_with_opening, unit_shape
 from thinwire.sync.staged import GATHER_SCHEDULES, REDUCE_SCHEDULES
 from thinwire.sync.two_level import CHOICE, TwoLevel, flat, shares
-from thinwire.wire import Format, FormatChoice, Header, Part
+from thinwire.wire import Format, FormatChoice, Header, Part, Whole
 
 
 @dataclass(frozen=True)

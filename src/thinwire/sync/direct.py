@@ -14,9 +14,9 @@ from torch import Tensor
 
 from thinwire import kernels, wire
 from thinwire.comm.channel import Channel, Draft
-from thinwire.partition import Partition, Whole
+from thinwire.partition import Partition
 from thinwire.sparse import SparseRows
-from thinwire.wire import Format, FormatChoice, Kind, Message, Part
+from thinwire.wire import Format, FormatChoice, Kind, Message, Part, Whole
 
 Piece = tuple[Tensor, Tensor]  # (positions in a part, increasing; values [k, width])
 

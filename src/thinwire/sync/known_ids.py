@@ -25,10 +25,9 @@ from thinwire.comm.channel import Channel
 from thinwire.comm.parcels import Parcels
 from thinwire.comm.process_group import Receive, check_fits
 from thinwire.errors import CorruptHeaderError, CorruptMessageError
-from thinwire.partition import Whole
 from thinwire.sparse import SparseRows
 from thinwire.sync.union_shares import Share, Union, UnionPlan
-from thinwire.wire import Format, Kind
+from thinwire.wire import Format, Kind, Whole
 
 
 def all_reduce(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeVar
 
 from thinwire.comm.channel import Channel, Draft
@@ -161,15 +162,7 @@ def ring_gather_schedule(rank: int, world_size: int) -> list[Stage]:
         >>> ring_gather_schedule(0, 3)[1]
         Stage(target=1, sends=(2,), source=2, receives=(1,))
     """
-    return [
-        Stage(
-            (rank + 1) % world_size,
-            ((rank - step) % world_size,),
-            (rank - 1) % world_size,
-            ((rank - 1 - step) % world_size,),
-        )
-        for step in range(world_size - 1)
-    ]
+    return _ring(rank, world_size, behind=0)
 
 
 def ring_reduce_schedule(rank: int, world_size: int) -> list[Stage]:
@@ -181,15 +174,14 @@ def ring_reduce_schedule(rank: int, world_size: int) -> list[Stage]:
         >>> ring_reduce_schedule(0, 3)[1]
         Stage(target=1, sends=(1,), source=2, receives=(0,))
     """
-    return [
-        Stage(
-            (rank + 1) % world_size,
-            ((rank - 1 - step) % world_size,),
-            (rank - 1) % world_size,
-            ((rank - 2 - step) % world_size,),
-        )
-        for step in range(world_size - 1)
-    ]
+    return _ring(rank, world_size, behind=1)
+
+
+def _ring(rank: int, world_size: int, behind: int) -> list[Stage]:
+    """Return the stages in which a rank passes on, in step s, the message of the rank ``behind`` + s before it."""
+    following, before = (rank + 1) % world_size, (rank - 1) % world_size
+    sends = [(rank - behind - step) % world_size for step in range(world_size)]
+    return [Stage(following, (sent,), before, (received,)) for sent, received in pairwise(sends)]
 
 
 def halving_schedule(rank: int, world_size: int) -> list[Stage]:

@@ -92,14 +92,6 @@ def unit_shape(num_rows: int, width: int, unit: Unit) -> tuple[int, int]:
     return -(-num_rows * width // unit_width), unit_width
 
 
-def unit_ids(ids: Tensor, width: int, unit: Unit) -> Tensor:
-    """Return the units of the rows ``ids`` (sorted, int64), as if no value of these rows were zero."""
-    if unit is Unit.ROWS:
-        return ids
-    elements = (ids[:, None] * width + torch.arange(width)).flatten()
-    return elements if unit is Unit.ELEMENTS else _block_of(elements).unique_consecutive()
-
-
 def to_units(rows: SparseRows, unit: Unit) -> SparseRows:
     """Return the units that are not zero; a negative zero counts as a value, which costs bytes and never a value."""
     if unit is Unit.ROWS:

@@ -16,13 +16,13 @@ from collections.abc import Callable, Sequence
 
 from thinwire import kernels
 from thinwire.comm.channel import Channel, Draft
-from thinwire.partition import Partition, Whole, core_size
+from thinwire.partition import Partition, core_size
 from thinwire.sparse import SparseRows
 from thinwire.sync import direct, schedules
 from thinwire.sync.direct import Piece
 from thinwire.sync.schedules import Stage, Stages, all_gather
 from thinwire.sync.scheme import Communication
-from thinwire.wire import FormatChoice, Kind, Message
+from thinwire.wire import FormatChoice, Kind, Message, Whole
 
 
 def gather_and_add(

@@ -15,7 +15,7 @@ from thinwire.compress.base import Additive, Compressor, Joint, Memory, Packed, 
 from thinwire.compress.packing import PartSpec
 from thinwire.compress.wrappers import packed_code
 from thinwire.errors import CorruptMessageError
-from thinwire.wire import Format
+from thinwire.wire import Format, Whole
 
 FORMATS = (Format.COO, Format.BITMAP, Format.ELIAS_FANO, Format.DENSE)
 """Formats of ids, of which the smallest is used; DENSE, without ids, is for a selection of all elements."""
@@ -141,7 +141,7 @@ class Sparsifier(Selector):
         ids, *coded = payload.parts
         rows = coded[0].view(-1, 1) if self.values is None else coded[0].new_empty(ids.numel(), 0)
         format = _format(ids.numel(), rows.shape[1] * rows.element_size(), parameter)
-        body = [wire.encode(format, _Whole(parameter.numel), ids, rows)]
+        body = [wire.encode(format, Whole(parameter.numel), ids, rows)]
         if self.values is not None:
             body.append(packed_code(self.values).pack(Payload(tuple(coded)), values_of(parameter, ids.numel())))
         return sealed(ids.numel(), FORMATS.index(format), body)
@@ -153,7 +153,7 @@ class Sparsifier(Selector):
             raise CorruptMessageError(f"{count} ids in format {code}: no rank sends that of {parameter.numel} elements")
         end = wire.payload_bytes(format, count, row_bytes, parameter.numel, parameter.numel)
         ids, rows = wire.decode(
-            format, _Whole(parameter.numel), count, body[:end], int(row_bytes > 0), parameter.working_dtype
+            format, Whole(parameter.numel), count, body[:end], int(row_bytes > 0), parameter.working_dtype
         )
         if self.values is not None:
             return Payload((ids, *unpack_values(packed_code(self.values), body[end:], values_of(parameter, count))))
@@ -234,23 +234,6 @@ class DensitySelector(Selector):
 @dataclass(frozen=True)
 class DensitySparsifier(DensitySelector, Sparsifier):
     """A sparsifier with a density, see `DensitySelector`."""
-
-
-@dataclass(frozen=True)
-class _Whole:
-    """All elements of a gradient, as a part of `thinwire.wire`: position = id."""
-
-    num_rows: int
-
-    @property
-    def size(self) -> int:
-        return self.num_rows
-
-    def ids(self, positions: Tensor) -> Tensor:
-        return positions
-
-    def positions(self, ids: Tensor) -> Tensor:
-        return ids
 
 
 def _codes_vectors(values: Compressor) -> bool:

@@ -1,4 +1,4 @@
-"""Non-zero rows, elements and blocks on a GPU: one pass makes a bitmap and counts its ones, a second lists them.
+"""Non-zero rows on a GPU: one pass makes a bitmap and counts its ones, a second lists them.
 
 The first reads the tensor once and writes a bit for each row; the second reads those bits and writes the ids. Between
 them the counts are added up by ``torch.cumsum``.
@@ -40,33 +40,24 @@ def nonzero_rows_into(dense: Tensor, ids: Tensor, count: Tensor) -> tuple[Tensor
     return list_ones_into(*_flag_rows(dense), ids, count)
 
 
-def nonzero_blocks(flat: Tensor, block_elements: int) -> Tensor:
-    """Return non-zero blocks as `thinwire.kernels.nonzero_blocks`, in one pass; waits for their number."""
-    words = row_words(flat.view(-1, 1))  # words of one element each
-    return list_ones(*_flag_words(words, num_blocks(flat.numel(), block_elements), block_elements))
-
-
 def _flag_rows(dense: Tensor) -> tuple[Tensor, Tensor]:
-    words = row_words(dense) if dense.numel() else dense.new_empty(0, 1, dtype=torch.uint8)
-    return _flag_words(words, *words.shape)
-
-
-def _flag_words(words: Tensor, num_rows: int, width: int) -> tuple[Tensor, Tensor]:
     """Return the bitmap of rows with a non-zero word, and the ones of each block of `BLOCK_WORDS` of its words."""
+    words = row_words(dense) if dense.numel() else dense.new_empty(0, 1, dtype=torch.uint8)
+    num_rows, width = words.shape
     bitmap = torch.empty(num_blocks(num_rows, 32), dtype=torch.int32, device=words.device)
     counts = torch.zeros(num_blocks(num_rows, _BLOCK_ROWS), dtype=torch.int64, device=words.device)
     columns = min(_MAX_COLUMNS, next_power_of_two(width))
     rows = max(32, min(_BLOCK_ROWS, _TILE_WORDS // columns))
     launch(
         _flag, num_blocks(num_rows, rows), words,
-        words, bitmap, counts, num_rows, width, words.numel(), ROWS=rows, COLUMNS=columns, BLOCK_ROWS=_BLOCK_ROWS,
+        words, bitmap, counts, num_rows, width, ROWS=rows, COLUMNS=columns, BLOCK_ROWS=_BLOCK_ROWS,
     )  # fmt: skip
     return bitmap, counts
 
 
 @jit
 def _flag(
-    words, bitmap, counts, num_rows, width, num_words,
+    words, bitmap, counts, num_rows, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
 ):  # fmt: skip
     first_row = tl.program_id(0).to(tl.int64) * ROWS
@@ -75,7 +66,7 @@ def _flag(
     for first_column in range(0, width, COLUMNS):
         column = first_column + tl.arange(0, COLUMNS)
         place = row[:, None] * width + column[None, :]
-        inside = (row[:, None] < num_rows) & (column[None, :] < width) & (place < num_words)
+        inside = (row[:, None] < num_rows) & (column[None, :] < width)
         found |= tl.max((tl.load(words + place, mask=inside, other=0) != 0).to(tl.int32), axis=1)
     bits = tl.reshape(found, [ROWS // 32, 32]).to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :]
     word = first_row // 32 + tl.arange(0, ROWS // 32)

@@ -6,15 +6,17 @@ with the densification n^a that fits the recorded curve best. Seconds are always
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from statistics import fmean
 from typing import Any
 
 import torch
 
-from thinwire.comm.machine import Machine
+from thinwire.comm.machine import Machine, kernel_seconds
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
 from thinwire.lab.bench.trace import IndexTrace
 from thinwire.sync.choose import DENSE_SHARE, Demand, busiest_rank_bytes, choose, expected_seconds, explain
@@ -22,6 +24,7 @@ from thinwire.sync.cost import expected_bytes
 from thinwire.sync.named import NAMED, name_of
 from thinwire.sync.scheme import Ownership, Scheme
 
+_ASSUMED_OWNERS = 8  # number of parts with which kernels of an assumed machine are measured, whatever its world size
 PREDICTED_RANKS = tuple(2**power for power in range(1, 11))
 
 
@@ -33,8 +36,27 @@ class AssumedLink:
     latency_seconds: float = 50e-6
 
     def machine(self, world_size: int) -> Machine:
-        """Return a machine of ``world_size`` ranks on this network, with the kernels of this machine."""
-        return Machine.assumed(self.mbit, self.latency_seconds, world_size)
+        """Return a machine of ``world_size`` ranks as fast as this process, on this network without contention.
+
+        A message costs the latency; a round costs it ceil(log2 of ``world_size``) times, at least once: all messages
+        leave at once, but more ranks wait longer for their last. A byte costs what the link needs, in the dense
+        all-reduce too. Kernels are measured here, once in a process, so machines of several sizes differ in rounds
+        only.
+
+        Raises:
+            ValueError: a rate or latency is not positive and finite, or ``world_size`` is below 1.
+
+        Example:
+            >>> round(AssumedLink(1000, 50e-6).machine(world_size=8).round_seconds, 9)
+            0.00015
+        """
+        mbit, latency_seconds = self.mbit, self.latency_seconds
+        if not all(math.isfinite(value) and value > 0 for value in (mbit, latency_seconds)):
+            raise ValueError(f"a link needs a rate and a latency above 0; got {mbit} Mbit/s and {latency_seconds} s")
+        if world_size < 1:
+            raise ValueError(f"world_size must be at least 1; got {world_size}")
+        waits = max(1, math.ceil(math.log2(world_size)))
+        return Machine(waits * latency_seconds, latency_seconds, *[8e-6 / mbit] * 2, *_own_kernel_seconds())
 
     def describe(self) -> str:
         return (
@@ -49,6 +71,11 @@ class AssumedLink:
 
 
 DEFAULT_LINK = AssumedLink()
+
+
+@cache
+def _own_kernel_seconds() -> tuple[float, ...]:
+    return kernel_seconds(_ASSUMED_OWNERS)
 
 
 @dataclass(frozen=True)

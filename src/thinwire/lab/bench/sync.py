@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import thinwire
-from thinwire.comm.hosts import Hosts, host_of_ranks
+from thinwire.comm.hosts import Hosts
 from thinwire.comm.process_group import sparse_all_reduce_bytes
 from thinwire.lab import sparsity
 from thinwire.lab.bench.in_job import gloo_group, is_in_job, on_all_ranks
@@ -23,11 +23,11 @@ from thinwire.lab.bench.methods import AGSPARSE_TORCH, scheme_of
 from thinwire.lab.bench.recipes import get_recipe
 from thinwire.lab.bench.sync_rank import RankMeasurement, Turns, measure
 from thinwire.lab.bench.workload import Workload
-from thinwire.lab.ledger import pair_bytes, value_lower_bound_bytes
+from thinwire.lab.ledger import host_of_ranks, pair_bytes, unit_ids, value_lower_bound_bytes
 from thinwire.lab.testbed.launch import run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 from thinwire.sync.choose import Demand, expected_seconds
-from thinwire.sync.scheme import Ownership, Scheme, unit_ids, unit_shape
+from thinwire.sync.scheme import Ownership, Scheme, unit_shape
 from thinwire.sync.two_level import TwoLevel
 from thinwire.sync.union_shares import UnionPlan
 

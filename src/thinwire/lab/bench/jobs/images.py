@@ -189,10 +189,10 @@ def load_digits(name: str) -> Data:
         ImportError: scikit-learn is not installed.
     """
     try:
-        from sklearn import datasets
+        from sklearn.datasets import load_digits as shipped
     except ImportError as error:
         raise missing_package("scikit-learn", f"the job {name}") from error
-    pixels, digits = datasets.load_digits(return_X_y=True)
+    pixels, digits = shipped(return_X_y=True)
     images = torch.tensor(pixels, dtype=torch.float32).div(16.0).view(-1, 1, 8, 8)
     labels = torch.tensor(digits, dtype=torch.int16)
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))  # the file is sorted by writer

@@ -82,6 +82,8 @@ class Job(ABC):
             raise ValueError(f"unknown optimizer {self.optimizer!r}; legal are sgd, adamw and adagrad")
         if self.autocast not in ("", "bfloat16", "float16"):
             raise ValueError(f"autocast is bfloat16 or float16, not {self.autocast!r}")
+        if self.optimizer == "adamw" and getattr(self, "sparse", False):
+            raise ValueError("AdamW takes no sparse gradients: leave out sparse, or give optimizer=adagrad")
         if self.optimizer != "sgd":
             object.__setattr__(self, "momentum", 0.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
@@ -426,3 +428,59 @@ def _refused(context: RankContext) -> None:
 
 def test_what_cannot_be_synchronized_is_refused_with_what_to_do() -> None:
     run_ranks(_refused, world_size=2, timeout_seconds=60)
+
+
+def _unsharded(context: RankContext) -> None:
+    """`attach` to models whose modules have whole parameters."""
+    data = torch.Generator().manual_seed(context.rank)
+    ids = torch.randint(0, ROWS, (5,), generator=data)
+    for how in (How(), How((4,))):
+        mesh = mesh_of(how)
+        for leave in ("evaluation", "unshard"):
+            gradients = []
+            for attached in (False, True):
+                model = sharded(how, mesh)
+                if leave == "unshard":
+                    model.unshard()
+                else:
+                    with torch.no_grad():
+                        model(ids)
+                sync = thinwire.attach(model) if attached else None
+                model(ids).square().sum().backward()
+                gradients.append([entry.grad.full_tensor() for entry in model.parameters() if entry.grad is not None])
+                if sync is not None:
+                    sync.detach()
+            for expected, found in zip(*gradients, strict=True):
+                torch.testing.assert_close(found, expected, msg=f"{how} {leave}")
+
+
+def test_attach_when_modules_have_whole_parameters() -> None:
+    run_ranks(_unsharded, world_size=4, timeout_seconds=100)
+
+
+def _no_alarm(context: RankContext) -> None:
+    """The recipes of torch's tutorials for a checkpoint and for an optimizer in backward warn of nothing."""
+    ids = torch.randint(0, ROWS, (5,), generator=torch.Generator().manual_seed(context.rank))
+    model = sharded(How((2,)), mesh_of(How((2,))))
+    sync = thinwire.attach(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        optimizer = torch.optim.AdamW(model.parameters())
+        get_optimizer_state_dict(model, optimizer)
+        model(ids).sum().backward()
+        optimizer.step()
+        optimizers = {entry: torch.optim.SGD([entry], lr=0.1) for entry in model.parameters()}
+        for entry in optimizers:
+            entry.register_post_accumulate_grad_hook(lambda each: optimizers[each].step())
+        model(ids).sum().backward()
+    model.zero_grad()
+    for entry in model.parameters():
+        entry.grad = torch.ones_like(entry)
+    optimizer.step()
+    with pytest.warns(UserWarning, match="uses gradients that it did not synchronize"):
+        optimizer.step()
+    sync.detach()
+
+
+def test_no_false_alarm_of_steps_that_are_not_made_after_backward() -> None:
+    run_ranks(_no_alarm, world_size=2, timeout_seconds=60)

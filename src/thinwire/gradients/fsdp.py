@@ -150,11 +150,14 @@ class Sharding:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        groups = _groups_of(model)
+        for group in groups:
+            group._to_sharded()  # after an evaluation, or a failed pass, modules may have whole parameters
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         tables = {id(weight) for weight in tables_of(model)}
         sparse = {id(entry.weight) for entry in model.modules() if getattr(entry, "sparse", False) is True}
         self.units: list[ParameterGroup] = []
-        for group in _groups_of(model):
+        for group in groups:
             shards = []
             for source in group.fsdp_params:
                 key = id(source.sharded_param)
@@ -486,7 +489,7 @@ def _groups_of(model: nn.Module) -> list[Any]:
         for group in (state._fsdp_param_group,) if groups is None else groups:
             if group is not None:
                 found[id(group)] = group
-    needed = ("fsdp_params", "mesh_info", "post_backward", "reduce_grads", "all_reduce_grads")
+    needed = ("fsdp_params", "mesh_info", "post_backward", "reduce_grads", "all_reduce_grads", "_to_sharded")
     missing = [name for group in found.values() for name in needed if not hasattr(group, name)]
     if missing:
         raise ValueError(

@@ -360,12 +360,15 @@ class Passes:
         """Warn once of gradients that thinwire has not seen since the last step of this optimizer.
 
         Those of `no_sync` are local on purpose. An optimizer that has mostly gradients of other models may share a few
-        parameters with this one.
+        parameters with this one. An optimizer may step inside of a backward pass, when FSDP has reduced its gradients.
+        ``torch.distributed.checkpoint`` makes the state of a new one by a step with learning rates of zero.
         """
         last, self._used[optimizer] = self._used.get(optimizer, 0), self._finished
-        if last != self._finished or self.is_local:
+        if last != self._finished or self.is_local or self._backward.is_running:
             return
         groups: list[dict[str, Any]] = optimizer.param_groups
+        if all(float(group.get("lr", 1.0)) == 0.0 for group in groups):
+            return
         used = [parameter for group in groups for parameter in group["params"] if parameter.grad is not None]
         if 2 * sum(parameter in self._structure for parameter in used) <= len(used):
             return

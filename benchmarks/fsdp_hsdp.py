@@ -1,13 +1,15 @@
 """Steps of a small GPT under HSDP on two emulated hosts of two ranks: stock FSDP2, attached, and compressed.
 
-Run as root: ``python benchmarks/fsdp_hsdp.py [--link 100] [--rounds 6] [--shape 2,2]``. In each round every variant
-makes one step, in turn; bytes are those that the interface of the host sent.
+Run as root: ``python benchmarks/fsdp_hsdp.py [--link 100] [--rounds 6] [--shape 2,2] [--json FILE]``. In each round
+every variant makes one step, in turn; bytes are those that the interface of the host sent.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import platform
 import statistics
 import time
 from collections.abc import Callable
@@ -114,13 +116,20 @@ def main() -> None:
     parser.add_argument("--link", type=float, default=100.0, help="Mbit/s of each host")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--shape", default="2,2", help="replicas and shards, or shards alone: 4")
+    parser.add_argument("--json", help="write the figures here")
     chosen = parser.parse_args()
     shape = tuple(map(int, chosen.shape.split(",")))
     with EmulatedNetwork(2, Link(chosen.link)) as network:
+        rate = network.measure()
         outcomes = run_ranks(
             work, shape, chosen.rounds, world_size=4, ranks_per_host=2, network=network, timeout_seconds=300
         )
-    print(json.dumps(outcomes[0].value, indent=1))
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    conditions = {"link_mbit": rate, "shape": shape, "rounds": chosen.rounds, "torch": torch.__version__}
+    found = json.dumps({**conditions, "machine": machine, **outcomes[0].value}, indent=1)
+    print(found)
+    if chosen.json:
+        Path(chosen.json).write_text(found + "\n")
 
 
 if __name__ == "__main__":

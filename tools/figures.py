@@ -23,6 +23,11 @@ WORKLOADS = sorted(RESULT.parent.glob("workload-*.json"))
 LOSSES = sorted(RESULT.parent.glob("losses-*.json"))
 """Results of `thinwire bench train` for docs/guides/compression.md: losses-JOB.json, of which the rows are joined."""
 
+HSDP = RESULT.parent / "hsdp-2x2x100mbit.json"
+"""Result of benchmarks/fsdp_hsdp.py for docs/integrations/fsdp.md."""
+EMBEDDINGS = RESULT.parent / "sentence-transformers.json"
+"""Results of benchmarks/sentence_transformers_8x1gbit.py by link, for docs/integrations/sentence-transformers.md."""
+
 COLORS = {"ddp": STOCK, "thinwire": THINWIRE, "ddp_sparse": TORCH, "thinwire_sparse": THINWIRE}
 LEFT, WIDTH, BAR, GAP, TOP = 190, 360, 26, 12, 40
 
@@ -85,6 +90,43 @@ def workload_rows() -> list[str]:
     return found
 
 
+def hsdp_rows() -> list[str]:
+    """Return a row for each variant: seconds of a step, bytes of the host's interface, speed against stock FSDP2."""
+    labels = {
+        "stock": "stock FSDP2",
+        "attach": "`attach(model)`, exact",
+        "bf16": "`compress=bf16()`",
+        "power_sgd(4)": "`compress=power_sgd(4)`",
+    }
+    result = json.loads(HSDP.read_text())
+    stock = result["stock"]["step_seconds"]
+    return [
+        f"| {label} | {result[name]['step_seconds']:.2f} s | {result[name]['interface_bytes'] / 1e6:.2f} MB |"
+        f" {stock / result[name]['step_seconds']:.2f} |"
+        for name, label in labels.items()
+    ]
+
+
+def embedding_rows() -> list[str]:
+    """Return rows for each link: bytes and seconds of a step by stock DDP and with thinwire, and their ratio."""
+    lines = []
+    for link, result in json.loads(EMBEDDINGS.read_text()).items():
+        seconds = result["step_seconds"]
+        stock, ours = seconds["stock"]["median"], seconds["thinwire"]["median"]
+        dense, sent = (result["bytes_per_step"][name] / 1e6 for name in ("stock", "thinwire"))
+        lines += [
+            f"| {link} | bytes that a rank sends in a step | {dense:.1f} MB | {sent:.1f} MB |"
+            f" {result['bytes_ratio']:.0f} times fewer |",
+            f"| | seconds of a step, median | {stock:.2f} | {ours:.2f} | {result['speedup']:.1f} times faster |",
+        ]
+        if result["settings"].get("more"):
+            lines.append(
+                f"| | the same after step {result['settings']['warm_up']} | {stock:.2f} |"
+                f" {result['settled_seconds']['median']:.2f} | {result['settled_speedup']:.1f} times faster |"
+            )
+    return lines
+
+
 def loss_rows() -> list[str]:
     """Return a row for each method: its final loss against stock DDP's in percent, and how many times fewer bytes.
 
@@ -112,4 +154,5 @@ if __name__ == "__main__":
     found = json.loads(RESULT.read_text())
     FIGURE.parent.mkdir(exist_ok=True)
     FIGURE.write_text(draw(found))
-    print(*workload_rows(), *loss_rows(), *rows(found), f"wrote {FIGURE.relative_to(ROOT)}", sep="\n")
+    tables = [*workload_rows(), *hsdp_rows(), *embedding_rows(), *loss_rows(), *rows(found)]
+    print(*tables, f"wrote {FIGURE.relative_to(ROOT)}", sep="\n")

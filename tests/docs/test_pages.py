@@ -151,6 +151,8 @@ def test_the_tables_of_trainings_are_those_of_their_results(figures: ModuleType)
     """`python tools/figures.py` prints the rows."""
     assert "\n".join(figures.workload_rows()) in (DOCS / "evidence" / "workloads.md").read_text()
     assert "\n".join(figures.loss_rows()) in (DOCS / "guides" / "compression.md").read_text()
+    assert "\n".join(figures.hsdp_rows()) in (DOCS / "integrations" / "fsdp.md").read_text()
+    assert "\n".join(figures.embedding_rows()) in (DOCS / "integrations" / "sentence-transformers.md").read_text()
 
 
 TERMS = ("owner", "lane", "union", "densification", "skewness")

@@ -113,3 +113,26 @@ def _on_some(context: RankContext) -> None:
 
 def test_attach_on_some_ranks_only_says_so() -> None:
     run_ranks(_on_some, world_size=2, on_message=lambda rank, message: None)
+
+
+def _scripted(context: RankContext) -> None:
+    """A table is traced and a layer is scripted: the model trains as it does without."""
+    for ddp in (False, True):
+        trained = []
+        for scripted in (False, True):
+            torch.manual_seed(0)
+            net = Net()
+            if scripted:
+                net.words = torch.jit.trace(net.words, torch.arange(5))
+                net.hidden = torch.jit.script(net.hidden)
+            model = DistributedDataParallel(net) if ddp else net
+            sync = thinwire.attach(model, timeout=timedelta(seconds=20))
+            for index in range(4):
+                step(model, 3 + index + 5 * context.rank)
+            trained.append([parameter.detach().clone() for parameter in net.parameters()])
+            sync.detach()
+        torch.testing.assert_close(trained[1], trained[0])
+
+
+def test_parts_may_be_compiled_by_torchscript() -> None:
+    run_ranks(_scripted, world_size=2)

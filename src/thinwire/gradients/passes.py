@@ -124,7 +124,9 @@ class Structure:
         modules = list(module_of(model).modules())
         if any(map(is_sharded, modules)):
             modules = []
-        own = [registry for module in modules for registry in (module._parameters, module._modules)]
+        scripted = torch.jit.ScriptModule  # nobody can change one, and its registries are no dicts
+        fluid = [module for module in modules if not isinstance(module, scripted)]
+        own = [registry for module in fluid for registry in (module._parameters, module._modules)]
         self._places = [(registry, name, value) for registry in own for name, value in registry.items()]
         self._sizes = [(registry, len(registry)) for registry in (*own, *(m._forward_pre_hooks for m in modules[:1]))]
         self._kept = [(entry, entry.dtype, entry.device) for entry in self._known.values()] if modules else []

@@ -114,15 +114,17 @@ def embedding_rows() -> list[str]:
         seconds = result["step_seconds"]
         stock, ours = seconds["stock"]["median"], seconds["thinwire"]["median"]
         dense, sent = (result["bytes_per_step"][name] / 1e6 for name in ("stock", "thinwire"))
+        condition = f"{result['hosts']} hosts at {link}, width {result['settings']['width']}"
         lines += [
-            f"| {link}, width {result['settings']['width']} | bytes that a rank sends in a step | {dense:.1f} MB |"
+            f"| {condition} | bytes that a rank sends in a step |"
+            f" {dense:.1f} MB |"
             f" {sent:.1f} MB | {result['bytes_ratio']:.0f} times fewer |",
-            f"| | seconds of a step, median | {stock:.2f} | {ours:.2f} | {result['speedup']:.2f} times faster |",
+            f"| | seconds of a step, median | {stock:.2f} | {ours:.2f} | {result['speedup']:.3g} times faster |",
         ]
         if result["settings"].get("more"):
             lines.append(
                 f"| | the same after step {result['settings']['warm_up']} | {stock:.2f} |"
-                f" {result['settled_seconds']['median']:.2f} | {result['settled_speedup']:.2f} times faster |"
+                f" {result['settled_seconds']['median']:.2f} | {result['settled_speedup']:.3g} times faster |"
             )
     return lines
 

@@ -115,14 +115,14 @@ def embedding_rows() -> list[str]:
         stock, ours = seconds["stock"]["median"], seconds["thinwire"]["median"]
         dense, sent = (result["bytes_per_step"][name] / 1e6 for name in ("stock", "thinwire"))
         lines += [
-            f"| {link} | bytes that a rank sends in a step | {dense:.1f} MB | {sent:.1f} MB |"
-            f" {result['bytes_ratio']:.0f} times fewer |",
-            f"| | seconds of a step, median | {stock:.2f} | {ours:.2f} | {result['speedup']:.1f} times faster |",
+            f"| {link}, width {result['settings']['width']} | bytes that a rank sends in a step | {dense:.1f} MB |"
+            f" {sent:.1f} MB | {result['bytes_ratio']:.0f} times fewer |",
+            f"| | seconds of a step, median | {stock:.2f} | {ours:.2f} | {result['speedup']:.2f} times faster |",
         ]
         if result["settings"].get("more"):
             lines.append(
                 f"| | the same after step {result['settings']['warm_up']} | {stock:.2f} |"
-                f" {result['settled_seconds']['median']:.2f} | {result['settled_speedup']:.1f} times faster |"
+                f" {result['settled_seconds']['median']:.2f} | {result['settled_speedup']:.2f} times faster |"
             )
     return lines
 

@@ -107,8 +107,9 @@ def test_ray_goes_on_after_a_worker_was_killed(environment: dict[str, str], tmp_
     ]
     ran = run([*command, "--name", "killed"], environment | {"RAY_USAGE_STATS_ENABLED": "0"}, tmp_path)
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-6000:]
-    (found,) = re.findall(r"^\{'step'.*\}$", ran.stdout, flags=re.MULTILINE)
-    metrics = dict(re.findall(r"'([\w/]+)': ([\d.e-]+)", found))
-    assert int(metrics["step"]) == 13
-    assert 0 < int(metrics["first"]) <= 8, "restored from the memory of the node, not started again"
-    assert float(metrics["comm/bytes_sent_per_step"]) < float(metrics["comm/bytes_dense_per_step"]) / 5
+    printed = ran.stdout + ran.stderr  # Ray prints what workers print, some of it twice
+    (found,) = set(re.findall(r"trained to step (\d+), from step (\d+) on in this start, in ([\d.]+) times", printed))
+    last, first, saved = map(float, found)
+    assert last == 13
+    assert 0 < first <= 8, "restored from the memory of the node, not started again"
+    assert saved > 1

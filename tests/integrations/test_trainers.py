@@ -81,6 +81,23 @@ class TestTransformers:
         assert hf["low_rank_lost"]["parameters"] != hf["low_rank"]["parameters"]
         assert any("no thinwire.pt" in line for line in hf["lines"])
 
+    def test_nodes_with_disks_of_their_own_resume_what_rank_0_wrote(self, hf: dict[str, Any]) -> None:
+        """With save_on_each_node: only rank 0 has states to write, and the others get theirs from it."""
+        assert hf["all_wrote"] == [True, False]
+        assert hf["nodes"]["losses"] == hf["low_rank"]["losses"]
+        assert hf["nodes_resumed"]["parameters"] == hf["nodes"]["parameters"]
+
+    def test_a_trial_saves_in_its_own_folder(self, hf: dict[str, Any]) -> None:
+        assert hf["searched"] == ["search/run-7/checkpoint-2/thinwire.pt"]
+
+    def test_two_callbacks_in_one_trainer_are_refused(self, hf: dict[str, Any]) -> None:
+        assert hf["refused"] == "this Trainer has 2 ThinwireCallbacks: leave one out"
+
+    def test_the_table_is_there_while_it_trains(self, hf: dict[str, Any]) -> None:
+        assert hf["seen"]["tables"] == 8
+        assert {"scheme", "reason"} <= set(hf["seen"]["table"])
+        assert hf["seen"]["after"] is None
+
 
 class TestSentencesAndTrl:
     @pytest.mark.parametrize("name", ["embedding", "embedding_bf16", "sft", "dpo"])
@@ -127,6 +144,13 @@ class TestLightning:
         sent, dense = lightning[name]["bytes"]
         assert 0 < sent < dense / 5
         assert "comm/bytes_sent_per_step" in lightning[name]["logged"]
+
+    def test_a_callback_beside_the_strategy_is_refused(self, lightning: dict[str, Any]) -> None:
+        assert lightning["refused"].startswith("this Trainer has 2 ThinwireCallbacks: leave one out")
+
+    def test_the_table_is_there_while_it_trains(self, lightning: dict[str, Any]) -> None:
+        assert {"scheme", "reason"} <= set(lightning["table"])
+        assert lightning["after"] is None
 
     def test_fabric_saves_the_state_of_all_ranks(self, lightning: dict[str, Any]) -> None:
         found = lightning["fabric_low_rank"]

@@ -374,7 +374,7 @@ def test_a_plan_is_no_measurement(tmp_path: Path) -> None:
         (("this:nope",), "this has no function 'nope'"),
         (("--from", "none.json"), "cannot read the measurement none.json"),
         (("none.py",), "there is no script none.py"),
-        (("lstn",), "unknown job 'lstn'; legal are lstm, digits, gpt, or module:function"),
+        (("lstn",), "unknown job 'lstn'; legal are lstm, digits, gpt, xlmr"),
         (("lstm", "extra"), "lstm takes no arguments"),
         (("train.py", "--hosts", "2"), "give --ranks, not --hosts"),
         (("lstm", "--hosts", "2", "--link", "fast"), "unknown link 'fast'"),

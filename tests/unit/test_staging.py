@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.futures import Future
 
 from loopback import LoopbackExchange, run_ranks
-from thinwire.attach import _check_parameters
 from thinwire.comm.channel import Channel, Subject
 from thinwire.comm.process_group import DeviceEvent, HostStaging
 from thinwire.cuda.arena import Arena
 from thinwire.cuda.staging import DeviceStaging, staging_for
 from thinwire.gradients.buckets import Buckets
 from thinwire.gradients.exact import GradientSync
+from thinwire.gradients.model import check_parameters
 from thinwire.gradients.tables import StagedTable, TableGradient, staged
 from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
 
@@ -291,6 +291,9 @@ class Lookups:
     def take(self, parameter: nn.Parameter, bucket: Tensor | None = None) -> Tensor | None:
         return torch.tensor([0])  # wrong on purpose: on a device rows are looked for
 
+    def matrix(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        return gradient
+
 
 def _one_step(exchange: LoopbackExchange, kind: str, scheme: str) -> tuple[Tensor, Tensor, list[str], dict[str, float]]:
     """What DDP gets for a bucket of a table and a dense layer, or of a sparse table, and what should be in it."""
@@ -420,7 +423,7 @@ def test_devices_that_are_not_supported_are_named() -> None:
     with pytest.raises(ValueError, match=r"meta: .* CPU and CUDA"):
         staging_for(torch.device("meta"))
     with pytest.raises(ValueError, match=r"1.weight.*is on meta, others are on cpu"):
-        _check_parameters(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
+        check_parameters(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta")))
 
 
 def test_the_lane_stream_is_left_again() -> None:

@@ -385,7 +385,7 @@ class Passes:
             " local steps on purpose use Synchronizer.no_sync()"
         )
         logger.warning(text)
-        warnings.warn(text, stacklevel=4)
+        warnings.warn(text, stacklevel=5)
 
     def _stop_warning(self) -> None:
         if self._warning is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import torch.distributed as dist
@@ -65,12 +66,19 @@ class Attachment:
         return {} if self.synchronizer is None else self.synchronizer.gathered().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore this rank's state from what rank 0 wrote; all ranks call it.
+        """Restore the states of all ranks from what rank 0 read; all ranks call it.
 
-        A checkpoint of one process, or one from before thinwire was attached, has no state, and a log line says so.
+        Other ranks may pass anything: the disk of another node may not have the file that rank 0 wrote. A checkpoint of
+        one process, or one from before thinwire was attached, has no state, and a log line says so.
         """
         if self.synchronizer is None:
             return
+        read = [state]
+        group = dist.new_group(backend="gloo")  # in CPU memory: a GPU may have no room for the states of all ranks
+        assert isinstance(group, dist.ProcessGroup)
+        dist.broadcast_object_list(read, group=group)
+        dist.destroy_process_group(group)
+        (state,) = read
         if state:
             self.synchronizer.gathered().load_state_dict(state)
         else:
@@ -81,6 +89,17 @@ class Attachment:
         """Remove all hooks, on all ranks: the model is as the trainer wrapped it."""
         if self.synchronizer is not None:
             self.synchronizer.detach()
+
+
+def one_of_its_kind(callback: object, callbacks: Iterable[object], remedy: str = "leave one out") -> None:
+    """Check that a trainer has one callback of a class, so that its model is attached to once.
+
+    Raises:
+        ValueError: it has several.
+    """
+    several = sum(isinstance(other, type(callback)) for other in callbacks)
+    if several > 1:
+        raise ValueError(f"this Trainer has {several} ThinwireCallbacks: {remedy}")
 
 
 def _is_wrapped(module: nn.Module) -> bool:

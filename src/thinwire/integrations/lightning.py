@@ -11,7 +11,8 @@ except ModuleNotFoundError:  # the package has two names
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.strategies import DDPStrategy
 
-from thinwire.integrations.attachment import Attachment
+from thinwire.integrations.attachment import Attachment, one_of_its_kind
+from thinwire.synchronizer import Synchronizer
 
 
 class LightningCallback(Callback):
@@ -27,7 +28,8 @@ class LightningCallback(Callback):
         attachment: while it fits, the `thinwire.integrations.attachment.Attachment`.
 
     Raises:
-        ValueError: when fitting starts; the strategy reduces gradients by itself; and as `thinwire.attach`.
+        ValueError: when fitting starts; the trainer has a second one, or its strategy reduces gradients by itself; and
+            as `thinwire.attach`.
 
     Example:
         >>> L.Trainer(strategy="ddp", callbacks=[ThinwireCallback()]).fit(module, data)        # doctest: +SKIP
@@ -39,9 +41,15 @@ class LightningCallback(Callback):
         self._to_restore: dict[str, Any] | None = None
         self._ended: dict[str, Any] = {}
 
+    @property
+    def synchronizer(self) -> Synchronizer | None:
+        """The `thinwire.Synchronizer` while the model is trained by several processes; None otherwise."""
+        return None if self.attachment is None else self.attachment.synchronizer
+
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self.attachment is not None:  # a training that ended with an error
             self.attachment.detach()
+        one_of_its_kind(self, trainer.callbacks, "leave one out (ThinwireStrategy brings its own)")
         options = {"grad_scaler": getattr(trainer.precision_plugin, "scaler", None), **self.options}
         self.attachment = Attachment(trainer.strategy.model, 'use strategy="ddp"', **options)
         saved, self._to_restore = self._to_restore, None
@@ -86,6 +94,11 @@ class ThinwireStrategy(DDPStrategy):
     def __init__(self, attach: dict[str, Any] | None = None, **options: Any) -> None:
         super().__init__(**options)
         self._callback = ThinwireCallback(**(attach or {}))
+
+    @property
+    def synchronizer(self) -> Synchronizer | None:
+        """The `thinwire.Synchronizer` while the model is trained by several processes; None otherwise."""
+        return self._callback.synchronizer
 
     def setup_environment(self) -> None:
         super().setup_environment()

@@ -11,12 +11,13 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer import TRAINER_STATE_NAME
 
-from thinwire.integrations.attachment import Attachment
+from thinwire.integrations.attachment import Attachment, one_of_its_kind
+from thinwire.synchronizer import Synchronizer
 
 logger = logging.getLogger("thinwire")
 
 STATE = "thinwire.pt"
-"""Name of the file beside ``optimizer.pt`` in a checkpoint. Rank 0 writes it, all ranks read it."""
+"""Name of the file beside ``optimizer.pt`` in a checkpoint. Rank 0 writes it, reads it, and sends it to the others."""
 
 
 class ThinwireCallback(TrainerCallback):
@@ -33,8 +34,8 @@ class ThinwireCallback(TrainerCallback):
         attachment: while it trains, the `thinwire.integrations.attachment.Attachment`.
 
     Raises:
-        ValueError: when training starts; no trainer has this callback, or it trains with an engine that reduces
-            gradients by itself; and as `thinwire.attach`.
+        ValueError: when training starts; no trainer has this callback, or a second one too, or it trains with an
+            engine that reduces gradients by itself; and as `thinwire.attach`.
 
     Example:
         >>> Trainer(model, args, train_dataset=data, callbacks=[ThinwireCallback()]).train()      # doctest: +SKIP
@@ -43,6 +44,12 @@ class ThinwireCallback(TrainerCallback):
     def __init__(self, **options: Any) -> None:
         self.options = options
         self.attachment: Attachment | None = None
+        self._folder = Path()
+
+    @property
+    def synchronizer(self) -> Synchronizer | None:
+        """The `thinwire.Synchronizer` while the model is trained by several processes; None otherwise."""
+        return None if self.attachment is None else self.attachment.synchronizer
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -51,12 +58,14 @@ class ThinwireCallback(TrainerCallback):
             self.attachment.detach()
         trainer = _trainer_of(self, state)
         callbacks = trainer.callback_handler.callbacks
+        one_of_its_kind(self, callbacks)
         callbacks.remove(self)
         callbacks.insert(0, self)  # before the loggers, which see what it adds
         options = {"grad_scaler": trainer.accelerator.scaler, **self.options}
         self.attachment = Attachment(trainer.model_wrapped, "the Trainer trains it by another engine", **options)
-        if state.global_step > 0 and (saved := _saved(args, state)) is not None:
-            self.attachment.load_state_dict(saved)
+        self._folder = Path(trainer._get_output_dir(trainer._trial))  # that of a trial in a hyperparameter search
+        if state.global_step > 0 and self.synchronizer is not None:
+            self.attachment.load_state_dict(_saved(args, state, self._folder) if args.process_index == 0 else {})
 
     def on_log(
         self,
@@ -75,8 +84,8 @@ class ThinwireCallback(TrainerCallback):
         if self.attachment is None or self.attachment.synchronizer is None or args.save_only_model:
             return
         states = self.attachment.state_dict()
-        if args.should_save:
-            torch.save(states, _checkpoint(args, state) / STATE)
+        if args.process_index == 0:  # with save_on_each_node others save too, but have no states
+            torch.save(states, _checkpoint(self._folder, state) / STATE)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -98,23 +107,24 @@ def _trainer_of(callback: TrainerCallback, state: TrainerState) -> Trainer:
     raise ValueError("no Trainer has this ThinwireCallback: pass it as Trainer(..., callbacks=[ThinwireCallback()])")
 
 
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    return Path(args.output_dir) / f"checkpoint-{state.global_step}"
+def _checkpoint(folder: Path, state: TrainerState) -> Path:
+    return folder / f"checkpoint-{state.global_step}"
 
 
-def _saved(args: TrainingArguments, state: TrainerState) -> dict[str, Any] | None:
-    """Return what is in the checkpoint that the trainer resumes from; None, and a warning, if it cannot be found.
+def _saved(args: TrainingArguments, state: TrainerState, output: Path) -> dict[str, Any]:
+    """Return what is in the checkpoint that the trainer resumes from; nothing, and a warning, if it cannot be found.
 
     Its path is an argument of ``Trainer.train``, which callbacks do not see: the history of losses tells whether a
     checkpoint is the one.
     """
-    for folder in (Path(str(args.resume_from_checkpoint)), _checkpoint(args, state)):
+    for folder in (Path(str(args.resume_from_checkpoint)), _checkpoint(output, state)):
         history = folder / TRAINER_STATE_NAME
         is_there = (folder / STATE).is_file() and history.is_file()
         if is_there and TrainerState.load_from_json(str(history)).log_history == state.log_history:
-            return torch.load(folder / STATE, weights_only=True)
+            found: dict[str, Any] = torch.load(folder / STATE, weights_only=True)
+            return found
     logger.warning(
         "the training resumes without the state of thinwire: no %s of it in %s. If that is another folder, pass"
         " TrainingArguments(resume_from_checkpoint=...) too", STATE, folder,
     )  # fmt: skip
-    return None
+    return {}

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments, set_seed
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_utils import HPSearchBackend
 
 import thinwire
 from thinwire.integrations.transformers import ThinwireCallback
@@ -49,6 +57,15 @@ def padded(examples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }
 
 
+def bert() -> BertForSequenceClassification:
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
+            max_position_embeddings=64,
+        )
+    )  # fmt: skip
+
+
 def digest(model: torch.nn.Module) -> str:
     return hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).hexdigest()
 
@@ -56,12 +73,7 @@ def digest(model: torch.nn.Module) -> str:
 def train(name: str, callbacks: list[Any], resume: str | bool | None = None, **options: Any) -> dict[str, Any]:
     """Train with evaluation, accumulation, clipping, checkpoints, and the best model loaded at the end."""
     set_seed(1)
-    model = BertForSequenceClassification(
-        BertConfig(
-            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64,
-            max_position_embeddings=64,
-        )
-    )  # fmt: skip
+    model = bert()
     args = TrainingArguments(
         output_dir=str(FOLDER / name), per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=STEPS,
         learning_rate=1e-3, max_grad_norm=0.5, logging_steps=1, eval_strategy="steps", eval_steps=4, save_steps=4,
@@ -82,6 +94,55 @@ def train(name: str, callbacks: list[Any], resume: str | bool | None = None, **o
         "logged": [{key: entry[key] for key in entry if "/" in key} for entry in history],
         "parameters": digest(trainer.model),
     }
+
+
+class Node(TrainerCallback):
+    """Shows the trainer a rank that is the first of a node of its own, whose disk has a folder of its own."""
+
+    def on_init_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        args.distributed_state.local_process_index = 0
+        args.save_on_each_node, args.output_dir = True, f"{args.output_dir}/{dist.get_rank()}"
+        args.load_best_model_at_end = False  # Transformers 5.23 writes weights on rank 0 only
+
+
+class Watch(TrainerCallback):
+    """Keeps what a user reads while the model is trained."""
+
+    def __init__(self, callback: ThinwireCallback) -> None:
+        self.callback, self.tables = callback, []
+
+    def on_step_end(self, args: TrainingArguments, state: Any, control: Any, **kwargs: Any) -> None:
+        self.tables.append(self.callback.synchronizer.table())
+
+
+class Trial(dict[str, Any]):
+    """A trial as Optuna's are, which need not be installed."""
+
+    number, params = 7, {}
+
+
+def searched(name: str) -> list[str]:
+    """Train a trial of a hyperparameter search; return where it saved the states."""
+    model = bert()
+    args = TrainingArguments(
+        output_dir=str(FOLDER / name), per_device_train_batch_size=4, max_steps=2, save_steps=2, report_to=[],
+        use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    trainer = Trainer(
+        model, args, data_collator=padded, train_dataset=sentences(16, seed=2), callbacks=[ThinwireCallback()]
+    )
+    trainer.hp_search_backend, trainer.hp_space, trainer.hp_name = HPSearchBackend.OPTUNA, dict, None
+    trainer.train(trial=Trial())
+    dist.barrier()
+    return [str(path.relative_to(FOLDER)) for path in (FOLDER / name).rglob("thinwire.pt")]
+
+
+def refused(callbacks: list[Any]) -> str:
+    try:
+        train("refused", callbacks)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def scalars(name: str) -> list[str]:
@@ -129,12 +190,29 @@ def main() -> None:
     heard.lines.clear()
     result["low_rank_lost"] = train("lost", [ThinwireCallback(**low_rank)], resume=half["lost"])
     result["lines"] = list(heard.lines)
+    result["searched"] = searched("search")
+    result["refused"] = refused([ThinwireCallback(), ThinwireCallback()])
+    watch = Watch(ThinwireCallback(**low_rank))
+    result["nodes"] = train("nodes", [Node(), watch.callback, watch])
+    mine = FOLDER / "nodes" / str(dist.get_rank()) / "checkpoint-4"
+    result["seen"] = {
+        "wrote": (mine / "thinwire.pt").exists(),
+        "tables": len(watch.tables),
+        "table": watch.tables[-1][0],
+        "after": watch.callback.synchronizer,
+    }
+    weights = "model.safetensors"
+    dist.barrier()
+    if not (mine / weights).exists():
+        shutil.copy(FOLDER / "nodes" / "0" / "checkpoint-4" / weights, mine / weights)
+    result["nodes_resumed"] = train("nodes", [Node(), ThinwireCallback(**low_rank)], resume=str(mine))
     ranks = [{}] * dist.get_world_size()
     dist.all_gather_object(ranks, result)
     if dist.get_rank() == 0:
         result["all_parameters"] = [
             {name: of[name]["parameters"] for name in of if "parameters" in of[name]} for of in ranks
         ]
+        result["all_wrote"] = [of["seen"]["wrote"] for of in ranks]
         result["scalars"] = scalars("exact")
         (FOLDER / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()

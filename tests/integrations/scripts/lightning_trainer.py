@@ -82,6 +82,16 @@ class Reseed(L.Callback):
         torch.manual_seed(100 * trainer.current_epoch + batch_idx)
 
 
+class Watch(L.Callback):
+    """Keeps what a user reads while the model is trained."""
+
+    def __init__(self, callback: ThinwireCallback) -> None:
+        self.callback = callback
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        self.table = self.callback.synchronizer.table()
+
+
 def fabric(name: str, attached: bool) -> dict[str, Any]:
     """Train with Fabric, save in the middle, restore, and train the rest twice: both must end alike."""
     from lightning.fabric import Fabric
@@ -125,13 +135,14 @@ def main() -> None:
     torch.set_num_threads(1)
     low_rank = {"compress": thinwire.compress.power_sgd(2)}
     callback = ThinwireCallback(**low_rank)
-    result = {
+    watch = Watch(callback)
+    result: dict[str, Any] = {
         "stock": train("stock", [Reseed()]),
         "exact": train("exact", [Reseed(), ThinwireCallback(scheme="zen")]),
         "strategy": train(
             "strategy", [Reseed()], strategy=ThinwireStrategy({"scheme": "zen"}, find_unused_parameters=True)
         ),
-        "low_rank": train("low_rank", [Reseed(), callback]),
+        "low_rank": train("low_rank", [Reseed(), callback, watch]),
         "low_rank_again": train("low_rank_again", [Reseed(), callback]),  # nothing is left of the first training
         "low_rank_resumed": train(
             "low_rank_resumed", [Reseed(), ThinwireCallback(**low_rank)], str(FOLDER / "low_rank" / "epoch=0.ckpt")
@@ -146,9 +157,14 @@ def main() -> None:
         "fabric": fabric("fabric", attached=False),
         "fabric_low_rank": fabric("fabric_low_rank", attached=True),
     }  # fmt: skip
+    try:
+        train("refused", [Reseed(), ThinwireCallback()], strategy=ThinwireStrategy())
+    except ValueError as error:
+        result["refused"] = str(error)
     ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(ranks, {name: of["parameters"] for name, of in result.items() if "parameters" in of})
     result["ranks"] = ranks
+    result["after"], result["table"] = callback.synchronizer, watch.table[0]
     if dist.get_rank() == 0:
         (FOLDER / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()

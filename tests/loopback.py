@@ -128,6 +128,7 @@ class LoopbackExchange:
         self.rank = self._members.index(rank)
         self.world_size = len(self._members)
         self.hosts: Sequence[int] = range(self.world_size)
+        self.global_ranks = self._members
         self._counts = counts or Counts()
         self.traffic = self._counts.traffic
         self._hub = hub

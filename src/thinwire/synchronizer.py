@@ -87,6 +87,8 @@ class Synchronizer:
                 self._compressed = kind(plans, compression, self._inner, self._gradients.records)
             for lane in self._lanes:
                 lane.submit(self._agree_on_configuration).wait()
+            if self._sharding is not None and self._sharding.replicas is not None:
+                self._sharding.compare(self._lane.submit(self._gather_checksums).wait())
             if not isinstance(model, DistributedDataParallel):
                 buffers = () if self._sharding is not None else synchronized_buffers(model)
                 broadcast_all((tensor for _, tensor in (*synchronized_parameters(model), *buffers)), group)
@@ -338,6 +340,11 @@ class Synchronizer:
         except Exception:
             self._lookups.remove()
             raise
+
+    def _gather_checksums(self, lane: Lane) -> list[list[float]]:
+        assert self._sharding is not None
+        with lane.setting_up():
+            return lane.channel(Subject("attach", "checksums of shards")).gather_numbers(self._sharding.checksum())
 
     def _agree_on_configuration(self, lane: Lane) -> Tensor:
         compressed = self._compressed if lane is self._inner else None  # shards of other ranks differ

@@ -136,3 +136,21 @@ def _scripted(context: RankContext) -> None:
 
 def test_parts_may_be_compiled_by_torchscript() -> None:
     run_ranks(_scripted, world_size=2)
+
+
+def _in_another_order(context: RankContext) -> str:
+    models = [Net(), Net()]
+    for model in models:
+        thinwire.attach(model, timeout=timedelta(seconds=4))
+    for model in models if context.rank else reversed(models):
+        try:
+            step(model, 5)
+        except thinwire.ThinwireError as error:
+            return str(error)
+    return ""
+
+
+def test_models_that_run_backward_in_another_order_say_so() -> None:
+    found = [one.value for one in run_ranks(_in_another_order, world_size=2, timeout_seconds=60)]
+    assert all(found)
+    assert any("or several attached models ran backward in another order" in message for message in found), found

@@ -140,6 +140,7 @@ def test_an_exception_in_backward_of_one_rank_reaches_all(kind: str, where: str)
         assert ("in backward" in errors[0]) == (outcome.rank == 1)
     if kind == "plain":
         assert "an exception ended a backward pass of rank 1" in outcomes[1].value[1][1]
+        assert all("Call detach() and attach again" in outcome.value[1][1] for outcome in outcomes)
 
 
 def _watched_badly(context: RankContext) -> None:
@@ -214,6 +215,52 @@ def _in_a_pair(context: RankContext) -> int:
 def test_ranks_of_a_subgroup_that_are_in_different_numbers_of_groups() -> None:
     outcomes = run_ranks(_in_a_pair, world_size=4, timeout_seconds=60)
     assert [outcome.value for outcome in outcomes] == [0, 0, 2, 2]
+
+
+def _messages_in_a_subgroup(context: RankContext) -> list[str]:
+    """What rank 3 reads when rank 1 means something else, reports an error, and fails in the middle."""
+    pair = dist.new_group([1, 3], timeout=TIMEOUT)
+    found: list[str] = []
+    if context.rank in (1, 3):
+        is_first = context.rank == 1
+
+        def refuses() -> None:
+            if is_first:
+                raise ValueError("no such scheme")
+
+        def opens(lane: Lane) -> None:
+            lane.channel(Subject("a tensor", "in float32" if is_first else "in float16")).open()
+
+        def reports(lane: Lane) -> None:
+            channel = lane.channel(Subject("a tensor", "of both"))
+            channel.attempt(refuses)
+            channel.open()
+
+        def fails(lane: Lane) -> None:
+            channel = lane.channel(Subject("a tensor", "of both"))
+            channel.open()
+            if is_first:
+                raise RuntimeError("in the middle")
+            channel.open()
+
+        lanes = [Lane(pair) for _ in range(3)]
+        for lane, job in zip(lanes, (opens, reports, fails), strict=True):
+            with pytest.raises((RuntimeError, ValueError)) as caught:
+                lane.submit(job).wait()
+            found.append(str(caught.value))
+            lane.close()
+    dist.barrier()
+    return found
+
+
+def test_messages_name_global_ranks_in_a_subgroup() -> None:
+    """Ranks 1 and 3 are ranks 0 and 1 of their group, which are in no log."""
+    mismatch, reported, lost = run_ranks(_messages_in_a_subgroup, world_size=4, timeout_seconds=60)[3].value
+    assert re.search("rank 3, a tensor.*rank 3: in float16.*rank 1: in float32", mismatch, re.DOTALL), mismatch
+    assert reported == "rank 3, a tensor: rank 1 reports: no such scheme"
+    assert "rank 3: the exchange" in lost
+    assert re.search(r"peer rank 1|to rank 1 is gone", lost), lost
+    assert "rank 0" not in mismatch + reported + lost
 
 
 LARGE_BYTES = 100_000_000  # some of it is under way for all of 50 ms

@@ -192,6 +192,24 @@ def test_an_attached_model_trains_like_one_that_is_not(hows: list[How]) -> None:
     run_ranks(_exact, hows, world_size=4, timeout_seconds=60)
 
 
+def _other_seeds(context: RankContext) -> None:
+    mesh = mesh_of(How((2, 1)))
+    for is_alike in (True, False):
+        model = sharded(How((2, 1)), mesh)
+        if not is_alike and context.rank == 1:
+            with torch.no_grad():
+                model.last.bias.add_(1.0)
+        with warnings.catch_warnings(record=True) as seen:
+            warnings.simplefilter("always")
+            thinwire.attach(model).detach()
+        told = [str(one.message) for one in seen if "stay different" in str(one.message)]
+        assert len(told) == (0 if is_alike else 1), told
+
+
+def test_replicas_that_differ_are_told_on_all_ranks() -> None:
+    run_ranks(_other_seeds, world_size=2, timeout_seconds=60)
+
+
 # --- compressed
 
 
@@ -477,7 +495,7 @@ def _no_alarm(context: RankContext) -> None:
     for entry in model.parameters():
         entry.grad = torch.ones_like(entry)
     optimizer.step()
-    with pytest.warns(UserWarning, match="uses gradients that it did not synchronize"):
+    with pytest.warns(UserWarning, match="did not synchronize: .* Call the attached model itself"):
         optimizer.step()
     sync.detach()
 

@@ -62,6 +62,12 @@ def test_what_is_no_model(name: str) -> None:
         thinwire.attach(given)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_whole_script_module() -> None:
+    with pytest.raises(ValueError, match=r"ScriptModule.*wrap it in an nn.Module, or script its parts"):
+        thinwire.attach(torch.jit.script(nn.Linear(4, 4)))
+
+
 ARGUMENTS: list[tuple[dict[str, Any], str]] = [
     ({"scheme": "zeen"}, r"unknown scheme 'zeen'; legal are auto, .* Did you mean 'zen'\?$"),
     ({"scheme": "ZEN"}, r"Did you mean 'zen'\?$"),

@@ -43,7 +43,7 @@ def gather_numbers(exchange: Exchange, what: str, numbers: Sequence[float]) -> l
     gathered = [list(layout.unpack(record)) for record in gather_records(exchange, what, layout.pack(*numbers))]
     for source, theirs in enumerate(gathered):
         if not all(map(math.isfinite, theirs)):
-            raise CorruptMessageError(f"rank {exchange.rank}, {what}: from rank {source}: a number that is not finite")
+            raise CorruptMessageError(f"{_where(exchange, what, source)}: a number that is not finite")
     return gathered
 
 
@@ -96,7 +96,7 @@ def gather_bytes(exchange: Exchange, what: str, data: bytes, max_bytes: int = MA
     """
     records = gather_records(exchange, f"length of the {what}", len(data).to_bytes(8, "little"))
     lengths = [int.from_bytes(record, "little") for record in records]
-    where = f"rank {exchange.rank}, {what}"
+    where = f"rank {exchange.global_ranks[exchange.rank]}, {what}"
     if max(lengths) > max_bytes:
         raise CorruptHeaderError(f"{where}: {max(lengths):,} bytes are announced, more than {max_bytes:,}")
     check_fits(sum(lengths), where)
@@ -131,11 +131,15 @@ def _unsealed(exchange: Exchange, what: str, received: Sequence[Tensor]) -> list
         data, seal = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
         if seal != _seal(what, source, data):
             raise CorruptHeaderError(
-                f"rank {exchange.rank}: the {what} that rank {source} told has another checksum: the rank made another"
-                " call, bits changed on the way, or another version of thinwire runs there"
+                f"{_where(exchange, what, source)}: another checksum: the rank made another call, bits changed on the"
+                " way, or another version of thinwire runs there"
             )
         opened.append(data)
     return opened
+
+
+def _where(exchange: Exchange, what: str, source: int) -> str:
+    return f"rank {exchange.global_ranks[exchange.rank]}, {what}: from rank {exchange.global_ranks[source]}"
 
 
 def _seal(what: str, source: int, data: bytes) -> bytes:

@@ -88,6 +88,10 @@ class Channel:
     def world_size(self) -> int:
         return self.exchange.world_size
 
+    def global_rank(self, rank: int | None = None) -> int:
+        """Return the rank that logs have for a rank, or for this one: messages name that."""
+        return self.exchange.global_ranks[self.rank if rank is None else rank]
+
     def machine(self) -> Machine | None:
         """Return what the exchange costs, or None if it cannot be measured.
 
@@ -166,7 +170,7 @@ class Channel:
             self._check_sender(header, source)
             if failure is None:
                 self._check_announcement(header, kind, max_payload_bytes)
-        check_fits(sum(header.payload_bytes for header in headers), self._where())
+        check_fits(sum(header.payload_bytes for header in headers), self.where())
         if kind is Kind.OPEN or not self.held:
             self.held = [self._checked_held(header) for header in headers]
         payloads = self._exchange(
@@ -204,9 +208,9 @@ class Channel:
         for header, origin in zip(headers, origins, strict=True):
             self._check_sender(header, origin)
             if (header.digest, header.sequence) != (self._digest, self.sequence):
-                raise CorruptHeaderError(f"{self._where()}: rank {source} is in another conversation")
+                raise CorruptHeaderError(f"{self.where()}: rank {self.global_rank(source)} is in another conversation")
             self._check_announcement(header, kind, max_payload_bytes)
-        check_fits(sum(header.payload_bytes for header in headers), self._where())
+        check_fits(sum(header.payload_bytes for header in headers), self.where())
         ends = list(accumulate((header.payload_bytes for header in headers), initial=0))
         with self._naming(), named("exchange"):
             data = self.exchange.swap_with(target, _joined([message.payload for message in outgoing]), source, ends[-1])
@@ -222,7 +226,7 @@ class Channel:
 
         def tell(error: BaseException) -> None:
             if isinstance(error, CorruptMessageError):
-                raise CorruptMessageError(f"{self._where()}: from rank {message.header.source}: {error}") from error
+                raise CorruptMessageError(f"{self.where(message.header.source)}: {error}") from error
 
         reading = Telling(tell)
         with reading:
@@ -260,7 +264,7 @@ class Channel:
         try:
             return [Header.unpack(data.numpy().tobytes()) for data in headers]
         except CorruptMessageError as error:
-            raise CorruptHeaderError(f"{self._where()}: {error}") from error
+            raise CorruptHeaderError(f"{self.where()}: {error}") from error
 
     def _check_identity(self, headers: Sequence[Header]) -> None:
         """Raise on all ranks if their subjects differ, which all of them see; gather the descriptions to say how."""
@@ -270,12 +274,12 @@ class Channel:
         others = ((rank, text) for rank, text in enumerate(texts) if text != texts[self.rank])
         rank, theirs = next(others, (None, None))
         if rank is None or theirs is None:
-            raise CorruptHeaderError(f"{self._where()}: a header of another conversation, with the same description")
+            raise CorruptHeaderError(f"{self.where()}: a header of another conversation, with the same description")
         mine_line, their_line = _first_difference(texts[self.rank], theirs)
         error = MismatchError(
-            f"{self._where()}: ranks disagree about what is synchronized.\n  rank {self.rank}: {mine_line}\n"
-            f"  rank {rank}: {their_line}\nAll ranks must make the same calls in the same order, with the same"
-            " shapes, dtypes, scheme and seed."
+            f"{self.where()}: ranks disagree about what is synchronized.\n  rank {self.global_rank()}: {mine_line}\n"
+            f"  rank {self.global_rank(rank)}: {their_line}\nAll ranks must make the same calls in the same order, with"
+            " the same shapes, dtypes, scheme and seed."
         )
         raise told(error, self.world_size)
 
@@ -284,25 +288,27 @@ class Channel:
         known = header.source < self.world_size if header.kind is Kind.ERROR else header.source == origin
         if not known:
             raise CorruptHeaderError(
-                f"{self._where()}: a header of rank {origin} says that rank {header.source} made it"
+                f"{self.where()}: a header of rank {self.global_rank(origin)} says that rank {header.source} made it"
             )
 
     def _checked_held(self, header: Header) -> int:
         if self.max_held is not None and header.held > self.max_held:
             raise CorruptHeaderError(
-                f"{self._where()}: rank {header.source} says that it holds {header.held} rows of {self.max_held}"
+                f"{self.where()}: rank {self.global_rank(header.source)} says that it holds {header.held} rows"
+                f" of {self.max_held}"
             )
         return header.held
 
     def _check_announcement(self, header: Header, kind: Kind, max_payload_bytes: int) -> None:
         if header.kind not in (kind, Kind.ERROR):
             raise CorruptHeaderError(
-                f"{self._where()}: rank {header.source} sent {header.kind.name}, this rank waits for {kind.name}"
+                f"{self.where()}: rank {self.global_rank(header.source)} sent {header.kind.name}, this rank"
+                f" waits for {kind.name}"
             )
         limit = _MAX_ERROR_BYTES if header.kind is Kind.ERROR else max_payload_bytes
         if header.payload_bytes > limit or header.payload_bytes % ALIGNMENT_BYTES:
             raise CorruptHeaderError(
-                f"{self._where()}: rank {header.source} announces {header.payload_bytes} bytes, where"
+                f"{self.where()}: rank {self.global_rank(header.source)} announces {header.payload_bytes} bytes, where"
                 f" a multiple of {ALIGNMENT_BYTES} up to {limit} makes sense"
             )
 
@@ -312,7 +318,7 @@ class Channel:
             if message.header.kind is Kind.ERROR:
                 with self.reading(message):
                     reason = _reason(message)
-                raise PeerError(f"{self._where()}: rank {message.header.source} reports: {reason}")
+                raise PeerError(f"{self.where()}: rank {self.global_rank(message.header.source)} reports: {reason}")
 
     def _swap_text(self, text: str) -> list[str]:
         mine = text.encode()[:_MAX_DESCRIPTION_BYTES]
@@ -351,8 +357,10 @@ class Channel:
             raise LostPeerError(f"{self.subject.name}: {error}") from error
         in_exchange(error)
 
-    def _where(self) -> str:
-        return f"rank {self.rank}, {self.subject.name}"
+    def where(self, source: int | None = None) -> str:
+        """Return what begins a message: this rank, the subject, and which rank's bytes it is about."""
+        found = f"rank {self.global_rank()}, {self.subject.name}"
+        return found if source is None else f"{found}: from rank {self.global_rank(source)}"
 
 
 def opening_bytes(world_size: int) -> int:

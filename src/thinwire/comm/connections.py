@@ -71,7 +71,7 @@ class PrivateGroup:
             found = remote.get(listening[rank]) or remote.get(to_me)
             if found is not None:
                 self._connections[rank] = found
-                peers_at[_as_gloo_writes(found[1])] = rank
+                peers_at[_as_gloo_writes(found[1])] = exchange.global_ranks[rank]
 
     def lost(self) -> set[int]:
         """Return the ranks to which the connection is gone or was shut down by one end."""

@@ -105,7 +105,7 @@ def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> dist.Pro
         _wait_for_all(parent)
     except RuntimeError as error:
         raise LostPeerError(
-            f"rank {dist.get_rank(parent)}: not all of the {len(ranks)} ranks of the process group came here within the"
+            f"rank {dist.get_rank()}: not all of the {len(ranks)} ranks of the process group came here within the"
             f" timeout ({str(error).splitlines()[0]}): attach and the like must be called on all of them"
         ) from error
     assert isinstance(group, dist.ProcessGroup)
@@ -199,7 +199,7 @@ def _look_at_lanes() -> None:
         try:
             lane.look()
         except Exception:
-            logger.exception("a lane could not be watched: rank %d may wait for a peer that is gone", lane.rank)
+            logger.exception("a lane could not be watched: rank %d may wait for a peer that is gone", lane.global_rank)
 
 
 class Lane:
@@ -251,6 +251,11 @@ class Lane:
     @property
     def world_size(self) -> int:
         return self.exchange.world_size
+
+    @property
+    def global_rank(self) -> int:
+        """This rank in the default process group, for messages."""
+        return self.exchange.global_ranks[self.rank]
 
     def native_group(self) -> dist.ProcessGroup:
         """Return a second Gloo group of the same ranks, for all-reduces that need not wait for jobs.
@@ -322,7 +327,7 @@ class Lane:
         """Wait for the thread to end, after `abandon`; if its job needs longer, break it off and wait once more."""
         self._thread.join(seconds)
         if self._thread.is_alive():
-            self.break_off(f"the process of rank {self.rank} exits")
+            self.break_off(f"the process of rank {self.global_rank} exits")
             self._thread.join(seconds)
 
     def break_off(self, reason: str) -> None:
@@ -345,20 +350,21 @@ class Lane:
         lost = own.lost()
         if self._broken is None and lost.isdisjoint(ranks) and not (lost and EVERYONE in ranks):
             return
-        cause = f"the connection to rank {', '.join(map(str, sorted(lost)))} is gone" if lost else "this rank hung up"
-        error = lost_peer(RuntimeError(cause), self.rank, self.world_size)
+        gone = ", ".join(str(self.exchange.global_ranks[rank]) for rank in sorted(lost))
+        cause = f"the connection to rank {gone} is gone" if lost else "this rank hung up"
+        error = lost_peer(RuntimeError(cause), self.global_rank, self.world_size)
         self.break_off(str(error))
         future = self._current
         if future is not None and self._claims(future):
             self._start_thread()
             future.set_exception(error)  # type: ignore[arg-type]
 
-    def check(self, what: str) -> None:
+    def check(self, what: str, cure: str = "") -> None:
         """Raise ThinwireError if the lane was broken off, so that ``what`` cannot be synchronized."""
         if self._broken is not None:
             raise ThinwireError(
-                f"rank {self.rank}, {what}: not synchronized, because the lane stopped after an earlier failure:"
-                f" {self._broken}"
+                f"rank {self.global_rank}, {what}: not synchronized, because the lane stopped after an earlier failure:"
+                f" {self._broken}{cure}"
             )
 
     def channel(self, subject: Subject) -> Channel:
@@ -422,7 +428,7 @@ class Lane:
             raise
         except BaseException as error:
             self._give_up(error)
-            raise ThinwireError(f"rank {self.rank}: a job of the lane ended by {error!r}") from error
+            raise ThinwireError(f"rank {self.global_rank}: a job of the lane ended by {error!r}") from error
 
     def _give_up(self, error: BaseException) -> None:
         self.break_off(str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}")

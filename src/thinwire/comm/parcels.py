@@ -76,8 +76,8 @@ class Parcels:
             payload, seal = data[:-SEAL_BYTES], data[-SEAL_BYTES:]
             if seal.numpy().tobytes() != self._seal(source, place, payload):
                 raise CorruptHeaderError(
-                    f"rank {self._channel.rank}, {self._channel.subject.name}: from rank {source}: a message whose"
-                    " checksum does not match: bits changed on the way, or the rank failed"
+                    f"{self._channel.where(source)}: a message whose checksum does not match: bits changed on the"
+                    " way, or the rank failed"
                 )
             return payload[:num_bytes]
 

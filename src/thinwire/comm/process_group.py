@@ -130,7 +130,7 @@ class Waits:
 SENDS_IN_FLIGHT = 2
 _ADDRESS = re.compile(r"\[[0-9a-fA-F.:]+\]:[0-9]+")
 peers_at: dict[str, int] = {}
-"""The rank at the other end of a connection, by the address that Gloo writes in errors."""
+"""The global rank at the other end of a connection, by the address that Gloo writes in errors."""
 SMALL_BYTES = 16 * 1024
 
 
@@ -177,7 +177,7 @@ class ProcessGroupStream:
 
     Args:
         process_group: the group that carries the messages point to point, in the order of the calls.
-        rank: this rank's number in the stream.
+        rank: this rank, for messages.
         ranks: the rank in the group of each rank of the stream.
         on_sent, on_received: called with the peer and the bytes of each message.
         hang_up: called with the reason when sending fails, so that no rank waits for what will not come.
@@ -270,14 +270,15 @@ class ProcessGroupStream:
 
 
 def lost_peer(error: BaseException, rank: int, world_size: int) -> LostPeerError:
-    """Return the error to raise after torch failed to move bytes."""
+    """Return the error to raise after torch failed to move bytes; ``rank`` is the global one."""
     cause = str(error).split("This is typically")[0].split("] ", 1)[-1].strip().rstrip(".")
     for address in _ADDRESS.findall(cause):
         if address in peers_at:
             cause = cause.replace(address, f"rank {peers_at[address]}")
+    order = ", or several attached models ran backward in another order" if "Timed out" in cause else ""
     return LostPeerError(
         f"rank {rank}: the exchange with the other {world_size - 1} ranks broke off, because a peer died, gave up or"
-        f" did not take part within the timeout: {cause}"
+        f" did not take part within the timeout{order}: {cause}"
     )
 
 
@@ -298,6 +299,8 @@ class Exchange(Protocol):
     world_size: int
     hosts: Sequence[int]
     """Host number of each rank; each rank has a host of its own until hosts are discovered."""
+    global_ranks: Sequence[int]
+    """Rank of each rank in the default process group, which is the one that logs have: messages name these."""
     traffic: Traffic
 
     def subset(self, ranks: Sequence[int]) -> Exchange:
@@ -386,6 +389,8 @@ class ProcessGroupExchange:
         self.rank = self._ranks.index(process_group.rank())
         self.world_size = len(self._ranks)
         self.hosts: Sequence[int] = range(self.world_size)
+        global_ranks = dist.get_process_group_ranks(process_group)
+        self.global_ranks: Sequence[int] = [global_ranks[rank] for rank in self._ranks]
         self.traffic = traffic or Traffic()
         self.hang_up = _nothing
         self.waits = Waits()
@@ -464,7 +469,8 @@ class ProcessGroupExchange:
 
     def stream(self) -> ProcessGroupStream:
         count = self._count_sent, self._count_received
-        return ProcessGroupStream(self.process_group, self.rank, self._ranks, *count, self.hang_up, self.waits)
+        rank = self.global_ranks[self.rank]
+        return ProcessGroupStream(self.process_group, rank, self._ranks, *count, self.hang_up, self.waits)
 
     def all_reduce(self, tensor: Tensor) -> None:
         if self.world_size == 1:
@@ -505,7 +511,7 @@ class ProcessGroupExchange:
         self.traffic.received_bytes += num_bytes
 
     def _lost(self, error: RuntimeError) -> LostPeerError:
-        return lost_peer(error, self.rank, self.world_size)
+        return lost_peer(error, self.global_ranks[self.rank], self.world_size)
 
 
 def _nothing(reason: str) -> None:

@@ -540,7 +540,7 @@ class NativeAllReduce:
         held = _distinct_rows(gradient)
         work = dist.all_reduce(gradient, group=self._process_group, async_op=True)
         assert work is not None, "hooks run on ranks of the group"
-        rank, world_size = self._process_group.rank(), self._process_group.size()  # its thread must not end the group
+        rank, world_size = dist.get_rank(), self._process_group.size()  # its thread must not end the group
 
         future: Future[Tensor] = Future()  # one that `then` makes would lose the type of an exception
 
@@ -587,7 +587,7 @@ class NativeAllReduce:
         work = dist.all_reduce(gradient.mul_(1.0 / group.size()), group=group, async_op=True)
         assert work is not None, "hooks run on ranks of the group"
         self.count(gradient.nbytes)
-        return Started(work, group.rank(), group.size())
+        return Started(work, dist.get_rank(), group.size())
 
 
 def _distinct_rows(gradient: Tensor) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -30,7 +31,7 @@ from thinwire.compress.reduction.choose import AUTO, scattered
 from thinwire.errors import ThinwireError
 from thinwire.gradients.buckets import Buckets, Contents, Pending
 from thinwire.gradients.compression import Compression, Planned
-from thinwire.gradients.model import is_sharded
+from thinwire.gradients.model import is_sharded, local_of
 from thinwire.gradients.parameters import ParameterHooks
 from thinwire.gradients.tables import MIN_TABLE_BYTES, TableGradient, tables_of
 
@@ -233,7 +234,7 @@ class Sharding:
         found = {parameter.name: parameter for parameter in whole if parameter.name in compressors}
         remembered = [one for one in found.values() if isinstance(compressors[one.name], ErrorFeedback)]
         num_bytes = sum(parameter.numel * parameter.working_dtype.itemsize for parameter in remembered)
-        if num_bytes:
+        if num_bytes and self.dimension().rank() == 0:
             logger.warning(
                 "error feedback remembers %d whole gradients on each rank: %.1f MB, which FSDP does not keep",
                 len(remembered),
@@ -243,6 +244,27 @@ class Sharding:
             name: Planned(parameter, compressors[name], scattered(compressors[name], parameter, world_size))
             for name, parameter in found.items()
         }
+
+    def checksum(self) -> list[float]:
+        """Return which shards this rank has, and a number that replicas of them share: an exact sum of bits."""
+        total = 0
+        for unit in self.units:
+            for shard in unit.shards:
+                local = local_of(shard.source.sharded_param).detach().reshape(-1)
+                bits = local.view({2: torch.int16, 4: torch.int32}.get(local.element_size(), torch.uint8))
+                total = (31 * total + int(bits.sum())) % (1 << 52)
+        return [float(self.shards.rank() if self.shards is not None else 0), float(total)]
+
+    def compare(self, checksums: Sequence[Sequence[float]]) -> None:
+        """Warn if replicas of a shard differ, given the `checksum` of each rank: nothing else would make them equal."""
+        if len(set(map(tuple, checksums))) == len({shard for shard, _ in checksums}):
+            return
+        text = (
+            "replicas of this FSDP model have other parameters, and stay different: build the model from the same seed"
+            " on all ranks, or load a checkpoint into it before attach"
+        )
+        logger.warning(text)
+        warnings.warn(text, stacklevel=4)
 
     def names(self) -> list[str]:
         """Return the names of the parameters in shards."""

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeGuard
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -112,6 +113,11 @@ def find_model(model: nn.Module) -> nn.Module:
     if not isinstance(model, nn.Module):
         given = f"the class {model.__name__}" if isinstance(model, type) else f"an object of {type(model).__name__}"
         raise ValueError(f"attach needs the model, not {given}: pass a DistributedDataParallel or another nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            "attach does not take a whole torch.jit.ScriptModule, whose forward runs no hooks in Python: wrap it in an"
+            " nn.Module, or script its parts"
+        )
     for module in model.modules():
         if is_any(module, "torch.distributed.fsdp", "FullyShardedDataParallel"):
             raise ValueError(

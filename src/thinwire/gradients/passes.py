@@ -220,19 +220,21 @@ class Guard:
     def check(self, structure: Structure) -> None:
         """Raise ThinwireError at the beginning of a step that cannot be synchronized any more, on all ranks."""
         for lane in self._lanes:
-            lane.check("the gradients of this step")
+            lane.check(
+                "the gradients of this step", ". Call detach() and attach again on all ranks, or restart the job"
+            )
         if self._lanes[0].world_size > 1:
             try:
                 structure.check()
             except ThinwireError as error:
                 for lane in self._lanes:
-                    lane.break_off(f"rank {lane.rank}: {error}")
+                    lane.break_off(f"rank {lane.global_rank}: {error}")
                 raise
 
     def _broke_off(self) -> None:
         for lane in self._lanes:
             if lane.world_size > 1:
-                lane.break_off(REASON.format(rank=self._lanes[0].rank))
+                lane.break_off(REASON.format(rank=self._lanes[0].global_rank))
 
 
 class _Pass:
@@ -375,10 +377,11 @@ class Passes:
         if 2 * sum(parameter in self._structure for parameter in used) <= len(used):
             return
         self._stop_warning()
+        model = "DDP model itself (not model.module)" if self._is_ddp else "attached model itself (not a part of it)"
         text = (
             f"thinwire is attached, but {type(optimizer).__name__} uses gradients that it did not synchronize: no"
-            " backward pass reached its hooks since the last step of this optimizer. Call the DDP model itself (not"
-            " model.module) and loss.backward(): gradients of torch.autograd.grad and torch.func are not seen. For"
+            f" backward pass reached its hooks since the last step of this optimizer. Call the {model} and"
+            " loss.backward(): gradients of torch.autograd.grad and torch.func are not seen. For"
             " local steps on purpose use Synchronizer.no_sync()"
         )
         logger.warning(text)

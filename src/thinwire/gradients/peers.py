@@ -79,7 +79,7 @@ class ChannelPeers:
             return prepare()
         except Exception as error:
             raise LostPeerError(
-                f"rank {self.rank}, {self._channel.subject.name}: compressing failed, and this rank leaves its peers in"
+                f"{self._channel.where()}: compressing failed, and this rank leaves its peers in"
                 f" the middle of an all-reduce: {type(error).__name__}: {error}"
             ) from error
 

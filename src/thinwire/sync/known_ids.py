@@ -41,7 +41,7 @@ def all_reduce(
     if plan.sent_rows(channel.rank) > rows.ids.numel():
         rows = SparseRows.trusted(torch.arange(rows.num_rows), rows.to_dense(), rows.num_rows)
     channel.formats_sent = {Kind.PUSH: {plan.format(channel.rank)}, Kind.PULL: {Format.DENSE}}
-    check_fits(plan.least_bytes(), f"rank {channel.rank}, {channel.subject.name}")
+    check_fits(plan.least_bytes(), channel.where())
     with channel.stream() as stream:
         return _Run(rows, plan, channel, Parcels(channel, stream)).sum(scale)
 
@@ -109,8 +109,7 @@ class _Run:
         except CorruptHeaderError:
             raise
         except CorruptMessageError as error:
-            where = f"rank {self.rank}, {self.channel.subject.name}: from rank {rank}"
-            raise CorruptHeaderError(f"{where}: {error}") from error
+            raise CorruptHeaderError(f"{self.channel.where(rank)}: {error}") from error
 
     def _receive_push(self, number: int, union: Union | None) -> dict[int, Receive]:
         """Post receives of the pieces of one of this rank's shares; without the union, of all rows that could come.

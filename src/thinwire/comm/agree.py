@@ -43,7 +43,8 @@ def gather_numbers(exchange: Exchange, what: str, numbers: Sequence[float]) -> l
     gathered = [list(layout.unpack(record)) for record in gather_records(exchange, what, layout.pack(*numbers))]
     for source, theirs in enumerate(gathered):
         if not all(map(math.isfinite, theirs)):
-            raise CorruptMessageError(f"{_where(exchange, what, source)}: a number that is not finite")
+            mine, sender = exchange.global_ranks[exchange.rank], exchange.global_ranks[source]
+            raise CorruptMessageError(f"rank {mine}, {what}: from rank {sender}: a number that is not finite")
     return gathered
 
 
@@ -130,16 +131,13 @@ def _unsealed(exchange: Exchange, what: str, received: Sequence[Tensor]) -> list
         sealed = message.numpy().tobytes()
         data, seal = sealed[:-SEAL_BYTES], sealed[-SEAL_BYTES:]
         if seal != _seal(what, source, data):
+            mine, sender = exchange.global_ranks[exchange.rank], exchange.global_ranks[source]
             raise CorruptHeaderError(
-                f"{_where(exchange, what, source)}: another checksum: the rank made another call, bits changed on the"
-                " way, or another version of thinwire runs there"
+                f"rank {mine}: the {what} that rank {sender} told has another checksum: the rank made another call,"
+                " bits changed on the way, or another version of thinwire runs there"
             )
         opened.append(data)
     return opened
-
-
-def _where(exchange: Exchange, what: str, source: int) -> str:
-    return f"rank {exchange.global_ranks[exchange.rank]}, {what}: from rank {exchange.global_ranks[source]}"
 
 
 def _seal(what: str, source: int, data: bytes) -> bytes:

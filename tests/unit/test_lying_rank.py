@@ -228,9 +228,9 @@ def test_more_bytes_than_a_rank_may_have_are_not_received() -> None:
 
 def test_what_does_not_fit_into_memory_is_not_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "_available_bytes", lambda: 10**9)
-    check_fits(10**9, "here")
+    check_fits(10**9, lambda: "here")
     with pytest.raises(CorruptHeaderError, match="2000000000 bytes are announced"):
-        check_fits(2 * 10**9, "here")
+        check_fits(2 * 10**9, lambda: "here")
 
 
 def test_rows_that_do_not_fit_into_memory_are_refused_before_they_are_received(monkeypatch: pytest.MonkeyPatch) -> None:

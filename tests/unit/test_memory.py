@@ -31,6 +31,7 @@ class Replay:
     def __init__(self, world_size: int, recording: Sequence[list[Tensor]]) -> None:
         self.rank = 0
         self.world_size = world_size
+        self.global_ranks = range(world_size)
         self.traffic = Traffic()
         self._recording = iter(recording)
 

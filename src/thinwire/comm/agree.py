@@ -100,7 +100,7 @@ def gather_bytes(exchange: Exchange, what: str, data: bytes, max_bytes: int = MA
     where = f"rank {exchange.global_ranks[exchange.rank]}, {what}"
     if max(lengths) > max_bytes:
         raise CorruptHeaderError(f"{where}: {max(lengths):,} bytes are announced, more than {max_bytes:,}")
-    check_fits(sum(lengths), where)
+    check_fits(sum(lengths), lambda: where)
     mine = _sealed(exchange, what, data)
     received = exchange.swap([mine] * exchange.world_size, [length + SEAL_BYTES for length in lengths])
     return _unsealed(exchange, what, received)

@@ -170,7 +170,7 @@ class Channel:
             self._check_sender(header, source)
             if failure is None:
                 self._check_announcement(header, kind, max_payload_bytes)
-        check_fits(sum(header.payload_bytes for header in headers), self.where())
+        check_fits(sum(header.payload_bytes for header in headers), self.where)
         if kind is Kind.OPEN or not self.held:
             self.held = [self._checked_held(header) for header in headers]
         payloads = self._exchange(
@@ -210,7 +210,7 @@ class Channel:
             if (header.digest, header.sequence) != (self._digest, self.sequence):
                 raise CorruptHeaderError(f"{self.where()}: rank {self.global_rank(source)} is in another conversation")
             self._check_announcement(header, kind, max_payload_bytes)
-        check_fits(sum(header.payload_bytes for header in headers), self.where())
+        check_fits(sum(header.payload_bytes for header in headers), self.where)
         ends = list(accumulate((header.payload_bytes for header in headers), initial=0))
         with self._naming(), named("exchange"):
             data = self.exchange.swap_with(target, _joined([message.payload for message in outgoing]), source, ends[-1])

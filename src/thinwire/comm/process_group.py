@@ -64,7 +64,7 @@ UNASKED_BYTES = 256 * 1024 * 1024
 """Most bytes that are allocated without asking the system for its free memory, which costs 0.1 ms."""
 
 
-def check_fits(num_bytes: int, where: str) -> None:
+def check_fits(num_bytes: int, where: Callable[[], str]) -> None:
     """Raise CorruptHeaderError if peers announce more bytes than this host has memory left.
 
     Nothing is refused if the free memory is unknown: then the allocation fails, which reaches all ranks too.
@@ -74,7 +74,7 @@ def check_fits(num_bytes: int, where: str) -> None:
     available = _available_bytes()
     if available is not None and num_bytes > available:
         raise CorruptHeaderError(
-            f"{where}: {num_bytes} bytes are announced, and this host has {available} bytes of memory left"
+            f"{where()}: {num_bytes} bytes are announced, and this host has {available} bytes of memory left"
         )
 
 

@@ -300,7 +300,8 @@ class Passes:
         """Arrange for ``finish`` to be called at the end of the running backward; return whether there is one."""
         assert self._guard is not None
         self._guard.enter()
-        self._forget_broken_off()
+        if self._began:
+            self._forget_broken_off()
         if not self._began:
             self._began = self._backward.enter()
         return self._began

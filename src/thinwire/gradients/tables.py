@@ -114,13 +114,9 @@ class _Lookup:
     version: int
     folded: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    @property
-    def is_unwritten(self) -> bool:
-        return self.gradient._version == self.version
-
     def produced(self, gradient: Tensor) -> bool:
         """Return whether ``gradient`` is that very tensor, and has not been written to since."""
-        return self.is_unwritten and _share_memory(gradient, self.gradient)
+        return self.gradient._version == self.version and _share_memory(gradient, self.gradient)
 
     def fold(self, gradient: Tensor) -> Tensor:
         """Return the gradient that arrived, with the further lookups added to it; their rows stay known."""
@@ -197,7 +193,7 @@ class LookupRows:
         lookup, gradient = self._known.pop(id(parameter), None), parameter.grad
         if lookup is None or gradient is None:
             return None
-        moved = bucket is not None and lookup.is_unwritten and _share_memory(gradient, bucket)
+        moved = bucket is not None and lookup.gradient._version == lookup.version and _share_memory(gradient, bucket)
         if not (moved or lookup.produced(gradient)):
             return None
         return lookup.ids[0] if len(lookup.ids) == 1 else torch.cat(lookup.ids)

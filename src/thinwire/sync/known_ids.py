@@ -41,7 +41,7 @@ def all_reduce(
     if plan.sent_rows(channel.rank) > rows.ids.numel():
         rows = SparseRows.trusted(torch.arange(rows.num_rows), rows.to_dense(), rows.num_rows)
     channel.formats_sent = {Kind.PUSH: {plan.format(channel.rank)}, Kind.PULL: {Format.DENSE}}
-    check_fits(plan.least_bytes(), channel.where())
+    check_fits(plan.least_bytes(), channel.where)
     with channel.stream() as stream:
         return _Run(rows, plan, channel, Parcels(channel, stream)).sum(scale)
 

@@ -515,7 +515,7 @@ def _groups_of(model: nn.Module) -> list[Any]:
     missing = [name for group in found.values() for name in needed if not hasattr(group, name)]
     if missing:
         raise ValueError(
-            f"this torch has FSDP parameter groups without {missing[0]}: thinwire knows those of 2.9 to 2.13"
+            f"this torch has FSDP parameter groups without {missing[0]}: thinwire was tested with those of torch 2.13"
         )
     return list(found.values())
 

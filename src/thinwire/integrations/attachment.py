@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach
+from thinwire.gradients.model import is_sharded
 from thinwire.synchronizer import Synchronizer
 
 logger = logging.getLogger("thinwire")
@@ -43,7 +44,7 @@ class Attachment:
         self.synchronizer: Synchronizer | None = None
         if not dist.is_initialized() or dist.get_world_size() == 1:
             logger.info("one process has nothing to synchronize: thinwire does nothing")
-        elif not any(map(_is_wrapped, model.modules())):
+        elif not any(isinstance(part, DistributedDataParallel) or is_sharded(part) for part in model.modules()):
             raise ValueError(f"{type(model).__name__} is not wrapped in DistributedDataParallel or FSDP2: {instead}")
         else:
             self.synchronizer = attach(model, **options)
@@ -100,8 +101,3 @@ def one_of_its_kind(callback: object, callbacks: Iterable[object], remedy: str =
     several = sum(isinstance(other, type(callback)) for other in callbacks)
     if several > 1:
         raise ValueError(f"this Trainer has {several} ThinwireCallbacks: {remedy}")
-
-
-def _is_wrapped(module: nn.Module) -> bool:
-    """Return whether a module is a DDP or an FSDP2 module, without importing FSDP, which costs 1.2 s."""
-    return isinstance(module, DistributedDataParallel) or hasattr(module, "set_requires_gradient_sync")

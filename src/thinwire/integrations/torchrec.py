@@ -23,6 +23,7 @@ from thinwire.attach import attach as attach_model
 from thinwire.errors import ThinwireError
 from thinwire.gradients.tables import lookups_of_features
 from thinwire.synchronizer import Synchronizer
+from thinwire.wire import ring_all_reduce_bytes
 
 logger = logging.getLogger("thinwire")
 
@@ -261,12 +262,12 @@ class ReplicaSync:
         for table in tables:
             table.versions = (table.weight._version, table.state._version)
         self._rows += sum(map(len, rows))
-        self._dense_bytes += sum(_ring_bytes(tensor.nbytes, group.size()) for tensor in tensors)
+        self._dense_bytes += sum(ring_all_reduce_bytes(tensor.nbytes, group.size()) for tensor in tensors)
 
     def _mean(self, group: dist.ProcessGroup, tensor: Tensor) -> None:
         tensor /= group.size()  # before the sum, as DDP does: a sum of float16 could overflow
         dist.all_reduce(tensor, group=group)
-        self._sent_bytes += _ring_bytes(tensor.nbytes, group.size())
+        self._sent_bytes += ring_all_reduce_bytes(tensor.nbytes, group.size())
 
     def _unite(self, group: dist.ProcessGroup, tables: list[_Replicated]) -> None:
         """Mark rows that any replica touched; all rows if tables may differ elsewhere."""
@@ -290,11 +291,6 @@ class ReplicaSync:
         for (_, *sizes), theirs in zip(counts, everything, strict=True):
             for table, part in zip(tables, theirs[: sum(sizes)].split(sizes), strict=True):
                 table.touched[part.long()] = True
-
-
-def _ring_bytes(num_bytes: int, world_size: int) -> int:
-    """Return what a rank sends in a ring all-reduce."""
-    return 2 * (world_size - 1) * num_bytes // world_size
 
 
 def _recorded(kernel: Any, touched: Tensor) -> Any:

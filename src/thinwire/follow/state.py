@@ -6,12 +6,14 @@ See `thinwire.Synchronizer.state_dict` and `thinwire.Synchronizer.gathered`.
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from thinwire.comm.agree import gather_bytes
 from thinwire.comm.channel import Draft, Subject
 from thinwire.comm.lane import Lane
 from thinwire.compress.state import redistribute
@@ -36,6 +38,12 @@ class Gathered:
         """Return the states of all ranks on rank 0, which writes them, and none on the others. All ranks call it."""
         mine = _packed(self._save())
         return {"ranks": self._lane.submit(lambda lane: _gather(lane, mine)).wait()}
+
+    def of_rank_0(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return the state dict that rank 0 passes, for nodes that do not share a disk. All ranks call it."""
+        data = bytes(_packed(state).numpy()) if self._lane.rank == 0 else b""
+        job = self._lane.submit(lambda lane: gather_bytes(lane.exchange, "states that rank 0 read", data, sys.maxsize))
+        return _unpacked(torch.frombuffer(bytearray(job.wait()[0]), dtype=torch.uint8))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore this rank's state from those that rank 0 wrote; all ranks call it.

@@ -74,14 +74,10 @@ class Attachment:
         """
         if self.synchronizer is None:
             return
-        read = [state]
-        group = dist.new_group(backend="gloo")  # in CPU memory: a GPU may have no room for the states of all ranks
-        assert isinstance(group, dist.ProcessGroup)
-        dist.broadcast_object_list(read, group=group)
-        dist.destroy_process_group(group)
-        (state,) = read
+        gathered = self.synchronizer.gathered()
+        state = gathered.of_rank_0(state)
         if state:
-            self.synchronizer.gathered().load_state_dict(state)
+            gathered.load_state_dict(state)
         else:
             logger.warning("the checkpoint has no state of thinwire: it starts as in a new training")
         self._last = self.stats()

@@ -12,14 +12,10 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import platform
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
-
-import thinwire
+from thinwire.lab.report import environment
 from thinwire.lab.testbed.network import NetAdminError, require_net_admin
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "faults"))
@@ -44,16 +40,6 @@ def has_namespaces() -> bool:
         print(f"without the group network: {error}", file=sys.stderr)
         return False
     return True
-
-
-def environment() -> dict[str, str]:
-    return {
-        "thinwire": thinwire.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
 
 
 def main() -> int:

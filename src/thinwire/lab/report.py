@@ -55,6 +55,17 @@ class Origin:
         )
 
 
+def environment() -> dict[str, str]:
+    """Return the versions, the system and the date (UTC) of a measurement, as entries of its JSON."""
+    return {
+        "thinwire": _version("thinwire"),
+        "torch": _version("torch"),
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
 def _version(package: str) -> str:
     try:
         return version(package)

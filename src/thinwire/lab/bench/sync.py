@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import platform
 import re
 import statistics
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from torch import Tensor
 
-import thinwire
 from thinwire.comm.hosts import Hosts
 from thinwire.comm.process_group import sparse_all_reduce_bytes
 from thinwire.lab import sparsity
@@ -24,6 +21,7 @@ from thinwire.lab.bench.recipes import get_recipe
 from thinwire.lab.bench.sync_rank import RankMeasurement, Turns, measure
 from thinwire.lab.bench.workload import Workload
 from thinwire.lab.ledger import host_of_ranks, pair_bytes, unit_ids, value_lower_bound_bytes
+from thinwire.lab.report import environment
 from thinwire.lab.testbed.launch import run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 from thinwire.sync.choose import Demand, expected_seconds
@@ -165,11 +163,7 @@ def _result(
 
 def _environment(benchmark: SyncBenchmark) -> dict[str, Any]:
     return {
-        "thinwire": thinwire.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **environment(),
         "hosts": benchmark.hosts,
         "in_job": is_in_job(),
         "link_nominal_mbit": benchmark.link.mbit,

@@ -1,15 +1,11 @@
 """Report of the comparison as a page, and its plots."""
 
-import platform
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-import thinwire
 from thinwire.lab import palette
 from thinwire.lab.demo.compare import Comparison
 from thinwire.lab.demo.summary import (
@@ -30,6 +26,7 @@ from thinwire.lab.demo.summary import (
 from thinwire.lab.demo.train import VARIANTS
 from thinwire.lab.plot import INK, label_ends, log_ticks, save_picture
 from thinwire.lab.report import Origin, Report
+from thinwire.lab.report import environment as versions
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -90,11 +87,7 @@ def environment() -> dict[str, str]:
     """Return versions, date, machine and command, as entries of the JSON."""
     origin = Origin.of_this_process()
     return {
-        "thinwire": thinwire.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **versions(),
         "machine": origin.machine,
         "command": origin.command,
     }

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
 import statistics
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
-import torch
-
-import thinwire
 from thinwire.checkpoint.placement import ring_sizes
 from thinwire.holder.store import available_bytes
 from thinwire.lab.bench.checkpoint.hosts import HolderHosts
@@ -24,6 +19,7 @@ from thinwire.lab.bench.checkpoint.rows import baselines, bounds_of, row_of
 from thinwire.lab.bench.checkpoint.traffic import Sampler, timeline
 from thinwire.lab.bench.checkpoint.work import SYNTHETIC, TrainingWork
 from thinwire.lab.bench.jobs.job import Data
+from thinwire.lab.report import environment
 from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import Link
 
@@ -188,12 +184,8 @@ def _environment(
     benchmark: CheckpointBenchmark, records: list[OverheadRecord], link_mbit: float | None
 ) -> dict[str, Any]:
     return {
-        "thinwire": thinwire.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
+        **environment(),
         "cores": os.cpu_count(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "hosts": benchmark.hosts,
         "link_nominal_mbit": benchmark.link.mbit,
         "job": benchmark.work.job,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import platform
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
-import thinwire
 from thinwire.lab.bench.in_job import gloo_group, is_in_job, on_all_ranks
 from thinwire.lab.bench.jobs.job import Job
 from thinwire.lab.bench.jobs.named import parse_job
@@ -20,6 +17,7 @@ from thinwire.lab.bench.train.curve import TOLERANCE, reached_at
 from thinwire.lab.bench.train.methods import DDP, method_of
 from thinwire.lab.bench.train.rank import JobTraining, RankRecord, train
 from thinwire.lab.bench.train.rows import against_dense, curve_of, row_of
+from thinwire.lab.report import environment
 from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 
@@ -168,11 +166,7 @@ def _results(
 def _environment(benchmark: TrainBenchmark) -> dict[str, Any]:
     job = benchmark.the_job
     return {
-        "thinwire": thinwire.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        **environment(),
         "hosts": benchmark.hosts,
         "in_job": is_in_job(),
         "link_nominal_mbit": benchmark.link.mbit,

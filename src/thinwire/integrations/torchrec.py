@@ -20,10 +20,10 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.attach import attach as attach_model
+from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.errors import ThinwireError
 from thinwire.gradients.tables import lookups_of_features
 from thinwire.synchronizer import Synchronizer
-from thinwire.wire import ring_all_reduce_bytes
 
 logger = logging.getLogger("thinwire")
 

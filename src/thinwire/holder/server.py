@@ -170,6 +170,7 @@ class Holder:
                 "bytes_per_second": sum(rates) or None,  # they send at the same time
                 "bytes_sent": sum(replica["bytes_sent"] for replica in replicas.values()),
                 "dropped": sum(replica["dropped"] for replica in replicas.values()),
+                "cpu_seconds": time.process_time(),  # of the whole holder
                 "last_error": next((error for error in errors if error), ""),
                 "versions": versions,
                 "replicas": replicas,
@@ -184,6 +185,7 @@ class Holder:
             "socket": str(self.config.socket_path),
             "address": self.address,
             "uptime_seconds": round(time.monotonic() - self._started_at, 3),
+            "cpu_seconds": round(time.process_time(), 3),
             "budget_bytes": self.config.budget_bytes,
             "used_bytes": self.store.used_bytes,
             "bytes_sent": sum(shard["bytes_sent"] for shard in shards),

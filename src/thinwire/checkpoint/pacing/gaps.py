@@ -162,8 +162,8 @@ class Pacer:
         with self._changed:
             self._busy.append((started, ended))
 
-    def note_step(self) -> None:
-        """Record the end of an optimizer step, which begins a new iteration."""
+    def note_step(self) -> float | None:
+        """Record the end of an optimizer step, which begins a new iteration; the length of the last one, if known."""
         now = time.perf_counter()
         with self._changed:
             started, self._origin = self._origin, now
@@ -171,10 +171,11 @@ class Pacer:
             self._iteration += 1
             self._changed.notify_all()
             if self._iteration == 1:
-                return
+                return None
             self._lengths = [*self._lengths[1 - PROFILED_ITERATIONS :], now - started]
             if self._watched and (self.profile is None or self._is_drifting):
                 self._profile(idle_timespans(busy, started, now))
+            return now - started
 
     @property
     def _is_drifting(self) -> bool:

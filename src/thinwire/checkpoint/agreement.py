@@ -77,7 +77,7 @@ class Agreement:
         self._notices, self._governor = notices, governor or Governor()
         self.keep, self.attempt, self.obstacle = -1, -1, ""
         self.status: dict[str, Any] = {}
-        self._register_at = 0
+        self._register_at, self._offered_until = 0, 0
         self._reconnecting: threading.Thread | None = None
 
     def wait_until_sent(self, needed: threading.Event) -> bool:
@@ -167,6 +167,16 @@ class Agreement:
         if client is not None:
             client.grant(num_bytes)
 
+    def revoke(self) -> int:
+        """Revoke what was granted and not sent, and return the bytes left of the last offer; on the pacer's thread."""
+        client = self._registration.client
+        if client is None:
+            return 0
+        client.revoke()
+        status = client.status()
+        left = self._offered_until - int(status["bytes_sent"])
+        return max(0, left if status["writing"] else min(left, int(status["bytes_pending"])))
+
     @property
     def holder_cpu_seconds(self) -> float:
         """CPU time of the holder of this host so far, divided by its ranks."""
@@ -239,10 +249,11 @@ class Agreement:
         client = self._registration.client
         if client is None or not self._registration.peers:
             return
-        pending = int(self.status.get("bytes_pending", 0))
+        total = int(self.status.get("bytes_pending", 0)) + num_bytes * len(self._registration.peers)
+        self._offered_until = int(self.status.get("bytes_sent", 0)) + total
         try:
             client.revoke()
-            self._pacer.offer(pending + num_bytes * len(self._registration.peers), self.link_bytes_per_second)
+            self._pacer.offer(total, self.link_bytes_per_second, float(self.status.get("latency_seconds", 0.0)))
         except FAILURES as error:
             self.lose(error)
 

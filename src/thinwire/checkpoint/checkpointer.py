@@ -116,8 +116,10 @@ class Checkpointer:
             named, group = {**about, "topology": topology_digest(about)}, new_group(process_group, timeout)
             self._tier = PersistentTier(persistent, every_seconds, persistent_keep, named, group)
         self._governor = governor
-        self._pacer = Pacer(self._grant, every, watched=hasattr(synchronizer, "watch_lane"))
-        if hasattr(synchronizer, "watch_lane"):
+        watched = hasattr(synchronizer, "watch_lane")
+        sampler = None if watched else registration.sampler()
+        self._pacer = Pacer(self._grant, every, watched, lambda: self._agreement.revoke(), sampler)
+        if watched:
             synchronizer.watch_lane(self._pacer.note_busy)
         self._notices = Notices(self._rank)
         self._agreement = Agreement(registration, self._group, self._tier, self._pacer, self._notices, governor)
@@ -176,7 +178,8 @@ class Checkpointer:
             ThinwireError: the newest checkpoint that all ranks have is more than ``max_age_steps`` old.
         """
         cycle, keep = self._cycle, self._agreement.keep
-        seconds = self._pacer.note_step()
+        seconds = self._pacer.note_step(self._governor.is_loaded)
+        self._governor.needs_free = self._pacer.is_profiling
         if seconds is not None:
             self._governor.note_iteration(seconds)
         if not cycle.started:

@@ -19,7 +19,8 @@ _UNGOVERNED_VERSIONS = 20  # at the start: protection comes first, and the first
 _FEW = 3  # versions, and free iterations, before their medians are believed
 _VERSIONS, _FREE = 9, 20  # over which medians are taken
 _PROBE_VERSIONS = 10  # one of so many is left out where no iteration would be free
-_MARGIN = 1.5  # a version may become that much cheaper before more of them are made
+_AIM = 0.8  # of the share is used: costs vary by a fifth from one version to the next
+_MARGIN = 2.0  # a version may become that much cheaper before more of them are made
 _MOST = 10_000
 
 
@@ -47,7 +48,7 @@ class Governor:
         self._versions, self._wanted, self._told = 0, 1, False
         self._in_flight = threading.Event()
         self.is_loaded = False  # the iteration that runs now
-        self.needs_free = False  # whether somebody else needs free iterations too
+        self.needs_free = False  # whether the pacer profiles the network in them
         self.next_step, self._agreed = 0, 1
 
     @property
@@ -96,14 +97,15 @@ class Governor:
         if self.max_overhead is not None and cost is not None:
             budget = self.max_overhead * self._every * median(self._free)
             if not cost <= budget * self._wanted <= _MARGIN * cost + budget:
-                self._wanted = max(1, min(math.ceil(cost / budget), self._most))
+                self._wanted = max(1, min(math.ceil(cost / budget / _AIM), self._most))
             wanted = self._wanted
-        if (self._versions and self.needs_free) or (self.max_overhead is not None and self._probes(cost)):
+        if self.max_overhead is not None and self._probes(cost):
             wanted = max(wanted, math.ceil((1 + max(self._spans, default=1)) / self._every))
         return max(1, min(wanted, self._most))
 
     def _probes(self, cost: float | None) -> bool:
-        return self._versions >= _UNGOVERNED_VERSIONS and (cost is None or self._versions % _PROBE_VERSIONS == 0)
+        wants = cost is None or self.needs_free or self._versions % _PROBE_VERSIONS == 0
+        return wants and self._versions >= _UNGOVERNED_VERSIONS
 
     def agree(self, step: int, stride: int) -> None:
         """Record that the ranks make a checkpoint of ``step``, and the next one that many multiples later."""

@@ -1,10 +1,10 @@
 """Frames between trainers, holders and peers' holders: JSON and raw bytes, with limits, timeouts, and a key.
 
-    [magic u32][kind u8][json length u32][payload length u64][sequence u64][tag 16 bytes] json payload
+    [magic u32][kind u8][json length u32][payload length u64][sequence u64][tag 16 bytes] json [payload][tag 16 bytes]
 
-Both sides prove that they know the run's secret before anything else is said. From then on the tag is an HMAC-SHA256
-of header and JSON under a key of this connection and direction, so a command can be neither forged, nor replayed, nor
-moved. The payload is not under the tag: its CRC-32s are, in the JSON that announces it. Nothing is encrypted.
+Both sides prove that they know the run's secret before anything else is said. From then on the tags are HMAC-SHA256
+under a key of this connection and direction: the first of header and JSON, the second of header and payload. So
+nothing can be forged, replayed or moved. Nothing is encrypted, except by TLS.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ import os
 import select
 import socket
 import struct
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerError, PeerError, ThinwireError
-from thinwire.holder.slots import parse_json
+from thinwire.holder.slots import digest_pool, parse_json
 from thinwire.holder.version import field
 
 _HEADER = struct.Struct("<IBIQQ")
-_MAGIC = 0x31465754  # TWF1
+_MAGIC = 0x32465754  # TWF2
 _TAG_BYTES = 16
+_HASH_BYTES = 1 << 20  # of a payload for each thread; SHA-256 takes 0.6 ms for it
 _TCP_COUNTS, _TCP_COUNTS_OFFSET = struct.Struct("<Q40xQ"), 120  # tcpi_bytes_acked, tcpi_busy_time of <linux/tcp.h>
 _TCP_INFO_BYTES = 232
 _WAKE_BYTES = 128 << 10  # a link that brings less within the timeout counts as dead
@@ -64,50 +67,90 @@ class Frame:
     kind: FrameKind
     json: dict[str, Any]
     payload_bytes: int
+    header: bytes
     descriptors: tuple[int, ...] = ()
 
 
-class Connection:
-    """One end of a conversation, for one thread at a time except in ``close``."""
+class Handshake:
+    """The listener's half of a handshake, fed with bytes as they come, so that nobody waits for a stranger.
 
-    def __init__(self, sock: socket.socket, timeout_seconds: float, take_descriptors: bool = False) -> None:
-        self._socket, self._timeout_seconds = sock, timeout_seconds
-        self._take_descriptors = take_descriptors
+    ``wanted``: how many bytes ``feed`` takes next; 0 at the end, when the caller has proven one of the secrets.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secrets, self._nonce = secret.splitlines(), os.urandom(16).hex()
+        self._nonces, self._data, self._number = b"", b"", 0
+        self.wanted = _HEADER.size + _TAG_BYTES
+        self.keys = b"", b""
+
+    def feed(self, data: bytes) -> bytes:
+        """Return what to answer, if anything. Raises CorruptMessageError, PeerError if no secret is proven."""
+        self._data += data
+        self.wanted -= len(data)
+        if not self.wanted and len(self._data) == _HEADER.size + _TAG_BYTES:
+            self.wanted = _lengths(self._data, _STRANGER_JSON_BYTES, 0)[0]
+        if self.wanted:
+            return b""
+        greeting, self._data = _opened(self._data, b"", self._number).json, b""
+        self._number += 1
+        if self._number == 1:
+            self._nonces = (_nonce(greeting) + self._nonce).encode()
+            self.wanted = _HEADER.size + _TAG_BYTES
+            proofs = [_proof(secret, b"listener", self._nonces) for secret in self._secrets]
+            return _packed(FrameKind.GREETING, {"nonce": self._nonce, "proofs": proofs}, 0, 0, b"")[1]
+        proof = field(greeting, "proof", str, 64, 64)
+        for secret in self._secrets:
+            if hmac.compare_digest(_proof(secret, b"caller", self._nonces), proof):
+                self.keys = _keys(secret, self._nonces, b"listener", b"caller")
+                return b""
+        raise PeerError("a caller has another secret")
+
+
+class Connection:
+    """One end of a conversation, for one thread at a time except in ``close``. ``peer`` names the other end in logs."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        timeout_seconds: float,
+        take_descriptors: bool = False,
+        handshake: Handshake | None = None,
+        peer: str = "",
+    ) -> None:
+        self._socket, self._timeout_seconds, self.peer = sock, timeout_seconds, peer
+        self._take_descriptors, self._is_tls = take_descriptors, hasattr(sock, "cipher")
         self._send_key = self._receive_key = b""
         self._sent = self._received = 0
         self._max_json, self._max_payload = _STRANGER_JSON_BYTES, 0
+        self._deadline: float | None = None  # for the whole handshake
+        if handshake is not None:
+            self._trust(handshake.keys, 1, 2)
         sock.settimeout(timeout_seconds)
 
-    def greet(self, secret: bytes) -> None:
-        """Shake hands as the side that connected. Raises PeerError if the other does not prove the secret."""
+    def greet(self, secret: bytes, seconds: float = HANDSHAKE_SECONDS) -> None:
+        """Shake hands as the side that connected, with the first line of ``secret`` that the other side has too.
+
+        Raises PeerError if it has none of them, LostPeerError if all of it takes longer than ``seconds``.
+        """
+        self._deadline = time.monotonic() + seconds
         mine = os.urandom(16).hex()
         self.send(FrameKind.GREETING, {"nonce": mine})
-        answer = self._greeting()
-        theirs, nonces = _nonce(answer), (mine + _nonce(answer)).encode()
-        if not hmac.compare_digest(_proof(secret, b"listener", nonces), field(answer, "proof", str, 64, 64)):
+        try:
+            answer = self.receive(first_seconds=seconds).json
+        except LostPeerError as error:
+            raise LostPeerError(
+                f"{error}, in the handshake: the log of the other side may say why (too many callers, another release)"
+            ) from error
+        nonces, proofs = (mine + _nonce(answer)).encode(), field(answer, "proofs", list, 0, 64)
+        proven = (s for s in secret.splitlines() if _proof(s, b"listener", nonces) in proofs)
+        if (common := next(proven, None)) is None:
             raise PeerError("the holder has another secret: give the same secret file, or THINWIRE_SECRET, to all")
-        self.send(FrameKind.GREETING, {"nonce": theirs, "proof": _proof(secret, b"caller", nonces)})
-        self._trust(secret, nonces, b"caller", b"listener")
+        self.send(FrameKind.GREETING, {"proof": _proof(common, b"caller", nonces)})
+        self._trust(_keys(common, nonces, b"caller", b"listener"), 2, 1)
+        self._deadline = None
 
-    def welcome(self, secret: bytes) -> None:
-        """Shake hands as the side that was connected to. Raises PeerError if the caller does not know the secret."""
-        mine, theirs = os.urandom(16).hex(), _nonce(self._greeting())
-        nonces = (theirs + mine).encode()
-        self.send(FrameKind.GREETING, {"nonce": mine, "proof": _proof(secret, b"listener", nonces)})
-        proof = field(self._greeting(), "proof", str, 64, 64)
-        if not hmac.compare_digest(_proof(secret, b"caller", nonces), proof):
-            raise PeerError("a caller has another secret")
-        self._trust(secret, nonces, b"listener", b"caller")
-
-    def _greeting(self) -> dict[str, Any]:
-        frame = self.receive(first_seconds=HANDSHAKE_SECONDS)
-        if frame.kind != FrameKind.GREETING:
-            raise CorruptHeaderError(f"expected a greeting, got {frame.kind.name}")
-        return frame.json
-
-    def _trust(self, secret: bytes, nonces: bytes, me: bytes, other: bytes) -> None:
-        self._send_key = _derived(secret, b"key " + me + nonces)
-        self._receive_key = _derived(secret, b"key " + other + nonces)
+    def _trust(self, keys: tuple[bytes, bytes], sent: int, received: int) -> None:
+        (self._send_key, self._receive_key), self._sent, self._received = keys, sent, received
         self._max_json, self._max_payload = MAX_JSON_BYTES, MAX_PAYLOAD_BYTES
 
     def send(
@@ -118,21 +161,41 @@ class Connection:
         descriptors: tuple[int, ...] = (),
     ) -> None:
         """Send a frame. Raises LostPeerError if the other side is gone, or accepts nothing within the timeout."""
-        text = json.dumps(content or {}, separators=(",", ":")).encode()
-        if len(text) > MAX_JSON_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
-            raise ValueError(f"a frame of {len(text)} + {len(payload)} bytes is too large")
+        header, data = _packed(kind, content or {}, len(payload), self._sent, self._send_key)
         with self._lost_peer("send"):
             self._socket.settimeout(self._timeout_seconds)
-            header = _HEADER.pack(_MAGIC, kind, len(text), len(payload), self._sent)
-            head = header + _tag(self._send_key, header, text)
             if descriptors:
-                socket.send_fds(self._socket, [head[:1]], list(descriptors))
-                self._socket.sendall(head[1:] + text)
-            else:
-                self._socket.sendall(head + text)
+                socket.send_fds(self._socket, [data[:1]], list(descriptors))
+                data = data[1:]
+            self._socket.sendall(data)
             if len(payload):
                 self._socket.sendall(payload)
+                self._socket.sendall(_payload_tag(self._send_key, header, _hashed(payload)))
             self._sent += 1
+
+    def send_piece(self, descriptor: int, offset: int, piece: memoryview) -> None:
+        """Send bytes of a version from the file in which they are at ``offset``, hashed by other threads meanwhile."""
+        header, data = _packed(FrameKind.DATA, {}, len(piece), self._sent, self._send_key)
+        hashes = _hashed(piece)
+        with self._lost_peer("send"):
+            self._socket.settimeout(self._timeout_seconds)
+            self._socket.sendall(data, 0 if self._is_tls else socket.MSG_MORE)
+            if self._is_tls:
+                self._socket.sendall(piece)
+            else:
+                self._send_file(descriptor, offset, len(piece))
+            self._socket.sendall(_payload_tag(self._send_key, header, hashes))
+            self._sent += 1
+
+    def _send_file(self, descriptor: int, offset: int, num_bytes: int) -> None:
+        poll, end = select.poll(), offset + num_bytes
+        poll.register(self._socket, select.POLLOUT)
+        while offset < end:
+            try:
+                offset += os.sendfile(self._socket.fileno(), descriptor, offset, end - offset)
+            except BlockingIOError:
+                if not poll.poll(self._timeout_seconds * 1000):
+                    raise TimeoutError from None
 
     def receive(self, first_seconds: float | None = None) -> Frame:
         """Return the next frame. Waits ``first_seconds`` for its first byte (None: forever), then the timeout for the
@@ -148,29 +211,16 @@ class Connection:
                 self._socket.settimeout(first_seconds)
                 first, descriptors = self._first_byte()
                 self._socket.settimeout(self._timeout_seconds)
-            return self._rest_of_frame(first, descriptors)
+            head = first + self._read(_HEADER.size + _TAG_BYTES - 1)
+            text = self._read(_lengths(head, self._max_json, self._max_payload)[0])
+            frame = _opened(head + text, self._receive_key, self._received, descriptors)
+            self._received += 1
+            return frame
         except BaseException:
             for descriptor in descriptors:
                 os.close(descriptor)
             self.close()
             raise
-
-    def _rest_of_frame(self, first: bytes, descriptors: tuple[int, ...]) -> Frame:
-        head = first + self._read(_HEADER.size + _TAG_BYTES - 1)
-        header, tag = head[: _HEADER.size], head[_HEADER.size :]
-        magic, kind, json_bytes, payload_bytes, sequence = _HEADER.unpack(header)
-        if magic != _MAGIC or json_bytes > self._max_json or payload_bytes > self._max_payload:
-            raise CorruptHeaderError("not a frame of this protocol, or a length beyond its limits")
-        text = self._read(json_bytes)
-        if not hmac.compare_digest(tag, _tag(self._receive_key, header, text)) or sequence != self._received:
-            raise CorruptHeaderError("a frame was altered, forged, or is out of order")
-        if kind not in list(FrameKind):
-            raise CorruptHeaderError(f"unknown kind of frame {kind}")
-        content = parse_json(text)
-        if not isinstance(content, dict):
-            raise CorruptMessageError("a frame's JSON is not an object")
-        self._received += 1
-        return Frame(FrameKind(kind), content, payload_bytes, descriptors)
 
     def _first_byte(self) -> tuple[bytes, tuple[int, ...]]:
         descriptors: list[int] = []
@@ -186,15 +236,36 @@ class Connection:
         """Return a small payload, such as a layout. Raises CorruptMessageError if it exceeds ``limit_bytes``."""
         if frame.payload_bytes > limit_bytes:
             raise CorruptMessageError(f"a payload of {frame.payload_bytes} bytes where at most {limit_bytes} are legal")
-        return self._read(frame.payload_bytes)
+        data = bytearray(frame.payload_bytes)
+        if data:
+            with memoryview(data) as view:
+                self.read_piece(frame, view)()
+        return bytes(data)
 
-    def read_into(self, view: memoryview) -> None:
-        """Read the next ``len(view)`` bytes of a payload, straight into shared memory."""
-        done, is_large = 0, len(view) > _WAKE_BYTES
+    def read_piece(self, frame: Frame, view: memoryview) -> Callable[[], None]:
+        """Read a frame's payload straight into shared memory; other threads hash it.
+
+        Call the result before the bytes are used: it waits for the hashes, closes the connection and raises
+        CorruptHeaderError if they are not what the sender sent in this place of this conversation.
+        """
+        self._read_into(view)
+        tag, hashes = self._read(_TAG_BYTES), _hashed(view)
+
+        def check() -> None:
+            if not hmac.compare_digest(tag, _payload_tag(self._receive_key, frame.header, hashes)):
+                self.close()
+                raise CorruptHeaderError("a payload was altered or forged on the way here")
+
+        return check
+
+    def _read_into(self, view: memoryview) -> None:
+        done, is_large = 0, len(view) > _WAKE_BYTES and not self._is_tls  # TLS has read ahead what poll waits for
         with self._lost_peer("receive"):
             while done < len(view):
                 if is_large:
                     self._wake_at(len(view) - done)
+                if self._deadline is not None:
+                    self._socket.settimeout(max(1e-3, self._deadline - time.monotonic()))
                 count = self._socket.recv_into(view[done:])
                 if not count:
                     raise LostPeerError("the other side closed the connection in the middle of a frame")
@@ -210,7 +281,7 @@ class Connection:
     def _read(self, num_bytes: int) -> bytes:
         data = bytearray(num_bytes)
         with memoryview(data) as view:
-            self.read_into(view)
+            self._read_into(view)
         return bytes(data)
 
     @contextlib.contextmanager
@@ -260,9 +331,14 @@ class Connection:
         poll = select.poll()  # recv would wait for the timeout, regardless of its flags
         try:
             poll.register(self._socket, select.POLLIN)
-            return bool(poll.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
+            # as a plain socket, because that of TLS cannot peek
+            return bool(poll.poll(0)) and not socket.socket.recv(self._socket, 1, socket.MSG_PEEK)
         except (OSError, ValueError):  # closed here
             return True
+
+    @property
+    def is_closed(self) -> bool:
+        return self._socket.fileno() < 0
 
     def close(self) -> None:
         """Close the connection, which also wakes the thread that waits in ``receive``."""
@@ -284,5 +360,60 @@ def _derived(secret: bytes, purpose: bytes) -> bytes:
     return hmac.digest(hashlib.sha256(secret).digest(), purpose, "sha256")
 
 
-def _tag(key: bytes, header: bytes, text: bytes) -> bytes:
-    return hmac.digest(key, header + text, "sha256")[:_TAG_BYTES]
+def _keys(secret: bytes, nonces: bytes, me: bytes, other: bytes) -> tuple[bytes, bytes]:
+    return _derived(secret, b"key " + me + nonces), _derived(secret, b"key " + other + nonces)
+
+
+def _packed(
+    kind: FrameKind, content: dict[str, Any], payload_bytes: int, sequence: int, key: bytes
+) -> tuple[bytes, bytes]:
+    """Return a frame's header, and all of the frame before its payload. Raises ValueError if it is too large."""
+    text = json.dumps(content, separators=(",", ":")).encode()
+    if len(text) > MAX_JSON_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"a frame of {len(text)} + {payload_bytes} bytes is too large")
+    header = _HEADER.pack(_MAGIC, kind, len(text), payload_bytes, sequence)
+    return header, header + _tag(key, header + text) + text
+
+
+def _lengths(head: bytes, max_json: int, max_payload: int) -> tuple[int, int]:
+    magic, _, json_bytes, payload_bytes, _ = _HEADER.unpack_from(head)
+    if magic != _MAGIC and (magic ^ _MAGIC) & 0xFFFFFF == 0:
+        raise CorruptHeaderError("the other side is of another release of thinwire: install the same one on all hosts")
+    if magic != _MAGIC or json_bytes > max_json or payload_bytes > max_payload:
+        raise CorruptHeaderError("not a frame of this protocol, or a length beyond its limits")
+    return json_bytes, payload_bytes
+
+
+def _opened(data: bytes, key: bytes, sequence: int, descriptors: tuple[int, ...] = ()) -> Frame:
+    """Return the frame. Raises CorruptMessageError unless it has the tag and the place that it should have."""
+    header, text = data[: _HEADER.size], data[_HEADER.size + _TAG_BYTES :]
+    _, kind, _, payload_bytes, number = _HEADER.unpack(header)
+    tag = data[_HEADER.size : _HEADER.size + _TAG_BYTES]
+    if not hmac.compare_digest(tag, _tag(key, header + text)) or number != sequence:
+        raise CorruptHeaderError("a frame was altered, forged, or is out of order")
+    if kind not in list(FrameKind) or (kind == FrameKind.GREETING) is not (key == b""):
+        raise CorruptHeaderError(f"a frame of kind {kind} in the wrong place")
+    content = parse_json(text)
+    if not isinstance(content, dict):
+        raise CorruptMessageError("a frame's JSON is not an object")
+    return Frame(FrameKind(kind), content, payload_bytes, header, descriptors)
+
+
+def _tag(key: bytes, data: bytes) -> bytes:
+    return hmac.digest(key, data, "sha256")[:_TAG_BYTES]
+
+
+def _hashed(payload: bytes | memoryview) -> list[Future[bytes]]:
+    """Start to hash a payload, which must stay as it is until the results are there."""
+    with memoryview(payload) as view:
+        slices = [view[start : start + _HASH_BYTES] for start in range(0, len(view), _HASH_BYTES)]
+    return [digest_pool().submit(_sha256, part) for part in slices]
+
+
+def _sha256(part: memoryview) -> bytes:
+    with part:
+        return hashlib.sha256(part).digest()
+
+
+def _payload_tag(key: bytes, header: bytes, hashes: list[Future[bytes]]) -> bytes:
+    return _tag(key, b"payload" + header + b"".join(each.result() for each in hashes))

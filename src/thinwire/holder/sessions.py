@@ -264,6 +264,17 @@ class TrainerSession(Session):
         versions = self.store.verified(get(request, "run_id", str, 1, 256), get(request, "verify", bool))
         return Reply({"versions": [version.to_json() for version in versions]})
 
+    def look(self, request: dict[str, Any], _: bytes) -> Reply:
+        try:
+            connection = self.holder.call(get(request, "source", str, 1, 300))
+            try:
+                asked = {"run_id": get(request, "run_id", str, 1, 256)}
+                return Reply({"versions": get(connection.request("inventory", asked).json, "versions", list)})
+            finally:
+                connection.close()
+        except LostPeerError as error:  # of the other holder, not of this trainer
+            raise ThinwireError(f"holder {request['source']}: {error}") from error
+
     def fetch(self, request: dict[str, Any], _: bytes) -> Reply:
         version, source = Version.from_json(get(request, "version", dict)), get(request, "source", str, 1, 300)
         if self.store.verify(version):
@@ -349,8 +360,8 @@ class TrainerSession(Session):
 
     operations: ClassVar[dict[str, Operation]] = {
         "hello": hello, "slot": slot, "publish": publish, "abandon": abandon, "status": status,
-        "inventory": inventory, "fetch": fetch, "keep": keep, "open": open, "close": close, "forget": forget,
-        "holder_status": holder_status, "reload": reload, "stop": stop,
+        "inventory": inventory, "look": look, "fetch": fetch, "keep": keep, "open": open, "close": close,
+        "forget": forget, "holder_status": holder_status, "reload": reload, "stop": stop,
     }  # fmt: skip
 
 
@@ -410,7 +421,13 @@ class PeerSession(Session):
             self.connection.receive(first_seconds=self.holder.config.times.timeout_seconds)  # then the slot may change
         self.holder.note_served(manifest.payload_bytes, time.monotonic() - started)
 
-    operations: ClassVar[dict[str, Operation]] = {"register": register, "receive": receive, "read": read}
+    def inventory(self, request: dict[str, Any], _: bytes) -> Reply:
+        versions = self.store.verified(get(request, "run_id", str, 1, 256), verify=False)  # whoever reads one does it
+        return Reply({"versions": [version.to_json() for version in versions]})
+
+    operations: ClassVar[dict[str, Operation]] = {
+        "register": register, "receive": receive, "read": read, "inventory": inventory,
+    }  # fmt: skip
 
 
 def _order(keep: Any) -> tuple[int, int] | None:

@@ -17,4 +17,4 @@ def welcome(connection: Connection, secret: bytes) -> None:
             sock.sendall(handshake.feed(data))
     except OSError as error:
         raise LostPeerError(f"the caller is lost: {error}") from error
-    connection._trust(handshake.keys, 1, 2)
+    connection._trust(handshake.tags, 1, 2)

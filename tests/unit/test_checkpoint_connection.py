@@ -67,7 +67,7 @@ def test_a_payload_that_trickles_in_is_complete_and_the_next_frame_comes(
     sending.start()
     frame = called.receive()
     into = bytearray(frame.payload_bytes)
-    called.read_piece(frame, memoryview(into))()
+    called.read_piece(frame, memoryview(into))
     assert into == payload
     assert called.receive().json == {"n": 2}
     sending.join()
@@ -92,7 +92,7 @@ def test_the_kernel_counts_what_was_acknowledged(pair: tuple[Connection, Connect
     before, _ = caller.tcp_counts
     caller.send(FrameKind.DATA, {}, bytes(100_000))
     frame = called.receive()
-    called.read_piece(frame, memoryview(bytearray(frame.payload_bytes)))()
+    called.read_piece(frame, memoryview(bytearray(frame.payload_bytes)))
     wait_until(lambda: caller.tcp_counts[0] - before >= 100_000)
     after, seconds = caller.tcp_counts
     assert 100_000 <= after - before < 101_000, "payload, header and JSON"

@@ -2,8 +2,8 @@
 
     [magic u32][kind u8][json length u32][payload length u64][sequence u64][tag 16 bytes] json [payload][tag 16 bytes]
 
-Both sides prove that they know the run's secret before anything else is said. From then on the tags are HMAC-SHA256
-under a key of this connection and direction: the first of header and JSON, the second of header and payload. So
+Both sides prove that they know the run's secret before anything else is said. From then on the tags are made under a
+key of this connection and direction: the first of header and JSON, the second of the payload and its place. So
 nothing can be forged, replayed or moved. Nothing is encrypted, except by TLS.
 """
 
@@ -18,24 +18,23 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerError, PeerError, ThinwireError
-from thinwire.holder.slots import digest_pool, parse_json
+from thinwire.holder.mac import TAG_BYTES, Tags, macs
+from thinwire.holder.slots import parse_json
 from thinwire.holder.version import field
 
 _HEADER = struct.Struct("<IBIQQ")
 _MAGIC = 0x32465754  # TWF2
-_TAG_BYTES = 16
-_HASH_BYTES = 1 << 20  # of a payload for each thread; SHA-256 takes 0.6 ms for it
 _TCP_COUNTS, _TCP_COUNTS_OFFSET = struct.Struct("<Q40xQ"), 120  # tcpi_bytes_acked, tcpi_busy_time of <linux/tcp.h>
 _TCP_INFO_BYTES = 232
 _WAKE_BYTES = 128 << 10  # a link that brings less within the timeout counts as dead
 _STRANGER_JSON_BYTES = 4096  # from a side that has not yet proven its secret
+_NONCE_DIGITS = 32
 MAX_JSON_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 64 << 20
 HANDSHAKE_SECONDS = 5.0
@@ -67,7 +66,7 @@ class Frame:
     kind: FrameKind
     json: dict[str, Any]
     payload_bytes: int
-    header: bytes
+    number: int
     descriptors: tuple[int, ...] = ()
 
 
@@ -80,28 +79,29 @@ class Handshake:
     def __init__(self, secret: bytes) -> None:
         self._secrets, self._nonce = secret.splitlines(), os.urandom(16).hex()
         self._nonces, self._data, self._number = b"", b"", 0
-        self.wanted = _HEADER.size + _TAG_BYTES
-        self.keys = b"", b""
+        self.wanted = _HEADER.size + TAG_BYTES
+        self.tags = Tags(), Tags()
 
     def feed(self, data: bytes) -> bytes:
         """Return what to answer, if anything. Raises CorruptMessageError, PeerError if no secret is proven."""
         self._data += data
         self.wanted -= len(data)
-        if not self.wanted and len(self._data) == _HEADER.size + _TAG_BYTES:
+        if not self.wanted and len(self._data) == _HEADER.size + TAG_BYTES:
             self.wanted = _lengths(self._data, _STRANGER_JSON_BYTES, 0)[0]
         if self.wanted:
             return b""
-        greeting, self._data = _opened(self._data, b"", self._number).json, b""
+        greeting, self._data = _opened(self._data, Tags(), self._number).json, b""
         self._number += 1
         if self._number == 1:
-            self._nonces = (_nonce(greeting) + self._nonce).encode()
-            self.wanted = _HEADER.size + _TAG_BYTES
+            mac = next((mac for mac in macs() if mac in field(greeting, "macs", list, 1, 8)), "")
+            self._nonces = (_nonce(greeting) + self._nonce + mac).encode()
+            self.wanted = _HEADER.size + TAG_BYTES
             proofs = [_proof(secret, b"listener", self._nonces) for secret in self._secrets]
-            return _packed(FrameKind.GREETING, {"nonce": self._nonce, "proofs": proofs}, 0, 0, b"")[1]
+            return _packed(FrameKind.GREETING, {"nonce": self._nonce, "mac": mac, "proofs": proofs}, 0, 0, Tags())
         proof = field(greeting, "proof", str, 64, 64)
         for secret in self._secrets:
             if hmac.compare_digest(_proof(secret, b"caller", self._nonces), proof):
-                self.keys = _keys(secret, self._nonces, b"listener", b"caller")
+                self.tags = _tags(secret, self._nonces, b"listener", b"caller")
                 return b""
         raise PeerError("a caller has another secret")
 
@@ -119,12 +119,12 @@ class Connection:
     ) -> None:
         self._socket, self._timeout_seconds, self.peer = sock, timeout_seconds, peer
         self._take_descriptors, self._is_tls = take_descriptors, hasattr(sock, "cipher")
-        self._send_key = self._receive_key = b""
+        self._send_tags = self._receive_tags = Tags()
         self._sent = self._received = 0
         self._max_json, self._max_payload = _STRANGER_JSON_BYTES, 0
         self._deadline: float | None = None  # for the whole handshake
         if handshake is not None:
-            self._trust(handshake.keys, 1, 2)
+            self._trust(handshake.tags, 1, 2)
         sock.settimeout(timeout_seconds)
 
     def greet(self, secret: bytes, seconds: float = HANDSHAKE_SECONDS) -> None:
@@ -134,23 +134,26 @@ class Connection:
         """
         self._deadline = time.monotonic() + seconds
         mine = os.urandom(16).hex()
-        self.send(FrameKind.GREETING, {"nonce": mine})
+        self.send(FrameKind.GREETING, {"nonce": mine, "macs": macs()})
         try:
             answer = self.receive(first_seconds=seconds).json
         except LostPeerError as error:
             raise LostPeerError(
                 f"{error}, in the handshake: the log of the other side may say why (too many callers, another release)"
             ) from error
-        nonces, proofs = (mine + _nonce(answer)).encode(), field(answer, "proofs", list, 0, 64)
+        mac, proofs = field(answer, "mac", str, 0, 8), field(answer, "proofs", list, 0, 64)
+        if mac not in macs():
+            raise PeerError(f"the other side can make no tags of {' or '.join(macs())}")
+        nonces = (mine + _nonce(answer) + mac).encode()
         proven = (s for s in secret.splitlines() if _proof(s, b"listener", nonces) in proofs)
         if (common := next(proven, None)) is None:
             raise PeerError("the holder has another secret: give the same secret file, or THINWIRE_SECRET, to all")
         self.send(FrameKind.GREETING, {"proof": _proof(common, b"caller", nonces)})
-        self._trust(_keys(common, nonces, b"caller", b"listener"), 2, 1)
+        self._trust(_tags(common, nonces, b"caller", b"listener"), 2, 1)
         self._deadline = None
 
-    def _trust(self, keys: tuple[bytes, bytes], sent: int, received: int) -> None:
-        (self._send_key, self._receive_key), self._sent, self._received = keys, sent, received
+    def _trust(self, tags: tuple[Tags, Tags], sent: int, received: int) -> None:
+        (self._send_tags, self._receive_tags), self._sent, self._received = tags, sent, received
         self._max_json, self._max_payload = MAX_JSON_BYTES, MAX_PAYLOAD_BYTES
 
     def send(
@@ -161,7 +164,7 @@ class Connection:
         descriptors: tuple[int, ...] = (),
     ) -> None:
         """Send a frame. Raises LostPeerError if the other side is gone, or accepts nothing within the timeout."""
-        header, data = _packed(kind, content or {}, len(payload), self._sent, self._send_key)
+        data = _packed(kind, content or {}, len(payload), self._sent, self._send_tags)
         with self._lost_peer("send"):
             self._socket.settimeout(self._timeout_seconds)
             if descriptors:
@@ -170,21 +173,25 @@ class Connection:
             self._socket.sendall(data)
             if len(payload):
                 self._socket.sendall(payload)
-                self._socket.sendall(_payload_tag(self._send_key, header, _hashed(payload)))
+                self._socket.sendall(self._send_tags.of_payload(self._sent, payload))
             self._sent += 1
 
     def send_piece(self, descriptor: int, offset: int, piece: memoryview) -> None:
-        """Send bytes of a version from the file in which they are at ``offset``, hashed by other threads meanwhile."""
-        header, data = _packed(FrameKind.DATA, {}, len(piece), self._sent, self._send_key)
-        hashes = _hashed(piece)
+        """Send a piece of a version from the file in which it is at ``offset``, without a copy in between.
+
+        The kernel reads the file until the other side has received it: it must stay as it is until that has answered.
+        """
+        data = _packed(FrameKind.DATA, {}, len(piece), self._sent, self._send_tags)
         with self._lost_peer("send"):
             self._socket.settimeout(self._timeout_seconds)
-            self._socket.sendall(data, 0 if self._is_tls else socket.MSG_MORE)
+            tag = self._send_tags.of_payload(self._sent, piece)
             if self._is_tls:
+                self._socket.sendall(data)
                 self._socket.sendall(piece)
             else:
+                self._socket.sendall(data, socket.MSG_MORE)
                 self._send_file(descriptor, offset, len(piece))
-            self._socket.sendall(_payload_tag(self._send_key, header, hashes))
+            self._socket.sendall(tag)
             self._sent += 1
 
     def _send_file(self, descriptor: int, offset: int, num_bytes: int) -> None:
@@ -211,9 +218,9 @@ class Connection:
                 self._socket.settimeout(first_seconds)
                 first, descriptors = self._first_byte()
                 self._socket.settimeout(self._timeout_seconds)
-            head = first + self._read(_HEADER.size + _TAG_BYTES - 1)
+            head = first + self._read(_HEADER.size + TAG_BYTES - 1)
             text = self._read(_lengths(head, self._max_json, self._max_payload)[0])
-            frame = _opened(head + text, self._receive_key, self._received, descriptors)
+            frame = _opened(head + text, self._receive_tags, self._received, descriptors)
             self._received += 1
             return frame
         except BaseException:
@@ -239,24 +246,20 @@ class Connection:
         data = bytearray(frame.payload_bytes)
         if data:
             with memoryview(data) as view:
-                self.read_piece(frame, view)()
+                self.read_piece(frame, view)
         return bytes(data)
 
-    def read_piece(self, frame: Frame, view: memoryview) -> Callable[[], None]:
-        """Read a frame's payload straight into shared memory; other threads hash it.
+    def read_piece(self, frame: Frame, view: memoryview) -> None:
+        """Read a frame's payload straight into shared memory.
 
-        Call the result before the bytes are used: it waits for the hashes, closes the connection and raises
-        CorruptHeaderError if they are not what the sender sent in this place of this conversation.
+        Raises CorruptHeaderError, and closes the connection, if it is not what the other side sent in this place of
+        this conversation; then the bytes must not be used.
         """
         self._read_into(view)
-        tag, hashes = self._read(_TAG_BYTES), _hashed(view)
-
-        def check() -> None:
-            if not hmac.compare_digest(tag, _payload_tag(self._receive_key, frame.header, hashes)):
-                self.close()
-                raise CorruptHeaderError("a payload was altered or forged on the way here")
-
-        return check
+        tag = self._read(TAG_BYTES)
+        if not hmac.compare_digest(tag, self._receive_tags.of_payload(frame.number, view)):
+            self.close()
+            raise CorruptHeaderError("a payload was altered or forged on the way here")
 
     def _read_into(self, view: memoryview) -> None:
         done, is_large = 0, len(view) > _WAKE_BYTES and not self._is_tls  # TLS has read ahead what poll waits for
@@ -348,7 +351,7 @@ class Connection:
 
 
 def _nonce(content: dict[str, Any]) -> str:
-    return field(content, "nonce", str, 32, 32)
+    return field(content, "nonce", str, _NONCE_DIGITS, _NONCE_DIGITS)
 
 
 def _proof(secret: bytes, who: bytes, nonces: bytes) -> str:
@@ -360,19 +363,18 @@ def _derived(secret: bytes, purpose: bytes) -> bytes:
     return hmac.digest(hashlib.sha256(secret).digest(), purpose, "sha256")
 
 
-def _keys(secret: bytes, nonces: bytes, me: bytes, other: bytes) -> tuple[bytes, bytes]:
-    return _derived(secret, b"key " + me + nonces), _derived(secret, b"key " + other + nonces)
+def _tags(secret: bytes, nonces: bytes, me: bytes, other: bytes) -> tuple[Tags, Tags]:
+    mac = nonces[2 * _NONCE_DIGITS :].decode()
+    return Tags(_derived(secret, b"key " + me + nonces), mac), Tags(_derived(secret, b"key " + other + nonces), mac)
 
 
-def _packed(
-    kind: FrameKind, content: dict[str, Any], payload_bytes: int, sequence: int, key: bytes
-) -> tuple[bytes, bytes]:
-    """Return a frame's header, and all of the frame before its payload. Raises ValueError if it is too large."""
+def _packed(kind: FrameKind, content: dict[str, Any], payload_bytes: int, number: int, tags: Tags) -> bytes:
+    """Return all of a frame but its payload. Raises ValueError if it is too large."""
     text = json.dumps(content, separators=(",", ":")).encode()
     if len(text) > MAX_JSON_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
         raise ValueError(f"a frame of {len(text)} + {payload_bytes} bytes is too large")
-    header = _HEADER.pack(_MAGIC, kind, len(text), payload_bytes, sequence)
-    return header, header + _tag(key, header + text) + text
+    header = _HEADER.pack(_MAGIC, kind, len(text), payload_bytes, number)
+    return header + tags.of_frame(header + text) + text
 
 
 def _lengths(head: bytes, max_json: int, max_payload: int) -> tuple[int, int]:
@@ -384,36 +386,16 @@ def _lengths(head: bytes, max_json: int, max_payload: int) -> tuple[int, int]:
     return json_bytes, payload_bytes
 
 
-def _opened(data: bytes, key: bytes, sequence: int, descriptors: tuple[int, ...] = ()) -> Frame:
+def _opened(data: bytes, tags: Tags, number: int, descriptors: tuple[int, ...] = ()) -> Frame:
     """Return the frame. Raises CorruptMessageError unless it has the tag and the place that it should have."""
-    header, text = data[: _HEADER.size], data[_HEADER.size + _TAG_BYTES :]
-    _, kind, _, payload_bytes, number = _HEADER.unpack(header)
-    tag = data[_HEADER.size : _HEADER.size + _TAG_BYTES]
-    if not hmac.compare_digest(tag, _tag(key, header + text)) or number != sequence:
+    header, text = data[: _HEADER.size], data[_HEADER.size + TAG_BYTES :]
+    _, kind, _, payload_bytes, place = _HEADER.unpack(header)
+    tag = data[_HEADER.size : _HEADER.size + TAG_BYTES]
+    if not hmac.compare_digest(tag, tags.of_frame(header + text)) or place != number:
         raise CorruptHeaderError("a frame was altered, forged, or is out of order")
-    if kind not in list(FrameKind) or (kind == FrameKind.GREETING) is not (key == b""):
+    if kind not in list(FrameKind) or (kind == FrameKind.GREETING) is tags.is_trusted:
         raise CorruptHeaderError(f"a frame of kind {kind} in the wrong place")
     content = parse_json(text)
     if not isinstance(content, dict):
         raise CorruptMessageError("a frame's JSON is not an object")
-    return Frame(FrameKind(kind), content, payload_bytes, header, descriptors)
-
-
-def _tag(key: bytes, data: bytes) -> bytes:
-    return hmac.digest(key, data, "sha256")[:_TAG_BYTES]
-
-
-def _hashed(payload: bytes | memoryview) -> list[Future[bytes]]:
-    """Start to hash a payload, which must stay as it is until the results are there."""
-    with memoryview(payload) as view:
-        slices = [view[start : start + _HASH_BYTES] for start in range(0, len(view), _HASH_BYTES)]
-    return [digest_pool().submit(_sha256, part) for part in slices]
-
-
-def _sha256(part: memoryview) -> bytes:
-    with part:
-        return hashlib.sha256(part).digest()
-
-
-def _payload_tag(key: bytes, header: bytes, hashes: list[Future[bytes]]) -> bytes:
-    return _tag(key, b"payload" + header + b"".join(each.result() for each in hashes))
+    return Frame(FrameKind(kind), content, payload_bytes, number, descriptors)

@@ -21,10 +21,8 @@ from thinwire.holder.store import Holding, Shard, Store
 from thinwire.holder.version import Manifest, Version, field
 
 PIECE_BYTES = 1 << 20  # what was granted and is not yet sent can be revoked
-RECOVERY_PIECE_BYTES = 4 << 20  # whose parts are hashed by several threads
 _BACKOFF_SECONDS = (0.1, 2.0)
 _RATE_VERSIONS = 4  # a speed is over that many versions: the speed of a link varies
-_UNCHECKED_PIECES = 8  # that may have arrived while the hash of the first of them is awaited
 _IDLE_SECONDS = 1.0  # between looks at whether an idle peer is still there
 
 
@@ -121,7 +119,6 @@ def receive_payload(connection: Connection, slot: Slot, manifest: Manifest, idle
     """
     done, checked = 0, 0
     checks: list[Future[int]] = []
-    pieces: deque[Callable[[], None]] = deque()
     with slot.payload(manifest.payload_bytes) as payload, contextlib.ExitStack() as chunks:
         try:
             while done < manifest.payload_bytes:
@@ -129,17 +126,13 @@ def receive_payload(connection: Connection, slot: Slot, manifest: Manifest, idle
                 if frame.kind != FrameKind.DATA or not 0 < frame.payload_bytes <= manifest.payload_bytes - done:
                     raise ThinwireError(f"expected the next bytes of a version, got {frame.kind.name}")
                 with payload[done : done + frame.payload_bytes] as piece:
-                    pieces.append(connection.read_piece(frame, piece))
+                    connection.read_piece(frame, piece)
                 done += frame.payload_bytes
                 reach("receive", manifest.shard.owner, manifest.step)
                 while checked < done and (done - checked >= manifest.chunk_bytes or done == manifest.payload_bytes):
                     chunk = chunks.enter_context(payload[checked : min(done, checked + manifest.chunk_bytes)])
                     checks.append(digest_pool().submit(zlib.crc32, chunk))
                     checked += len(chunk)
-                while len(pieces) > _UNCHECKED_PIECES:
-                    pieces.popleft()()
-            for check in pieces:
-                check()
         except BaseException:
             connection.close()
             raise
@@ -369,10 +362,10 @@ def send_payload(
 
     The kernel sends from the slot itself, so it must not be overwritten before the other side has answered.
     """
-    done, most = 0, RECOVERY_PIECE_BYTES if take is None else PIECE_BYTES
+    done = 0
     with slot.payload(manifest.payload_bytes) as payload:
         while done < manifest.payload_bytes:
-            count = min(most, manifest.payload_bytes - done)
+            count = min(PIECE_BYTES, manifest.payload_bytes - done)
             if take is not None and (count := take(count)) == 0:
                 return False
             with payload[done : done + count] as piece:

@@ -132,8 +132,8 @@ def config_of(options: dict[str, Any]) -> Any:
     from thinwire.holder.server import HolderConfig
 
     path, secret_file = Path(options["socket"]), options["secret_file"]
-    files = tuple(options.get(name) for name in ("tls_cert", "tls_key", "tls_ca"))
-    if any(files) and not all(files):
+    certificate, key, authority = (options.get(name) or "" for name in ("tls_cert", "tls_key", "tls_ca"))
+    if any((certificate, key, authority)) and not all((certificate, key, authority)):
         raise ValueError("TLS needs all three of --tls-cert, --tls-key and --tls-ca")
     is_file = secret_file is not None or not os.environ.get(SECRET_VARIABLE)
     return HolderConfig(
@@ -146,7 +146,7 @@ def config_of(options: dict[str, Any]) -> Any:
         drain_seconds=options["drain_seconds"],
         reload_secret=partial(load_secret, path, secret_file) if is_file else None,
         generated_secret=_generated(path) if is_file and secret_file is None else None,
-        tls=files if all(files) else None,
+        tls=(certificate, key, authority) if certificate else None,
         metrics=options.get("metrics"),
     )
 

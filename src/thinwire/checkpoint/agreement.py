@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from thinwire.checkpoint.copier import copy_of
 from thinwire.checkpoint.dcp.tier import PersistentTier
-from thinwire.checkpoint.group import least
+from thinwire.checkpoint.group import failures_of, least
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices
@@ -48,6 +48,7 @@ class Turn:
         registers: whether all ranks have to call `Agreement.register` first.
         persists: whether the version also goes to the disk.
         stride: multiples of ``every`` until the next checkpoint; 0 if that is to be tried again at once.
+        raises: error for `Checkpointer.step` to raise, on all ranks.
     """
 
     skipped: str = ""
@@ -55,13 +56,15 @@ class Turn:
     registers: bool = False
     persists: bool = False
     stride: int = 0
+    raises: Exception | None = None
 
 
 class Agreement:
     """Agreement of the ranks over their group, and this rank's holder; for one thread at a time.
 
     ``keep`` is the newest step that all ranks have everywhere, ``attempt`` the number of this start of the run,
-    ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``status`` is the holder's last answer.
+    ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``refusal`` one that does not pass by
+    itself, which all ranks raise; ``status`` is the holder's last answer.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Agreement:
     ) -> None:
         self._registration, self._group, self._tier, self._pacer = registration, group, tier, pacer
         self._notices, self._governor = notices, governor or Governor()
-        self.keep, self.attempt, self.obstacle = -1, -1, ""
+        self.keep, self.attempt, self.obstacle, self.refusal = -1, -1, "", ""
         self.status: dict[str, Any] = {}
         self._register_at, self._offered_until = 0, 0
         self._reconnecting: threading.Thread | None = None
@@ -103,8 +106,11 @@ class Agreement:
         obstacle, replicated, free = self._look()
         registered = self._registration.registered
         due = self._tier is not None and self._tier.is_due()
-        votes = [not obstacle, registered, replicated, free, due, -self._governor.stride]
-        ready, registered, keep, free, due, stride = least(votes, self._group)
+        refusal, votes = self.refusal, [not obstacle, registered, replicated, free, due, -self._governor.stride]
+        storable, ready, registered, keep, free, due, stride = least([not refusal, *votes], self._group)
+        if not storable:
+            failed = failures_of(refusal, self._group)
+            return Turn(failed, raises=ValueError(f"the state cannot be stored, so there are no checkpoints: {failed}"))
         self.keep = max(self.keep, keep)
         if not ready:
             return self._skip(step, obstacle or "another rank cannot make one")

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.errors import CorruptMessageError, ThinwireError
+from thinwire.errors import CorruptMessageError, LostPeerError, ThinwireError
 from thinwire.holder.faultpoint import reach
 from thinwire.holder.frames import HANDSHAKE_SECONDS, Connection, FrameKind
 from thinwire.holder.slots import Slot, digest_pool
@@ -187,8 +187,9 @@ class Replicator:
         self._stopping.set()
         with self._store.changed:
             self._store.changed.notify_all()
-        if self._connection is not None:
-            self._connection.close()
+        if self._connection is None:
+            return  # it may be calling a host that is lost: a trainer that starts again must not wait for that
+        self._connection.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(self._times.timeout_seconds)
 
@@ -261,6 +262,9 @@ class Replicator:
             connection.close()
             raise
         with self._store.changed:
+            if self._stopping.is_set():
+                connection.close()
+                raise LostPeerError("it is stopped")
             self._held, self._connection = held, connection
             self._store.changed.notify_all()
 

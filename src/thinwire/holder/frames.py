@@ -31,6 +31,7 @@ from thinwire.holder.version import field
 _HEADER = struct.Struct("<IBIQQ")
 _MAGIC = 0x32465754  # TWF2
 _TCP_COUNTS, _TCP_COUNTS_OFFSET = struct.Struct("<Q40xQ"), 120  # tcpi_bytes_acked, tcpi_busy_time of <linux/tcp.h>
+_TCP_MIN_RTT, _TCP_MIN_RTT_OFFSET = struct.Struct("<I"), 148  # tcpi_min_rtt
 _TCP_INFO_BYTES = 232
 _WAKE_BYTES = 128 << 10  # a link that brings less within the timeout counts as dead
 _STRANGER_JSON_BYTES = 4096  # from a side that has not yet proven its secret
@@ -299,6 +300,14 @@ class Connection:
             acknowledged, busy_microseconds = _TCP_COUNTS.unpack_from(counts, _TCP_COUNTS_OFFSET)
             return acknowledged, busy_microseconds * 1e-6
         return 0, 0.0
+
+    @property
+    def latency_seconds(self) -> float:
+        """Least time from a segment to its acknowledgement, of the last 5 minutes by the kernel; 0 if unknown."""
+        with contextlib.suppress(OSError, struct.error):
+            counts = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            return float(_TCP_MIN_RTT.unpack_from(counts, _TCP_MIN_RTT_OFFSET)[0] % (2**32 - 1)) * 1e-6
+        return 0.0
 
     @property
     def lost(self) -> bool:

@@ -237,6 +237,7 @@ class Replicator:
         (acknowledged, seconds), rate = self._counts(), self.bytes_per_second()
         return {
             "connected": self._connection is not None,
+            "latency_seconds": self._connection.latency_seconds if self._connection is not None else 0.0,
             "bytes_sent": self.bytes_sent,
             "bytes_acknowledged": acknowledged,
             "seconds_sending": round(seconds, 6),

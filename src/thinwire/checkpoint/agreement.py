@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from thinwire.checkpoint.copier import copy_of
 from thinwire.checkpoint.dcp.tier import PersistentTier
-from thinwire.checkpoint.group import least
+from thinwire.checkpoint.group import failures_of, least
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.registration import Registration
@@ -45,19 +45,22 @@ class Turn:
         writer: writer of the slot of this rank.
         registers: whether all ranks have to call `Agreement.register` first.
         persists: whether the version also goes to the disk.
+        raises: error for `Checkpointer.step` to raise, on all ranks.
     """
 
     skipped: str = ""
     writer: SlotWriter | None = None
     registers: bool = False
     persists: bool = False
+    raises: Exception | None = None
 
 
 class Agreement:
     """Agreement of the ranks over their group, and this rank's holder; for one thread at a time.
 
     ``keep`` is the newest step that all ranks have everywhere, ``attempt`` the number of this start of the run,
-    ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``status`` is the holder's last answer.
+    ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``refusal`` one that does not pass by
+    itself, which all ranks raise; ``status`` is the holder's last answer.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Agreement:
     ) -> None:
         self._registration, self._group, self._tier, self._pacer = registration, group, tier, pacer
         self._notices = notices
-        self.keep, self.attempt, self.obstacle = -1, -1, ""
+        self.keep, self.attempt, self.obstacle, self.refusal = -1, -1, "", ""
         self.status: dict[str, Any] = {}
         self._register_at = 0
         self._reconnecting: threading.Thread | None = None
@@ -95,7 +98,11 @@ class Agreement:
         obstacle, replicated, free = self._look()
         registered = self._registration.registered
         due = self._tier is not None and self._tier.is_due()
-        ready, registered, keep, free, due = least([not obstacle, registered, replicated, free, due], self._group)
+        refusal, votes = self.refusal, [not obstacle, registered, replicated, free, due]
+        storable, ready, registered, keep, free, due = least([not refusal, *votes], self._group)
+        if not storable:
+            failed = failures_of(refusal, self._group)
+            return Turn(failed, raises=ValueError(f"the state cannot be stored, so there are no checkpoints: {failed}"))
         self.keep = max(self.keep, keep)
         if not ready:
             return self._skip(step, obstacle or "another rank cannot make one")

@@ -32,12 +32,36 @@ def room_bytes(payload_bytes: int) -> int:
     return max(1, -(-payload_bytes // GRANULE_BYTES)) * GRANULE_BYTES
 
 
-def peers_of(rank: int, holders: Sequence[str], replicas: int) -> list[str]:
-    """Return the addresses of the holders that get a copy of a rank's shard. Ranks with one holder are one machine."""
+def places_of(holders: Sequence[str], replicas: int, domains: Sequence[str] | None = None) -> list[list[str]]:
+    """Return for each rank the addresses of the holders of its shard, its own first. Ranks with one holder are one
+    machine.
+
+    Args:
+        holders: for each rank, the address of its host's holder.
+        replicas: copies of each shard, including its own.
+        domains: for each rank, the failure domain of its host.
+    """
     ranks_of: dict[str, list[int]] = {}
-    for other, holder in enumerate(holders):
-        ranks_of.setdefault(holder, []).append(other)
-    return [holders[peer] for peer in replicas_of_ranks(list(ranks_of.values()), replicas)[rank][1:]]
+    for rank, holder in enumerate(holders):
+        ranks_of.setdefault(holder, []).append(rank)
+    machines = list(ranks_of.values())
+    labels = None if domains is None else [domains[ranks[0]] for ranks in machines]
+    return [[holders[peer] for peer in peers] for peers in replicas_of_ranks(machines, replicas, labels)]
+
+
+def placed_at(holder: str, holders: Sequence[str], replicas: int, domains: Sequence[str] | None = None) -> list[int]:
+    """Return the ranks whose shards are placed at a holder: those of its own host, and those that it keeps for others.
+
+    Example:
+        >>> placed_at("b:1", ["a:1", "b:1", "c:1", "d:1"], replicas=2)
+        [0, 1]
+    """
+    return [rank for rank, places in enumerate(places_of(holders, replicas, domains)) if holder in places]
+
+
+def peers_of(rank: int, holders: Sequence[str], replicas: int, domains: Sequence[str] | None = None) -> list[str]:
+    """Return the addresses of the holders that get a copy of a rank's shard."""
+    return places_of(holders, replicas, domains)[rank][1:]
 
 
 class Registration:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import threading
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from thinwire.holder.version import Manifest, ShardId, Version, field, topology_
 
 DEFAULT_LAYOUT_BYTES = 1 << 20
 _SLOW_SECONDS = 600.0  # for requests that read or move whole versions
+_LOOK_SECONDS = 30.0  # for what the holder asks of another one first
 
 
 class SlotWriter:
@@ -228,6 +230,68 @@ class HolderClient:
         """
         return self.request("fetch", {"version": version.to_json(), "source": source}, seconds=_SLOW_SECONDS)
 
+    def prefetch(
+        self, run_id: str, owners: Collection[int], world_size: int, addresses: Iterable[str]
+    ) -> dict[str, Any]:
+        """Bring the shards of ``owners`` to this host, of the newest step that the holders have whole among them.
+
+        It rebuilds copies while no trainer runs: on a host that has just joined, or on any other after a host was lost
+        for good. Call it on each host, in any order; it needs no `hello`. What is here already is not moved again. It
+        takes free memory only: nothing is evicted, and what does not fit is left to the next `restore`, which finds
+        what was brought. A trainer may restore at the same time: of two who fetch one version, one waits for the other.
+
+        Args:
+            run_id: the run.
+            owners: ranks whose shards are placed on this host: those of `thinwire.checkpoint.registration.placed_at`.
+            world_size: number of ranks of the run; a step is whole if the shard of each of them is somewhere.
+            addresses: addresses (``host:port``) of the holders of all hosts; one that does not answer is left out.
+
+        Returns ``step`` (None if no step is whole), ``bytes`` that were moved, and ``missing``: for each owner whose
+        shard could not be brought, why. Raises LostPeerError if the holder of this host is gone.
+
+        Example: client.prefetch("my-run", owners=[0, 3], world_size=4, addresses=["10.0.0.1:7411", "10.0.0.2:7411"])
+        """
+        copies: dict[tuple[int, int, str], dict[int, dict[str, Version]]] = {}
+        for address in ["", *addresses]:
+            for version in self._look(run_id, address):
+                of_step = copies.setdefault((version.attempt, version.step, version.shard.topology), {})
+                of_step.setdefault(version.shard.owner, {}).setdefault(address, version)
+        for order, of_step in sorted(copies.items(), reverse=True):
+            alike = all(len({version.digest for version in copy.values()}) == 1 for copy in of_step.values())
+            if alike and set(of_step) == set(range(world_size)):
+                return {"step": order[1], **self._bring({owner: of_step[owner] for owner in owners})}
+        return {"step": None, "bytes": 0, "missing": {}}
+
+    def _look(self, run_id: str, address: str) -> list[Version]:
+        """The versions of a run on this host, or on another, without comparing their bytes with digests."""
+        if not address:
+            return self.inventory(run_id, verify=False)
+        try:
+            answer = self.request("look", {"run_id": run_id, "source": address}, seconds=_LOOK_SECONDS)
+        except LostPeerError:  # this host's
+            raise
+        except (ThinwireError, ValueError):
+            return []
+        return [Version.from_json(version) for version in field(answer, "versions", list)]
+
+    def _bring(self, copies: dict[int, dict[str, Version]]) -> dict[str, Any]:
+        moved, missing = 0, {}
+        for owner, copy in sorted(copies.items()):
+            reason = ""
+            for source, version in copy.items():  # "", this host, is the first
+                if not source:
+                    break
+                try:
+                    moved += int(self.fetch(version, source)["bytes"])
+                    break
+                except LostPeerError:
+                    raise
+                except (ThinwireError, ValueError) as error:
+                    reason = str(error)
+            else:
+                missing[owner] = reason
+        return {"bytes": moved, "missing": missing}
+
     def keep(self, version: Version) -> None:
         """Mark the version of its shard from which training goes on: it is kept until a later ``keep_step`` says that a
         newer one is everywhere.
@@ -270,6 +334,13 @@ class HolderClient:
         Raises ValueError while a trainer uses one.
         """
         return field(self.request("forget", {"run_id": run_id, "topology": topology}), "shards", int)
+
+    def reload(self) -> int:
+        """Have the holder read its secret and certificates again and return the number of secrets; nothing is lost.
+
+        Raises ValueError, without any change there, if it cannot.
+        """
+        return field(self.request("reload"), "secrets", int)
 
     def stop_holder(self) -> None:
         """Ask the holder to send pending versions for a few seconds, and end. It may be gone before it answers."""

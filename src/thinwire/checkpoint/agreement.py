@@ -57,7 +57,8 @@ class Agreement:
     """Agreement of the ranks over their group, and this rank's holder; for one thread at a time.
 
     ``keep`` is the newest step that all ranks have everywhere, ``attempt`` the number of this start of the run,
-    ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``status`` is the holder's last answer.
+    ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``status`` is the holder's last answer,
+    ``payload_bytes`` the size of this rank's state: slots that are too small for it are registered anew.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Agreement:
         self._notices = notices
         self.keep, self.attempt, self.obstacle = -1, -1, ""
         self.status: dict[str, Any] = {}
+        self.payload_bytes, self._short = 0, ""
         self._register_at = 0
         self._reconnecting: threading.Thread | None = None
 
@@ -93,10 +95,14 @@ class Agreement:
     def take_turn(self, step: int) -> Turn:
         """Agree on whether to make a checkpoint of ``step``; collective, one reduction."""
         obstacle, replicated, free = self._look()
-        registered = self._registration.registered
+        registered = self._registration.has_room(self.payload_bytes)
+        safe = bool(self.status.get("safe"))
         due = self._tier is not None and self._tier.is_due()
-        ready, registered, keep, free, due = least([not obstacle, registered, replicated, free, due], self._group)
+        votes = [not obstacle, registered, replicated, free, due, safe]
+        ready, registered, keep, free, due, safe = least(votes, self._group)
         self.keep = max(self.keep, keep)
+        if safe and registered and self._registration.moving:
+            self._release()
         if not ready:
             return self._skip(step, obstacle or "another rank cannot make one")
         if not registered:
@@ -107,6 +113,12 @@ class Agreement:
             return self._skip(step, "no slot is free on all ranks: older versions are still on their way")
         writer = self._slot(step)
         return self._skip(step, "the holder gave no slot") if writer is None else Turn("", writer, False, bool(due))
+
+    def _release(self) -> None:
+        try:
+            self._registration.release()
+        except FAILURES as error:
+            self.lose(error)
 
     def register(self, step: int, payload_bytes: int) -> bool:
         """Register slots on all ranks and return whether all have them; if not, retry some steps later. Collective."""
@@ -125,8 +137,11 @@ class Agreement:
         """
         writer = turn.writer
         assert writer is not None
+        layout, registration = encoded.to_bytes(about), self._registration
+        if len(layout) > registration.layout_bytes:
+            registration.layout_bytes = 2 * len(layout)  # so there is no room, and slots are registered anew
         try:
-            writer.publish(encoded.to_bytes(about), encoded.payload_bytes, wait)
+            writer.publish(layout, encoded.payload_bytes, wait)
         except ValueError as error:
             self.abandon(writer)
             return str(error)
@@ -162,11 +177,6 @@ class Agreement:
         return self._registration.registered
 
     @property
-    def room_bytes(self) -> int | None:
-        """Capacity of one slot in bytes, or None if no slots are registered."""
-        return self._registration.room_bytes if self._registration.registered else None
-
-    @property
     def link_bytes_per_second(self) -> float | None:
         """Speed at which the last versions were sent, to all peers together; None before the first one."""
         return self.status.get("bytes_per_second")
@@ -182,6 +192,9 @@ class Agreement:
             return self.obstacle, -1, False
         try:
             self.status = registration.client.status()
+            if self.status["short"] not in ("", self._short):
+                self._short = self.status["short"]
+                self._notices.add(f"no room for checkpoints: {self._short}")
             if not self.status["free"]:
                 self._hurry(registration.client)
         except FAILURES as error:

@@ -180,6 +180,8 @@ class Cycle:
         writer, obstacle = turn.writer, self._agreement.obstacle
         if writer is None:
             return VersionRecord(self.step, skipped=turn.skipped)
+        if encoded is not None and encoded.payload_bytes > len(writer.payload):
+            obstacle = f"the state has grown beyond its slots of {len(writer.payload):,} bytes: they grow next"
         if encoded is None or obstacle:
             self._worker.submit(lambda: self._agreement.abandon(writer))
             return VersionRecord(self.step, skipped=obstacle)
@@ -195,9 +197,7 @@ class Cycle:
         encoded, obstacle = None, ""
         try:
             encoded = self._encoder.encode(self._training.capture(self.step))
-            room_bytes = self._agreement.room_bytes
-            if room_bytes is not None and encoded.payload_bytes > room_bytes:
-                obstacle = f"the state has grown beyond its slots of {room_bytes:,} bytes"
+            self._agreement.payload_bytes = encoded.payload_bytes
         except FAILURES as error:
             obstacle = str(error)
         self._agreement.obstacle = obstacle

@@ -79,7 +79,8 @@ class Registration:
         leases: whether this job must be the only one that uses the run.
 
     ``wanted`` is set by whoever chooses the versions to go back to: for each holder, the digests of those that it keeps
-    or gets. ``left`` is the topology that they are of, if it is another one. ``moving``: until `release`.
+    or gets; and ``chosen``, their attempt and step. ``left`` is the topology that they are of, if it is another one.
+    ``moving``: until `release`.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Registration:
         self._path, self._run_id, self._topology = socket_path(socket), run_id, topology
         self._domain = domain if domain is not None else os.environ.get("THINWIRE_DOMAIN", "")
         self.wanted: Mapping[str, Sequence[str]] = {}
+        self.chosen: tuple[int, int] | None = None
         self.left: str | None = None
         self.moving = False
         self._domains: list[str] | None = None
@@ -245,7 +247,7 @@ class Registration:
         if self.client is not None and self._is_first:
             topology = topology_digest(self._topology)
             placed = [ShardId(self._run_id, topology, rank) for rank in self.placed()[self.here]]
-            self.client.place(self._run_id, placed, self.wanted.get(self.here, ()), attempt)
+            self.client.place(self._run_id, placed, self.wanted.get(self.here, ()), attempt, self.chosen)
 
     def release(self) -> None:
         """Have this host free what belongs elsewhere; when all ranks know that all copies are there."""

@@ -87,6 +87,7 @@ class Restorer:
         placed = registration.placed()
         found = survey(registration.client, registration.holders, self._run_id, topology, self._group, placed)
         registration.wanted = {holder: found.choice.wanted_at(holder, placed[holder]) for holder in placed}
+        registration.chosen = None if found.choice.step is None else (found.choice.attempt, found.choice.step)
         return found
 
     def restore(self) -> Restored:
@@ -171,7 +172,7 @@ class Restorer:
             needed = {move.owner for move in moves}
             copies = [version.digest for copy in version.copies.values() for version in copy.values()]
             self._registration.wanted = dict.fromkeys(self._registration.holders, copies)
-            self._registration.left = version.topology
+            self._registration.chosen, self._registration.left = (version.attempt, version.step), version.topology
             assert self._attempt is not None
             self._registration.place(self._attempt)
             shards = ForeignShards(version, needed, self._registration, self._group, error)

@@ -305,15 +305,23 @@ class HolderClient:
         """
         self.request("join", {"run_id": run_id, "job": job})
 
-    def place(self, run_id: str, placed: Iterable[ShardId], wanted: Iterable[str], attempt: int) -> None:
+    def place(
+        self,
+        run_id: str,
+        placed: Iterable[ShardId],
+        wanted: Iterable[str],
+        attempt: int,
+        chosen: tuple[int, int] | None = None,
+    ) -> None:
         """Tell the holder which shards of a run belong here, and the digests of the versions that stay, or come, until
         `release`. All else of the run may be evicted when memory is needed.
 
         Call it once for each host, before any rank says `hello`, with what all ranks have agreed on: ``attempt`` is
-        that of the versions that they will write.
+        that of the versions that they will write, ``chosen`` the attempt and step that they go back to.
         """
         shards = [shard.to_json() for shard in placed]
-        self.request("place", {"run_id": run_id, "placed": shards, "wanted": list(wanted), "attempt": attempt})
+        content = {"run_id": run_id, "placed": shards, "wanted": list(wanted), "attempt": attempt, "chosen": chosen}
+        self.request("place", content)
 
     def release(self, run_id: str, topologies: Iterable[str]) -> None:
         """Free the shards of these topologies that are not placed here: all copies are where they belong."""

@@ -185,7 +185,8 @@ class TrainerSession(Session):
         placed = frozenset(ShardId.from_json(shard) for shard in get(request, "placed", list))
         if not all(isinstance(digest, str) for digest in wanted):
             raise CorruptMessageError("a digest is no text")
-        self.store.place(run_id, Plan(placed, frozenset(wanted), get(request, "attempt", int)))
+        chosen = _order(request.get("chosen")) or (-1, -1)
+        self.store.place(run_id, Plan(placed, frozenset(wanted), get(request, "attempt", int), chosen))
         return Reply()
 
     def release(self, request: dict[str, Any], _: bytes) -> Reply:
@@ -507,5 +508,5 @@ def _order(keep: Any) -> tuple[int, int] | None:
     if keep is None:
         return None
     if not isinstance(keep, list) or [type(part) for part in keep] != [int, int]:
-        raise CorruptMessageError("'keep' is not an attempt and a step")
+        raise CorruptMessageError("not an attempt and a step")
     return keep[0], keep[1]

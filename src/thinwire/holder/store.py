@@ -113,11 +113,13 @@ class Plan:
         wanted: digests of the versions to go back to that stay here, or come: those of ``placed``, and those that
             other hosts fetch from here. Empty once all copies are where they belong (`Store.release`).
         attempt: of the trainers that agreed; what they write is never evicted.
+        chosen: (attempt, step) to go back to. Copies of it beyond those that are wanted are evicted last.
     """
 
-    placed: frozenset[ShardId]
-    wanted: frozenset[str]
-    attempt: int
+    placed: frozenset[ShardId] = frozenset()
+    wanted: frozenset[str] = frozenset()
+    attempt: int = 0
+    chosen: tuple[int, int] = (-1, -1)
 
 
 @dataclass(eq=False)
@@ -268,7 +270,7 @@ class Store:
         return shard_id.run_id not in self.plans or shard_id in self._plan(shard_id.run_id).placed
 
     def _plan(self, run_id: str) -> Plan:
-        return self.plans.get(run_id, Plan(frozenset(), frozenset(), 0))
+        return self.plans.get(run_id, Plan())
 
     def register(self, shard_id: ShardId, size: SlotSize, evict: bool = True) -> Shard:
         """Return the shard, with room for at least that size in its slots; versions in smaller ones stay for now.
@@ -338,7 +340,8 @@ class Store:
                 old = [h for h in free if h.manifest is None or h.manifest.attempt < plan.attempt]
                 free = old if plan.wanted and len(shard.holdings) == SLOTS_PER_SHARD else []
             orders = [holding.manifest.order if holding.manifest else (-1, -1) for holding in free]
-            several = sorted(zip(orders, [shard] * len(free), free, strict=True), key=lambda each: each[0])
+            ranked = [(order == plan.chosen, order) for order in orders]
+            several = sorted(zip(ranked, [shard] * len(free), free, strict=True), key=lambda each: each[0])
             found += several[:1] if placed else several
         return [(shard, holding) for _, shard, holding in sorted(found, key=lambda each: each[0])]
 

@@ -35,8 +35,8 @@ from thinwire.lab.testbed.network import Link
 
 FIELDS = [
     "method", "hosts", "link_mbit", "state_bytes", "iteration_seconds_median", "overhead_ratio", "overhead_spread",
-    "interval_iterations", "cpu_seconds", "blocking_ms_per_gb", "wasted_seconds", "recovery_seconds_processes", "recovery_seconds_host", "recovery_link_share", "iterations_lost",
-    "restore_bitwise_equal",
+    "interval_iterations", "cpu_seconds", "blocking_ms_per_gb", "wasted_seconds", "recovery_seconds_processes",
+    "recovery_seconds_host", "recovery_link_share", "iterations_lost", "restore_bitwise_equal",
 ]  # fmt: skip
 STATE_BYTES = 2_000_000
 RECOVERY = Recovery((0.3, 0.5, 0.4), 0.9, (0.4, 1.1, 0.7), 10e6, True)
@@ -58,7 +58,7 @@ def blocks(method: str, seconds: float, blocking: float, versions: int, safe: fl
             versions,
             safe and safe * (turn + 1),
             cpu_seconds=1.0 + 0.2 * versions,
-        )  # fmt: skip
+        )
         for turn in range(2)
     ]
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from thinwire.checkpoint.copier import copy_of
 from thinwire.checkpoint.dcp.tier import PersistentTier
-from thinwire.checkpoint.group import least
+from thinwire.checkpoint.group import failures_of, least
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.registration import Registration
@@ -45,20 +45,23 @@ class Turn:
         writer: writer of the slot of this rank.
         registers: whether all ranks have to call `Agreement.register` first.
         persists: whether the version also goes to the disk.
+        raises: error for `Checkpointer.step` to raise, on all ranks.
     """
 
     skipped: str = ""
     writer: SlotWriter | None = None
     registers: bool = False
     persists: bool = False
+    raises: Exception | None = None
 
 
 class Agreement:
     """Agreement of the ranks over their group, and this rank's holder; for one thread at a time.
 
     ``keep`` is the newest step that all ranks have everywhere, ``attempt`` the number of this start of the run,
-    ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``status`` is the holder's last answer,
-    ``payload_bytes`` the size of this rank's state: slots that are too small for it are registered anew.
+    ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``refusal`` one that does not pass by
+    itself, which all ranks raise; ``status`` is the holder's last answer, ``payload_bytes`` the size of this rank's
+    state: slots that are too small for it are registered anew.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class Agreement:
     ) -> None:
         self._registration, self._group, self._tier, self._pacer = registration, group, tier, pacer
         self._notices = notices
-        self.keep, self.attempt, self.obstacle = -1, -1, ""
+        self.keep, self.attempt, self.obstacle, self.refusal = -1, -1, "", ""
         self.status: dict[str, Any] = {}
         self.payload_bytes, self._short = 0, ""
         self._register_at = 0
@@ -98,11 +101,15 @@ class Agreement:
         registered = self._registration.has_room(self.payload_bytes)
         safe = bool(self.status.get("safe"))
         due = self._tier is not None and self._tier.is_due()
-        votes = [not obstacle, registered, replicated, free, due, safe]
-        ready, registered, keep, free, due, safe = least(votes, self._group)
+        refusal, votes = self.refusal, [not obstacle, registered, replicated, free, due, safe]
+        storable, ready, registered, keep, free, due, safe = least([not refusal, *votes], self._group)
+        if not storable:
+            failed = failures_of(refusal, self._group)
+            return Turn(failed, raises=ValueError(f"the state cannot be stored, so there are no checkpoints: {failed}"))
         self.keep = max(self.keep, keep)
         if safe and registered and self._registration.moving:
             self._release()
+            return self.take_turn(step)  # with the slots that there is room for now
         if not ready:
             return self._skip(step, obstacle or "another rank cannot make one")
         if not registered:

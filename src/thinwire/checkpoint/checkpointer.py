@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from thinwire.checkpoint.agreement import FAILURES, Agreement
 from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.dcp.tier import PersistentTier, parse_seconds
-from thinwire.checkpoint.group import new_group, run_id_of
+from thinwire.checkpoint.group import failures_of, new_group, run_id_of
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.records import Notices, VersionRecord
 from thinwire.checkpoint.registration import Registration
@@ -39,8 +40,9 @@ class Checkpointer:
 
     Args:
         model: the model to keep; taken out of DDP if wrapped in it. It may be sharded by FSDP2 (``fully_shard``).
-        optimizer: its optimizer; likewise all that has ``state_dict`` and ``load_state_dict``: ``scheduler``,
-            ``scaler``, the ``synchronizer`` that `thinwire.attach` returned, and ``data``, the position in the data.
+        optimizer: its optimizer, or a list, tuple or dict of several; likewise all that has ``state_dict`` and
+            ``load_state_dict``: ``scheduler``, ``scaler``, the ``synchronizer`` that `thinwire.attach` returned, and
+            ``data``, the position in the data.
         every: steps between two checkpoints.
         replicas: copies of each state, including the one on its own machine.
         run_id: names the run, the same after a restart. Default: the environment's THINWIRE_RUN_ID, or that of
@@ -73,7 +75,7 @@ class Checkpointer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[Any] | dict[str, Any] | None = None,
         *,
         scheduler: Any = None,
         scaler: Any = None,
@@ -96,12 +98,19 @@ class Checkpointer:
         every_seconds, run_id = parse_seconds(persistent_every), run_id_of(run_id)
         training = TrainingState(model, optimizer, scheduler, scaler, synchronizer, data)
         timeout = timeout or timedelta(minutes=30)
-        state = training.describe()
+        state, refusal = "", ""
+        try:
+            state = training.describe()
+        except ValueError as error:
+            refusal = str(error)
         self._group: Any = new_group(process_group, timeout)
         self._rank = dist.get_rank(self._group)
         about = {"world_size": dist.get_world_size(self._group), "state": state}
         num_tensors = len(training.module.state_dict())
         try:
+            failed = failures_of(refusal, self._group)
+            if failed:
+                raise ValueError(failed)
             registration = Registration(holder_socket, run_id, about, replicas, num_tensors, self._group)
         except Exception:
             dist.destroy_process_group(self._group)
@@ -166,6 +175,7 @@ class Checkpointer:
         ``optimizer.step``, which waits until they are copied (see ``overlap``).
 
         Raises:
+            ValueError: on all ranks, in the same step: the state of a rank cannot be stored.
             ThinwireError: the newest checkpoint that all ranks have is more than ``max_age_steps`` old.
         """
         cycle = self._cycle

@@ -27,6 +27,7 @@ from thinwire.checkpoint.records import Notices, Records, VersionRecord
 from thinwire.checkpoint.state.encode import Encoded, StateEncoder
 from thinwire.checkpoint.state.layout import TensorSlice
 from thinwire.checkpoint.state.snapshot import TrainingState
+from thinwire.errors import ThinwireError
 
 T = TypeVar("T")
 
@@ -102,14 +103,19 @@ class Cycle:
         return self._worker.submit(job).result()
 
     def checkpoint(self) -> None:
-        """Count an optimizer step and make a checkpoint if one is due."""
+        """Count an optimizer step and make a checkpoint if one is due.
+
+        Raises, on all ranks, what the ranks agreed to raise (`Turn`).
+        """
         self.settle()
         self.step += 1
         if self.step % self._every or self.broken:
             return
-        started = time.perf_counter()
+        started, raises = time.perf_counter(), None
         try:
-            record = self._begin()
+            encoded = self._encode()
+            turn = self._agreed(encoded)
+            record, raises = self._begin(turn, encoded), turn.raises
         except FAILURES as error:  # an error of the ranks' group: they cannot agree any more
             self.broken = f"the ranks cannot agree any more: {error}"
             self._notices.add(f"no more checkpoints: {self.broken}")
@@ -117,6 +123,8 @@ class Cycle:
         self.records.add(replace(record, blocking_seconds=time.perf_counter() - started))
         if self._copying is not None and not (self._overlap and self._unhook):
             self.settle()
+        if raises is not None:
+            raise raises
 
     def settle(self) -> None:
         """Wait until the last checkpoint is copied, so that parameters may change."""
@@ -151,11 +159,13 @@ class Cycle:
         self._worker.close(_CLOSE_SECONDS)
 
     def _hook(self) -> Callable[[], None] | None:
-        """None if the optimizer cannot be made to wait."""
-        try:
-            return self._training.optimizer.register_step_pre_hook(self._before_optimizer).remove  # type: ignore[union-attr]
-        except AttributeError:  # no optimizer, or one around another
-            return None
+        """None if there is no optimizer, or one of them cannot be made to wait: one around another."""
+        optimizers = self._training.optimizers()
+        with contextlib.suppress(AttributeError), contextlib.ExitStack() as stack:
+            for optimizer in optimizers:
+                stack.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
+            return stack.pop_all().close if optimizers else None
+        return None
 
     def _before_optimizer(self, *_: object) -> None:
         self.settle()
@@ -174,9 +184,7 @@ class Cycle:
     def _may_wait(self, where: TensorSlice, tensor: Any) -> bool:
         return self._overlap and self._unhook is not None and self._training.is_stepped(where, tensor)
 
-    def _begin(self) -> VersionRecord:
-        encoded = self._encode()
-        turn = self._agreed(encoded)
+    def _begin(self, turn: Turn, encoded: Encoded | None) -> VersionRecord:
         writer, obstacle = turn.writer, self._agreement.obstacle
         if writer is None:
             return VersionRecord(self.step, skipped=turn.skipped)
@@ -193,14 +201,18 @@ class Cycle:
         return VersionRecord(self.step, encoded.payload_bytes)
 
     def _encode(self) -> Encoded | None:
-        """The state now; an error in it is an obstacle that the ranks learn of."""
-        encoded, obstacle = None, ""
+        """The state now; an error in it is an obstacle that the ranks learn of, and raise if it is no passing one."""
+        encoded, obstacle, refusal = None, "", ""
         try:
             encoded = self._encoder.encode(self._training.capture(self.step))
             self._agreement.payload_bytes = encoded.payload_bytes
-        except FAILURES as error:
-            obstacle = str(error)
-        self._agreement.obstacle = obstacle
+        except (OSError, ThinwireError) as error:
+            obstacle = f"the state could not be read: {error}"
+        except Exception as error:
+            obstacle = refusal = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if obstacle and not refusal:
+            self._notices.add(f"no checkpoints: {obstacle}")
+        self._agreement.obstacle, self._agreement.refusal = obstacle, refusal
         return encoded
 
     def _agreed(self, encoded: Encoded | None) -> Turn:

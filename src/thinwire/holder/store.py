@@ -222,6 +222,7 @@ class Store:
         self.budget_bytes = budget_bytes
         self.shards: dict[ShardId, Shard] = {}
         self.plans: dict[str, Plan] = {}
+        self.bytes_sent = 0  # to all peers
         self.changed = threading.Condition()
         self._registering = threading.Lock()
         self._fetching: set[str] = set()

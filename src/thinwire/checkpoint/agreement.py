@@ -20,6 +20,7 @@ from thinwire.checkpoint.copier import copy_of
 from thinwire.checkpoint.dcp.tier import PersistentTier
 from thinwire.checkpoint.group import failures_of, least
 from thinwire.checkpoint.pacing.gaps import Pacer
+from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.state.encode import Encoded
@@ -32,6 +33,7 @@ FAILURES = (ThinwireError, ValueError, OSError, RuntimeError)
 _RETRY_STEPS = 10  # until refused slots are requested again
 _HURRY_SHARE = 0.02  # of an iteration: longest wait for the rest of a version before the next one is skipped for it
 _POLL_SECONDS = 0.001
+_POLL_SHARE = 0.02  # of an iteration, between two looks at what is sent: each costs trainer and holder 0.3 ms
 _RECONNECT_SECONDS = 0.05
 _GONE = "the holder of this host is gone"
 
@@ -45,6 +47,7 @@ class Turn:
         writer: writer of the slot of this rank.
         registers: whether all ranks have to call `Agreement.register` first.
         persists: whether the version also goes to the disk.
+        stride: multiples of ``every`` until the next checkpoint; 0 if that is to be tried again at once.
         raises: error for `Checkpointer.step` to raise, on all ranks.
     """
 
@@ -52,6 +55,7 @@ class Turn:
     writer: SlotWriter | None = None
     registers: bool = False
     persists: bool = False
+    stride: int = 0
     raises: Exception | None = None
 
 
@@ -71,20 +75,24 @@ class Agreement:
         tier: PersistentTier | None,
         pacer: Pacer,
         notices: Notices,
+        governor: Governor | None = None,
     ) -> None:
         self._registration, self._group, self._tier, self._pacer = registration, group, tier, pacer
-        self._notices = notices
+        self._notices, self._governor = notices, governor or Governor()
         self.keep, self.attempt, self.obstacle, self.refusal = -1, -1, "", ""
         self.status: dict[str, Any] = {}
+        self._register_at, self._offered_until = 0, 0
         self.payload_bytes, self._short = 0, ""
-        self._register_at = 0
         self._reconnecting: threading.Thread | None = None
 
-    def wait_until_sent(self, needed: threading.Event) -> None:
-        """Wait until all peers of this rank have its last version, or ``needed`` is set."""
+    def wait_until_sent(self, needed: threading.Event) -> bool:
+        """Wait until all peers of this rank have its last version, or ``needed`` is set; which of both happened."""
         needed.wait(min(self._pacer.seconds_left, threading.TIMEOUT_MAX))
-        while not needed.is_set() and not self._is_sent():
-            needed.wait(_POLL_SECONDS)
+        while not needed.is_set():
+            if self._is_sent():
+                return True
+            needed.wait(max(_POLL_SECONDS, _POLL_SHARE * self._pacer.iteration_seconds))
+        return False
 
     def _is_sent(self) -> bool:
         """Also True when the status is unknown, which `take_turn` will find out."""
@@ -101,8 +109,8 @@ class Agreement:
         registered = self._registration.has_room(self.payload_bytes)
         safe = bool(self.status.get("safe"))
         due = self._tier is not None and self._tier.is_due()
-        refusal, votes = self.refusal, [not obstacle, registered, replicated, free, due, safe]
-        storable, ready, registered, keep, free, due, safe = least([not refusal, *votes], self._group)
+        refusal, votes = self.refusal, [not obstacle, registered, replicated, free, due, safe, -self._governor.stride]
+        storable, ready, registered, keep, free, due, safe, stride = least([not refusal, *votes], self._group)
         if not storable:
             failed = failures_of(refusal, self._group)
             return Turn(failed, raises=ValueError(f"the state cannot be stored, so there are no checkpoints: {failed}"))
@@ -119,7 +127,8 @@ class Agreement:
             self._offer(0)
             return self._skip(step, "no slot is free on all ranks: older versions are still on their way")
         writer = self._slot(step)
-        return self._skip(step, "the holder gave no slot") if writer is None else Turn("", writer, False, bool(due))
+        skipped = "" if writer is not None else self._skip(step, "the holder gave no slot").skipped
+        return Turn(skipped, writer, False, bool(due), -stride)
 
     def _release(self) -> None:
         try:
@@ -178,6 +187,21 @@ class Agreement:
         client = self._registration.client
         if client is not None:
             client.grant(num_bytes)
+
+    def revoke(self) -> int:
+        """Revoke what was granted and not sent, and return the bytes left of the last offer; on the pacer's thread."""
+        client = self._registration.client
+        if client is None:
+            return 0
+        client.revoke()
+        status = client.status()
+        left = self._offered_until - int(status["bytes_sent"])
+        return max(0, left if status["writing"] else min(left, int(status["bytes_pending"])))
+
+    @property
+    def holder_cpu_seconds(self) -> float:
+        """CPU time of the holder of this host so far, divided by its ranks."""
+        return float(self.status.get("cpu_seconds", 0.0)) / max(1, self._registration.local_ranks)
 
     @property
     def is_registered(self) -> bool:
@@ -244,10 +268,11 @@ class Agreement:
         client = self._registration.client
         if client is None or not self._registration.peers:
             return
-        pending = int(self.status.get("bytes_pending", 0))
+        total = int(self.status.get("bytes_pending", 0)) + num_bytes * len(self._registration.peers)
+        self._offered_until = int(self.status.get("bytes_sent", 0)) + total
         try:
             client.revoke()
-            self._pacer.offer(pending + num_bytes * len(self._registration.peers), self.link_bytes_per_second)
+            self._pacer.offer(total, self.link_bytes_per_second, float(self.status.get("latency_seconds", 0.0)))
         except FAILURES as error:
             self.lose(error)
 

@@ -14,10 +14,12 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.checkpoint.group import failures_of, gather_json
+from thinwire.checkpoint.pacing.counters import Sampler, TransmitCounters, interface_to
 from thinwire.checkpoint.placement import replicas_of_ranks
 from thinwire.comm.hosts import boot_id
 from thinwire.errors import ThinwireError
 from thinwire.holder.client import DEFAULT_LAYOUT_BYTES, HolderClient
+from thinwire.holder.replication import parse_address
 from thinwire.holder.start import HolderOptions, ensure_holder, load_secret, socket_path
 from thinwire.holder.version import ShardId, topology_digest
 
@@ -126,6 +128,17 @@ class Registration:
     @property
     def local_ranks(self) -> int:
         return self.holders.count(self.here)
+
+    def sampler(self) -> Sampler | None:
+        """Return what sees the traffic on the way to the other holders; None if there are none, or no counters."""
+        other = next((holder for holder in self.holders if holder != self.here), None)
+        if other is None or self.replicas < 2:
+            return None
+        try:
+            return Sampler(TransmitCounters(interface_to(parse_address(other)[0])))
+        except OSError as error:
+            logger.info("no transmit counters: %s", error)
+            return None
 
     def _connect_all(self) -> None:
         """Connect all ranks. Raises ValueError on all ranks if one has no holder, or if there are too few hosts."""

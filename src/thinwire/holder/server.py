@@ -252,8 +252,10 @@ class Holder:
                 "newest_replicated_age_seconds": _age(shard, shard.newest(replicated=True)),
                 "bytes_pending": sum(replica["bytes_pending"] for replica in replicas.values()),
                 "bytes_per_second": sum(rates) or None,  # they send at the same time
+                "latency_seconds": max((replica["latency_seconds"] for replica in replicas.values()), default=0.0),
                 "bytes_sent": sum(replica["bytes_sent"] for replica in replicas.values()),
                 "dropped": sum(replica["dropped"] for replica in replicas.values()),
+                "cpu_seconds": time.process_time(),  # of the whole holder
                 "last_error": next((error for error in errors if error), ""),
                 "versions": versions,
                 "replicas": replicas,
@@ -271,6 +273,7 @@ class Holder:
             "socket": str(self.config.socket_path),
             "address": self.address,
             "uptime_seconds": round(time.monotonic() - self._started_at, 3),
+            "cpu_seconds": round(time.process_time(), 3),
             "budget_bytes": self.config.budget_bytes,
             "used_bytes": self.store.used_bytes,
             "bytes_sent": self.store.bytes_sent,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import time
@@ -375,8 +374,6 @@ class TrainerSession(Session):
             shard = self.store.register(version.shard, _size(get(frame.json, "room", dict)), evict)
             with self.holder.into(shard, None, manifest, layout, recovering=True) as holding:
                 receive_payload(connection, holding.slot, manifest, timeout_seconds)
-            with contextlib.suppress(LostPeerError):
-                connection.send(FrameKind.CAST, {"op": "received"})
         finally:
             connection.close()
 
@@ -434,7 +431,8 @@ class TrainerSession(Session):
     operations: ClassVar[dict[str, Operation]] = {
         "join": join, "place": place, "release": release, "hello": hello, "slot": slot, "publish": publish,
         "abandon": abandon, "status": status, "inventory": inventory, "look": look, "fetch": fetch, "keep": keep,
-        "open": open, "close": close, "forget": forget, "holder_status": holder_status, "reload": reload, "stop": stop,
+        "open": open, "close": close, "forget": forget, "holder_status": holder_status, "reload": reload,
+        "stop": stop,
     }  # fmt: skip
 
 
@@ -495,7 +493,6 @@ class PeerSession(Session):
             self.connection.send(FrameKind.REPLY, {"manifest": manifest.to_json(), "room": room}, layout)
             started = time.monotonic()
             send_payload(self.connection, holding.slot, manifest)
-            self.connection.receive(first_seconds=self.holder.config.times.timeout_seconds)  # then the slot may change
         self.holder.note_served(manifest.payload_bytes, time.monotonic() - started)
 
     def inventory(self, request: dict[str, Any], _: bytes) -> Reply:

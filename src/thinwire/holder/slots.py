@@ -89,6 +89,7 @@ class Slot:
 
     def __init__(self, descriptor: int, size: SlotSize, writable: bool = True) -> None:
         self.descriptor, self.size = descriptor, size
+        self.mapped_bytes = 0  # of the payload: pages that were mapped for writing all at once
         if os.fstat(descriptor).st_size < size.total_bytes:
             raise CorruptMessageError(f"the slot is smaller than the {size.total_bytes} bytes that it should have")
         # a private map stays writable for torch, which insists on it, without reaching the slot

@@ -221,8 +221,8 @@ class Store:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.shards: dict[ShardId, Shard] = {}
-        self.plans: dict[str, Plan] = {}
         self.bytes_sent = 0  # to all peers
+        self.plans: dict[str, Plan] = {}
         self.changed = threading.Condition()
         self._registering = threading.Lock()
         self._fetching: set[str] = set()

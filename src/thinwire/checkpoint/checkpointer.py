@@ -18,7 +18,7 @@ from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.dcp.tier import PersistentTier, parse_seconds
 from thinwire.checkpoint.group import failures_of, new_group, run_id_of
 from thinwire.checkpoint.pacing.gaps import Pacer
-from thinwire.checkpoint.records import Notices, VersionRecord
+from thinwire.checkpoint.records import AgeAlarm, Notices, VersionRecord
 from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.restore import Restorer
 from thinwire.checkpoint.state.snapshot import TrainingState
@@ -55,6 +55,7 @@ class Checkpointer:
         process_group: the ranks that train together; default all.
         timeout: how long ranks wait for each other; default 30 minutes.
         max_age_steps: `step` raises ThinwireError when the newest checkpoint that all ranks have is older than that.
+            Without it there is a warning (docs/guides/checkpoints.md says when).
         on_divergence: whether `step` raises ThinwireError or there is a warning ("raise", "warn") when ranks that had
             the same parameters and optimizer state have not any more: silent corruption.
         overlap: copy parameters and the optimizer's state while the next iteration computes; ``optimizer.step`` waits
@@ -133,6 +134,7 @@ class Checkpointer:
         self._restorer = Restorer(training, registration, self._tier, self._group, run_id, about, self._notices)
         self._cycle = Cycle(training, self._agreement, self._notices, about, every, overlap)
         self._run_id, self._max_age_steps, self._first = run_id, max_age_steps, 0
+        self._alarm = AgeAlarm(every)
         self._foreign: str | None = None  # topology of versions that become useless once there are new ones
 
     def __repr__(self) -> str:
@@ -194,12 +196,16 @@ class Checkpointer:
         cycle.checkpoint()
         if self._foreign is not None and keep > self._first:
             self._forget_foreign()
+        newest, reason = max(self._agreement.keep, self._first), cycle.broken or cycle.records.last_reason
+        old = self._alarm.check(cycle.step, newest, self._pacer.iterations_needed)
+        if old:
+            self._notices.add(f"{old}: {reason}")
         self._notices.deliver(stacklevel=2)
-        age = cycle.step - max(self._agreement.keep, self._first)
+        age = cycle.step - newest
         if self._max_age_steps is not None and age > self._max_age_steps:
             raise ThinwireError(
                 f"the newest checkpoint that all ranks have is {age} steps old, and max_age_steps is"
-                f" {self._max_age_steps}: {cycle.broken or cycle.records.last_reason}"
+                f" {self._max_age_steps}: {reason}"
             )
 
     def flush(self, timeout_seconds: float = 60.0) -> bool:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from thinwire.comm import agree
 from thinwire.comm.lane import Group, resolve_group
-from thinwire.comm.process_group import ProcessGroupExchange
+from thinwire.comm.process_group import Exchange
 
 
 def new_group(parent: Group, timeout: timedelta) -> dist.ProcessGroup:
@@ -40,7 +40,7 @@ def run_id_of(given: str | None) -> str:
 
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Gather one value of every rank, in rank order; collective."""
-    return agree.gather_json(ProcessGroupExchange(group), "checkpoint record", value)
+    return agree.gather_json(Exchange(group), "checkpoint record", value)
 
 
 def failures_of(reason: str, group: dist.ProcessGroup) -> str:
@@ -57,5 +57,5 @@ def least(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
 
 def gather(values: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
     """Gather the numbers of each rank, in rank order; collective. All are below 2**53."""
-    gathered = agree.gather_numbers(ProcessGroupExchange(group), "checkpoint votes", values)
+    gathered = agree.gather_numbers(Exchange(group), "checkpoint votes", values)
     return [list(map(int, numbers)) for numbers in gathered]

@@ -340,6 +340,13 @@ class HolderClient:
         """
         return field(self.request("forget", {"run_id": run_id, "topology": topology}), "shards", int)
 
+    def reload(self) -> int:
+        """Have the holder read its secret and certificates again and return the number of secrets; nothing is lost.
+
+        Raises ValueError, without any change there, if it cannot.
+        """
+        return field(self.request("reload"), "secrets", int)
+
     def stop_holder(self) -> None:
         """Ask the holder to send pending versions for a few seconds, and end. It may be gone before it answers."""
         with contextlib.suppress(LostPeerError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from thinwire.errors import CorruptMessageError, LostPeerError, ThinwireError
 from thinwire.holder.frames import Connection, Frame, FrameKind
-from thinwire.holder.replication import Grants, Replicator, call, parse_address, receive_payload, send_payload
+from thinwire.holder.replication import Grants, Replicator, parse_address, receive_payload, send_payload
 from thinwire.holder.slots import SlotSize
 from thinwire.holder.store import Holding, Shard
 from thinwire.holder.version import MAX_LAYOUT_BYTES, MAX_PAYLOAD_BYTES, Manifest, ShardId, Version
@@ -51,14 +52,12 @@ class Session:
 
     def serve(self) -> None:
         try:
-            self.connection.welcome(self.holder.config.secret)
             while True:
                 self._handle(self.connection.receive())
         except LostPeerError as error:
             log.debug("%s ended: %s", type(self).__name__, error)
         except Exception as error:
-            self.holder.refused += 1
-            log.warning("%s closed: %s: %s", type(self).__name__, type(error).__name__, error)
+            self.holder.refuse(self.connection.peer, f"{type(self).__name__}, {type(error).__name__}: {error}")
         finally:
             self.connection.close()
             self.end()
@@ -82,6 +81,8 @@ class Session:
         except LostPeerError:  # so the connection is of no more use
             raise
         except (ValueError, ThinwireError) as error:
+            if self.connection.is_closed:  # by what came on it: a forged payload, say
+                raise
             return self.connection.send_error(error)
         if reply is not None:
             self._send(reply)
@@ -186,11 +187,8 @@ class TrainerSession(Session):
         """Start one sender for each peer; which of them cannot be reached yet, and why."""
         for replica in shard.replicas.values():
             replica.stop()
-        config = self.holder.config
-        senders = {
-            address: Replicator(self.store, shard, address, config.secret, self.grants, config.times)
-            for address in addresses
-        }
+        call, times = self.holder.call, self.holder.config.times
+        senders = {address: Replicator(self.store, shard, address, call, self.grants, times) for address in addresses}
         unreachable = {}
         for address, sender in senders.items():
             try:
@@ -270,9 +268,8 @@ class TrainerSession(Session):
         return Reply({"versions": [version.to_json() for version in versions]})
 
     def look(self, request: dict[str, Any], _: bytes) -> Reply:
-        config = self.holder.config
         try:
-            connection = call(get(request, "source", str, 1, 300), config.secret, config.times.timeout_seconds)
+            connection = self.holder.call(get(request, "source", str, 1, 300))
             try:
                 asked = {"run_id": get(request, "run_id", str, 1, 256)}
                 return Reply({"versions": get(connection.request("inventory", asked).json, "versions", list)})
@@ -296,7 +293,7 @@ class TrainerSession(Session):
 
     def _fetch(self, version: Version, source: str) -> None:
         timeout_seconds = self.holder.config.times.timeout_seconds
-        connection = call(source, self.holder.config.secret, timeout_seconds)
+        connection = self.holder.call(source)
         try:
             frame = connection.request("read", {"version": version.to_json()})
             manifest = Manifest.from_json(get(frame.json, "manifest", dict))
@@ -308,6 +305,8 @@ class TrainerSession(Session):
                 shard = self.store.register(version.shard, _size(get(frame.json, "room", dict)))  # the owner may come
             with self.holder.into(shard, None, manifest, layout, recovering=True) as holding:
                 receive_payload(connection, holding.slot, manifest, timeout_seconds)
+            with contextlib.suppress(LostPeerError):
+                connection.send(FrameKind.CAST, {"op": "received"})
         finally:
             connection.close()
 
@@ -355,6 +354,9 @@ class TrainerSession(Session):
     def holder_status(self, request: dict[str, Any], _: bytes) -> Reply:
         return Reply(self.holder.status())
 
+    def reload(self, request: dict[str, Any], _: bytes) -> Reply:
+        return Reply({"secrets": self.holder.reload()})
+
     def stop(self, request: dict[str, Any], _: bytes) -> Reply:
         self.holder.stopping.set()
         return Reply()
@@ -362,7 +364,7 @@ class TrainerSession(Session):
     operations: ClassVar[dict[str, Operation]] = {
         "hello": hello, "slot": slot, "publish": publish, "abandon": abandon, "status": status,
         "inventory": inventory, "look": look, "fetch": fetch, "keep": keep, "open": open, "close": close,
-        "forget": forget, "holder_status": holder_status, "stop": stop,
+        "forget": forget, "holder_status": holder_status, "reload": reload, "stop": stop,
     }  # fmt: skip
 
 
@@ -419,6 +421,7 @@ class PeerSession(Session):
             self.connection.send(FrameKind.REPLY, {"manifest": manifest.to_json(), "room": room}, layout)
             started = time.monotonic()
             send_payload(self.connection, holding.slot, manifest)
+            self.connection.receive(first_seconds=self.holder.config.times.timeout_seconds)  # then the slot may change
         self.holder.note_served(manifest.payload_bytes, time.monotonic() - started)
 
     def inventory(self, request: dict[str, Any], _: bytes) -> Reply:

@@ -180,6 +180,7 @@ class Store:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.shards: dict[ShardId, Shard] = {}
+        self.bytes_sent = 0  # to all peers
         self.changed = threading.Condition()
         self._registering = threading.Lock()
         self._slot_number = 0

@@ -8,13 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from thinwire.checkpoint.agreement import Comparison
+from thinwire.checkpoint.agreement import Divergence
 from thinwire.checkpoint.copier import Copier
 from thinwire.checkpoint.state.encode import StateEncoder
 from thinwire.checkpoint.state.snapshot import TrainingState
 
 
-def told(comparison: Comparison, *digests: tuple[int, ...], first: int = 1) -> list[bool]:
+def told(comparison: Divergence, *digests: tuple[int, ...], first: int = 1) -> list[bool]:
     """Each step, all ranks tell of it and of the one before."""
     before, found = (0,) * len(digests[0]), []
     for step, now in enumerate(digests, first):
@@ -37,14 +37,14 @@ SAME = [(5,) * 4, (6,) * 4, (7,) * 4]
     ],
 )
 def test_the_minority_is_named(digests: tuple[int, ...], ranks: tuple[int, ...], words: str) -> None:
-    comparison = Comparison()
+    comparison = Divergence()
     assert told(comparison, *SAME, digests, digests) == [False, False, False, True, False], "said once"
     assert (comparison.diverged, comparison.certified) == (ranks, 3)
     assert words in comparison.text
 
 
 def test_of_two_both_are_named() -> None:
-    comparison = Comparison()
+    comparison = Divergence()
     told(comparison, (5, 5), (6, 6), (7, 7), (8, 9))
     assert comparison.diverged == (0, 1)
 
@@ -52,14 +52,14 @@ def test_of_two_both_are_named() -> None:
 @given(st.integers(0, 2), st.lists(st.tuples(*[st.integers(1, 2)] * 4), max_size=6))
 def test_ranks_that_were_never_the_same_for_long_are_left_alone(same: int, later: list[tuple[int, ...]]) -> None:
     """They train by local steps, or parts of one model: at times they may be the same by accident."""
-    comparison = Comparison()
+    comparison = Divergence()
     assert not any(told(comparison, *SAME[:same], (8, 8, 9, 8), *SAME, *later))
     assert (comparison.diverged, comparison.certified) == ((), same or -1)
 
 
 def test_steps_that_not_all_have_wait() -> None:
     """A rank whose digest is late is no rank that differs."""
-    comparison = Comparison()
+    comparison = Divergence()
     assert told(comparison, *SAME) == [False] * 3
     assert not comparison.compare([[3, 7, 4, 8], [2, 6, 3, 7]])
     assert not comparison.compare([[4, 8, 5, 9], [0, 0, 0, 0]])
@@ -70,7 +70,7 @@ def test_steps_that_not_all_have_wait() -> None:
 
 def test_nothing_is_compared_without_digests_or_others() -> None:
     for digests in ((0, 0), (5,)):
-        comparison = Comparison()
+        comparison = Divergence()
         assert not any(told(comparison, *[digests] * 5))
         assert comparison.certified == -1
 

@@ -59,8 +59,8 @@ class Turn:
     raises: Exception | None = None
 
 
-class Comparison:
-    """Comparison of the digests of what all ranks should have alike: parameters, and the optimizer's state.
+class Divergence:
+    """The search for ranks that differ in what all ranks should have alike: parameters, and the optimizer's state.
 
     Data parallelism keeps them the same to the bit, so that a rank that differs computed or kept something wrong. If
     the ranks differ before they were the same three times, they train different models or parts, or synchronize now and
@@ -121,7 +121,7 @@ class Agreement:
         raises_divergence: bool = False,
     ) -> None:
         self._registration, self._group, self._tier, self._pacer = registration, group, tier, pacer
-        self._notices, self._raises_divergence, self.comparison = notices, raises_divergence, Comparison()
+        self._notices, self._raises_divergence, self.divergence = notices, raises_divergence, Divergence()
         self.keep, self.attempt, self.obstacle, self.refusal = -1, -1, "", ""
         self.status: dict[str, Any] = {}
         self._register_at = 0
@@ -153,12 +153,12 @@ class Agreement:
         if not storable:
             failed = failures_of(refusal, self._group)
             return Turn(failed, raises=ValueError(f"the state cannot be stored, so there are no checkpoints: {failed}"))
-        found = self.comparison.compare([numbers[-2 * _TOLD :] for numbers in told])
-        if self.comparison.diverged and self._raises_divergence:  # before ``keep`` leaves the version before
-            text = f"{self.comparison.text}; restart, to go on from there (or on_divergence='warn', if it is meant)"
+        found = self.divergence.compare([numbers[-2 * _TOLD :] for numbers in told])
+        if self.divergence.diverged and self._raises_divergence:  # before ``keep`` leaves the version before
+            text = f"{self.divergence.text}; restart, to go on from there (or on_divergence='warn', if it is meant)"
             return Turn(text, raises=ThinwireError(text))
         if found:
-            self._notices.add(self.comparison.text)
+            self._notices.add(self.divergence.text)
         self.keep = max(self.keep, keep)
         if not ready:
             return self._skip(step, obstacle or "another rank cannot make one")

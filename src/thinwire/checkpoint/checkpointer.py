@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.checkpoint.agreement import FAILURES, Agreement, Comparison
+from thinwire.checkpoint.agreement import FAILURES, Agreement, Divergence
 from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.dcp.tier import PersistentTier, parse_seconds
 from thinwire.checkpoint.group import failures_of, new_group, run_id_of
@@ -168,7 +168,7 @@ class Checkpointer:
         cycle, agreement = self._cycle, self._agreement
         cycle.settle()
         cycle.drop_turn()
-        agreement.keep, agreement.comparison = -1, Comparison()  # training from here on is another history
+        agreement.keep, agreement.divergence = -1, Divergence()  # training from here on is another history
         restored = self._restorer.restore()  # the worker has nothing to do now, so the group is free
         agreement.attempt, cycle.started, self._foreign = restored.attempt, True, restored.foreign
         if restored.step is not None:

@@ -22,6 +22,7 @@ from thinwire.checkpoint.copier import copy_of
 from thinwire.checkpoint.dcp.tier import PersistentTier
 from thinwire.checkpoint.group import failures_of, gather
 from thinwire.checkpoint.pacing.gaps import Pacer
+from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.state.encode import Encoded
@@ -34,6 +35,7 @@ FAILURES = (ThinwireError, ValueError, OSError, RuntimeError)
 _RETRY_STEPS = 10  # until refused slots are requested again
 _HURRY_SHARE = 0.02  # of an iteration: longest wait for the rest of a version before the next one is skipped for it
 _POLL_SECONDS = 0.001
+_POLL_SHARE = 0.02  # of an iteration, between two looks at what is sent: each costs trainer and holder 0.3 ms
 _RECONNECT_SECONDS = 0.05
 _SURE = 3  # times that the ranks were the same before a difference is an error
 _TOLD = 2  # versions that each rank tells the digests of: those in its slots
@@ -49,6 +51,7 @@ class Turn:
         writer: writer of the slot of this rank.
         registers: whether all ranks have to call `Agreement.register` first.
         persists: whether the version also goes to the disk.
+        stride: multiples of ``every`` until the next checkpoint; 0 if that is to be tried again at once.
         raises: error for `Checkpointer.step` to raise, on all ranks.
     """
 
@@ -56,6 +59,7 @@ class Turn:
     writer: SlotWriter | None = None
     registers: bool = False
     persists: bool = False
+    stride: int = 0
     raises: Exception | None = None
 
 
@@ -108,7 +112,8 @@ class Agreement:
 
     ``keep`` is the newest step that all ranks have everywhere, ``attempt`` the number of this start of the run,
     ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``refusal`` one that does not pass by
-    itself, which all ranks raise; ``status`` is the holder's last answer.
+    itself, which all ranks raise; ``status`` is the holder's last answer, ``payload_bytes`` the size of this rank's
+    state: slots that are too small for it are registered anew.
     """
 
     def __init__(
@@ -118,20 +123,26 @@ class Agreement:
         tier: PersistentTier | None,
         pacer: Pacer,
         notices: Notices,
+        governor: Governor | None = None,
         raises_divergence: bool = False,
     ) -> None:
         self._registration, self._group, self._tier, self._pacer = registration, group, tier, pacer
-        self._notices, self._raises_divergence, self.divergence = notices, raises_divergence, Divergence()
+        self._notices, self._governor = notices, governor or Governor()
+        self._raises_divergence, self.divergence = raises_divergence, Divergence()
         self.keep, self.attempt, self.obstacle, self.refusal = -1, -1, "", ""
         self.status: dict[str, Any] = {}
-        self._register_at = 0
+        self._register_at, self._offered_until = 0, 0
+        self.payload_bytes, self._short = 0, ""
         self._reconnecting: threading.Thread | None = None
 
-    def wait_until_sent(self, needed: threading.Event) -> None:
-        """Wait until all peers of this rank have its last version, or ``needed`` is set."""
+    def wait_until_sent(self, needed: threading.Event) -> bool:
+        """Wait until all peers of this rank have its last version, or ``needed`` is set; which of both happened."""
         needed.wait(min(self._pacer.seconds_left, threading.TIMEOUT_MAX))
-        while not needed.is_set() and not self._is_sent():
-            needed.wait(_POLL_SECONDS)
+        while not needed.is_set():
+            if self._is_sent():
+                return True
+            needed.wait(max(_POLL_SECONDS, _POLL_SHARE * self._pacer.iteration_seconds))
+        return False
 
     def _is_sent(self) -> bool:
         """Also True when the status is unknown, which `take_turn` will find out."""
@@ -145,11 +156,12 @@ class Agreement:
     def take_turn(self, step: int) -> Turn:
         """Agree on whether to make a checkpoint of ``step``; collective, one reduction."""
         obstacle, replicated, free = self._look()
-        registered = self._registration.registered
+        registered = self._registration.has_room(self.payload_bytes)
+        safe = bool(self.status.get("safe"))
         due = self._tier is not None and self._tier.is_due()
-        refusal, votes = self.refusal, [not obstacle, registered, replicated, free, due]
-        told = gather([not refusal, *votes, *self._digests(registered)], self._group)
-        storable, ready, registered, keep, free, due, *_ = map(min, zip(*told, strict=True))
+        refusal, votes = self.refusal, [not obstacle, registered, replicated, free, due, safe, -self._governor.stride]
+        told = gather([not refusal, *votes, *self._digests()], self._group)
+        storable, ready, registered, keep, free, due, safe, stride, *_ = map(min, zip(*told, strict=True))
         if not storable:
             failed = failures_of(refusal, self._group)
             return Turn(failed, raises=ValueError(f"the state cannot be stored, so there are no checkpoints: {failed}"))
@@ -160,6 +172,8 @@ class Agreement:
         if found:
             self._notices.add(self.divergence.text)
         self.keep = max(self.keep, keep)
+        if safe and registered and self._registration.moving:
+            self._release()
         if not ready:
             return self._skip(step, obstacle or "another rank cannot make one")
         if not registered:
@@ -169,7 +183,14 @@ class Agreement:
             self._offer(0)
             return self._skip(step, "no slot is free on all ranks: older versions are still on their way")
         writer = self._slot(step)
-        return self._skip(step, "the holder gave no slot") if writer is None else Turn("", writer, False, bool(due))
+        skipped = "" if writer is not None else self._skip(step, "the holder gave no slot").skipped
+        return Turn(skipped, writer, False, bool(due), -stride)
+
+    def _release(self) -> None:
+        try:
+            self._registration.release()
+        except FAILURES as error:
+            self.lose(error)
 
     def register(self, step: int, payload_bytes: int) -> bool:
         """Register slots on all ranks and return whether all have them; if not, retry some steps later. Collective."""
@@ -188,8 +209,11 @@ class Agreement:
         """
         writer = turn.writer
         assert writer is not None
+        layout, registration = encoded.to_bytes(about), self._registration
+        if len(layout) > registration.layout_bytes:
+            registration.layout_bytes = 2 * len(layout)  # so there is no room, and slots are registered anew
         try:
-            writer.publish(encoded.to_bytes(about), encoded.payload_bytes, wait, encoded.shared_bytes)
+            writer.publish(layout, encoded.payload_bytes, wait, encoded.shared_bytes)
         except ValueError as error:
             self.abandon(writer)
             return str(error)
@@ -220,14 +244,24 @@ class Agreement:
         if client is not None:
             client.grant(num_bytes)
 
+    def revoke(self) -> int:
+        """Revoke what was granted and not sent, and return the bytes left of the last offer; on the pacer's thread."""
+        client = self._registration.client
+        if client is None:
+            return 0
+        client.revoke()
+        status = client.status()
+        left = self._offered_until - int(status["bytes_sent"])
+        return max(0, left if status["writing"] else min(left, int(status["bytes_pending"])))
+
+    @property
+    def holder_cpu_seconds(self) -> float:
+        """CPU time of the holder of this host so far, divided by its ranks."""
+        return float(self.status.get("cpu_seconds", 0.0)) / max(1, self._registration.local_ranks)
+
     @property
     def is_registered(self) -> bool:
         return self._registration.registered
-
-    @property
-    def room_bytes(self) -> int | None:
-        """Capacity of one slot in bytes, or None if no slots are registered."""
-        return self._registration.room_bytes if self._registration.registered else None
 
     @property
     def link_bytes_per_second(self) -> float | None:
@@ -245,6 +279,9 @@ class Agreement:
             return self.obstacle, -1, False
         try:
             self.status = registration.client.status()
+            if self.status["short"] not in ("", self._short):
+                self._short = self.status["short"]
+                self._notices.add(f"no room for checkpoints: {self._short}")
             if not self.status["free"]:
                 self._hurry(registration.client)
         except FAILURES as error:
@@ -256,13 +293,11 @@ class Agreement:
         obstacle = self._tier.obstacle if self._tier is not None else ""
         return obstacle, newest if ours and newest is not None else -1, self.status["free"]
 
-    def _digests(self, registered: bool) -> list[int]:
-        """Steps and digests of this rank's versions of this attempt."""
-        versions = self.status.get("versions", []) if registered else []
-        own = [
-            (each["step"], int(each["shared"] or "0", 16) >> 12) for each in versions if each["attempt"] == self.attempt
-        ]
-        return [number for pair in [(0, 0), (0, 0), *own][-_TOLD:] for number in pair]
+    def _digests(self) -> list[int]:
+        """Steps and digests of this rank's versions of this attempt; a gathered number has 53 bits."""
+        own = [each for each in self.status.get("versions", []) if each["attempt"] == self.attempt]
+        pairs = [(each["step"], int(each["shared"] or "0", 16) >> 12) for each in own]
+        return [number for pair in [(0, 0), (0, 0), *pairs][-_TOLD:] for number in pair]
 
     def _hurry(self, client: HolderClient) -> None:
         """Backward is over and the network idle: a nearly complete version can be sent now."""
@@ -295,10 +330,11 @@ class Agreement:
         client = self._registration.client
         if client is None or not self._registration.peers:
             return
-        pending = int(self.status.get("bytes_pending", 0))
+        total = int(self.status.get("bytes_pending", 0)) + num_bytes * len(self._registration.peers)
+        self._offered_until = int(self.status.get("bytes_sent", 0)) + total
         try:
             client.revoke()
-            self._pacer.offer(pending + num_bytes * len(self._registration.peers), self.link_bytes_per_second)
+            self._pacer.offer(total, self.link_bytes_per_second, float(self.status.get("latency_seconds", 0.0)))
         except FAILURES as error:
             self.lose(error)
 

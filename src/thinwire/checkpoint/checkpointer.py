@@ -18,6 +18,7 @@ from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.dcp.tier import PersistentTier, parse_seconds
 from thinwire.checkpoint.group import failures_of, new_group, run_id_of
 from thinwire.checkpoint.pacing.gaps import Pacer
+from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import AgeAlarm, Notices, VersionRecord
 from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.restore import Restorer
@@ -43,7 +44,9 @@ class Checkpointer:
         optimizer: its optimizer, or a list, tuple or dict of several; likewise all that has ``state_dict`` and
             ``load_state_dict``: ``scheduler``, ``scaler``, the ``synchronizer`` that `thinwire.attach` returned, and
             ``data``, the position in the data.
-        every: steps between two checkpoints.
+        every: steps between two checkpoints, at least.
+        max_overhead: share of the time of training that checkpoints may cost. Where one after every step costs more,
+            as measured while training, they are made less often; None: never.
         replicas: copies of each state, including the one on its own machine.
         run_id: names the run, the same after a restart. Default: the environment's THINWIRE_RUN_ID, or that of
             ``torchrun --rdzv-id``.
@@ -85,6 +88,7 @@ class Checkpointer:
         synchronizer: Any = None,
         data: Any = None,
         every: int = 1,
+        max_overhead: float | None = 0.05,
         replicas: int = 2,
         run_id: str | None = None,
         persistent: str | Path | None = None,
@@ -102,6 +106,7 @@ class Checkpointer:
         if on_divergence not in ("raise", "warn"):
             raise ValueError(f"on_divergence={on_divergence!r}: it is 'raise' or 'warn'")
         every_seconds, run_id = parse_seconds(persistent_every), run_id_of(run_id)
+        governor = Governor(max_overhead, every, max_age_steps and max_age_steps // 2)
         training = TrainingState(model, optimizer, scheduler, scaler, synchronizer, data)
         timeout = timeout or timedelta(minutes=30)
         state, refusal = "", ""
@@ -125,17 +130,19 @@ class Checkpointer:
         if persistent is not None:
             named, group = {**about, "topology": topology_digest(about)}, new_group(process_group, timeout)
             self._tier = PersistentTier(persistent, every_seconds, persistent_keep, named, group)
-        self._pacer = Pacer(self._grant, every, watched=hasattr(synchronizer, "watch_lane"))
-        if hasattr(synchronizer, "watch_lane"):
+        self._governor = governor
+        watched = hasattr(synchronizer, "watch_lane")
+        sampler = None if watched else registration.sampler()
+        self._pacer = Pacer(self._grant, every, watched, lambda: self._agreement.revoke(), sampler)
+        if watched:
             synchronizer.watch_lane(self._pacer.note_busy)
         self._notices = Notices(self._rank)
         raises = on_divergence == "raise"
-        self._agreement = Agreement(registration, self._group, self._tier, self._pacer, self._notices, raises)
+        self._agreement = Agreement(registration, self._group, self._tier, self._pacer, self._notices, governor, raises)
         self._restorer = Restorer(training, registration, self._tier, self._group, run_id, about, self._notices)
-        self._cycle = Cycle(training, self._agreement, self._notices, about, every, overlap)
+        self._cycle = Cycle(training, self._agreement, self._notices, about, governor, overlap)
         self._run_id, self._max_age_steps, self._first = run_id, max_age_steps, 0
         self._alarm = AgeAlarm(every)
-        self._foreign: str | None = None  # topology of versions that become useless once there are new ones
 
     def __repr__(self) -> str:
         newest = self._agreement.keep
@@ -170,7 +177,7 @@ class Checkpointer:
         cycle.drop_turn()
         agreement.keep, agreement.divergence = -1, Divergence()  # training from here on is another history
         restored = self._restorer.restore()  # the worker has nothing to do now, so the group is free
-        agreement.attempt, cycle.started, self._foreign = restored.attempt, True, restored.foreign
+        agreement.attempt, cycle.started = restored.attempt, True
         if restored.step is not None:
             cycle.step = self._first = restored.step
             agreement.keep = restored.step if restored.in_slots else -1
@@ -188,14 +195,15 @@ class Checkpointer:
             ThinwireError: the newest checkpoint that all ranks have is more than ``max_age_steps`` old; or, on all
                 ranks, they have not the same parameters any more (``on_divergence``).
         """
-        cycle, keep = self._cycle, self._agreement.keep
-        self._pacer.note_step()
+        cycle = self._cycle
+        seconds = self._pacer.note_step(self._governor.is_loaded)
+        self._governor.needs_free = self._pacer.is_profiling
+        if seconds is not None:
+            self._governor.note_iteration(seconds)
         if not cycle.started:
             self._agreement.attempt = cycle.do(self._restorer.survey).attempt
             cycle.started = True
         cycle.checkpoint()
-        if self._foreign is not None and keep > self._first:
-            self._forget_foreign()
         newest, reason = max(self._agreement.keep, self._first), cycle.broken or cycle.records.last_reason
         old = self._alarm.check(cycle.step, newest, self._pacer.iterations_needed)
         if old:
@@ -244,10 +252,21 @@ class Checkpointer:
         ``checkpoint/bound_network_seconds`` and ``checkpoint/bound_copy_seconds`` are the least cost of a version at
         the measured speed (`thinwire.lab.studies.checkpoint_bounds`), ``checkpoint/idle_seconds`` the idle time of an
         iteration; ``checkpoint/iterations_needed`` is the number of iterations over which a version is spread,
-        ``checkpoint/schedule`` which bytes of it were granted when (Algorithm 2).
+        ``checkpoint/schedule`` which bytes of it were granted when (Algorithm 2). ``checkpoint/every`` is the number of
+        steps between two checkpoints now, ``checkpoint/overhead`` the share of training's time that they cost, and
+        ``checkpoint/cpu_seconds`` the CPU time of one version here and in the holder (its digests, sending, and what
+        it receives for peers).
         """
         found = statistics(self._cycle.records, self._agreement, self._registration, self._pacer, self._tier)
-        return {"checkpoint/steps": float(self._cycle.step), **found}
+        every, overhead = self._governor.every, self._governor.overhead
+        cpu_seconds = self._cycle.cpu_seconds + self._agreement.holder_cpu_seconds
+        return {
+            "checkpoint/steps": float(self._cycle.step),
+            "checkpoint/every": float(every),
+            "checkpoint/overhead": overhead,
+            "checkpoint/cpu_seconds": cpu_seconds / max(1.0, float(found["checkpoint/versions"])),
+            **found,
+        }
 
     def close(self) -> None:
         """Close the connection. The holders keep their versions and send them on; a second call does nothing."""
@@ -270,13 +289,3 @@ class Checkpointer:
     def _grant(self, num_bytes: int) -> None:
         """On the pacer's thread."""
         self._agreement.grant(num_bytes)
-
-    def _forget_foreign(self) -> None:
-        """A version of this topology is everywhere, so those of the one before only cost memory."""
-        topology, self._foreign = self._foreign, None
-        registration = self._registration
-        if registration.client is not None and registration.holders.index(registration.here) == self._rank:
-            try:
-                registration.client.forget(self._run_id, topology)
-            except FAILURES as error:
-                logger.info("versions of topology %s stay: %s", topology, error)

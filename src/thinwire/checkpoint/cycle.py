@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from thinwire.checkpoint.agreement import FAILURES, Agreement, Turn
 from thinwire.checkpoint.copier import Copier, Copy
+from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices, Records, VersionRecord
 from thinwire.checkpoint.state.encode import Encoded, StateEncoder
 from thinwire.checkpoint.state.layout import TensorSlice
@@ -37,6 +38,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self.cpu_seconds = 0.0  # of all jobs that are done
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -63,6 +65,7 @@ class Worker:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            self.cpu_seconds = time.thread_time()
 
 
 _CLOSE_SECONDS = 5.0
@@ -71,8 +74,8 @@ _CLOSE_SECONDS = 5.0
 class Cycle:
     """The cycle of checkpoints of one training, on its thread.
 
-    ``about`` goes into each version, ``every`` is the number of steps between two, ``overlap`` whether parameters are
-    copied beside the training; that ends when they are written to meanwhile.
+    ``about`` goes into each version, ``governor`` says at which steps there is one, ``overlap`` is whether parameters
+    are copied beside the training; that ends when they are written to meanwhile.
     """
 
     def __init__(
@@ -81,17 +84,18 @@ class Cycle:
         agreement: Agreement,
         notices: Notices,
         about: dict[str, Any],
-        every: int,
+        governor: Governor,
         overlap: bool,
     ) -> None:
         self._training, self._agreement, self._notices = training, agreement, notices
-        self._about, self._every, self._overlap = about, every, overlap
+        self._about, self._governor, self._overlap = about, governor, overlap
         self._encoder, self._copier = StateEncoder(training.is_replicated), Copier(self._may_wait)
         self._worker = Worker("thinwire-checkpoint")
         self._turn: Future[Turn] | None = None  # of the next checkpoint
         self._needed = threading.Event()  # set when the turn is needed now
         self._closing = False
         self._copying: Future[tuple[float, str]] | None = None  # of the last one: seconds, why there is no version
+        self._cpu_seconds = 0.0  # of the training's thread
         self.step = 0  # the last step
         self.started = False  # whether all ranks take part, so that they can agree
         self.broken = ""  # why there will be no more checkpoints
@@ -109,9 +113,12 @@ class Cycle:
         """
         self.settle()
         self.step += 1
-        if self.step % self._every or self.broken:
+        if self.broken:
             return
-        started, raises = time.perf_counter(), None
+        if not self._governor.is_due(self.step):
+            self._take_early()
+            return
+        started, cpu_started, raises = time.perf_counter(), time.thread_time(), None
         try:
             encoded = self._encode()
             turn = self._agreed(encoded)
@@ -121,6 +128,9 @@ class Cycle:
             self._notices.add(f"no more checkpoints: {self.broken}")
             record = VersionRecord(self.step, skipped=self.broken)
         self.records.add(replace(record, blocking_seconds=time.perf_counter() - started))
+        self._cpu_seconds += time.thread_time() - cpu_started
+        if not record.skipped:
+            self._take_early()
         if self._copying is not None and not (self._overlap and self._unhook):
             self.settle()
         if raises is not None:
@@ -139,8 +149,14 @@ class Cycle:
             self._notices.add(f"a checkpoint was not copied: {skipped}")
         self.records.amend(copy_seconds, time.perf_counter() - started, skipped)
 
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of this process for all checkpoints so far."""
+        return self._cpu_seconds + self._worker.cpu_seconds
+
     def drop_turn(self) -> None:
-        """Drop the ranks' agreement on the next checkpoint."""
+        """Drop the ranks' agreement on the next checkpoint; the next step is due."""
+        self._governor.next_step = 0
         turn, self._turn = self._turn, None
         self._needed.set()
         if turn is not None:
@@ -170,34 +186,48 @@ class Cycle:
     def _before_optimizer(self, *_: object) -> None:
         self.settle()
         step = self.step + 1
-        due = step % self._every == 0 and self.started and self._agreement.is_registered
+        due = self._governor.is_due(step) and self.started and self._agreement.is_registered
         if due and self._turn is None and not self.broken:
             self._turn = self._worker.submit(lambda: self._agreement.take_turn(step))
         elif due:
             self._needed.set()
 
-    def _take_early(self, step: int) -> Turn:
-        """On the worker: the next turn, when the last version is everywhere, so that no rank waits for it."""
-        self._agreement.wait_until_sent(self._needed)
-        if self._closing:  # others may be waiting in this turn already, and would wait for as long as they close
+    def _take_early(self) -> None:
+        """Take the turn of the next step, if it is due, once the last version is everywhere: no rank waits for it."""
+        step = self.step + 1
+        if self._turn is None and self._governor.is_due(step) and self.started and self._agreement.is_registered:
+            self._turn = self._worker.submit(lambda: self._take(step))
+
+    def _take(self, step: int) -> Turn:
+        """On the worker. Ranks that close take part: others may be in this turn already, and would wait for them."""
+        if self._closing:
             self._agreement.obstacle = "the training ends"
         return self._agreement.take_turn(step)
+
+    def _watch(self) -> None:
+        """On the worker: note when the version is everywhere, unless the next turn is needed before."""
+        if self._agreement.wait_until_sent(self._needed):
+            self._governor.note_sent()
 
     def _may_wait(self, where: TensorSlice, tensor: Any) -> bool:
         return self._overlap and self._unhook is not None and self._training.is_stepped(where, tensor)
 
     def _begin(self, turn: Turn, encoded: Encoded | None) -> VersionRecord:
+        if turn.stride:
+            self._governor.agree(self.step, turn.stride)
         writer, obstacle = turn.writer, self._agreement.obstacle
         if writer is None:
             return VersionRecord(self.step, skipped=turn.skipped)
+        if encoded is not None and encoded.payload_bytes > len(writer.payload):
+            obstacle = f"the state has grown beyond its slots of {len(writer.payload):,} bytes: they grow next"
         if encoded is None or obstacle:
             self._worker.submit(lambda: self._agreement.abandon(writer))
             return VersionRecord(self.step, skipped=obstacle)
         copy = self._copier.begin(encoded, writer.payload, writer.slot)
         self._copying = self._worker.submit(lambda: self._finish(turn, copy, encoded))
+        self._governor.note_begun()
         self._needed.clear()
-        following = self.step + self._every
-        self._turn = self._worker.submit(lambda: self._take_early(following))
+        self._worker.submit(self._watch)
         return VersionRecord(self.step, encoded.payload_bytes)
 
     def _encode(self) -> Encoded | None:
@@ -205,9 +235,7 @@ class Cycle:
         encoded, obstacle, refusal = None, "", ""
         try:
             encoded = self._encoder.encode(self._training.capture(self.step))
-            room_bytes = self._agreement.room_bytes
-            if room_bytes is not None and encoded.payload_bytes > room_bytes:
-                obstacle = f"the state has grown beyond its slots of {room_bytes:,} bytes"
+            self._agreement.payload_bytes = encoded.payload_bytes
         except (OSError, ThinwireError) as error:
             obstacle = f"the state could not be read: {error}"
         except Exception as error:

@@ -31,6 +31,7 @@ from thinwire.holder.version import field
 _HEADER = struct.Struct("<IBIQQ")
 _MAGIC = 0x32465754  # TWF2
 _TCP_COUNTS, _TCP_COUNTS_OFFSET = struct.Struct("<Q40xQ"), 120  # tcpi_bytes_acked, tcpi_busy_time of <linux/tcp.h>
+_TCP_MIN_RTT, _TCP_MIN_RTT_OFFSET = struct.Struct("<I"), 148  # tcpi_min_rtt
 _TCP_INFO_BYTES = 232
 _WAKE_BYTES = 128 << 10  # a link that brings less within the timeout counts as dead
 _STRANGER_JSON_BYTES = 4096  # from a side that has not yet proven its secret
@@ -176,34 +177,6 @@ class Connection:
                 self._socket.sendall(self._send_tags.of_payload(self._sent, payload))
             self._sent += 1
 
-    def send_piece(self, descriptor: int, offset: int, piece: memoryview) -> None:
-        """Send a piece of a version from the file in which it is at ``offset``, without a copy in between.
-
-        The kernel reads the file until the other side has received it: it must stay as it is until that has answered.
-        """
-        data = _packed(FrameKind.DATA, {}, len(piece), self._sent, self._send_tags)
-        with self._lost_peer("send"):
-            self._socket.settimeout(self._timeout_seconds)
-            tag = self._send_tags.of_payload(self._sent, piece)
-            if self._is_tls:
-                self._socket.sendall(data)
-                self._socket.sendall(piece)
-            else:
-                self._socket.sendall(data, socket.MSG_MORE)
-                self._send_file(descriptor, offset, len(piece))
-            self._socket.sendall(tag)
-            self._sent += 1
-
-    def _send_file(self, descriptor: int, offset: int, num_bytes: int) -> None:
-        poll, end = select.poll(), offset + num_bytes
-        poll.register(self._socket, select.POLLOUT)
-        while offset < end:
-            try:
-                offset += os.sendfile(self._socket.fileno(), descriptor, offset, end - offset)
-            except BlockingIOError:
-                if not poll.poll(self._timeout_seconds * 1000):
-                    raise TimeoutError from None
-
     def receive(self, first_seconds: float | None = None) -> Frame:
         """Return the next frame. Waits ``first_seconds`` for its first byte (None: forever), then the timeout for the
         rest.
@@ -327,6 +300,31 @@ class Connection:
             acknowledged, busy_microseconds = _TCP_COUNTS.unpack_from(counts, _TCP_COUNTS_OFFSET)
             return acknowledged, busy_microseconds * 1e-6
         return 0, 0.0
+
+    @property
+    def latency_seconds(self) -> float:
+        """Least time from a segment to its acknowledgement, of the last 5 minutes by the kernel; 0 if unknown."""
+        with contextlib.suppress(OSError, struct.error):
+            counts = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            return float(_TCP_MIN_RTT.unpack_from(counts, _TCP_MIN_RTT_OFFSET)[0] % (2**32 - 1)) * 1e-6
+        return 0.0
+
+    @property
+    def peer_pid(self) -> int:
+        """Process on the other side of a Unix socket; 0 if it is not seen from here, or the socket is none."""
+        with contextlib.suppress(OSError):
+            return struct.unpack("3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        return 0
+
+    @property
+    def hung_up(self) -> bool:
+        """Whether the other side of a Unix socket has closed; any thread may ask, also while another one receives."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket, select.POLLRDHUP)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):  # closed here
+            return True
 
     @property
     def lost(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import socket
 import threading
 import time
@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from thinwire.errors import CorruptMessageError, ThinwireError
+from thinwire.errors import CorruptMessageError, LostPeerError, ThinwireError
 from thinwire.holder.faultpoint import reach
 from thinwire.holder.frames import HANDSHAKE_SECONDS, Connection, FrameKind
 from thinwire.holder.slots import Slot, digest_pool
@@ -21,6 +21,8 @@ from thinwire.holder.store import Holding, Shard, Store
 from thinwire.holder.version import Manifest, Version, field
 
 PIECE_BYTES = 1 << 20  # what was granted and is not yet sent can be revoked
+_MAP_BYTES = 16 << 20
+_MADV_POPULATE_WRITE = 23
 _BACKOFF_SECONDS = (0.1, 2.0)
 _RATE_VERSIONS = 4  # a speed is over that many versions: the speed of a link varies
 _IDLE_SECONDS = 1.0  # between looks at whether an idle peer is still there
@@ -117,29 +119,48 @@ def receive_payload(connection: Connection, slot: Slot, manifest: Manifest, idle
     Raises CorruptHeaderError for a forged piece, CorruptMessageError for a wrong digest, LostPeerError if it breaks
     off. After a wrong digest the conversation can go on; any other error closes the connection.
     """
-    done, checked = 0, 0
-    checks: list[Future[int]] = []
-    with slot.payload(manifest.payload_bytes) as payload, contextlib.ExitStack() as chunks:
+    done, crc = 0, 0
+    crcs: list[int] = []
+    mapping: Future[None] | None = None
+    with slot.payload(manifest.payload_bytes) as payload:
         try:
             while done < manifest.payload_bytes:
                 frame = connection.receive(first_seconds=idle_seconds)
-                if frame.kind != FrameKind.DATA or not 0 < frame.payload_bytes <= manifest.payload_bytes - done:
+                end = done + frame.payload_bytes
+                if frame.kind != FrameKind.DATA or not done < end <= manifest.payload_bytes:
                     raise ThinwireError(f"expected the next bytes of a version, got {frame.kind.name}")
-                with payload[done : done + frame.payload_bytes] as piece:
+                if slot.mapped_bytes < min(end + _MAP_BYTES, manifest.payload_bytes):
+                    ahead = payload[slot.mapped_bytes : slot.mapped_bytes + 2 * _MAP_BYTES]
+                    slot.mapped_bytes += len(ahead)
+                    mapping = digest_pool().submit(_map, ahead)
+                with payload[done:end] as piece:
                     connection.read_piece(frame, piece)
-                done += frame.payload_bytes
+                # at once and in this thread, while the bytes are in its cache: 0.19 s of CPU for a GB, later 0.46
+                while done < end:
+                    chunk_end = done - done % manifest.chunk_bytes + manifest.chunk_bytes
+                    with payload[done : min(end, chunk_end)] as part:
+                        crc, done = zlib.crc32(part, crc), done + len(part)
+                    if done == chunk_end or done == manifest.payload_bytes:
+                        crcs.append(crc)
+                        crc = 0
                 reach("receive", manifest.shard.owner, manifest.step)
-                while checked < done and (done - checked >= manifest.chunk_bytes or done == manifest.payload_bytes):
-                    chunk = chunks.enter_context(payload[checked : min(done, checked + manifest.chunk_bytes)])
-                    checks.append(digest_pool().submit(zlib.crc32, chunk))
-                    checked += len(chunk)
         except BaseException:
             connection.close()
             raise
         finally:
-            crcs = [check.result() for check in checks]
+            if mapping is not None:
+                mapping.result()
     if tuple(crcs) != manifest.chunk_crcs:
         raise CorruptMessageError(f"{manifest.shard}, step {manifest.step}: chunks were altered on the way here")
+
+
+def _map(part: memoryview) -> None:
+    """Map the pages of new memory at once, ahead of their use: 0.22 s for a GB, and 0.4 if each of them faults."""
+    with part:
+        start = ctypes.c_char.from_buffer(part)
+        address, size = ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(len(part))
+        ctypes.CDLL(None).madvise(address, size, _MADV_POPULATE_WRITE)  # an error of Linux before 5.14 changes nothing
+        del start  # which refers to the memory
 
 
 class Replicator:
@@ -166,8 +187,9 @@ class Replicator:
         self._stopping.set()
         with self._store.changed:
             self._store.changed.notify_all()
-        if self._connection is not None:
-            self._connection.close()
+        if self._connection is None:
+            return  # it may be calling a host that is lost: a trainer that starts again must not wait for that
+        self._connection.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(self._times.timeout_seconds)
 
@@ -215,6 +237,7 @@ class Replicator:
         (acknowledged, seconds), rate = self._counts(), self.bytes_per_second()
         return {
             "connected": self._connection is not None,
+            "latency_seconds": self._connection.latency_seconds if self._connection is not None else 0.0,
             "bytes_sent": self.bytes_sent,
             "bytes_acknowledged": acknowledged,
             "seconds_sending": round(seconds, 6),
@@ -240,6 +263,9 @@ class Replicator:
             connection.close()
             raise
         with self._store.changed:
+            if self._stopping.is_set():
+                connection.close()
+                raise LostPeerError("it is stopped")
             self._held, self._connection = held, connection
             self._store.changed.notify_all()
 
@@ -358,10 +384,7 @@ def send_payload(
     sent: Callable[[int], None] | None = None,
 ) -> bool:
     """Send a version's payload and return whether all of it was sent: at the full speed of the link, for recovery, or
-    as many bytes at a time as ``take`` returns, until that is 0.
-
-    The kernel sends from the slot itself, so it must not be overwritten before the other side has answered.
-    """
+    as many bytes at a time as ``take`` returns, until that is 0."""
     done = 0
     with slot.payload(manifest.payload_bytes) as payload:
         while done < manifest.payload_bytes:
@@ -369,7 +392,7 @@ def send_payload(
             if take is not None and (count := take(count)) == 0:
                 return False
             with payload[done : done + count] as piece:
-                connection.send_piece(slot.descriptor, slot.size.payload_offset + done, piece)
+                connection.send(FrameKind.DATA, {}, piece)
             done += count
             if sent is not None:
                 sent(count)

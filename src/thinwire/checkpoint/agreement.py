@@ -174,6 +174,7 @@ class Agreement:
         self.keep = max(self.keep, keep)
         if safe and registered and self._registration.moving:
             self._release()
+            return self.take_turn(step)  # with the slots that there is room for now
         if not ready:
             return self._skip(step, obstacle or "another rank cannot make one")
         if not registered:

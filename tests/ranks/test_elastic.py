@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.namespaces import needs_namespaces
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -21,7 +22,6 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from tests.namespaces import needs_namespaces
 from thinwire.elastic.rendezvous import ElasticRendezvous
 from thinwire.holder.start import HolderOptions, ensure_holder, stop_holder
 from thinwire.lab.testbed.elastic import ElasticCluster, reference_digest, run_elastic

@@ -64,7 +64,8 @@ class Agreement:
 
     ``keep`` is the newest step that all ranks have everywhere, ``attempt`` the number of this start of the run,
     ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``refusal`` one that does not pass by
-    itself, which all ranks raise; ``status`` is the holder's last answer.
+    itself, which all ranks raise; ``status`` is the holder's last answer, ``payload_bytes`` the size of this rank's
+    state: slots that are too small for it are registered anew.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Agreement:
         self.keep, self.attempt, self.obstacle, self.refusal = -1, -1, "", ""
         self.status: dict[str, Any] = {}
         self._register_at, self._offered_until = 0, 0
+        self.payload_bytes, self._short = 0, ""
         self._reconnecting: threading.Thread | None = None
 
     def wait_until_sent(self, needed: threading.Event) -> bool:
@@ -104,14 +106,17 @@ class Agreement:
     def take_turn(self, step: int) -> Turn:
         """Agree on whether to make a checkpoint of ``step``; collective, one reduction."""
         obstacle, replicated, free = self._look()
-        registered = self._registration.registered
+        registered = self._registration.has_room(self.payload_bytes)
+        safe = bool(self.status.get("safe"))
         due = self._tier is not None and self._tier.is_due()
-        refusal, votes = self.refusal, [not obstacle, registered, replicated, free, due, -self._governor.stride]
-        storable, ready, registered, keep, free, due, stride = least([not refusal, *votes], self._group)
+        refusal, votes = self.refusal, [not obstacle, registered, replicated, free, due, safe, -self._governor.stride]
+        storable, ready, registered, keep, free, due, safe, stride = least([not refusal, *votes], self._group)
         if not storable:
             failed = failures_of(refusal, self._group)
             return Turn(failed, raises=ValueError(f"the state cannot be stored, so there are no checkpoints: {failed}"))
         self.keep = max(self.keep, keep)
+        if safe and registered and self._registration.moving:
+            self._release()
         if not ready:
             return self._skip(step, obstacle or "another rank cannot make one")
         if not registered:
@@ -123,6 +128,12 @@ class Agreement:
         writer = self._slot(step)
         skipped = "" if writer is not None else self._skip(step, "the holder gave no slot").skipped
         return Turn(skipped, writer, False, bool(due), -stride)
+
+    def _release(self) -> None:
+        try:
+            self._registration.release()
+        except FAILURES as error:
+            self.lose(error)
 
     def register(self, step: int, payload_bytes: int) -> bool:
         """Register slots on all ranks and return whether all have them; if not, retry some steps later. Collective."""
@@ -141,8 +152,11 @@ class Agreement:
         """
         writer = turn.writer
         assert writer is not None
+        layout, registration = encoded.to_bytes(about), self._registration
+        if len(layout) > registration.layout_bytes:
+            registration.layout_bytes = 2 * len(layout)  # so there is no room, and slots are registered anew
         try:
-            writer.publish(encoded.to_bytes(about), encoded.payload_bytes, wait)
+            writer.publish(layout, encoded.payload_bytes, wait)
         except ValueError as error:
             self.abandon(writer)
             return str(error)
@@ -193,11 +207,6 @@ class Agreement:
         return self._registration.registered
 
     @property
-    def room_bytes(self) -> int | None:
-        """Capacity of one slot in bytes, or None if no slots are registered."""
-        return self._registration.room_bytes if self._registration.registered else None
-
-    @property
     def link_bytes_per_second(self) -> float | None:
         """Speed at which the last versions were sent, to all peers together; None before the first one."""
         return self.status.get("bytes_per_second")
@@ -213,6 +222,9 @@ class Agreement:
             return self.obstacle, -1, False
         try:
             self.status = registration.client.status()
+            if self.status["short"] not in ("", self._short):
+                self._short = self.status["short"]
+                self._notices.add(f"no room for checkpoints: {self._short}")
             if not self.status["free"]:
                 self._hurry(registration.client)
         except FAILURES as error:

@@ -135,7 +135,6 @@ class Checkpointer:
         self._restorer = Restorer(training, registration, self._tier, self._group, run_id, about, self._notices)
         self._cycle = Cycle(training, self._agreement, self._notices, about, governor, overlap)
         self._run_id, self._max_age_steps, self._first = run_id, max_age_steps, 0
-        self._foreign: str | None = None  # topology of versions that become useless once there are new ones
 
     def __repr__(self) -> str:
         newest = self._agreement.keep
@@ -170,7 +169,7 @@ class Checkpointer:
         cycle.drop_turn()
         agreement.keep = -1  # training from here on is another history
         restored = self._restorer.restore()  # the worker has nothing to do now, so the group is free
-        agreement.attempt, cycle.started, self._foreign = restored.attempt, True, restored.foreign
+        agreement.attempt, cycle.started = restored.attempt, True
         if restored.step is not None:
             cycle.step = self._first = restored.step
             agreement.keep = restored.step if restored.in_slots else -1
@@ -187,7 +186,7 @@ class Checkpointer:
             ValueError: on all ranks, in the same step: the state of a rank cannot be stored.
             ThinwireError: the newest checkpoint that all ranks have is more than ``max_age_steps`` old.
         """
-        cycle, keep = self._cycle, self._agreement.keep
+        cycle = self._cycle
         seconds = self._pacer.note_step(self._governor.is_loaded)
         self._governor.needs_free = self._pacer.is_profiling
         if seconds is not None:
@@ -196,8 +195,6 @@ class Checkpointer:
             self._agreement.attempt = cycle.do(self._restorer.survey).attempt
             cycle.started = True
         cycle.checkpoint()
-        if self._foreign is not None and keep > self._first:
-            self._forget_foreign()
         self._notices.deliver(stacklevel=2)
         age = cycle.step - max(self._agreement.keep, self._first)
         if self._max_age_steps is not None and age > self._max_age_steps:
@@ -279,13 +276,3 @@ class Checkpointer:
     def _grant(self, num_bytes: int) -> None:
         """On the pacer's thread."""
         self._agreement.grant(num_bytes)
-
-    def _forget_foreign(self) -> None:
-        """A version of this topology is everywhere, so those of the one before only cost memory."""
-        topology, self._foreign = self._foreign, None
-        registration = self._registration
-        if registration.client is not None and registration.holders.index(registration.here) == self._rank:
-            try:
-                registration.client.forget(self._run_id, topology)
-            except FAILURES as error:
-                logger.info("versions of topology %s stay: %s", topology, error)

@@ -214,6 +214,8 @@ class Cycle:
         writer, obstacle = turn.writer, self._agreement.obstacle
         if writer is None:
             return VersionRecord(self.step, skipped=turn.skipped)
+        if encoded is not None and encoded.payload_bytes > len(writer.payload):
+            obstacle = f"the state has grown beyond its slots of {len(writer.payload):,} bytes: they grow next"
         if encoded is None or obstacle:
             self._worker.submit(lambda: self._agreement.abandon(writer))
             return VersionRecord(self.step, skipped=obstacle)
@@ -229,9 +231,7 @@ class Cycle:
         encoded, obstacle, refusal = None, "", ""
         try:
             encoded = self._encoder.encode(self._training.capture(self.step))
-            room_bytes = self._agreement.room_bytes
-            if room_bytes is not None and encoded.payload_bytes > room_bytes:
-                obstacle = f"the state has grown beyond its slots of {room_bytes:,} bytes"
+            self._agreement.payload_bytes = encoded.payload_bytes
         except (OSError, ThinwireError) as error:
             obstacle = f"the state could not be read: {error}"
         except Exception as error:

@@ -83,10 +83,12 @@ class Restorer:
 
     def survey(self) -> Survey:
         """Gather the versions in the memory of all hosts; collective."""
-        registration = self._registration
-        return survey(
-            registration.client, registration.holders, self._run_id, topology_digest(self._topology), self._group
-        )
+        registration, topology = self._registration, topology_digest(self._topology)
+        placed = registration.placed()
+        found = survey(registration.client, registration.holders, self._run_id, topology, self._group, placed)
+        registration.wanted = {holder: found.choice.wanted_at(holder, placed[holder]) for holder in placed}
+        registration.chosen = None if found.choice.step is None else (found.choice.attempt, found.choice.step)
+        return found
 
     def restore(self) -> Restored:
         """Load the newest state that all ranks can have, in place; collective.
@@ -168,6 +170,11 @@ class Restorer:
             except (ThinwireError, ValueError) as reason:
                 error = str(reason)
             needed = {move.owner for move in moves}
+            copies = [version.digest for copy in version.copies.values() for version in copy.values()]
+            self._registration.wanted = dict.fromkeys(self._registration.holders, copies)
+            self._registration.chosen, self._registration.left = (version.attempt, version.step), version.topology
+            assert self._attempt is not None
+            self._registration.place(self._attempt)
             shards = ForeignShards(version, needed, self._registration, self._group, error)
             try:
                 fill(moves, shards)

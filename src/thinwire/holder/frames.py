@@ -324,6 +324,23 @@ class Connection:
         return 0.0
 
     @property
+    def peer_pid(self) -> int:
+        """Process on the other side of a Unix socket; 0 if it is not seen from here, or the socket is none."""
+        with contextlib.suppress(OSError):
+            return struct.unpack("3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        return 0
+
+    @property
+    def hung_up(self) -> bool:
+        """Whether the other side of a Unix socket has closed; any thread may ask, also while another one receives."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket, select.POLLRDHUP)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):  # closed here
+            return True
+
+    @property
     def lost(self) -> bool:
         """Whether the other side has closed, as far as the socket knows; only valid when no answer is expected."""
         poll = select.poll()  # recv would wait for the timeout, regardless of its flags

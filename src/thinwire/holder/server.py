@@ -76,6 +76,7 @@ class Holder:
         self.refused, self._received, self._served, self._fetched = 0, (0, 0.0), (0, 0.0), (0, 0.0)
         self._started_at, self._refused_at, self.socket_error = time.monotonic(), -1.0, ""
         self._sessions: dict[Connection, str] = {}
+        self.joined: set[TrainerSession] = set()
         self._lock = threading.Lock()
         self._acceptors: dict[str, Acceptor] = {}
         self._claim = _claim(config.socket_path)
@@ -208,7 +209,8 @@ class Holder:
         A replica never replaces a newer version; a version fetched when ``recovering`` may. Raises ThinwireError if no
         slot is free, ValueError if it does not fit.
         """
-        holding = self.store.begin(shard, keep, None if recovering else manifest.order, recovering)
+        before = None if recovering else manifest.order
+        holding = self.store.begin(shard, keep, before, recovering, manifest.version.digest)
         if holding is None:
             raise ThinwireError(f"{shard.id}: no slot is free for step {manifest.step}")
         try:
@@ -241,7 +243,7 @@ class Holder:
                 "shard": shard.id.to_json(),
                 "role": shard.role,
                 "trainer": shard.trainer is not None,
-                "slot_bytes": shard.size.total_bytes * len(shard.holdings),
+                "slot_bytes": shard.total_bytes,
                 "writing": any(holding.writing for holding in shard.holdings),
                 "free": shard.is_free(),
                 "newest_local": shard.newest(),

@@ -52,6 +52,10 @@ class SlotSize:
         manifest_bytes = 2048 + 12 * chunk_count(self.payload_bytes, CHUNK_BYTES)  # a CRC-32 is at most 10 digits
         return _PAGE + _pages(manifest_bytes + self.layout_bytes)
 
+    def covering(self, other: SlotSize) -> SlotSize:
+        """Return the least size that has the room of both."""
+        return SlotSize(max(self.payload_bytes, other.payload_bytes), max(self.layout_bytes, other.layout_bytes))
+
     @property
     def total_bytes(self) -> int:
         return self.payload_offset + max(_PAGE, _pages(self.payload_bytes))

@@ -132,7 +132,7 @@ def _each(kind: str, parts: Any) -> list[tuple[str, Any]]:
     """One part, or a list, tuple or dict of them, by name."""
     if isinstance(parts, (list, tuple)):
         parts = dict(enumerate(parts))
-    if isinstance(parts, dict):
+    if isinstance(parts, dict) and parts:
         return [(f"{kind}.{name}", part) for name, part in parts.items()]
     return [] if parts is None else [(kind, parts)]
 

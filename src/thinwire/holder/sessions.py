@@ -7,6 +7,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -252,9 +253,11 @@ class TrainerSession(Session):
         call, times = self.holder.call, self.holder.config.times
         senders = {address: Replicator(self.store, shard, address, call, self.grants, times) for address in addresses}
         unreachable = {}
+        with ThreadPoolExecutor(max(1, len(senders))) as pool:  # at once: some may be stopped and say nothing
+            connected = {address: pool.submit(sender.connect) for address, sender in senders.items()}
         for address, sender in senders.items():
             try:
-                sender.connect()
+                connected[address].result()
             except ThinwireError as error:
                 unreachable[address] = sender.last_error = str(error)
             except ValueError as error:

@@ -92,7 +92,7 @@ class ElasticRendezvous(RendezvousHandler):
         )
         self._hosts = [low, high]
         self._want, self._fresh, self._claim, self._master = "join", True, self._read_claim(), [self._address, 0]
-        self._heard, self._over, self._ended = time.monotonic(), False, threading.Event()
+        self._heard, self._over, self._closed, self._ended = time.monotonic(), False, False, threading.Event()
         self._lock = threading.Lock()
         for target in (self._keep_in_touch, self._keep_holder):
             threading.Thread(target=target, daemon=True, name=target.__name__).start()
@@ -129,10 +129,10 @@ class ElasticRendezvous(RendezvousHandler):
             if view is not None:
                 if view["place"] is not None and (self._claim is None or view["round"] > self._claim.round):
                     return self._start(view)
-                if view["closed"]:
-                    raise (RendezvousGracefulExitError if self._fresh else RendezvousClosedError)("the run has ended")
                 if view["hosts"]:  # it goes on without this host, which stands by
                     deadline, reason = now + self._join_timeout, "too few hosts"
+            if self._closed:
+                raise (RendezvousGracefulExitError if self._fresh else RendezvousClosedError)("the run has ended")
             if now > deadline:
                 raise RendezvousTimeoutError(f"run {self._run_id!r} did not start in {self._join_timeout} s: {reason}")
             if now > reviewed + _REVIEW_SECONDS:
@@ -146,10 +146,7 @@ class ElasticRendezvous(RendezvousHandler):
         return int(self._over)
 
     def is_closed(self) -> bool:
-        try:
-            return bool(self._boards.request("look", {})["closed"])
-        except (ThinwireError, ValueError):
-            return False
+        return self._closed
 
     def set_closed(self) -> None:
         with contextlib.suppress(ThinwireError, ValueError):
@@ -189,7 +186,7 @@ class ElasticRendezvous(RendezvousHandler):
         with self._lock:
             claim, want = self._claim, self._want
             view = self._boards.request("sync", self._word(want), choose=choose)
-            self._heard = time.monotonic()
+            self._heard, self._closed = time.monotonic(), self._closed or view["closed"]
             if want == "run" and claim is not None:
                 self._over |= view["round"] != claim.round or view["place"] is None or view["grow"]
             return view

@@ -180,7 +180,8 @@ def grows(context: RankContext, socket: str, late: int, steps: int) -> tuple[int
     optimizer = torch.optim.Adam(model.parameters())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with Checkpointer(model, optimizer, run_id="run", holder_socket=socket) as checkpointer:
+        options: dict[str, Any] = {"run_id": "run", "holder_socket": socket, "domain": "rack 1"}
+        with Checkpointer(model, optimizer, **options) as checkpointer:
             first = checkpointer.restore()
             found = [entry["exp_avg"].numpy().tobytes() for entry in optimizer.state_dict()["state"].values()]
             for step in range(first or 0, steps):
@@ -217,7 +218,9 @@ def _grows_on(context: RankContext, sockets: tuple[str, ...], late: int, steps: 
 def test_a_state_that_outgrows_the_budget_warns_with_bytes(tmp_path: Path) -> None:
     with Hosts(tmp_path) as hosts:
         hosts.start("ab", budget="30MB")
-        for outcome in run_ranks(_grows_on, hosts.sockets("ab"), 4, 8, world_size=2, timeout_seconds=60):
+        outcomes = run_ranks(_grows_on, hosts.sockets("ab"), 4, 8, world_size=2, timeout_seconds=60)
+        assert ["one failure domain" in outcome.value[3] for outcome in outcomes] == [True, False], "once"
+        for outcome in outcomes:
             _, skipped, _, warned = outcome.value
             assert skipped[:4] == [""] * 4
             assert all(skipped[4:])

@@ -304,9 +304,10 @@ class TrainerSession(Session):
         if holding is None or holding.number != get(request, "slot", int):
             raise ValueError("that slot is not being written by this trainer")
         step, payload_bytes = get(request, "step", int), get(request, "payload_bytes", int, 0, MAX_PAYLOAD_BYTES)
+        shared_bytes = get(request, "shared_bytes", int, 0, payload_bytes)
         holding.slot.check_room(payload_bytes, len(layout))
         self.writing = None
-        sealed = self.holder.sealing.submit(self._seal, shard, holding, step, payload_bytes, layout)
+        sealed = self.holder.sealing.submit(self._seal, shard, holding, step, payload_bytes, layout, shared_bytes)
         if request.get("wait") is True:
             manifest = sealed.result()
             if manifest is None:
@@ -314,9 +315,11 @@ class TrainerSession(Session):
             return Reply({"version": manifest.listed("own").to_json()})
         return Reply()
 
-    def _seal(self, shard: Shard, holding: Holding, step: int, payload_bytes: int, layout: bytes) -> Manifest | None:
+    def _seal(
+        self, shard: Shard, holding: Holding, step: int, payload_bytes: int, layout: bytes, shared_bytes: int
+    ) -> Manifest | None:
         try:
-            manifest = holding.slot.digest(shard.id, step, self.attempt, payload_bytes, layout)
+            manifest = holding.slot.digest(shard.id, step, self.attempt, payload_bytes, layout, shared_bytes)
             self.store.seal(holding, manifest, layout)
             return manifest
         except Exception as error:

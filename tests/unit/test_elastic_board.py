@@ -177,9 +177,9 @@ def test_values_are_those_of_the_round() -> None:
     assert agents.board.store(now, {"key": "n", "value": 2}) == {"value": "2"}
     assert agents.board.store(now, {"key": "n", "value": 2}) == {"value": "4"}
     agents.join("a")
-    assert agents.board.store(now, {"key": "x"}) == {"over": True}
+    assert agents.board.store(now, {"key": "x"}) == {"value": "1"}, "one that has ended leaves it to the others"
     agents.join("a", "b")
-    assert agents.board.store(now, {"key": "x"}) == {"over": True}
+    assert agents.board.store(now, {"key": "x"}) == {"value": None}
     assert agents.board.store(now + 1, {"key": "x"}) == {"value": None}
 
 

@@ -73,6 +73,7 @@ class Channel:
         self, exchange: Exchange, subject: Subject, sequence: int, measure: Callable[[], Machine | None] | None = None
     ) -> None:
         self.exchange = exchange
+        self.rank, self.world_size = exchange.rank, exchange.world_size
         self._measure = measure
         self.subject = subject
         self.sequence = sequence & 0xFFFFFFFF
@@ -80,14 +81,6 @@ class Channel:
         self.max_held: int | None = None  # most rows that a rank can hold, where that is known
         self.formats_sent: dict[Kind, set[Format]] = {}
         self._digest = subject.digest()
-
-    @property
-    def rank(self) -> int:
-        return self.exchange.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.exchange.world_size
 
     def global_rank(self, rank: int | None = None) -> int:
         """Return the rank that logs have for a rank, or for this one: messages name that."""

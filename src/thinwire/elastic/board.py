@@ -143,9 +143,9 @@ class Board:
             agent.seen = min(agent.seen, now - self.patience + _CLOSED_CONNECTION_SECONDS)
 
     def store(self, round_number: int, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Get, set or add to a value that the agents of the current round share; ``over`` if it is not on any more."""
-        if round_number != self.round or not self._places:
-            return {"over": True}
+        """Get, set or add to a value that the agents of the newest round share; None for those of another one."""
+        if round_number != self.round:
+            return {"value": None}
         key, value = field(request, "key", str, 1, 512), request.get("value")
         if isinstance(value, int):
             self._values[key] = str(int(self._values.get(key, "0")) + value)

@@ -215,13 +215,19 @@ class ElasticCluster:
         return [newest[rank]["host"] for rank in sorted(newest)]
 
     def wait_until_finished(self, timeout: float = 120.0) -> str:
-        """Return the digest of the parameters, the same on all ranks, once all agents that live have ended."""
+        """Return the digest of the parameters, the same on all ranks, once all agents that live have ended.
+
+        Raises AssertionError if ranks differ, or if a torchrun that was not killed does not end with status 0.
+        """
         self.wait_for("finished", timeout=timeout)
         deadline = time.monotonic() + 30
         while any(agent.poll() is None for agent in self._agents.values()) and time.monotonic() < deadline:
             time.sleep(0.05)
         if any(agent.poll() is None for agent in self._agents.values()):
             raise TimeoutError(f"agents did not end:\n{self.logs()}")
+        codes = {host: agent.returncode for host, agent in self._agents.items()}
+        if any(code not in (0, -signal.SIGKILL) for code in codes.values()):
+            raise AssertionError(f"torchrun ended with {codes}:\n{self.logs()}")
         digests = {event["digest"] for event in self.events() if event["kind"] == "finished"}
         if len(digests) != 1:
             raise AssertionError(f"ranks ended with different parameters: {digests}")

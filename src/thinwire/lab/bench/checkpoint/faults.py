@@ -196,7 +196,7 @@ class FaultCampaign:
         preload("torch._dynamo")
         started, training = time.monotonic(), 0
         while sum(self._done.values()) < self.faults:
-            hosts, state_bytes = SHAPES[training % len(SHAPES)]
+            hosts, state_bytes = SHAPES[(training + self.seed) % len(SHAPES)]
             self._train(training, hosts, TrainingWork("synthetic", state_bytes, _COMPUTE_SECONDS))
             training += 1
         problems = Counter(problem.partition(":")[0] for problem in self._problems)

@@ -23,7 +23,7 @@ from thinwire.lab.bench.jobs.job import Data
 from thinwire.lab.testbed.rank import RankContext
 
 WARM_UP_STEPS = 3
-SETTLED_STEPS = 20 + 24  # of thinwire, until it has profiled, and knows how often it may make a checkpoint
+SETTLED_STEPS = 20 + 32  # of thinwire, until it has profiled, and knows how often it may make a checkpoint
 TRACED_STEPS = 5
 
 

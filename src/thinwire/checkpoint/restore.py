@@ -156,6 +156,10 @@ class Restorer:
             registration.register(choice.versions[self._rank].payload_bytes, attempt)
             assert registration.client is not None
             load_shard(registration.client, choice, self._rank, registration.here, self._training)
+            if choice.certified is not None:
+                alike = "" if choice.certified else "not "
+                newer = "".join(f"; {reason}" for reason in choice.reasons if "of ranks differ" in reason)
+                logger.info("step %s: parameters are %sthe same on all ranks%s", choice.step, alike, newer)
 
         return load
 

@@ -92,6 +92,12 @@ class Cluster:
         self.stores.pop(name).close()
         self.lost += 1
 
+    def rename(self, random: Random) -> None:
+        """The same hosts, and all ranks on others of them."""
+        names, stores = list(self.stores), list(self.stores.values())
+        random.shuffle(stores)
+        self.stores = dict(zip(names, stores, strict=True))
+
     def check(self) -> None:
         for store in self.stores.values():
             assert store.used_bytes <= store.budget_bytes
@@ -200,8 +206,11 @@ def test_ten_replacements_fit_into_the_budget(shape: tuple[int, int, int], rando
         job = cluster.job()
         run_for(job, each, cluster)
         cluster.kill()
-        cluster.lose(random.choice(sorted(cluster.stores)))
-        cluster.add(f"h{random.randrange(10_000):04}-{number}")
+        if random.random() < 0.5:
+            cluster.lose(random.choice(sorted(cluster.stores)))
+            cluster.add(f"h{random.randrange(10_000):04}-{number}")
+        else:
+            cluster.rename(random)
     job = cluster.job()
     run_for(job, 400, cluster)
     assert cluster.safe is not None, "training goes on"

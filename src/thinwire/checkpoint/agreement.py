@@ -44,13 +44,11 @@ class Turn:
         skipped: reason why there is none, else empty; ``writer`` is None then.
         writer: writer of the slot of this rank.
         registers: whether all ranks have to call `Agreement.register` first.
-        persists: whether the version also goes to the disk.
     """
 
     skipped: str = ""
     writer: SlotWriter | None = None
     registers: bool = False
-    persists: bool = False
 
 
 class Agreement:
@@ -73,6 +71,7 @@ class Agreement:
         self.keep, self.attempt, self.obstacle = -1, -1, ""
         self.status: dict[str, Any] = {}
         self._register_at = 0
+        self._persisting: int | None = None  # step that all ranks will pass to the persistent tier
         self._reconnecting: threading.Thread | None = None
 
     def wait_until_sent(self, needed: threading.Event) -> None:
@@ -105,8 +104,12 @@ class Agreement:
         if not free:
             self._offer(0)
             return self._skip(step, "no slot is free on all ranks: older versions are still on their way")
+        self._persisting = step if due else None
         writer = self._slot(step)
-        return self._skip(step, "the holder gave no slot") if writer is None else Turn("", writer, False, bool(due))
+        if writer is None:
+            self._persist(step, "the holder gave no slot")
+            return self._skip(step, "the holder gave no slot")
+        return Turn("", writer)
 
     def register(self, step: int, payload_bytes: int) -> bool:
         """Register slots on all ranks and return whether all have them; if not, retry some steps later. Collective."""
@@ -126,21 +129,35 @@ class Agreement:
         writer = turn.writer
         assert writer is not None
         try:
+            about = {**about, "holders": self._registration.holders}  # where to look for the other shards
             writer.publish(encoded.to_bytes(about), encoded.payload_bytes, wait)
         except ValueError as error:
             self.abandon(writer)
             return str(error)
         except FAILURES as error:
             self.lose(error)
+            self._persist(writer.step, "it was not published")
             return f"it was not published: {error}"
         self._offer(encoded.payload_bytes)
-        if turn.persists and self._tier is not None:
-            client, step, attempt = self._registration.client, writer.step, self.attempt
-            self._tier.save(step, attempt, lambda: copy_of(client, step, attempt))
+        self._persist(writer.step)
         return ""
+
+    def _persist(self, step: int, failure: str = "") -> None:
+        """Have the version of a turn saved, or tell the waiting ranks why there is none; once for each turn."""
+        if self._tier is None or self._persisting != step:
+            return
+        client, attempt, self._persisting = self._registration.client, self.attempt, None
+
+        def take() -> tuple[bytes, memoryview]:
+            if failure:
+                raise ThinwireError(failure)
+            return copy_of(client, step, attempt)
+
+        self._tier.save(step, attempt, take)
 
     def abandon(self, writer: SlotWriter) -> None:
         """Give a slot back, empty."""
+        self._persist(writer.step, "it was given up")
         try:
             writer.abandon()
         except FAILURES as error:

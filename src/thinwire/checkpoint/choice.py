@@ -38,7 +38,13 @@ class Choice:
     reasons: tuple[str, ...] = ()
 
 
-def choose(inventories: Mapping[str, Iterable[Version]], holders: Sequence[str], run_id: str, topology: str) -> Choice:
+def choose(
+    inventories: Mapping[str, Iterable[Version]],
+    holders: Sequence[str],
+    run_id: str,
+    topology: str,
+    only: int | None = None,
+) -> Choice:
     """Return the newest step of which every owner's shard is held, of the newest attempt that has such a step.
 
     Steps of two attempts do not mix: after a restart from step 10, step 12 of the attempt before is another history
@@ -51,6 +57,7 @@ def choose(inventories: Mapping[str, Iterable[Version]], holders: Sequence[str],
             topology.
         run_id: only versions of this run count.
         topology: only versions of this topology count (`topology_digest`).
+        only: the step to choose; None for the newest.
 
     Example:
         >>> has = [Version(ShardId("run", "a1", owner), 7, 0, 100, "0123456789abcdef") for owner in (0, 1)]
@@ -60,7 +67,7 @@ def choose(inventories: Mapping[str, Iterable[Version]], holders: Sequence[str],
     reasons = [f"holder {holder} gave no inventory" for holder in sorted(set(holders) - set(inventories))]
     copies, unlike, left_out = _sift(inventories, len(holders), run_id, topology)
     reasons.extend(left_out)
-    for attempt, step in sorted(copies, reverse=True):
+    for attempt, step in sorted((order for order in copies if only in (None, order[1])), reverse=True):
         of_step = copies[attempt, step]
         missing = [owner for owner in range(len(holders)) if owner not in of_step]
         differing = sorted(unlike[attempt, step])

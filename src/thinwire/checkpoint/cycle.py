@@ -21,11 +21,13 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
+
 from thinwire.checkpoint.agreement import FAILURES, Agreement, Turn
 from thinwire.checkpoint.copier import Copier, Copy
 from thinwire.checkpoint.records import Notices, Records, VersionRecord
 from thinwire.checkpoint.state.encode import Encoded, StateEncoder
-from thinwire.checkpoint.state.layout import TensorSlice
+from thinwire.checkpoint.state.layout import TensorSlice, view_of
 from thinwire.checkpoint.state.snapshot import TrainingState
 
 T = TypeVar("T")
@@ -131,6 +133,16 @@ class Cycle:
             self._notices.add(f"a checkpoint was not copied: {skipped}")
         self.records.amend(copy_seconds, time.perf_counter() - started, skipped)
 
+    def copy(self) -> tuple[bytes, memoryview]:
+        """Return layout and payload of the state now, outside of the slots. Raises an error for a state that cannot be
+        stored."""
+        encoded = self._encoder.encode(self._training.capture(self.step))
+        payload = memoryview(bytearray(encoded.payload_bytes))
+        with torch.no_grad():
+            for where, tensor in zip(encoded.slices, encoded.tensors, strict=True):
+                view_of(payload, where).copy_(tensor)
+        return encoded.to_bytes(self._about), payload
+
     def drop_turn(self) -> None:
         """Drop the ranks' agreement on the next checkpoint."""
         turn, self._turn = self._turn, None
@@ -141,14 +153,17 @@ class Cycle:
                 if writer is not None:
                     self.do(lambda: self._agreement.abandon(writer))
 
-    def close(self) -> None:
-        """Publish the last checkpoint and stop, without waiting for the ranks' next agreement."""
+    def close(self) -> bool:
+        """Publish the last checkpoint and stop, without waiting for the ranks' next agreement.
+
+        Return whether the thread has ended; if not, it waits for other ranks.
+        """
         self.settle()
         if self._unhook is not None:
             self._unhook()
         self._closing = True
         self._needed.set()
-        self._worker.close(_CLOSE_SECONDS)
+        return self._worker.close(_CLOSE_SECONDS)
 
     def _hook(self) -> Callable[[], None] | None:
         """None if the optimizer cannot be made to wait."""

@@ -95,12 +95,13 @@ class Registration:
         self.exchange(error)
         machines = len(set(self.holders))
         if machines == 1 and self.replicas > 1:
-            warnings.warn(
-                "all ranks are on one machine, so there is nobody to keep a replica: checkpoints survive the death of"
-                " processes, not of the machine (pass replicas=1 to say that this is meant)",
-                stacklevel=4,
-            )
             self.replicas = 1
+            if self.rank == 0:
+                warnings.warn(
+                    "all ranks are on one machine, so there is nobody to keep a replica: checkpoints survive the death"
+                    " of processes, not of the machine (pass replicas=1 to say that this is meant)",
+                    stacklevel=4,
+                )
         peers_of(self.rank, self.holders, self.replicas)  # raises an error with advice if there are too few machines
 
     def _connect(self, start: bool = False) -> HolderClient:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 from thinwire import compress, kernels
-from thinwire.compress.base import Compressor, Parameter, Payload, Summable, add
+from thinwire.compress.base import Compressor, Parameter, Payload, Summable
 from thinwire.compress.wrappers import code_of, packed_code, summable_code, unwrapped
 
 METHODS: dict[str, Compressor] = {
@@ -80,7 +80,7 @@ def measure(method: Compressor, gradient: Tensor, repeat: int) -> Result:
         total = torch.zeros_like(gradient)
         sent_bytes = data.numel()
         encode = median_seconds(lambda: code.pack(method.compress(gradient, parameter, state), parameter), repeat)
-        decode = median_seconds(lambda: add(code, code.unpack(data, parameter), parameter, total), repeat)
+        decode = median_seconds(lambda: code.add(code.unpack(data, parameter), parameter, total), repeat)
     return Result(method.name, gradient.numel(), sent_bytes / gradient.numel(), floor, encode, decode)
 
 

@@ -163,37 +163,6 @@ def test_hashes(device: torch.device, size: int, seed: int) -> None:
     check_same(reference.owner_by_hash(ids, 7, seed), gpu_ids.owner_by_hash(ids.to(device), 7, seed))
 
 
-@every_size
-@pytest.mark.parametrize("capacity", [0, 3, 600, 9_001])
-def test_deal_into(device: torch.device, size: int, capacity: int) -> None:
-    """Of the ids that `nonzero_rows_into` found; what is behind them is not dealt."""
-    world_size, seed = 8, 2**40 + 1
-    ids = some_ids(size, 5 * size)
-    buffer = torch.cat([ids, torch.full((100,), 11)]).to(device)
-    count = torch.tensor([ids.numel(), 0], device=device)
-    positions, places = (torch.full((world_size, capacity), -7, device=device) for _ in range(2))
-    counts = torch.full((world_size, 2), -7, device=device)
-    with without_waiting(device):
-        gpu_ids.deal_into(buffer, count, seed, positions, places, counts)
-    for owner, (expected, where) in enumerate(reference.deal(ids, world_size, seed)):
-        fit = min(expected.numel(), capacity)
-        assert counts[owner].tolist() == [fit, expected.numel() - fit]
-        check_same(expected[:fit], positions[owner, :fit])
-        check_same(where[:fit], places[owner, :fit])
-        assert (positions[owner, fit:] == -7).all()
-        assert (places[owner, fit:] == -7).all()
-
-
-def test_deal_into_says_what_does_not_fit(device: torch.device) -> None:
-    ids, count = torch.arange(4, device=device), torch.tensor([4, 0], device=device)
-    outputs = torch.zeros(2, 4, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match="contiguous"):
-        gpu_ids.deal_into(ids, count, 0, outputs, outputs.t(), torch.zeros(2, 2, dtype=torch.int64, device=device))
-    many = torch.zeros(65, 4, dtype=torch.int64, device=device)
-    with pytest.raises(ValueError, match="at most 64"):
-        gpu_ids.deal_into(ids, count, 0, many, many, torch.zeros(65, 2, dtype=torch.int64, device=device))
-
-
 def test_an_owner_that_is_not_there_is_an_error(device: torch.device) -> None:
     with pytest.raises(IndexError, match=r"not in \[0, 3\)"):
         gpu_ids.group_by_owner(torch.tensor([0, 3], device=device), 3)
@@ -219,12 +188,6 @@ def test_bitmaps(device: torch.device, size: int, density: float) -> None:
     for offset in (0, 1, 3):  # as it lies in a payload
         moved = torch.cat([torch.full((offset,), 255, dtype=torch.uint8), bitmap]).to(device)[offset:]
         check_same(positions, gpu_bits.unpack_bits(moved))
-    found = torch.full((size,), -7, device=device)
-    count = torch.zeros(2, dtype=torch.int64, device=device)
-    with without_waiting(device):
-        gpu_bits.unpack_bits_into(moved, found, count)
-    assert count.tolist() == [positions.numel(), 0]
-    check_same(positions, found[: positions.numel()])
 
 
 @every_size
@@ -297,20 +260,6 @@ def test_rows_that_are_not_there_are_left_alone(device: torch.device) -> None:
     assert gpu_rows.scatter_rows(rows, ids, torch.full((3, 2), 2.0, device=device)).sum() == 12
     total = gpu_rows.sum_rows_at([(ids, torch.ones(3, 2, device=device))], 5, 2, torch.float32)
     assert total.tolist() == [[0, 0]] * 3 + [[1, 1], [0, 0]]
-
-
-@every_dtype
-@pytest.mark.parametrize("sent", SUPPORTED_DTYPES, ids=str)
-def test_gather_payload(device: torch.device, dtype: torch.dtype, sent: torch.dtype) -> None:
-    """Scaled in float32, or float64, and rounded once."""
-    values = (torch.randn(600, 3, dtype=torch.float64) * 10).to(dtype)
-    places = torch.randint(0, 600, (500,))
-    wide = values[places] if dtype == torch.float64 else values[places].float()
-    out = torch.empty(500, 3, dtype=sent, device=device)
-    moved = values.to(device), places.to(device)
-    with without_waiting(device):
-        gpu_rows.gather_payload(*moved, 1 / 3, out)
-    check_same((wide * (1 / 3)).to(sent), out)
 
 
 @every_dtype

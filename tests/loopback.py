@@ -119,7 +119,7 @@ class Counts:
 
 
 class LoopbackExchange:
-    """One rank's end of a `Hub`. Counts traffic as `ProcessGroupExchange` does, and holds callers to its contract."""
+    """One rank's end of a `Hub`. Counts traffic as `Exchange` does, and holds callers to its contract."""
 
     def __init__(
         self, hub: Hub, rank: int, members: tuple[int, ...] | None = None, counts: Counts | None = None

@@ -16,8 +16,11 @@ Wrong arguments are a ``ValueError`` or ``TypeError``, as in torch.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
+from typing import NoReturn, TypeVar
+
+T = TypeVar("T")
 
 __all__ = [
     "CorruptHeaderError",
@@ -100,6 +103,26 @@ def in_exchange(error: BaseException) -> BaseException:
 def can_be_told(error: BaseException) -> bool:
     """Return whether the conversation can go on, so that peers learn of the error in place of the next message."""
     return not isinstance(error, (LostPeerError, CorruptHeaderError)) and not error.__dict__.get("_in_exchange")
+
+
+def deferred(work: Callable[[], T]) -> Callable[[], T]:
+    """Do the work now; return a function that returns its result or, if peers can learn of it, raises its failure."""
+    try:
+        result = work()
+    except Exception as error:
+        if not can_be_told(error):
+            raise  # the lane hangs up
+        return raising(error)
+    return lambda: result
+
+
+def raising(error: Exception) -> Callable[[], NoReturn]:
+    """Return a function that raises an error: called where a message is prepared, it tells the peers."""
+
+    def fail() -> NoReturn:
+        raise error
+
+    return fail
 
 
 def forget_locals(error: BaseException) -> None:

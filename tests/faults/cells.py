@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import thinwire
-from thinwire.comm.process_group import ProcessGroupExchange, ProcessGroupStream
+from thinwire.comm.process_group import Exchange, Stream
 from thinwire.lab.testbed.launch import RankContext
 
 WORLD_SIZE = 4
@@ -78,7 +78,7 @@ def _out_of_memory() -> RuntimeError:
 @contextmanager
 def injected(injector: Injector) -> Iterator[None]:
     """Have all exchanges of this process pass through the injector."""
-    exchange, stream = ProcessGroupExchange, ProcessGroupStream
+    exchange, stream = Exchange, Stream
     saved = {name: getattr(exchange, name) for name in ("swap_records", "swap", "swap_with", "all_reduce")}
     receive, send = stream.receive, stream.send
 

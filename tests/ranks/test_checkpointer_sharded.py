@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -170,8 +171,8 @@ def through_dcp(context: RankContext, sockets: list[str]) -> None:
     stored = four.whole()
     four.train(1)
     dcp.save({**four.state(), "extra": {**extra, "epoch": 6}}, storage_writer=writer)
-    with pytest.raises(CheckpointException, match=r"extra\.bad: a set cannot be stored"):
-        dcp.save({**four.state(), "extra": {"bad": {1, 2}}}, storage_writer=writer)
+    with pytest.raises(CheckpointException, match=r"extra\.bad is not made of dict"):
+        dcp.save({**four.state(), "extra": {"bad": Fraction(1, 2)}}, storage_writer=writer)
     writer.close()
     groups = [dist.group.WORLD, first_three] if context.rank < 3 else [dist.group.WORLD]
     for group in groups:

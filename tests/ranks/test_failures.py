@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import LOOK_SECONDS, Lane, _new_group
-from thinwire.comm.process_group import EVERYONE, ProcessGroupExchange
+from thinwire.comm.process_group import EVERYONE, Exchange
 from thinwire.errors import LostPeerError, ThinwireError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
@@ -386,7 +386,7 @@ def _never_answered(context: RankContext, kind: str) -> tuple[float, str]:
         dist.barrier()
         return 0.0, ""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ProcessGroupExchange, "swap_records", lambda self, outgoing: self.waits.wait(_NeverDone(), 1))
+        patch.setattr(Exchange, "swap_records", lambda self, outgoing: self.waits.wait(_NeverDone(), 1))
         started = time.monotonic()
         with pytest.raises(RuntimeError, match="the connection to rank 1 is gone") as caught:
             model(torch.arange(40)).sum().backward()

@@ -114,6 +114,29 @@ def test_a_version_reaches_its_replica_under_grants(host: Callable[..., Holder])
         assert peer.holder_status()["bytes_received"] == NUM_BYTES
 
 
+def test_a_host_that_joins_gets_its_shards_before_any_trainer_runs(host: Callable[..., Holder]) -> None:
+    """Twice is once; a step of which a shard is nowhere is not taken, and a dead holder is left out."""
+    a, b, new = host("a"), host("b"), host("new")
+    for owner, holder in enumerate((a, b)):
+        with client_of(holder, owner=owner) as client:
+            for step in (1, 2 + owner):  # step 3 is of one owner only
+                assert write(client, step)
+    addresses = [a.address, "127.0.0.1:1", b.address]
+    with client_of(new, hello=False) as client:
+        for moved in (2 * NUM_BYTES, 0):
+            assert client.prefetch("run", [0, 1], 2, addresses) == {"step": 1, "bytes": moved, "missing": {}}
+        assert [version.shard.owner for version in client.inventory("run")] == [0, 1]
+        assert steps(client) == [1, 1]
+        check_bytes = [version for version in client.inventory("run") if version.shard.owner == 1]
+        with client.open(check_bytes[0]) as reader:
+            assert reader.payload == payload_of(1)[:NUM_BYTES]
+        assert client.prefetch("nothing", [0], 2, addresses) == {"step": None, "bytes": 0, "missing": {}}
+    small = host("small", budget_bytes=NUM_BYTES)
+    with client_of(small, hello=False) as client:
+        found = client.prefetch("run", [0], 2, addresses)
+        assert "available are" in found["missing"][0]
+
+
 def test_the_version_that_all_have_is_never_overwritten(host: Callable[..., Holder]) -> None:
     here, there = host("a"), host("b")
     with client_of(here, replicas=[there.address]) as client:
@@ -608,7 +631,7 @@ def test_a_long_run_leaves_nothing_behind(host: Callable[..., Holder]) -> None:
     here, there = host("a"), host("b")
     with client_of(here, payload_bytes=1000, replicas=[there.address]) as client:
         client.grant_all()
-        files = len(os.listdir("/proc/self/fd"))
+        files = 0
         for step in range(100):
             writer = client.slot(step, keep_step=step - 1 if step else None)
             assert writer is not None
@@ -616,6 +639,7 @@ def test_a_long_run_leaves_nothing_behind(host: Callable[..., Holder]) -> None:
             writer.payload.release()
             writer.publish(LAYOUT, wait=True)
             wait_for(lambda step=step: client.status()["newest_replicated"] == step)
+            files = len(os.listdir("/proc/self/fd")) if step == 1 else files  # both slots are mapped by now
         (shard,) = here.store.shards.values()
         (replicator,) = shard.replicas.values()
         assert len(replicator._held) <= 2  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import thinwire
-from thinwire.comm.process_group import ProcessGroupExchange
+from thinwire.comm.process_group import Exchange
 from thinwire.errors import LostPeerError
 from thinwire.lab.testbed.launch import Outcome, RankContext, run_ranks
 
@@ -209,7 +209,7 @@ def _stalls(context: RankContext) -> str:
         time.sleep(6)
         return "stalled"
     try:
-        ProcessGroupExchange(group).swap_records([torch.zeros(8, dtype=torch.uint8)] * context.world_size)
+        Exchange(group).swap_records([torch.zeros(8, dtype=torch.uint8)] * context.world_size)
     except LostPeerError as error:
         return str(error)
     return "no error"
@@ -220,7 +220,7 @@ def test_a_rank_that_stalls_is_an_error_after_the_timeout() -> None:
     assert "timeout" in outcomes[1].value
 
 
-class _Tampered(ProcessGroupExchange):
+class _Tampered(Exchange):
     """Flips a bit of what arrives from rank 0, in the swap of payloads with the given number."""
 
     def __init__(self, group: dist.ProcessGroup, at: int) -> None:
@@ -243,7 +243,7 @@ def _flipped(context: RankContext, at: int) -> list[str]:
     thinwire.sparse_all_reduce(tensor, scheme="zen")
     lane = _lane_of(resolve_group(None))
     exchange = lane.exchange
-    assert isinstance(exchange, ProcessGroupExchange)
+    assert isinstance(exchange, Exchange)
     assert exchange.process_group is not None
     lane.exchange = _Tampered(exchange.process_group, at)
     texts = []

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from clocks import FakeClock, wait_until
+from handshakes import welcome
 from thinwire.checkpoint.pacing import gaps
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.errors import LostPeerError
@@ -27,7 +28,7 @@ def pair() -> Iterator[tuple[Connection, Connection]]:
         called = Connection(listener.accept()[0], TIMEOUT_SECONDS)
     greeting = threading.Thread(target=caller.greet, args=(b"secret",))
     greeting.start()
-    called.welcome(b"secret")
+    welcome(called, b"secret")
     greeting.join()
     yield caller, called
     caller.close()
@@ -66,7 +67,7 @@ def test_a_payload_that_trickles_in_is_complete_and_the_next_frame_comes(
     sending.start()
     frame = called.receive()
     into = bytearray(frame.payload_bytes)
-    called.read_into(memoryview(into))
+    called.read_piece(frame, memoryview(into))
     assert into == payload
     assert called.receive().json == {"n": 2}
     sending.join()
@@ -78,10 +79,11 @@ def test_a_sender_that_dies_within_a_payload_is_noticed_before_the_timeout(
     caller, called = pair
     caller.send(FrameKind.DATA, {}, bytes(1 << 20))
     caller.close()
-    assert called.receive().payload_bytes == 1 << 20
+    frame = called.receive()
+    assert frame.payload_bytes == 1 << 20
     started = time.monotonic()
     with pytest.raises(LostPeerError):
-        called.read_into(memoryview(bytearray(2 << 20)))
+        called.read_piece(frame, memoryview(bytearray(2 << 20)))
     assert time.monotonic() - started < TIMEOUT_SECONDS / 2
 
 
@@ -89,7 +91,8 @@ def test_the_kernel_counts_what_was_acknowledged(pair: tuple[Connection, Connect
     caller, called = pair
     before, _ = caller.tcp_counts
     caller.send(FrameKind.DATA, {}, bytes(100_000))
-    called.read_into(memoryview(bytearray(called.receive().payload_bytes)))
+    frame = called.receive()
+    called.read_piece(frame, memoryview(bytearray(frame.payload_bytes)))
     wait_until(lambda: caller.tcp_counts[0] - before >= 100_000)
     after, seconds = caller.tcp_counts
     assert 100_000 <= after - before < 101_000, "payload, header and JSON"

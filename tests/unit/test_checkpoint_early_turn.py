@@ -9,6 +9,7 @@ import pytest
 
 from thinwire.checkpoint.agreement import Agreement
 from thinwire.checkpoint.pacing.gaps import Pacer
+from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.registration import Registration
 from thinwire.errors import LostPeerError
@@ -34,13 +35,13 @@ class FakeRegistration:
 
 
 class FakePacer:
-    seconds_left = 0.0
+    seconds_left = iteration_seconds = 0.0
 
 
 def waits_until_needed(registration: FakeRegistration, needed_after: float) -> bool:
     """Whether the turn came because training needed it, and not before."""
     agreement = Agreement(
-        cast(Registration, registration), cast(Any, None), None, cast(Pacer, FakePacer()), Notices(rank=0)
+        cast(Registration, registration), cast(Any, None), None, cast(Pacer, FakePacer()), Notices(rank=0), Governor()
     )
     needed = threading.Event()
     timer = threading.Timer(needed_after, needed.set)

@@ -45,19 +45,19 @@ def test_even_grants_are_all_bytes_within_the_iteration(num_bytes: int, seconds:
     assert max(g.num_bytes for g in grants) - min(g.num_bytes for g in grants) <= 1
 
 
-@given(st.lists(st.floats(0.01, 2), min_size=1, max_size=5), st.integers(1, 10**6))
-def test_gap_grants_are_all_bytes_in_gaps(lengths: list[float], num_bytes: int) -> None:
+@given(st.lists(st.floats(0.01, 2), min_size=1, max_size=5), st.integers(1, 10**6), st.sampled_from([0.0, 1e-4, 0.003]))
+def test_gap_grants_are_all_bytes_in_gaps(lengths: list[float], num_bytes: int, alpha: float) -> None:
     """A gap never gets more than fits into it at that speed."""
     iteration = [(3.0 * place, length) for place, length in enumerate(lengths)]
     found, speed = profile([iteration]), 1e5
-    grants = gap_grants(found, num_bytes, speed)
+    grants = gap_grants(found, num_bytes, speed, alpha)
     assert sum(grant.num_bytes for grant in grants) == num_bytes
-    room = {start: length * speed for start, length in iteration}
+    room = {start: (length - alpha) * speed for start, length in iteration}
     for grant in grants:
         assert grant.num_bytes <= room[grant.seconds]
     places = [(grant.iteration, grant.seconds) for grant in grants]
     assert places == sorted(set(places))
-    published = spread(found.spans, num_bytes, 2, Budget(speed, gamma=found.gamma))
+    published = spread(found.spans, num_bytes, 2, Budget(speed, alpha, gamma=found.gamma))
     assert [grant.num_bytes for grant in grants] == [
         sum(chunk.length for chunk in span) for span in published.spans if span
     ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import struct
+from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -24,14 +26,57 @@ DTYPES = (
 )  # fmt: skip
 
 
+class Marked(Tensor):
+    """A subclass that does not say what it is made of."""
+
+
+class Quantized(Tensor):
+    """A tensor made of codes and scales, like torchao's quantized weights and states."""
+
+    @staticmethod
+    def __new__(cls, codes: Tensor, scale: Tensor, note: Any) -> Quantized:
+        return Tensor._make_wrapper_subclass(cls, codes.shape, codes.stride(), dtype=torch.float32)
+
+    def __init__(self, codes: Tensor, scale: Tensor, note: Any) -> None:
+        self.codes, self.scale, self.note = codes, scale, note
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["codes", "scale"], {"note": self.note}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, *_: Any) -> Quantized:
+        return cls(inner["codes"], inner["scale"], context["note"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*(arg.codes * arg.scale if isinstance(arg, cls) else arg for arg in args), **kwargs or {})
+
+    @classmethod
+    def of(cls, seed: int, note: Any = "int8") -> Quantized:
+        codes = torch.randint(-128, 127, (3, 4), dtype=torch.int8, generator=torch.Generator().manual_seed(seed))
+        return cls(codes, torch.tensor(0.5 * seed), note)
+
+
 def bits(tensor: Tensor) -> bytes:
-    return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return (
+        tensor.resolve_conj()
+        .clone(memory_format=torch.contiguous_format)
+        .reshape(-1)
+        .view(torch.uint8)
+        .numpy()
+        .tobytes()
+    )
 
 
 def same(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor):
         alike = isinstance(right, Tensor) and left.dtype == right.dtype and left.shape == right.shape
         return alike and bits(left) == bits(right)
+    if isinstance(left, (np.ndarray, np.generic)):
+        alike = type(left) is type(right) and left.dtype == right.dtype and left.shape == right.shape
+        return alike and left.tobytes() == right.tobytes()
+    if isinstance(left, complex):
+        return type(right) is complex and all(map(same, (left.real, left.imag), (right.real, right.imag)))
     if isinstance(left, float):
         return type(right) is float and struct.pack("d", left) == struct.pack("d", right)
     if isinstance(left, dict):
@@ -60,10 +105,33 @@ def any_tensor(draw: st.DrawFn) -> Tensor:
     return tensor.transpose(0, -1) if len(shape) > 1 and draw(st.booleans()) else tensor
 
 
-keys = st.one_of(st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.tuples(st.integers(), st.text()))
+@st.composite
+def any_number(draw: st.DrawFn, kinds: str = "bBhHiIlLefdFD?M") -> np.generic:
+    dtype = np.dtype("M8[us]" if (kind := draw(st.sampled_from(kinds))) == "M" else kind)
+    raw = draw(st.binary(min_size=dtype.itemsize, max_size=dtype.itemsize))
+    (number,) = np.frombuffer(bytes(byte & 1 for byte in raw) if kind == "?" else raw, dtype)
+    return number
+
+
+@st.composite
+def any_array(draw: st.DrawFn) -> np.ndarray:
+    shape = draw(st.lists(st.integers(0, 4), max_size=3))
+    number = draw(any_number("bhilBHILefdFD?"))
+    array = np.full(shape, number)
+    array.flags.writeable = draw(st.booleans())
+    return array.T if draw(st.booleans()) else array[..., ::-1] if shape else array
+
+
+keys = st.one_of(
+    st.text(max_size=5), st.integers(), st.booleans(), st.none(), st.floats(allow_nan=False), any_number("bhilBHIL?"),
+    st.tuples(st.integers() | st.booleans() | st.floats(allow_nan=False), st.text()),
+)  # fmt: skip
 leaves = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=8), st.binary(max_size=8),
-    any_tensor(),
+    any_tensor(), any_number(), any_array(), st.complex_numbers(allow_nan=False), st.sets(keys, max_size=3),
+    st.frozensets(keys, max_size=3), st.builds(range, st.integers(), st.integers(), st.integers(1)),
+    st.builds(slice, st.none() | st.integers(), st.integers()), st.sampled_from(DTYPES),
+    st.sampled_from([torch.device("cpu"), torch.device("cuda", 3)]), st.lists(st.integers(0, 9)).map(torch.Size),
 )  # fmt: skip
 states = st.recursive(
     leaves,
@@ -91,7 +159,9 @@ def test_an_encoder_remembers_nothing_that_is_not_so_any_more(first: Any, second
     for state in (first, second, second, first):
         again, anew = encoder.encode(state), StateEncoder().encode(state)
         assert again.to_bytes({"a": 1}) == anew.to_bytes({"a": 1})
-        assert [t.data_ptr() for t in again.tensors] == [t.data_ptr() for t in anew.tensors]
+        assert all(map(same, again.tensors, anew.tensors))
+        if not any(map(is_copied, items(state))):
+            assert [t.data_ptr() for t in again.tensors] == [t.data_ptr() for t in anew.tensors]
 
 
 def test_only_numbers_are_encoded_anew_while_shapes_stay() -> None:
@@ -114,7 +184,19 @@ def test_loading_into_an_equal_state_changes_nothing_and_allocates_no_tensor(sta
     loaded = load_into(state, layout, views(layout, buffer))
     _, after = flatten(loaded)
     assert same(state, loaded)
-    assert [tensor.data_ptr() for tensor in before] == [tensor.data_ptr() for tensor in after]
+    if not any(map(is_copied, items(state))):
+        assert [tensor.data_ptr() for tensor in before] == [tensor.data_ptr() for tensor in after]
+
+
+def items(state: Any) -> list[Any]:
+    inner = state.values() if isinstance(state, dict) else state if isinstance(state, (list, tuple)) else ()
+    return [state, *(item for value in inner for item in items(value))]
+
+
+def is_copied(value: Any) -> bool:
+    if not isinstance(value, np.ndarray):
+        return False
+    return not (value.flags.c_contiguous and value.flags.writeable) or min(value.strides, default=0) < 0
 
 
 @given(states)
@@ -174,6 +256,57 @@ def test_another_shape_or_dtype_is_replaced_not_filled() -> None:
     assert state["a"].tolist() == [0.0] * 4
 
 
+def test_a_tensor_made_of_tensors_is_loaded_in_place_or_made_anew() -> None:
+    state = {"weight": Quantized.of(1), "nested": Quantized(Quantized.of(2), torch.ones(3), ("a", 5))}
+    layout, buffer = stored(state)
+    assert [where.path for where in layout.slices] == [
+        "weight.codes", "weight.scale", "nested.codes.codes", "nested.codes.scale", "nested.scale"
+    ]  # fmt: skip
+    again = {"weight": Quantized.of(7)}
+    codes = again["weight"].codes.data_ptr()
+    loaded = load_into(again, layout, views(layout, buffer))
+    assert loaded["weight"] is again["weight"]
+    assert again["weight"].codes.data_ptr() == codes
+    assert [bits(tensor) for tensor in flatten(loaded)[1]] == [bits(tensor) for tensor in flatten(state)[1]]
+    assert (type(loaded["nested"].codes), loaded["nested"].note) == (Quantized, ("a", 5))
+    other = load_into({"weight": Quantized.of(7, note="int4")}, layout, views(layout, buffer))
+    assert other["weight"].note == "int8", "the note is not that of the training's tensor, so it is another tensor"
+
+
+def test_a_tensor_that_cannot_be_made_anew_says_so() -> None:
+    state = {"weight": Quantized.of(1, note=object())}
+    layout, buffer = stored(state)
+    assert load_into(state, layout, views(layout, buffer))["weight"] is state["weight"]
+    with pytest.raises(ValueError, match="restored in place: make one optimizer step"):
+        unflatten(layout, views(layout, buffer))
+    text = layout.to_bytes().replace(b"Quantized", b"np.ndarray")
+    with pytest.raises(ValueError, match=r"no class .*ndarray to make a tensor of"):
+        unflatten(StateLayout.from_bytes(text), views(layout, buffer))
+
+
+def test_a_set_that_changes_is_encoded_again() -> None:
+    encoder, state = StateEncoder(), {"seen": {1}, "array": np.zeros(3), "frozen": np.broadcast_to(np.zeros(1), 3)}
+    encoder.encode(state)
+    state["seen"].add(2)
+    encoded = encoder.encode(state)
+    layout = StateLayout.from_bytes(encoded.to_bytes())
+    assert unflatten(layout, encoded.tensors)["seen"] == {1, 2}
+
+
+def test_subclasses_come_back_as_what_they_extend() -> None:
+    layout, buffer = stored({"ordered": OrderedDict(a=1), "text": np.str_("a"), "float": np.float64(0.5)})
+    assert same(unflatten(layout, views(layout, buffer)), {"ordered": {"a": 1}, "text": "a", "float": np.float64(0.5)})
+
+
+def test_an_array_is_loaded_in_place() -> None:
+    layout, buffer = stored({"a": np.arange(5), "b": np.arange(5)})
+    mine, fixed = np.zeros(5, np.int64), np.zeros(5, np.int64)
+    fixed.flags.writeable = False
+    loaded = load_into({"a": mine, "b": fixed}, layout, views(layout, buffer))
+    assert mine.tolist() == loaded["b"].tolist() == [0, 1, 2, 3, 4]
+    assert fixed.tolist() == [0] * 5
+
+
 def test_a_conjugated_view_is_stored_as_its_values() -> None:
     tensor = torch.tensor([1 + 2j, 3 - 4j])
     state = {"plain": tensor, "conjugated": tensor.conj()}
@@ -186,8 +319,11 @@ def test_a_conjugated_view_is_stored_as_its_values() -> None:
 @pytest.mark.parametrize(
     ("state", "says"),
     [
-        ({"a": [1, {2}]}, "a.1: a set"),
-        ({"a": object()}, "a: a object"),
+        ({"a": [1, {object}]}, "a.1: a type cannot be stored; make it of dict"),
+        ({"data": {"sampler": {"position": object()}}}, r"data\.sampler\.position: a object"),
+        ({"a": np.array([None])}, "a: a numpy array of object"),
+        ({"a": np.arange(3.0, dtype=">f8")}, "a: a numpy array of >f8"),
+        ({"a": torch.ones(3).as_subclass(Marked)}, "a: a Marked cannot be stored"),
         (torch.ones(2).to_sparse(), "torch.sparse_coo"),
         (torch.empty(2, device="meta"), "meta"),
     ],
@@ -246,7 +382,16 @@ def test_no_text_but_a_layout_is_one(text: bytes) -> None:
 
 @pytest.mark.parametrize(
     "tree",
-    [{"tensor": 1}, {"tensor": -1}, {"tensor": "0"}, {"float": 1}, {"bytes": "!"}, {"what": 1}, {}, 1.5, {"dict": [1]}],
+    [
+        {"tensor": 1}, {"tensor": -1}, {"tensor": "0"}, {"float": 1}, {"bytes": "!"}, {"what": 1}, {}, 1.5,
+        {"dict": [1]},
+        {"numpy": ["|O", "00"]}, {"numpy": ["<f8", "00"]}, {"numpy": ["<i4", ""]}, {"numpy": ["<i4", "00" * 8]},
+        {"numpy": 5}, {"numpy": ["V8", "00" * 8]}, {"complex": ["0x0p0"]}, {"range": [1, 2, 0]}, {"range": ["a"]},
+        {"slice": []}, {"size": ["a"]}, {"set": [[]]}, {"set": [{"tensor": 0}]}, {"dtype": "nn"}, {"dtype": 5},
+        {"device": "moon"}, {"array": 5}, {"array": {"float": "0x0p0"}}, {"subclass": [[], []]}, {"subclass": [5, 5]},
+        {"subclass": [["os", "system", [], [], None], 5]}, {"subclass": [[5, 5, [], [], None], [["a", 1]]]},
+        {"subclass": [["os", "path", ["a"], [], None], []]},
+    ],
 )  # fmt: skip
 def test_a_tree_that_is_none_is_refused(tree: Any) -> None:
     layout, tensors = flatten([torch.ones(3)])

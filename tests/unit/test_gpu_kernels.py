@@ -35,7 +35,8 @@ import sys
 import triton, torch
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from thinwire.kernels import gpu_bits, gpu_codes, gpu_find, gpu_hash, gpu_ids, gpu_jit, gpu_rows, gpu_union
+from thinwire.kernels.gpu import bits as gpu_bits, codes as gpu_codes, find as gpu_find, hash as gpu_hash
+from thinwire.kernels.gpu import ids as gpu_ids, rows as gpu_rows, union as gpu_union
 
 longs = dict.fromkeys(("words", "weights", "combined"), "*i64")
 i32 = {"words": "*i32", "bitmap": "*i32", "homeless": "*i32", "falling": "*i32"}
@@ -55,7 +56,7 @@ cases = [
     (gpu_ids, "_dealt_ids", {"WORLD_SIZE": 7, "BLOCK": 1024, "owner": 1}),
     (gpu_ids, "_count_owners", {"WORLD_SIZE": 8, "DEALT": True, "BLOCK": 1024, "num_blocks": 1}),
     (gpu_ids, "_scatter_owners", {"WORLD_SIZE": 7, "DEALT": True, "BLOCK": 1024}),
-    (gpu_ids, "_scatter_owners", {"WORLD_SIZE": 7, "DEALT": False, "BLOCK": 1024, "capacity": 1}),
+    (gpu_ids, "_scatter_owners", {"WORLD_SIZE": 7, "DEALT": False, "BLOCK": 1024}),
     (gpu_hash, "_try_slots", {"WORLD_SIZE": 8, "FIRST": True, "LAST": False, **key, "slots": "i64"}),
     (gpu_hash, "_try_slots", {"WORLD_SIZE": 8, "FIRST": False, "LAST": False, **key, "rounds_left": 1}),
     (gpu_hash, "_try_slots", {"WORLD_SIZE": 8, "FIRST": False, "LAST": True, **key}),
@@ -64,14 +65,12 @@ cases = [
     (gpu_codes, "_combine_chunk", {**longs, "SHIFT": 29, "CHUNK": 512}),
     (gpu_rows, "_gather", {"source": "*i64", "target": "*i64", **tiles}),
     (gpu_rows, "_scatter", {"source": "*u8", "target": "*u8", "width": 1, "ROWS": 2048, "COLUMNS": 1}),
-    (gpu_rows, "_gather_scaled", {"values": "*fp32", "payload": "*bf16", "factor": "*fp32", **tiles}),
-    (gpu_rows, "_gather_scaled", {"values": "*fp64", "payload": "*fp16", "factor": "*fp64", **tiles}),
     (gpu_rows, "_add_rows", {"values": "*bf16", "total": "*fp32", **tiles}),
     (gpu_rows, "_add_rows", {"values": "*fp64", "total": "*fp64", "width": 1, "ROWS": 2048, "COLUMNS": 1}),
     (gpu_rows, "_add_rows_one_by_one", {"values": "*fp16", "total": "*fp32", "num_places": 1, "COLUMNS": 64}),
 ]
 known = {module: {n for n, v in vars(module).items() if hasattr(v, "arg_names")} for module, _, _ in cases}
-launched = set().union(*known.values()) - {"popcount", "mixed", "_finalize", "hashed_owner", "_owners", "_rounded"}
+launched = set().union(*known.values()) - {"popcount", "mixed", "_finalize", "hashed_owner", "_owners"}
 assert launched == {name for _, name, _ in cases}, launched ^ {name for _, name, _ in cases}
 part, parts, capability = map(int, sys.argv[1:])
 for module, name, given in cases[part::parts]:

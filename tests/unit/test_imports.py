@@ -36,6 +36,7 @@ ROOMS = {
     "synchronizer": {"errors", "observe", "kernels", "comm", "cuda", "sync", "compress", "gradients", "follow"},
     "attach": {"errors", "sparse", "comm", "sync", "compress", "fuse", "plan", "gradients", "follow", "synchronizer"},
     "holder": {"errors"},
+    "elastic": {"errors", "holder"},
     "checkpoint": {"errors", "comm", "cuda", "holder"},
     "integrations": {"errors", "comm", "gradients", "synchronizer", "attach", "checkpoint"},
     "lab": {

@@ -20,7 +20,7 @@ from thinwire.kernels.reference import codes as reference_codes
 from thinwire.kernels.reference import quantize as reference_quantize
 from thinwire.kernels.reference import rows as reference
 from thinwire.kernels.reference import select as reference_select
-from thinwire.kernels.samples import Sample, each
+from thinwire.kernels.samples import Sample
 
 REFERENCES = (reference, reference_codes, reference_quantize, reference_select)
 every_kernel = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
@@ -83,9 +83,7 @@ def test_a_row_is_all_that_a_new_kernel_needs(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(dispatch, "_module", {"cpu": twin}.__getitem__)
     monkeypatch.setattr(dispatch, "has_numba", lambda: True)
     monkeypatch.setattr(dispatch, "compilation", lambda: None)
-    call = dispatch.register(
-        double, cpu="cpu", from_size=4, knows=dispatch.are_ids, samples=each(lambda: Sample(torch.arange(7)))
-    )
+    call = dispatch.register(double, lambda: Sample(torch.arange(7)), cpu="cpu", from_size=4, knows=dispatch.are_ids)
     for size in (3, 4):
         assert torch.equal(call(torch.arange(size)), 2 * torch.arange(size))
     assert call(torch.ones(9)).sum() == 18, "not of a type that the twin knows"

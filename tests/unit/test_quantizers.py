@@ -22,9 +22,7 @@ from thinwire.compress.base import (
     Payload,
     State,
     Summable,
-    add,
     check_parameter,
-    subtract,
 )
 from thinwire.compress.reduction.base import salted
 from thinwire.compress.wrappers import code_of, packed_code
@@ -109,10 +107,10 @@ def test_every_shape_travels_in_the_bytes_that_were_said(
     result = compressor.decompress(unpacked, parameter)
     assert (result.shape, result.dtype) == (parameter.shape, parameter.working_dtype)
     total = torch.ones(shape, dtype=parameter.working_dtype)
-    add(code, payload, parameter, total)
+    code.add(payload, parameter, total)
     assert torch.equal(total, 1.0 + result)
     rest = gradient.clone()
-    subtract(code, payload, parameter, rest)
+    code.add(payload, parameter, rest, negated=True)
     assert torch.equal(rest, gradient - result)
 
 

@@ -119,7 +119,7 @@ def test_what_several_ranks_choose_adds_up(method: str) -> None:
         assert payloads[-1].parts[0].tolist() == [42]
     total = torch.zeros(100)
     for payload in payloads:
-        compressor.accumulate(payload, parameter, total)
+        compressor.add(payload, parameter, total)
     assert float(total[42]) == 16.0
     mean = compressor.combine(payloads, parameter)
     assert float(mean[42]) == 8.0
@@ -411,7 +411,7 @@ def test_random_k_is_unbiased() -> None:
     assert compressor.memory is Memory.UNBIASED
     gradient, state, total, draws = torch.randn(40), compressor.init(parameter), torch.zeros(40), 10_000
     for _ in range(draws):
-        compressor.accumulate(compressor.compress(gradient, parameter, state), parameter, total)
+        compressor.add(compressor.compress(gradient, parameter, state), parameter, total)
     sigma = gradient.abs() * math.sqrt((1 / 0.25 - 1) / draws)
     assert bool(((total / draws - gradient).abs() <= 4 * sigma).all())
 

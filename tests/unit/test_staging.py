@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from loopback import LoopbackExchange, run_ranks
 from thinwire.comm.channel import Channel, Subject
-from thinwire.comm.process_group import DeviceEvent, HostStaging
+from thinwire.comm.process_group import DeviceEvent, Staging
 from thinwire.cuda.arena import Arena
 from thinwire.cuda.staging import DeviceStaging, staging_for
 from thinwire.gradients.buckets import Buckets
@@ -401,11 +401,11 @@ def test_an_all_reduce_in_chunks_is_one_all_reduce(size: int, dtype: torch.dtype
 
 def test_a_table_of_the_cpu_is_left_as_it_is() -> None:
     table = TableGradient("t", torch.ones(2, 2))
-    assert staged(table, HostStaging()) is table
+    assert staged(table, Staging()) is table
     assert isinstance(staged(table, small_staging()[1]), StagedTable)
-    with HostStaging().taking(HostStaging().hand_over([table.gradient])):
-        assert HostStaging().to_host(table.gradient)[0] is table.gradient
-        assert HostStaging().to_device(table.gradient)[0] is table.gradient
+    with Staging().taking(Staging().hand_over([table.gradient])):
+        assert Staging().to_host(table.gradient)[0] is table.gradient
+        assert Staging().to_device(table.gradient)[0] is table.gradient
 
 
 def test_rows_of_a_staged_table_are_those_of_the_plain_one() -> None:

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from thinwire.checkpoint.copier import copy_of
 from thinwire.checkpoint.dcp.tier import PersistentTier
-from thinwire.checkpoint.group import least
+from thinwire.checkpoint.group import failures_of, least
 from thinwire.checkpoint.pacing.gaps import Pacer
+from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.state.encode import Encoded
@@ -32,6 +33,7 @@ FAILURES = (ThinwireError, ValueError, OSError, RuntimeError)
 _RETRY_STEPS = 10  # until refused slots are requested again
 _HURRY_SHARE = 0.02  # of an iteration: longest wait for the rest of a version before the next one is skipped for it
 _POLL_SECONDS = 0.001
+_POLL_SHARE = 0.02  # of an iteration, between two looks at what is sent: each costs trainer and holder 0.3 ms
 _RECONNECT_SECONDS = 0.05
 _GONE = "the holder of this host is gone"
 
@@ -44,18 +46,24 @@ class Turn:
         skipped: reason why there is none, else empty; ``writer`` is None then.
         writer: writer of the slot of this rank.
         registers: whether all ranks have to call `Agreement.register` first.
+        stride: multiples of ``every`` until the next checkpoint; 0 if that is to be tried again at once.
+        raises: error for `Checkpointer.step` to raise, on all ranks.
     """
 
     skipped: str = ""
     writer: SlotWriter | None = None
     registers: bool = False
+    stride: int = 0
+    raises: Exception | None = None
 
 
 class Agreement:
     """Agreement of the ranks over their group, and this rank's holder; for one thread at a time.
 
     ``keep`` is the newest step that all ranks have everywhere, ``attempt`` the number of this start of the run,
-    ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``status`` is the holder's last answer.
+    ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``refusal`` one that does not pass by
+    itself, which all ranks raise; ``status`` is the holder's last answer, ``payload_bytes`` the size of this rank's
+    state: slots that are too small for it are registered anew.
     """
 
     def __init__(
@@ -65,20 +73,25 @@ class Agreement:
         tier: PersistentTier | None,
         pacer: Pacer,
         notices: Notices,
+        governor: Governor | None = None,
     ) -> None:
         self._registration, self._group, self._tier, self._pacer = registration, group, tier, pacer
-        self._notices = notices
-        self.keep, self.attempt, self.obstacle = -1, -1, ""
+        self._notices, self._governor = notices, governor or Governor()
+        self.keep, self.attempt, self.obstacle, self.refusal = -1, -1, "", ""
         self.status: dict[str, Any] = {}
-        self._register_at = 0
+        self._register_at, self._offered_until = 0, 0
         self._persisting: int | None = None  # step that all ranks will pass to the persistent tier
+        self.payload_bytes, self._short = 0, ""
         self._reconnecting: threading.Thread | None = None
 
-    def wait_until_sent(self, needed: threading.Event) -> None:
-        """Wait until all peers of this rank have its last version, or ``needed`` is set."""
+    def wait_until_sent(self, needed: threading.Event) -> bool:
+        """Wait until all peers of this rank have its last version, or ``needed`` is set; which of both happened."""
         needed.wait(min(self._pacer.seconds_left, threading.TIMEOUT_MAX))
-        while not needed.is_set() and not self._is_sent():
-            needed.wait(_POLL_SECONDS)
+        while not needed.is_set():
+            if self._is_sent():
+                return True
+            needed.wait(max(_POLL_SECONDS, _POLL_SHARE * self._pacer.iteration_seconds))
+        return False
 
     def _is_sent(self) -> bool:
         """Also True when the status is unknown, which `take_turn` will find out."""
@@ -92,10 +105,17 @@ class Agreement:
     def take_turn(self, step: int) -> Turn:
         """Agree on whether to make a checkpoint of ``step``; collective, one reduction."""
         obstacle, replicated, free = self._look()
-        registered = self._registration.registered
+        registered = self._registration.has_room(self.payload_bytes)
+        safe = bool(self.status.get("safe"))
         due = self._tier is not None and self._tier.is_due()
-        ready, registered, keep, free, due = least([not obstacle, registered, replicated, free, due], self._group)
+        refusal, votes = self.refusal, [not obstacle, registered, replicated, free, due, safe, -self._governor.stride]
+        storable, ready, registered, keep, free, due, safe, stride = least([not refusal, *votes], self._group)
+        if not storable:
+            failed = failures_of(refusal, self._group)
+            return Turn(failed, raises=ValueError(f"the state cannot be stored, so there are no checkpoints: {failed}"))
         self.keep = max(self.keep, keep)
+        if safe and registered and self._registration.moving:
+            self._release()
         if not ready:
             return self._skip(step, obstacle or "another rank cannot make one")
         if not registered:
@@ -108,8 +128,14 @@ class Agreement:
         writer = self._slot(step)
         if writer is None:
             self._persist(step, "the holder gave no slot")
-            return self._skip(step, "the holder gave no slot")
-        return Turn("", writer)
+        skipped = "" if writer is not None else self._skip(step, "the holder gave no slot").skipped
+        return Turn(skipped, writer, False, -stride)
+
+    def _release(self) -> None:
+        try:
+            self._registration.release()
+        except FAILURES as error:
+            self.lose(error)
 
     def register(self, step: int, payload_bytes: int) -> bool:
         """Register slots on all ranks and return whether all have them; if not, retry some steps later. Collective."""
@@ -128,9 +154,12 @@ class Agreement:
         """
         writer = turn.writer
         assert writer is not None
+        registration = self._registration
+        layout = encoded.to_bytes({**about, "holders": registration.holders})  # where to look for the other shards
+        if len(layout) > registration.layout_bytes:
+            registration.layout_bytes = 2 * len(layout)  # so there is no room, and slots are registered anew
         try:
-            about = {**about, "holders": self._registration.holders}  # where to look for the other shards
-            writer.publish(encoded.to_bytes(about), encoded.payload_bytes, wait)
+            writer.publish(layout, encoded.payload_bytes, wait)
         except ValueError as error:
             self.abandon(writer)
             return str(error)
@@ -174,14 +203,24 @@ class Agreement:
         if client is not None:
             client.grant(num_bytes)
 
+    def revoke(self) -> int:
+        """Revoke what was granted and not sent, and return the bytes left of the last offer; on the pacer's thread."""
+        client = self._registration.client
+        if client is None:
+            return 0
+        client.revoke()
+        status = client.status()
+        left = self._offered_until - int(status["bytes_sent"])
+        return max(0, left if status["writing"] else min(left, int(status["bytes_pending"])))
+
+    @property
+    def holder_cpu_seconds(self) -> float:
+        """CPU time of the holder of this host so far, divided by its ranks."""
+        return float(self.status.get("cpu_seconds", 0.0)) / max(1, self._registration.local_ranks)
+
     @property
     def is_registered(self) -> bool:
         return self._registration.registered
-
-    @property
-    def room_bytes(self) -> int | None:
-        """Capacity of one slot in bytes, or None if no slots are registered."""
-        return self._registration.room_bytes if self._registration.registered else None
 
     @property
     def link_bytes_per_second(self) -> float | None:
@@ -199,6 +238,9 @@ class Agreement:
             return self.obstacle, -1, False
         try:
             self.status = registration.client.status()
+            if self.status["short"] not in ("", self._short):
+                self._short = self.status["short"]
+                self._notices.add(f"no room for checkpoints: {self._short}")
             if not self.status["free"]:
                 self._hurry(registration.client)
         except FAILURES as error:
@@ -241,10 +283,11 @@ class Agreement:
         client = self._registration.client
         if client is None or not self._registration.peers:
             return
-        pending = int(self.status.get("bytes_pending", 0))
+        total = int(self.status.get("bytes_pending", 0)) + num_bytes * len(self._registration.peers)
+        self._offered_until = int(self.status.get("bytes_sent", 0)) + total
         try:
             client.revoke()
-            self._pacer.offer(pending + num_bytes * len(self._registration.peers), self.link_bytes_per_second)
+            self._pacer.offer(total, self.link_bytes_per_second, float(self.status.get("latency_seconds", 0.0)))
         except FAILURES as error:
             self.lose(error)
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import time
 import warnings
 import weakref
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from torch import nn
 from thinwire.checkpoint.agreement import FAILURES, Agreement
 from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.dcp.tier import PersistentTier, parse_seconds
-from thinwire.checkpoint.group import PrivateGroup, private_group, restart_hint, run_id_of
+from thinwire.checkpoint.group import PrivateGroup, failures_of, private_group, restart_hint, run_id_of
 from thinwire.checkpoint.pacing.gaps import Pacer
+from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices, VersionRecord
 from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.restore import Restorer
@@ -27,8 +28,6 @@ from thinwire.checkpoint.statistics import statistics
 from thinwire.comm.lane import Group
 from thinwire.errors import ThinwireError
 from thinwire.holder.version import topology_digest
-
-logger = logging.getLogger("thinwire")
 
 _FLUSH_POLL_SECONDS = 0.002
 _EXIT_SECONDS = 10.0
@@ -42,9 +41,12 @@ class Checkpointer:
 
     Args:
         model: the model to keep; taken out of DDP if wrapped in it. It may be sharded by FSDP2 (``fully_shard``).
-        optimizer: its optimizer; likewise all that has ``state_dict`` and ``load_state_dict``: ``scheduler``,
-            ``scaler``, the ``synchronizer`` that `thinwire.attach` returned, and ``data``, the position in the data.
-        every: steps between two checkpoints.
+        optimizer: its optimizer, or a list, tuple or dict of several; likewise all that has ``state_dict`` and
+            ``load_state_dict``: ``scheduler``, ``scaler``, the ``synchronizer`` that `thinwire.attach` returned, and
+            ``data``, the position in the data.
+        every: steps between two checkpoints, at least.
+        max_overhead: share of the time of training that checkpoints may cost. Where one after every step costs more,
+            as measured while training, they are made less often; None: never.
         replicas: copies of each state, including the one on its own machine.
         run_id: names the run, the same after a restart. Default: the environment's THINWIRE_RUN_ID, or that of
             ``torchrun --rdzv-id``.
@@ -76,13 +78,14 @@ class Checkpointer:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[Any] | dict[str, Any] | None = None,
         *,
         scheduler: Any = None,
         scaler: Any = None,
         synchronizer: Any = None,
         data: Any = None,
         every: int = 1,
+        max_overhead: float | None = 0.05,
         replicas: int = 2,
         run_id: str | None = None,
         persistent: str | Path | None = None,
@@ -97,15 +100,23 @@ class Checkpointer:
         if every < 1 or persistent_keep < 1:
             raise ValueError(f"every={every}, persistent_keep={persistent_keep}: both are 1, 2, ...")
         every_seconds, run_id = parse_seconds(persistent_every), run_id_of(run_id)
+        governor = Governor(max_overhead, every, max_age_steps and max_age_steps // 2)
         training = TrainingState(model, optimizer, scheduler, scaler, synchronizer, data)
         timeout = timeout or timedelta(minutes=30)
-        state = training.describe()
+        state, refusal = "", ""
+        try:
+            state = training.describe()
+        except ValueError as error:
+            refusal = str(error)
         own = private_group(process_group, timeout)
         self._group = own.process_group
         self._rank = dist.get_rank(self._group)
         about = {"world_size": dist.get_world_size(self._group), "state": state}
         num_tensors = len(training.module.state_dict())
         try:
+            failed = failures_of(refusal, self._group)
+            if failed:
+                raise ValueError(failed)
             registration = Registration(holder_socket, run_id, about, replicas, num_tensors, self._group)
         except Exception:
             own.destroy()
@@ -115,14 +126,16 @@ class Checkpointer:
         if persistent is not None:
             named, group = {**about, "topology": topology_digest(about)}, private_group(process_group, timeout)
             self._tier = PersistentTier(persistent, every_seconds, persistent_keep, named, group, self._notices)
-        self._pacer = Pacer(self._grant, every, watched=hasattr(synchronizer, "watch_lane"))
-        if hasattr(synchronizer, "watch_lane"):
+        self._governor = governor
+        watched = hasattr(synchronizer, "watch_lane")
+        sampler = None if watched else registration.sampler()
+        self._pacer = Pacer(self._grant, every, watched, lambda: self._agreement.revoke(), sampler)
+        if watched:
             synchronizer.watch_lane(self._pacer.note_busy)
-        self._agreement = Agreement(registration, self._group, self._tier, self._pacer, self._notices)
+        self._agreement = Agreement(registration, self._group, self._tier, self._pacer, self._notices, governor)
         self._restorer = Restorer(training, registration, self._tier, self._group, run_id, about, self._notices, every)
-        self._cycle = Cycle(training, self._agreement, self._notices, about, every, overlap)
+        self._cycle = Cycle(training, self._agreement, self._notices, about, governor, overlap)
         self._run_id, self._max_age_steps, self._first = run_id, max_age_steps, 0
-        self._foreign: str | None = None  # topology of versions that become useless once there are new ones
         # Also at the exit of the process: a thread that comes back from C++ after Python has gone aborts the process.
         self._end = weakref.finalize(self, _end, self._cycle, self._pacer, self._tier, registration, synchronizer, own)
         if self._rank == 0 and (hint := restart_hint()):
@@ -171,7 +184,7 @@ class Checkpointer:
         agreement.keep = -1  # training from here on is another history
         try:  # the worker has nothing to do now, so the group is free
             restored = self._restorer.start_afresh() if fresh else self._restorer.restore(step)
-            agreement.attempt, cycle.started, self._foreign = restored.attempt, True, restored.foreign
+            agreement.attempt, cycle.started = restored.attempt, True
             if restored.step is not None:
                 cycle.step = self._first = restored.step
                 agreement.keep = restored.step if restored.in_slots else -1
@@ -186,17 +199,19 @@ class Checkpointer:
         ``optimizer.step``, which waits until they are copied (see ``overlap``).
 
         Raises:
-            ValueError: on all ranks, at the first step without a `restore`: there are versions of the run.
+            ValueError: on all ranks: the state of a rank cannot be stored; or this is the first step, there was no
+                `restore`, and there are versions of the run.
             ThinwireError: the newest checkpoint that all ranks have is more than ``max_age_steps`` old.
         """
-        cycle, keep = self._cycle, self._agreement.keep
-        self._pacer.note_step()
+        cycle = self._cycle
+        seconds = self._pacer.note_step(self._governor.is_loaded)
+        self._governor.needs_free = self._pacer.is_profiling
+        if seconds is not None:
+            self._governor.note_iteration(seconds)
         if not cycle.started:
             self._agreement.attempt = cycle.do(self._restorer.begin).attempt
             cycle.started = True
         cycle.checkpoint()
-        if self._foreign is not None and keep > self._first:
-            self._forget_foreign()
         self._notices.deliver(stacklevel=2)
         age = cycle.step - max(self._agreement.keep, self._first)
         if self._max_age_steps is not None and age > self._max_age_steps:
@@ -260,10 +275,21 @@ class Checkpointer:
         ``checkpoint/bound_network_seconds`` and ``checkpoint/bound_copy_seconds`` are the least cost of a version at
         the measured speed (`thinwire.lab.studies.checkpoint_bounds`), ``checkpoint/idle_seconds`` the idle time of an
         iteration; ``checkpoint/iterations_needed`` is the number of iterations over which a version is spread,
-        ``checkpoint/schedule`` which bytes of it were granted when (Algorithm 2).
+        ``checkpoint/schedule`` which bytes of it were granted when (Algorithm 2). ``checkpoint/every`` is the number of
+        steps between two checkpoints now, ``checkpoint/overhead`` the share of training's time that they cost, and
+        ``checkpoint/cpu_seconds`` the CPU time of one version here and in the holder (its digests, sending, and what
+        it receives for peers).
         """
         found = statistics(self._cycle.records, self._agreement, self._registration, self._pacer, self._tier)
-        return {"checkpoint/steps": float(self._cycle.step), **found}
+        every, overhead = self._governor.every, self._governor.overhead
+        cpu_seconds = self._cycle.cpu_seconds + self._agreement.holder_cpu_seconds
+        return {
+            "checkpoint/steps": float(self._cycle.step),
+            "checkpoint/every": float(every),
+            "checkpoint/overhead": overhead,
+            "checkpoint/cpu_seconds": cpu_seconds / max(1.0, float(found["checkpoint/versions"])),
+            **found,
+        }
 
     def close(self) -> None:
         """Close the connection. The holders keep their versions and send them on; a second call does nothing.
@@ -278,16 +304,6 @@ class Checkpointer:
     def _grant(self, num_bytes: int) -> None:
         """On the pacer's thread."""
         self._agreement.grant(num_bytes)
-
-    def _forget_foreign(self) -> None:
-        """A version of this topology is everywhere, so those of the one before only cost memory."""
-        topology, self._foreign = self._foreign, None
-        registration = self._registration
-        if registration.client is not None and registration.holders.index(registration.here) == self._rank:
-            try:
-                registration.client.forget(self._run_id, topology)
-            except FAILURES as error:
-                logger.info("versions of topology %s stay: %s", topology, error)
 
 
 def _end(

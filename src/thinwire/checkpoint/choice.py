@@ -7,7 +7,7 @@ a rank of the stored topology, never by its location: a host that returns under 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from thinwire.holder.version import Version
@@ -37,19 +37,27 @@ class Choice:
     fetched: tuple[int, ...] = ()
     reasons: tuple[str, ...] = ()
 
+    def wanted_at(self, holder: str, placed: Collection[int]) -> list[str]:
+        """Return the digests of the versions that a holder keeps, or gets: of the owners that are ``placed`` there, and
+        of those whose own holder fetches from it."""
+        owners = enumerate(zip(self.versions, self.sources, strict=True))
+        return [version.digest for owner, (version, source) in owners if owner in placed or source == holder]
+
 
 def choose(
     inventories: Mapping[str, Iterable[Version]],
     holders: Sequence[str],
     run_id: str,
     topology: str,
+    placed: Mapping[str, Collection[int]] | None = None,
     only: int | None = None,
 ) -> Choice:
     """Return the newest step of which every owner's shard is held, of the newest attempt that has such a step.
 
     Steps of two attempts do not mix: after a restart from step 10, step 12 of the attempt before is another history
-    than step 12 of this one. The source of a shard is its owner's own host if that has a copy; else the holder that has
-    fewest bytes to send, the first by name of those. Where copies of a shard differ, none of them is used.
+    than step 12 of this one. The source of a shard is its owner's own host if that has a copy; else a holder that keeps
+    it anyway, else the one with fewest bytes to keep for others; of those the one with fewest bytes to send, and the
+    first by name. Where copies of a shard differ, none of them is used.
 
     Args:
         inventories: for each holder, by its address, the versions that it has verified, without holders that are gone.
@@ -57,6 +65,7 @@ def choose(
             topology.
         run_id: only versions of this run count.
         topology: only versions of this topology count (`topology_digest`).
+        placed: for each holder, the owners whose shards it keeps from now on.
         only: the step to choose; None for the newest.
 
     Example:
@@ -72,7 +81,7 @@ def choose(
         missing = [owner for owner in range(len(holders)) if owner not in of_step]
         differing = sorted(unlike[attempt, step])
         if not missing and not differing:
-            sources = _sources(of_step, holders)
+            sources = _sources(of_step, holders, placed or {})
             versions = tuple(of_step[owner][source] for owner, source in enumerate(sources))
             fetched = tuple(owner for owner, holder in enumerate(holders) if sources[owner] != holder)
             return Choice(step, attempt, sources, versions, fetched, _shortened(reasons))
@@ -123,15 +132,22 @@ def _contents(version: Version) -> tuple[int, str]:
     return version.payload_bytes, version.digest
 
 
-def _sources(copies: _Copies, holders: Sequence[str]) -> tuple[str, ...]:
+def _sources(copies: _Copies, holders: Sequence[str], placed: Mapping[str, Collection[int]]) -> tuple[str, ...]:
     """Own hosts first. Of the other shards, those that few holders have are assigned first, then the large ones."""
     sources = list(holders)
     sizes = {owner: next(iter(copies[owner].values())).payload_bytes for owner in range(len(holders))}
     elsewhere = [owner for owner, holder in enumerate(holders) if holder not in copies[owner]]
     load_bytes: Counter[str] = Counter()
+    kept_bytes: Counter[str] = Counter()  # for others, beside what is placed there
+
+    def cost(owner: int, holder: str) -> tuple[int, int]:
+        extra = 0 if owner in placed.get(holder, ()) else kept_bytes[holder] + sizes[owner]
+        return extra, load_bytes[holder]
+
     for owner in sorted(elsewhere, key=lambda owner: (len(copies[owner]), -sizes[owner], owner)):
-        sources[owner] = min(sorted(copies[owner]), key=lambda holder: load_bytes[holder])
-        load_bytes[sources[owner]] += sizes[owner]
+        source = sources[owner] = min(sorted(copies[owner]), key=lambda holder: cost(owner, holder))
+        load_bytes[source] += sizes[owner]
+        kept_bytes[source] += 0 if owner in placed.get(source, ()) else sizes[owner]
     return tuple(sources)
 
 

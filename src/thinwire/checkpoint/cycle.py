@@ -25,10 +25,12 @@ import torch
 
 from thinwire.checkpoint.agreement import FAILURES, Agreement, Turn
 from thinwire.checkpoint.copier import Copier, Copy
+from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices, Records, VersionRecord
 from thinwire.checkpoint.state.encode import Encoded, StateEncoder
 from thinwire.checkpoint.state.layout import TensorSlice, view_of
 from thinwire.checkpoint.state.snapshot import TrainingState
+from thinwire.errors import ThinwireError
 
 T = TypeVar("T")
 
@@ -38,6 +40,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
+        self.cpu_seconds = 0.0  # of all jobs that are done
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -64,6 +67,7 @@ class Worker:
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            self.cpu_seconds = time.thread_time()
 
 
 _CLOSE_SECONDS = 10.0
@@ -72,8 +76,8 @@ _CLOSE_SECONDS = 10.0
 class Cycle:
     """The cycle of checkpoints of one training, on its thread.
 
-    ``about`` goes into each version, ``every`` is the number of steps between two, ``overlap`` whether parameters are
-    copied beside the training; that ends when they are written to meanwhile.
+    ``about`` goes into each version, ``governor`` says at which steps there is one, ``overlap`` is whether parameters
+    are copied beside the training; that ends when they are written to meanwhile.
     """
 
     def __init__(
@@ -82,17 +86,18 @@ class Cycle:
         agreement: Agreement,
         notices: Notices,
         about: dict[str, Any],
-        every: int,
+        governor: Governor,
         overlap: bool,
     ) -> None:
         self._training, self._agreement, self._notices = training, agreement, notices
-        self._about, self._every, self._overlap = about, every, overlap
+        self._about, self._governor, self._overlap = about, governor, overlap
         self._encoder, self._copier = StateEncoder(), Copier(self._may_wait)
         self._worker = Worker("thinwire-checkpoint")
         self._turn: Future[Turn] | None = None  # of the next checkpoint
         self._needed = threading.Event()  # set when the turn is needed now
         self._closing = False
         self._copying: Future[tuple[float, str]] | None = None  # of the last one: seconds, why there is no version
+        self._cpu_seconds = 0.0  # of the training's thread
         self.step = 0  # the last step
         self.started = False  # whether all ranks take part, so that they can agree
         self.broken = ""  # why there will be no more checkpoints
@@ -104,21 +109,34 @@ class Cycle:
         return self._worker.submit(job).result()
 
     def checkpoint(self) -> None:
-        """Count an optimizer step and make a checkpoint if one is due."""
+        """Count an optimizer step and make a checkpoint if one is due.
+
+        Raises, on all ranks, what the ranks agreed to raise (`Turn`).
+        """
         self.settle()
         self.step += 1
-        if self.step % self._every or self.broken:
+        if self.broken:
             return
-        started = time.perf_counter()
+        if not self._governor.is_due(self.step):
+            self._take_early()
+            return
+        started, cpu_started, raises = time.perf_counter(), time.thread_time(), None
         try:
-            record = self._begin()
+            encoded = self._encode()
+            turn = self._agreed(encoded)
+            record, raises = self._begin(turn, encoded), turn.raises
         except FAILURES as error:  # an error of the ranks' group: they cannot agree any more
             self.broken = f"the ranks cannot agree any more: {error}"
             self._notices.add(f"no more checkpoints: {self.broken}")
             record = VersionRecord(self.step, skipped=self.broken)
         self.records.add(replace(record, blocking_seconds=time.perf_counter() - started))
+        self._cpu_seconds += time.thread_time() - cpu_started
+        if not record.skipped:
+            self._take_early()
         if self._copying is not None and not (self._overlap and self._unhook):
             self.settle()
+        if raises is not None:
+            raise raises
 
     def settle(self) -> None:
         """Wait until the last checkpoint is copied, so that parameters may change."""
@@ -143,8 +161,14 @@ class Cycle:
                 view_of(payload, where).copy_(tensor)
         return encoded.to_bytes(self._about), payload
 
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU time of this process for all checkpoints so far."""
+        return self._cpu_seconds + self._worker.cpu_seconds
+
     def drop_turn(self) -> None:
-        """Drop the ranks' agreement on the next checkpoint."""
+        """Drop the ranks' agreement on the next checkpoint; the next step is due."""
+        self._governor.next_step = 0
         turn, self._turn = self._turn, None
         self._needed.set()
         if turn is not None:
@@ -166,56 +190,70 @@ class Cycle:
         return self._worker.close(_CLOSE_SECONDS)
 
     def _hook(self) -> Callable[[], None] | None:
-        """None if the optimizer cannot be made to wait."""
-        try:
-            return self._training.optimizer.register_step_pre_hook(self._before_optimizer).remove  # type: ignore[union-attr]
-        except AttributeError:  # no optimizer, or one around another
-            return None
+        """None if there is no optimizer, or one of them cannot be made to wait: one around another."""
+        optimizers = self._training.optimizers()
+        with contextlib.suppress(AttributeError), contextlib.ExitStack() as stack:
+            for optimizer in optimizers:
+                stack.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
+            return stack.pop_all().close if optimizers else None
+        return None
 
     def _before_optimizer(self, *_: object) -> None:
         self.settle()
         step = self.step + 1
-        due = step % self._every == 0 and self.started and self._agreement.is_registered
+        due = self._governor.is_due(step) and self.started and self._agreement.is_registered
         if due and self._turn is None and not self.broken:
             self._turn = self._worker.submit(lambda: self._agreement.take_turn(step))
         elif due:
             self._needed.set()
 
-    def _take_early(self, step: int) -> Turn:
-        """On the worker: the next turn, when the last version is everywhere, so that no rank waits for it."""
-        self._agreement.wait_until_sent(self._needed)
-        return Turn("the training ends") if self._closing else self._agreement.take_turn(step)
+    def _take_early(self) -> None:
+        """Take the turn of the next step, if it is due, once the last version is everywhere: no rank waits for it."""
+        step, agreement = self.step + 1, self._agreement
+        if self._turn is None and self._governor.is_due(step) and self.started and agreement.is_registered:
+            self._turn = self._worker.submit(
+                lambda: Turn("the training ends") if self._closing else agreement.take_turn(step)
+            )
+
+    def _watch(self) -> None:
+        """On the worker: note when the version is everywhere, unless the next turn is needed before."""
+        if self._agreement.wait_until_sent(self._needed):
+            self._governor.note_sent()
 
     def _may_wait(self, where: TensorSlice, tensor: Any) -> bool:
         return self._overlap and self._unhook is not None and self._training.is_stepped(where, tensor)
 
-    def _begin(self) -> VersionRecord:
-        encoded = self._encode()
-        turn = self._agreed(encoded)
+    def _begin(self, turn: Turn, encoded: Encoded | None) -> VersionRecord:
+        if turn.stride:
+            self._governor.agree(self.step, turn.stride)
         writer, obstacle = turn.writer, self._agreement.obstacle
         if writer is None:
             return VersionRecord(self.step, skipped=turn.skipped)
+        if encoded is not None and encoded.payload_bytes > len(writer.payload):
+            obstacle = f"the state has grown beyond its slots of {len(writer.payload):,} bytes: they grow next"
         if encoded is None or obstacle:
             self._worker.submit(lambda: self._agreement.abandon(writer))
             return VersionRecord(self.step, skipped=obstacle)
         copy = self._copier.begin(encoded, writer.payload, writer.slot)
         self._copying = self._worker.submit(lambda: self._finish(turn, copy, encoded))
+        self._governor.note_begun()
         self._needed.clear()
-        following = self.step + self._every
-        self._turn = self._worker.submit(lambda: self._take_early(following))
+        self._worker.submit(self._watch)
         return VersionRecord(self.step, encoded.payload_bytes)
 
     def _encode(self) -> Encoded | None:
-        """The state now; an error in it is an obstacle that the ranks learn of."""
-        encoded, obstacle = None, ""
+        """The state now; an error in it is an obstacle that the ranks learn of, and raise if it is no passing one."""
+        encoded, obstacle, refusal = None, "", ""
         try:
             encoded = self._encoder.encode(self._training.capture(self.step))
-            room_bytes = self._agreement.room_bytes
-            if room_bytes is not None and encoded.payload_bytes > room_bytes:
-                obstacle = f"the state has grown beyond its slots of {room_bytes:,} bytes"
-        except FAILURES as error:
-            obstacle = str(error)
-        self._agreement.obstacle = obstacle
+            self._agreement.payload_bytes = encoded.payload_bytes
+        except (OSError, ThinwireError) as error:
+            obstacle = f"the state could not be read: {error}"
+        except Exception as error:
+            obstacle = refusal = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        if obstacle and not refusal:
+            self._notices.add(f"no checkpoints: {obstacle}")
+        self._agreement.obstacle, self._agreement.refusal = obstacle, refusal
         return encoded
 
     def _agreed(self, encoded: Encoded | None) -> Turn:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from thinwire.comm import agree
 from thinwire.comm.connections import PrivateGroup
 from thinwire.comm.lane import Group, resolve_group
-from thinwire.comm.process_group import ProcessGroupExchange
+from thinwire.comm.process_group import Exchange
 
 
 def private_group(parent: Group, timeout: timedelta) -> PrivateGroup:
@@ -61,7 +61,7 @@ def run_id_of(given: str | None) -> str:
 
 def gather_json(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """Gather one value of every rank, in rank order; collective."""
-    return agree.gather_json(ProcessGroupExchange(group), "checkpoint record", value)
+    return agree.gather_json(Exchange(group), "checkpoint record", value)
 
 
 def failures_of(reason: str, group: dist.ProcessGroup) -> str:
@@ -73,5 +73,5 @@ def failures_of(reason: str, group: dist.ProcessGroup) -> str:
 
 def least(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
     """Return the least value of all ranks at each index; collective."""
-    gathered = agree.gather_numbers(ProcessGroupExchange(group), "checkpoint votes", values)
+    gathered = agree.gather_numbers(Exchange(group), "checkpoint votes", values)
     return [int(min(votes)) for votes in zip(*gathered, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,12 +38,18 @@ class Survey:
 
 
 def survey(
-    client: HolderClient | None, holders: Sequence[str], run_id: str, topology: str, group: dist.ProcessGroup
+    client: HolderClient | None,
+    holders: Sequence[str],
+    run_id: str,
+    topology: str,
+    group: dist.ProcessGroup,
+    placed: Mapping[str, Collection[int]] | None = None,
 ) -> Survey:
     """Gather the inventories of all holders and choose the step to restore; collective, with the same result on all
     ranks.
 
-    The first rank of each host asks, because the holder then compares all bytes with their digests.
+    The first rank of each host asks, because the holder then compares all bytes with their digests. ``placed``: as in
+    `choose`.
     """
     rank = dist.get_rank(group)
     mine: list[dict[str, Any]] | None = None
@@ -61,7 +67,7 @@ def survey(
     of_run = [version for versions in inventories.values() for version in versions if version.shard.run_id == run_id]
     attempt = next_attempt((version.attempt for version in of_run), told[0]["nonce"])
     reach("survey")
-    return Survey(choose(inventories, holders, run_id, topology), attempt, len(of_run), inventories)
+    return Survey(choose(inventories, holders, run_id, topology, placed), attempt, len(of_run), inventories)
 
 
 def load_shard(client: HolderClient, choice: Choice, rank: int, here: str, training: TrainingState) -> int:

@@ -41,13 +41,11 @@ class Restored:
         step: the restored step; None for a fresh start.
         attempt: number of this start of the run, for new versions.
         in_slots: whether the version is in the slots of all ranks now.
-        foreign: the topology of the restored versions, if it was another one.
     """
 
     step: int | None
     attempt: int
     in_slots: bool = False
-    foreign: str | None = None
 
 
 @dataclass(frozen=True)
@@ -87,10 +85,17 @@ class Restorer:
 
     def survey(self) -> Survey:
         """Gather the versions in the memory of all hosts; collective."""
+        registration, topology = self._registration, topology_digest(self._topology)
+        placed = registration.placed()
+        found = survey(registration.client, registration.holders, self._run_id, topology, self._group, placed)
+        self._want(found.choice)
+        return found
+
+    def _want(self, choice: Choice) -> None:
+        """Have the holders keep the versions of a choice while they make room."""
         registration = self._registration
-        return survey(
-            registration.client, registration.holders, self._run_id, topology_digest(self._topology), self._group
-        )
+        registration.wanted = {h: choice.wanted_at(h, owners) for h, owners in registration.placed().items()}
+        registration.chosen = None if choice.step is None else (choice.attempt, choice.step)
 
     def begin(self) -> Survey:
         """Survey for a training that begins without a restore; collective.
@@ -117,7 +122,8 @@ class Restorer:
         on_disk, unreadable = self._tier.survey() if self._tier is not None else ([], [])
         steps = sorted({version.step for version in self._seen(found)} | {about["step"] for about in on_disk})
         if steps or unreadable:
-            self._notices.add(f"the run {self._run_id!r} starts anew, and gives up its steps {_listed(steps)}")
+            self._tell(f"the run {self._run_id!r} starts anew, and gives up its steps {_listed(steps)}")
+        self._want(Choice(None))
         self._forget()
         if self._tier is not None:
             self._tier.give_up()
@@ -170,7 +176,7 @@ class Restorer:
                 self._say_what_is_left(newest, found, reasons)
                 attempt = max(self._attempt, next_attempt([newest.attempt], self._attempt % (1 << NONCE_BITS)))
                 in_slots = not newest.on_disk and newest.foreign is None
-                return Restored(newest.step, attempt, in_slots, newest.foreign)
+                return Restored(newest.step, attempt, in_slots)
             tries += not newest.on_disk
             spoiled |= {newest.where} if newest.on_disk else set()
         if failure:  # not a fresh start any more: some of it may be loaded
@@ -182,10 +188,15 @@ class Restorer:
         order = restored.order[0]
         newer = {v.step for v in self._seen(found) if start_order(v.attempt, v.step) > order}
         if newer and max(newer) - restored.step > _UNFINISHED * self._every:
-            self._notices.add(
+            self._tell(
                 f"step {restored.step} was restored {restored.where}; newer ones are given up, steps"
                 f" {_listed(sorted(newer))}: {'; '.join(reasons) or 'another one was asked for'}"
             )
+
+    def _tell(self, text: str) -> None:
+        """Once for the job."""
+        if self._rank == 0:
+            self._notices.add(text)
 
     def _seen(self, found: Survey) -> list[Version]:
         return [v for versions in found.inventories.values() for v in versions if v.shard.run_id == self._run_id]
@@ -209,7 +220,7 @@ class Restorer:
         candidates, reasons = [], list(found.choice.reasons)
         topology, holders = topology_digest(self._topology), self._registration.holders
         for kept in {version.step for version in self._seen(found)}:
-            choice = choose(found.inventories, holders, self._run_id, topology, kept)
+            choice = choose(found.inventories, holders, self._run_id, topology, self._registration.placed(), kept)
             if choice.step is not None:
                 order, load = start_order(choice.attempt, choice.step), self._loader(choice)
                 candidates.append(_Candidate((order, _MEMORY), choice.attempt, choice.step, "from memory", load))
@@ -230,6 +241,7 @@ class Restorer:
         def load() -> None:
             registration, attempt = self._registration, self._attempt
             assert attempt is not None
+            self._want(choice)
             registration.register(choice.versions[self._rank].payload_bytes, attempt)
             assert registration.client is not None
             load_shard(registration.client, choice, self._rank, registration.here, self._training)
@@ -247,6 +259,11 @@ class Restorer:
             except (ThinwireError, ValueError) as reason:
                 error = str(reason)
             needed = {move.owner for move in moves}
+            copies = [version.digest for copy in version.copies.values() for version in copy.values()]
+            self._registration.wanted = dict.fromkeys(self._registration.holders, copies)
+            self._registration.chosen, self._registration.left = (version.attempt, version.step), version.topology
+            assert self._attempt is not None
+            self._registration.place(self._attempt)
             shards = ForeignShards(version, needed, self._registration, self._group, error)
             try:
                 fill(moves, shards)
@@ -338,7 +355,7 @@ class Restorer:
             return
         text = f"no checkpoint of run {self._run_id!r} can be restored: {why}"
         if seen and not on_disk and max(version.step for version in seen) <= _UNFINISHED * self._every:
-            self._notices.add(f"{text}. It was at its beginning, so training starts anew")
+            self._tell(f"{text}. It was at its beginning, so training starts anew")
             self._forget()
             return
         raise ValueError(

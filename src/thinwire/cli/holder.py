@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from thinwire.cli.commands import Command, option
 from thinwire.cli.output import STDOUT, check_directories, clear_errors, console_for, plain_table, write_json
@@ -40,6 +42,23 @@ def holder(
     detach: bool = typer.Option(False, "--detach", help="Return when it is ready, and leave it running."),
     status: bool = typer.Option(False, "--status", help="Show what the holder of this host has."),
     stop: bool = typer.Option(False, "--stop", help="Send what is pending, end the holder, and free its memory."),
+    reload: bool = typer.Option(
+        False, "--reload", help="Have it read its secret file and certificates again; nothing is lost."
+    ),
+    pid: int = typer.Option(
+        None, help="With --stop: end this process, if it is a holder whose socket is gone.", show_default=False
+    ),
+    tls_cert: Path = typer.Option(
+        None, help="Certificate for TLS between holders, in PEM, with --tls-key and --tls-ca.", show_default=False
+    ),
+    tls_key: Path = typer.Option(None, help="Its private key.", show_default=False),
+    tls_ca: Path = typer.Option(None, help="Authority that signs the certificates of all holders.", show_default=False),
+    metrics: str = typer.Option(
+        None,
+        metavar="HOST:PORT",
+        help="Serve metrics for Prometheus there by HTTP, or at this path of a Unix socket.",
+        show_default=False,
+    ),
     forget: str = typer.Option(None, metavar="RUN", help="Free the memory of one run.", show_default=False),
     json_path: Path = option("--json"),
 ) -> None:
@@ -54,16 +73,25 @@ def holder(
         bind=bind,
         port=port,
         socket=str(socket) if socket else None,
-        secret_file=str(secret_file.absolute()) if secret_file else None,
+        secret_file=_absolute(secret_file),
         memory_budget=memory_budget,
         timeout_seconds=timeout,
         deadline_seconds=deadline,
+        tls_cert=_absolute(tls_cert),
+        tls_key=_absolute(tls_key),
+        tls_ca=_absolute(tls_ca),
+        metrics=metrics,
     )
     check_directories({"--json": json_path})
     console = console_for(json_path)
     with clear_errors(ValueError, OSError, ThinwireError):
-        if stop or status or forget is not None:
-            _talk(options, console, stop, forget, json_path)
+        if pid is not None:
+            if not stop:
+                raise ValueError("--pid belongs to --stop")
+            _end(pid, console)
+            return
+        if stop or status or reload or forget is not None:
+            _talk(options, console, stop, reload, forget, json_path)
             return
         config_of(options.to_json())  # which raises what is wrong
         if detach:
@@ -72,17 +100,35 @@ def holder(
             _become(options, json_path)
 
 
-def _talk(options: HolderOptions, console: Console, stop: bool, forget: str | None, json_path: Path | None) -> None:
+def _absolute(path: Path | None) -> str | None:
+    return str(path.absolute()) if path else None
+
+
+def _end(pid: int, console: Console) -> None:
+    """End a holder by its process, for one that cannot be reached any more."""
+    command = Path(f"/proc/{pid}/cmdline")
+    if not command.exists() or b"thinwire/holder/daemon.py" not in command.read_bytes():
+        raise ValueError(f"process {pid} is no holder")
+    os.kill(pid, signal.SIGTERM)
+    console.print(f"Told process {pid} to end; it sends what is pending first.", highlight=False)
+
+
+def _talk(
+    options: HolderOptions, console: Console, stop: bool, reload: bool, forget: str | None, json_path: Path | None
+) -> None:
     from thinwire.holder.start import stop_holder
 
     with _connect(options) as client:
         if forget is not None:
-            console.print(f"Forgot {client.forget(forget)} shards of run {forget}.", highlight=False)
+            text = f"Forgot {client.forget(forget)} shards of run {forget}."
+            console.print(text, highlight=False, markup=False)
+        if reload:
+            console.print(f"Secrets that the holder accepts now: {client.reload()}", highlight=False)
         status = client.holder_status()
         if stop:
             stop_holder(client)
             console.print(f"Stopped the holder at {status['address']}.", highlight=False)
-        else:
+        elif not reload:
             _print(status, console)
     write_json(status, json_path)
 
@@ -127,21 +173,22 @@ def _print(status: dict[str, Any], console: Console) -> None:
         f"Holder at {status['address']}, process {status['pid']}: {used:.2f} of {budget:.2f} GB", highlight=False
     )
     table = plain_table()
-    for column in ("run", "owner", "role", "steps", "replicated", "pending", "replicas", "last error"):
+    for column in ("run", "owner", "role", "steps", "replicated", "age", "pending", "replicas", "last error"):
         table.add_column(column, overflow="fold")
     for shard in status["shards"]:
         speeds = [
             f"{address} {replica['mb_per_second'] or 0:.0f} MB/s" for address, replica in shard["replicas"].items()
         ]
         table.add_row(
-            shard["shard"]["run_id"],
+            escape(shard["shard"]["run_id"]),
             str(shard["shard"]["owner"]),
             shard["role"],
             ", ".join(str(version["step"]) for version in shard["versions"]) or "none",
             "none" if shard["newest_replicated"] is None else str(shard["newest_replicated"]),
+            "none" if shard["newest_age_seconds"] is None else f"{shard['newest_age_seconds']:.0f} s",
             f"{shard['bytes_pending'] / 1e6:.1f} MB",
             "\n".join(speeds),
-            shard["last_error"],
+            escape(shard["last_error"]),
         )
     if status["shards"]:
         console.print(table)

@@ -22,6 +22,7 @@ from thinwire.errors import (
     PeerError,
     ThinwireError,
     in_exchange,
+    raising,
     told,
 )
 from thinwire.observe.step import named
@@ -92,6 +93,11 @@ class Channel:
         """Return the rank that logs have for a rank, or for this one: messages name that."""
         return self.exchange.global_ranks[self.rank if rank is None else rank]
 
+    def among(self, ranks: Sequence[int]) -> Channel:
+        """Return the channel of a conversation among some of the ranks, this one included, in the order given."""
+        name = f"{self.subject.name} (among ranks {', '.join(map(str, ranks))}, which count from 0 here)"
+        return Channel(self.exchange.subset(ranks), Subject(name, self.subject.description), self.sequence)
+
     def machine(self) -> Machine | None:
         """Return what the exchange costs, or None if it cannot be measured.
 
@@ -107,10 +113,7 @@ class Channel:
         except Exception as error:
             failure = error
 
-        def fail() -> list[Draft]:
-            raise failure
-
-        self.swap(Kind.OPEN, fail)
+        self.swap(Kind.OPEN, raising(failure))
         raise AssertionError("a swap raises what prepare raises")
 
     def open(self, held: int = 0) -> list[int]:

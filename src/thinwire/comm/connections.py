@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 import torch.distributed as dist
 
 from thinwire.comm.agree import gather_records
-from thinwire.comm.process_group import ProcessGroupExchange, peers_at
+from thinwire.comm.process_group import Exchange, peers_at
 from thinwire.errors import forget_locals
 
 Address = tuple[bytes, int]
@@ -59,7 +59,7 @@ class PrivateGroup:
     def _agree(self, mine: Address) -> None:
         """Gather the addresses, and learn which connection leads to which rank from the ranks that connected."""
         self._addresses = {mine} - {_NOWHERE}
-        exchange = ProcessGroupExchange(self.process_group)
+        exchange = Exchange(self.process_group)
         listening = list(map(_unpacked, gather_records(exchange, "address", _packed(mine))))
         self._addresses = set(listening) - {_NOWHERE}
         local = {remote: local for local, remote in _connected()}

@@ -32,8 +32,6 @@ from thinwire.comm.machine import Machine, measure
 from thinwire.comm.process_group import (
     EVERYONE,
     Exchange,
-    HostStaging,
-    ProcessGroupExchange,
     StagedExchange,
     Staging,
     Traffic,
@@ -43,7 +41,6 @@ from thinwire.comm.process_group import (
 from thinwire.errors import LostPeerError, ThinwireError, forget_locals, ranks_told
 
 T = TypeVar("T")
-E = TypeVar("E", bound=ProcessGroupExchange)
 Group = dist.ProcessGroup | DeviceMesh | None
 
 logger = logging.getLogger("thinwire")
@@ -226,7 +223,7 @@ class Lane:
         group = self._own.process_group
         self._group: dist.ProcessGroup | None = group
         self._waits = Waits()
-        self.exchange: Exchange = self._hanging_up(StagedExchange(group, staging or HostStaging()))
+        self.exchange = self._hanging_up(StagedExchange(group, staging or Staging()))
         self.setup = Traffic()  # bytes that belong to no gradient: of discovering hosts, measuring, and agreeing
         self.busy_seconds = 0.0
         self.watcher: Callable[[float, float], None] | None = None  # called with the start and end of each job
@@ -410,11 +407,11 @@ class Lane:
         """Discover the hosts before the first job, on a separate exchange: a lane counts only bytes of its jobs."""
         self.exchange.hosts = discover(self._setup_exchange())
 
-    def _setup_exchange(self) -> ProcessGroupExchange:
+    def _setup_exchange(self) -> Exchange:
         assert self._group is not None, "a lane without connections runs no jobs"
-        return self._hanging_up(ProcessGroupExchange(self._group, traffic=self.setup))
+        return self._hanging_up(Exchange(self._group, traffic=self.setup))
 
-    def _hanging_up(self, exchange: E) -> E:
+    def _hanging_up(self, exchange: Exchange) -> Exchange:
         exchange.hang_up, exchange.waits = self.break_off, self._waits
         return exchange
 

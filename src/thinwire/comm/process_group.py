@@ -142,38 +142,11 @@ class Receive(Protocol):
         ...
 
 
-class Stream(Protocol):
-    """One rank's end of a stream of messages of known sizes, as a context manager.
+class Stream:
+    """One rank's end of a stream of messages of known sizes, over Gloo, as a context manager.
 
     Leaving it waits for all sends, and raises what failed in one; leaving it by an exception does not wait, because no
     peer can learn of it: the rank has to hang up. Messages from one rank to another arrive in the order of sending.
-    """
-
-    def receive(self, source: int, num_bytes: int) -> Receive:
-        """Post a receive of at most ``num_bytes``; return a function that waits for it.
-
-        Raises:
-            LostPeerError: raised here or by that function: a peer died or did not take part, or this rank failed to
-                send.
-        """
-        ...
-
-    def send(self, target: int, num_bytes: int, make: Callable[[], Tensor]) -> None:
-        """Queue a message; ``make`` is called, on another thread, when its turn comes.
-
-        If it raises, zeros are sent in its place, so that no rank waits, and leaving the stream raises it.
-        """
-        ...
-
-    def __enter__(self) -> Stream: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
-
-
-class ProcessGroupStream:
-    """A `Stream` over Gloo.
 
     Args:
         process_group: the group that carries the messages point to point, in the order of the calls.
@@ -202,6 +175,12 @@ class ProcessGroupStream:
         self._thread = threading.Thread(target=self._send_in_turn, name="thinwire-stream", daemon=True)
 
     def receive(self, source: int, num_bytes: int) -> Receive:
+        """Post a receive of at most ``num_bytes``; return a function that waits for it.
+
+        Raises:
+            LostPeerError: raised here or by that function: a peer died or did not take part, or this rank failed to
+                send.
+        """
         buffer = torch.empty(num_bytes, dtype=torch.uint8)
         peer = self._ranks[source]
         try:
@@ -222,9 +201,13 @@ class ProcessGroupStream:
         return wait
 
     def send(self, target: int, num_bytes: int, make: Callable[[], Tensor]) -> None:
+        """Queue a message; ``make`` is called, on another thread, when its turn comes.
+
+        If it raises, zeros are sent in its place, so that no rank waits, and leaving the stream raises it.
+        """
         self._jobs.put((target, num_bytes, make))
 
-    def __enter__(self) -> ProcessGroupStream:
+    def __enter__(self) -> Stream:
         self._thread.start()
         return self
 
@@ -239,7 +222,7 @@ class ProcessGroupStream:
                 raise self._failure
 
     def _send_in_turn(self) -> None:
-        """Send two messages at a time, as `ProcessGroupExchange.swap` does; small ones, which fill no link, at once."""
+        """Send two messages at a time, as `Exchange.swap` does; small ones, which fill no link, at once."""
         try:
             in_flight: deque[tuple[dist.Work | None, int, int]] = deque()
             while (job := self._jobs.get()) is not None and not self._abandoned:
@@ -292,81 +275,12 @@ class Traffic:
     """Share of ``sent_bytes`` that went to ranks on other hosts, according to `Exchange.hosts`."""
 
 
-class Exchange(Protocol):
-    """A group of ranks that swap bytes in collective calls: all ranks make the same calls in the same order."""
-
-    rank: int
-    world_size: int
-    hosts: Sequence[int]
-    """Host number of each rank; each rank has a host of its own until hosts are discovered."""
-    global_ranks: Sequence[int]
-    """Rank of each rank in the default process group, which is the one that logs have: messages name these."""
-    traffic: Traffic
-
-    def subset(self, ranks: Sequence[int]) -> Exchange:
-        """Return the exchange of some of the ranks, including this one, over the same connections and traffic count.
-
-        Ranks of the subset are numbered in the given order. It does not communicate. The subset has no `all_reduce`.
-        """
-        ...
-
-    def swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
-        """Send record ``outgoing[r]`` to each rank r and return what each rank sent here, in rank order.
-
-        All records (uint8), on all ranks, have the same small length.
-
-        Raises:
-            LostPeerError: a peer died, or did not take part within the timeout.
-        """
-        ...
-
-    def swap(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
-        """Send ``outgoing[r]`` (uint8, any length) to each rank r and return what each rank sent here.
-
-        ``receive_bytes[r]`` must be the length that rank r sends. This rank's own entry is returned without a
-        copy. ``outgoing`` may be overwritten after the return; the caller owns the result.
-
-        Raises:
-            LostPeerError: as for `swap_records`.
-        """
-        ...
-
-    def swap_with(self, target: int | None, outgoing: Tensor, source: int | None, receive_bytes: int) -> Tensor:
-        """Send ``outgoing`` (uint8) to one other rank and return the ``receive_bytes`` that another sends here.
-
-        None means no peer; then ``outgoing`` or the result is empty. A rank with neither peer must call it too.
-
-        Raises:
-            LostPeerError: as for `swap_records`.
-        """
-        ...
-
-    def stream(self) -> Stream:
-        """Open a stream of messages of known sizes; all ranks enter and leave their streams in the same order."""
-        ...
-
-    def all_reduce(self, tensor: Tensor) -> None:
-        """Sum a contiguous or sparse tensor over the ranks, in place, by the group's own algorithm.
-
-        The bytes of a sparse one depend on the rows of all ranks, and are left to `count_all_reduce`.
-        """
-        ...
-
-    def count_all_reduce(self, moved_bytes: int) -> None:
-        """Count an all-reduce in which each rank sent ``moved_bytes`` to the next one of a ring."""
-        ...
-
-    def close(self) -> None:
-        """Drop the group; nothing can be exchanged afterwards."""
-        ...
-
-
 _PointToPoint = tuple[dist.Work | None, int]
 """A send or a receive, and the rank of the group at the other end."""
 
 
-class ProcessGroupExchange:
-    """An `Exchange` over a torch process group of CPU tensors.
+class Exchange:
+    """A group of ranks that swap bytes in collective calls: all ranks make the same calls in the same order.
 
     Args:
         process_group: a Gloo group that nothing else uses.
@@ -379,6 +293,10 @@ class ProcessGroupExchange:
 
     hang_up: Callable[[str], None]
     waits: Waits
+    hosts: Sequence[int]
+    """Host number of each rank; each rank has a host of its own until hosts are discovered."""
+    global_ranks: Sequence[int]
+    """Rank of each rank in the default process group, which is the one that logs have: messages name these."""
 
     def __init__(
         self, process_group: dist.ProcessGroup, ranks: Sequence[int] | None = None, traffic: Traffic | None = None
@@ -388,21 +306,32 @@ class ProcessGroupExchange:
         self._ranks = tuple(range(process_group.size())) if ranks is None else tuple(ranks)
         self.rank = self._ranks.index(process_group.rank())
         self.world_size = len(self._ranks)
-        self.hosts: Sequence[int] = range(self.world_size)
+        self.hosts = range(self.world_size)
         global_ranks = dist.get_process_group_ranks(process_group)
-        self.global_ranks: Sequence[int] = [global_ranks[rank] for rank in self._ranks]
+        self.global_ranks = [global_ranks[rank] for rank in self._ranks]
         self.traffic = traffic or Traffic()
         self.hang_up = _nothing
         self.waits = Waits()
 
-    def subset(self, ranks: Sequence[int]) -> ProcessGroupExchange:
+    def subset(self, ranks: Sequence[int]) -> Exchange:
+        """Return the exchange of some of the ranks, including this one, over the same connections and traffic count.
+
+        Ranks of the subset are numbered in the given order. It does not communicate. The subset has no `all_reduce`.
+        """
         assert self.process_group is not None
-        inner = ProcessGroupExchange(self.process_group, [self._ranks[rank] for rank in ranks], self.traffic)
+        inner = Exchange(self.process_group, [self._ranks[rank] for rank in ranks], self.traffic)
         inner.hosts = [self.hosts[rank] for rank in ranks]
         inner.hang_up, inner.waits = self.hang_up, self.waits
         return inner
 
     def swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
+        """Send record ``outgoing[r]`` to each rank r and return what each rank sent here, in rank order.
+
+        All records (uint8), on all ranks, have the same small length.
+
+        Raises:
+            LostPeerError: a peer died, or did not take part within the timeout.
+        """
         num_bytes = outgoing[0].numel()
         if not self._is_whole or self.world_size == 1:
             return self.swap(outgoing, [num_bytes] * self.world_size)
@@ -418,13 +347,20 @@ class ProcessGroupExchange:
         return list(received)
 
     def swap(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
-        """Post every receive before any send, then send to the ranks in turn, two at a time.
+        """Send ``outgoing[r]`` (uint8, any length) to each rank r and return what each rank sent here.
 
-        Gloo announces a posted receive on the connection that carries the data the other way, so a receive that
-        is posted late waits behind that data and the pair runs half-duplex. And when all sends start together,
-        receivers get bursts from several senders while others idle. Over the wire time, on 8 hosts at 100 Mbit/s
-        with 112 kB (1 MB) for each peer: all_to_all_single 1.41 (1.45), all sends at once 1.37 (1.05), two at a
-        time 1.09 (1.02); benchmarks/bench_exchange.py.
+        ``receive_bytes[r]`` must be the length that rank r sends. This rank's own entry is returned without a
+        copy. ``outgoing`` may be overwritten after the return; the caller owns the result.
+
+        Every receive is posted before any send, then it sends to the ranks in turn, two at a time. Gloo announces a
+        posted receive on the connection that carries the data the other way, so a receive that is posted late waits
+        behind that data and the pair runs half-duplex. And when all sends start together, receivers get bursts from
+        several senders while others idle. Over the wire time, on 8 hosts at 100 Mbit/s with 112 kB (1 MB) for each
+        peer: all_to_all_single 1.41 (1.45), all sends at once 1.37 (1.05), two at a time 1.09 (1.02);
+        benchmarks/bench_exchange.py.
+
+        Raises:
+            LostPeerError: as for `swap_records`.
         """
         others = self._others()
         incoming = [
@@ -449,7 +385,13 @@ class ProcessGroupExchange:
         return incoming
 
     def swap_with(self, target: int | None, outgoing: Tensor, source: int | None, receive_bytes: int) -> Tensor:
-        """Post the receive before the send, as `swap` does."""
+        """Send ``outgoing`` (uint8) to one other rank and return the ``receive_bytes`` that another sends here.
+
+        None means no peer; then ``outgoing`` or the result is empty. A rank with neither peer must call it too.
+
+        Raises:
+            LostPeerError: as for `swap_records`.
+        """
         incoming = torch.empty(receive_bytes, dtype=torch.uint8)
         works = []
         try:
@@ -467,12 +409,17 @@ class ProcessGroupExchange:
             self._count_received(source, receive_bytes)
         return incoming
 
-    def stream(self) -> ProcessGroupStream:
+    def stream(self) -> Stream:
+        """Open a stream of messages of known sizes; all ranks enter and leave their streams in the same order."""
         count = self._count_sent, self._count_received
         rank = self.global_ranks[self.rank]
-        return ProcessGroupStream(self.process_group, rank, self._ranks, *count, self.hang_up, self.waits)
+        return Stream(self.process_group, rank, self._ranks, *count, self.hang_up, self.waits)
 
     def all_reduce(self, tensor: Tensor) -> None:
+        """Sum a contiguous or sparse tensor over the ranks, in place, by the group's own algorithm.
+
+        The bytes of a sparse one depend on the rows of all ranks, and are left to `count_all_reduce`.
+        """
         if self.world_size == 1:
             return
         assert self._is_whole, "the native all-reduce is of the whole group"
@@ -484,10 +431,12 @@ class ProcessGroupExchange:
             self.count_all_reduce(ring_all_reduce_bytes(tensor.numel() * tensor.element_size(), self.world_size))
 
     def count_all_reduce(self, moved_bytes: int) -> None:
+        """Count an all-reduce in which each rank sent ``moved_bytes`` to the next one of a ring."""
         self._count_sent((self.rank + 1) % self.world_size, moved_bytes)
         self._count_received((self.rank - 1) % self.world_size, moved_bytes)
 
     def close(self) -> None:
+        """Drop the group; nothing can be exchanged afterwards."""
         self.process_group, self.hang_up = None, _nothing
 
     def _others(self) -> list[int]:
@@ -544,69 +493,42 @@ class Handover:
     event: DeviceEvent | None = None
 
 
-class Staging(Protocol):
-    """Transfer of tensors between the device of the gradients and the lane."""
-
-    is_host: bool
-
-    def future(self) -> Future[Tensor]:
-        """Return a future that can be completed with a tensor of the device."""
-        ...
-
-    def hand_over(self, tensors: Sequence[Tensor]) -> Handover:
-        """Record that the tensors were written; call it on the thread and the stream that wrote them."""
-        ...
-
-    def taking(self, handover: Handover) -> AbstractContextManager[object]:
-        """Return the context of a job of the lane, in which the tensors may be used and results are written."""
-        ...
-
-    def to_host(self, *tensors: Tensor) -> list[Tensor]:
-        """Return copies on the host, valid until the job ends; the lane's thread waits for them."""
-        ...
-
-    def to_device(self, *tensors: Tensor) -> list[Tensor]:
-        """Return copies on the device, for later work on the lane's stream; no thread waits for them."""
-        ...
-
-    def all_reduce(self, tensor: Tensor, all_reduce: Callable[[Tensor], None], world_size: int) -> None:
-        """Sum a contiguous tensor of the device over the ranks, in place, by ``all_reduce`` on the host."""
-        ...
-
-    def stats(self) -> dict[str, float]:
-        """Return the statistics of the transfers, for `Synchronizer.stats`."""
-        ...
-
-
-class HostStaging:
-    """The staging of gradients on the CPU, which need no transfer."""
+class Staging:
+    """Transfer of tensors between the device of the gradients and the lane; here the CPU, which needs none."""
 
     is_host = True
 
     def future(self) -> Future[Tensor]:
+        """Return a future that can be completed with a tensor of the device."""
         return Future()
 
     def hand_over(self, tensors: Sequence[Tensor]) -> Handover:
+        """Record that the tensors were written; call it on the thread and the stream that wrote them."""
         return Handover(tuple(tensors))
 
     def taking(self, handover: Handover) -> AbstractContextManager[object]:
+        """Return the context of a job of the lane, in which the tensors may be used and results are written."""
         return nullcontext()
 
     def to_host(self, *tensors: Tensor) -> list[Tensor]:
+        """Return copies on the host, valid until the job ends; the lane's thread waits for them."""
         return list(tensors)
 
     def to_device(self, *tensors: Tensor) -> list[Tensor]:
+        """Return copies on the device, for later work on the lane's stream; no thread waits for them."""
         return list(tensors)
 
     def all_reduce(self, tensor: Tensor, all_reduce: Callable[[Tensor], None], world_size: int) -> None:
+        """Sum a contiguous tensor of the device over the ranks, in place, by ``all_reduce`` on the host."""
         all_reduce(tensor)
 
     def stats(self) -> dict[str, float]:
+        """Return the statistics of the transfers, for `Synchronizer.stats`."""
         return {}
 
 
-class StagedExchange(ProcessGroupExchange):
-    """A `ProcessGroupExchange` over Gloo whose all-reduce accepts dense gradients on their device."""
+class StagedExchange(Exchange):
+    """A `Exchange` over Gloo whose all-reduce accepts dense gradients on their device."""
 
     def __init__(self, process_group: dist.ProcessGroup, staging: Staging) -> None:
         super().__init__(process_group)

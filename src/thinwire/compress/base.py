@@ -108,6 +108,13 @@ class Compressor(ABC):
     def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
         """Return the gradient of a payload, of ``parameter.shape`` and ``working_dtype``, newly allocated."""
 
+    def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
+        """Add the gradient of a payload to ``total``, of ``parameter.shape``, in place; subtract it if ``negated``.
+
+        Where sent elements are exact, as those of sparsifiers are, subtracting leaves zeros.
+        """
+        total.add_(self.decompress(payload, parameter), alpha=-1 if negated else 1)
+
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:  # noqa: B027  most have nothing to do
         """Update the state from the mean of all ranks, at the end of a step; ``mean`` must not be changed."""
 
@@ -149,7 +156,7 @@ class Packed(Sized):
         """Return the mean of the gradients of all ranks' payloads, added in rank order."""
         total = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
         for payload in payloads:
-            add(self, payload, parameter, total)
+            self.add(payload, parameter, total)
         return total.div_(len(payloads))
 
 
@@ -157,16 +164,12 @@ class Additive(Packed):
     """A compressor that adds the gradient of a payload to a tensor without allocating it first."""
 
     @abstractmethod
-    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
-        """Add the gradient of a payload to ``total``, of ``parameter.shape``, in place."""
-
-    @abstractmethod
-    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
-        """Subtract the gradient of a payload from ``gradient``, in place."""
+    def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
+        """Add or subtract, as `Compressor.add`."""
 
     def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
         total = torch.zeros(parameter.shape, dtype=parameter.working_dtype)
-        self.accumulate(payload, parameter, total)
+        self.add(payload, parameter, total)
         return total
 
 
@@ -196,22 +199,6 @@ class Joint(Compressor):
 
 class WholeTensor(Compressor):
     """A compressor that needs a whole gradient: pieces of a flat one, as in two shots, cannot be compressed."""
-
-
-def add(code: Compressor, payload: Payload, parameter: Parameter, total: Tensor) -> None:
-    """Add the gradient of a payload to ``total``, of ``parameter.shape``, in place."""
-    if isinstance(code, Additive):
-        code.accumulate(payload, parameter, total)
-    else:
-        total.add_(code.decompress(payload, parameter))
-
-
-def subtract(code: Compressor, payload: Payload, parameter: Parameter, gradient: Tensor) -> None:
-    """Subtract the gradient of a payload from ``gradient``, in place. Sparsifiers set the sent elements to zero."""
-    if isinstance(code, Additive):
-        code.residual(gradient, payload, parameter)
-    else:
-        gradient.sub_(code.decompress(payload, parameter))
 
 
 def check_parameter(compressor: Compressor, parameter: Parameter) -> None:

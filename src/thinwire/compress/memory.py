@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from thinwire.compress.base import Compressor, Joint, Memory, Parameter, Payload, State, subtract
+from thinwire.compress.base import Compressor, Joint, Memory, Parameter, Payload, State
 from thinwire.compress.methods.sparsify import Sparsifier
 from thinwire.compress.wrappers import Wrapper, core_of, unwrapped
 
@@ -59,7 +59,7 @@ class ErrorFeedback(Wrapper):
         if isinstance(core_of(self.inner), Joint):
             return payload
         payload = replace(payload, parts=tuple(_apart(part, corrected) for part in payload.parts))
-        subtract(self.code, payload, parameter, corrected)
+        self.code.add(payload, parameter, corrected, negated=True)
         return payload
 
     def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
@@ -169,7 +169,7 @@ class MomentumCorrection(Wrapper):
             velocity.add_(momentum)
         payload = self.inner.compress(velocity, parameter, state["inner"])
         payload = replace(payload, parts=tuple(_apart(part, velocity) for part in payload.parts))
-        subtract(self.code, payload, parameter, velocity)
+        self.code.add(payload, parameter, velocity, negated=True)
         if self.masking and isinstance(self.code, Sparsifier):
             momentum.view(-1).index_fill_(0, payload.parts[0], 0.0)
         return payload

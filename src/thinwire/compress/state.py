@@ -21,12 +21,23 @@ from torch import Tensor
 from thinwire.compress.base import State
 
 
+def mapped(change: Callable[..., Any], *states: Mapping[str, Any]) -> State:
+    """Return a state of ``change(name, *entries)`` for the entries of states that have one structure."""
+    found: State = {}
+    for name, first in states[0].items():
+        entries = [state[name] for state in states]
+        found[name] = mapped(change, *entries) if isinstance(first, Mapping) else change(name, *entries)
+    return found
+
+
 def copied(state: Mapping[str, Any]) -> State:
     """Return a deep copy."""
-    return {
-        name: copied(entry) if isinstance(entry, Mapping) else entry.clone() if isinstance(entry, Tensor) else entry
-        for name, entry in state.items()
-    }
+    return mapped(lambda name, entry: entry.clone() if isinstance(entry, Tensor) else entry, state)
+
+
+def salted(state: Mapping[str, Any], rank: int) -> State:
+    """Return the state with every ``salt`` in it set to the rank, so that ranks draw different random numbers."""
+    return mapped(lambda name, entry: rank if name == "salt" else entry, state)
 
 
 def check_fits(state: Mapping[str, Any], pattern: Mapping[str, Any], where: str) -> None:
@@ -115,16 +126,7 @@ def _dealt(states: Sequence[State], world_size: int) -> list[State]:
 
 def _merged(states: Sequence[State], merge: Callable[[list[Any], int], Any], rank: int) -> State:
     """Merge several states of one structure into one, for a new rank."""
-    merged: State = {}
-    for name, first in states[0].items():
-        entries = [state[name] for state in states]
-        if name == "salt":
-            merged[name] = rank
-        elif isinstance(first, Mapping):
-            merged[name] = _merged(entries, merge, rank)
-        else:
-            merged[name] = merge(entries, rank)
-    return merged
+    return mapped(lambda name, *entries: rank if name == "salt" else merge([*entries], rank), *states)
 
 
 def _mean(entries: list[Any], rank: int) -> Any:
@@ -154,7 +156,7 @@ def _cut(state: State, owner: int, world_size: int, rank: int) -> State:
         (entry,) = entries
         if not isinstance(entry, Tensor) or entry.dim() != 1:
             return entry.clone() if isinstance(entry, Tensor) else entry
-        start, stop = next(pairwise([entry.numel() * place // world_size for place in (owner, owner + 1)]))
+        start, stop = span(entry.numel(), owner, world_size)
         return entry[start:stop].clone()
 
     return _merged([state], cut, rank)
@@ -182,7 +184,7 @@ def outstanding(state: Mapping[str, Any], rank: int, world_size: int) -> Tensor 
     if server is None or any(memory is None for memory in memories):
         return None
     whole = torch.cat([memory for memory in memories if memory is not None])
-    start, stop = _span(whole.numel(), rank, world_size)
+    start, stop = span(whole.numel(), rank, world_size)
     whole[start:stop].add_(server, alpha=world_size)
     return whole
 
@@ -219,7 +221,7 @@ def fused(members: Sequence[State | None], sizes: Sequence[int], pattern: State)
         return _filled(pattern, worker, sizes, (0, numel))
     world_size = len(pattern["pieces"])
     pieces = {
-        owner: _filled(piece, worker, sizes, _span(numel, int(owner), world_size))
+        owner: _filled(piece, worker, sizes, span(numel, int(owner), world_size))
         for owner, piece in pattern["pieces"].items()
     }
     return {"pieces": pieces, "server": _filled(pattern["server"], server, sizes, (0, 0))}
@@ -234,35 +236,26 @@ def _memory(state: Mapping[str, Any]) -> Tensor | None:
     return next((memory for memory in inner if memory is not None), None)
 
 
-def _is_elementwise(entry: object, numel: int) -> bool:
-    return isinstance(entry, Tensor) and entry.is_floating_point() and entry.dim() == 1 and entry.numel() == numel
-
-
 def _sliced(state: Mapping[str, Any], start: int, stop: int, numel: int) -> State:
-    """Slice tensors [numel], and leave out other tensors."""
-    found: State = {}
-    for name, entry in state.items():
-        if isinstance(entry, Mapping):
-            found[name] = _sliced(entry, start, stop, numel)
-        elif _is_elementwise(entry, numel):
-            found[name] = entry[start:stop].clone()
-        elif not isinstance(entry, Tensor):
-            found[name] = entry
-    return found
+    """Slice tensors [numel], and put None in the place of other tensors."""
+
+    def sliced(name: str, entry: object) -> object:
+        if not isinstance(entry, Tensor):
+            return entry
+        is_elementwise = entry.is_floating_point() and entry.dim() == 1 and entry.numel() == numel
+        return entry[start:stop].clone() if is_elementwise else None
+
+    return mapped(sliced, state)
 
 
 def _concatenated(states: Sequence[Mapping[str, Any]]) -> State:
     """Return pieces as one state: vectors concatenated, everything else from the first."""
-    found: State = {}
-    for name, first in states[0].items():
-        entries = [state[name] for state in states]
-        if isinstance(first, Mapping):
-            found[name] = _concatenated(entries)
-        elif isinstance(first, Tensor) and first.dim() == 1:
-            found[name] = torch.cat(entries)
-        else:
-            found[name] = first
-    return found
+
+    def concatenated(name: str, *entries: Any) -> Any:
+        first = entries[0]
+        return torch.cat(entries) if isinstance(first, Tensor) and first.dim() == 1 else first
+
+    return mapped(concatenated, *states)
 
 
 def _filled(pattern: State, sources: Sequence[Any], sizes: Sequence[int], span: tuple[int, int]) -> State:
@@ -284,5 +277,6 @@ def _filled(pattern: State, sources: Sequence[Any], sizes: Sequence[int], span: 
     return filled
 
 
-def _span(numel: int, owner: int, world_size: int) -> tuple[int, int]:
+def span(numel: int, owner: int, world_size: int) -> tuple[int, int]:
+    """Return where the piece of a flat gradient that an owner has begins and ends."""
     return numel * owner // world_size, numel * (owner + 1) // world_size

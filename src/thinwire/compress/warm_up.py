@@ -21,8 +21,6 @@ from thinwire.compress.base import (
     Sized,
     State,
     Summable,
-    add,
-    subtract,
 )
 from thinwire.compress.methods.sparsify import DensitySelector
 from thinwire.compress.packing import PartSpec
@@ -145,14 +143,11 @@ class DenseFirst(Sized):
 class PackedDenseFirst(DenseFirst, Additive):
     """The code of payloads of ``inner``, preceded by 8 bytes that mark dense steps."""
 
-    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
-        add(self.made_by(payload), payload, parameter, total)
-
-    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
-        if isinstance(payload, DensePayload):
-            gradient.zero_()
+    def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
+        if negated and isinstance(payload, DensePayload):
+            total.zero_()
         else:
-            subtract(self.inner, payload, parameter, gradient)
+            self.made_by(payload).add(payload, parameter, total, negated)
 
     def combine(self, payloads: Sequence[Payload], parameter: Parameter) -> Tensor:
         kinds = {isinstance(payload, DensePayload) for payload in payloads}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from thinwire.comm.process_group import DeviceEvent, Handover, HostStaging, Staging
+from thinwire.comm.process_group import DeviceEvent, Handover, Staging
 from thinwire.cuda.arena import FIRST_BYTES, LIMIT_BYTES, Arena
 from thinwire.cuda.device import CudaDevice, Device
 
@@ -23,7 +23,7 @@ BOUNCE_BYTES = 1 << 20
 CHUNK_BYTES = 4 << 20
 
 
-class DeviceStaging:
+class DeviceStaging(Staging):
     """A `Staging` of gradients on a device; only `hand_over`, `future` and `stats` run outside the lane's thread.
 
     Pinned memory is an `Arena` for compact rows, of the size that the jobs so far needed, and two chunks for dense
@@ -161,7 +161,7 @@ def staging_for(device: torch.device) -> Staging:
         ValueError: a device that is neither a CPU nor a CUDA device.
     """
     if device.type == "cpu":
-        return HostStaging()
+        return Staging()
     if device.type == "cuda":
         return DeviceStaging(CudaDevice(device))
     raise ValueError(f"parameters are on {device}: thinwire synchronizes gradients on CPU and CUDA devices")

@@ -14,7 +14,7 @@ from torch.futures import Future
 
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
-from thinwire.comm.process_group import Handover, HostStaging, Staging
+from thinwire.comm.process_group import Handover, Staging
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.exact import DenseBucket, GradientSync, NativeAllReduce, Started
 from thinwire.gradients.tables import LookupRows, TableGradient, staged
@@ -95,7 +95,7 @@ class Buckets:
         compressed: CompressedSync | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self._staging: Staging = staging or HostStaging()
+        self._staging = staging or Staging()
         self._native = native
         gradients.may_leave = native is not None and self._staging.is_host
         self._gradients = gradients

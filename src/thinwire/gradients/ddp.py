@@ -12,9 +12,8 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from copy import copy
-from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -186,84 +185,86 @@ def _stock_sparse(process_group: dist.ProcessGroup, gradient: Tensor) -> Future[
 logger = logging.getLogger("thinwire")
 
 
-class Plug(Protocol):
+class Plug:
     """The connection of a `thinwire.Synchronizer` to a model, whether that is DDP or a plain module."""
+
+    begins_at_output = False
+    """Whether a step is a backward through the output of the model, with any passes inside of it; DDP ends each."""
+    is_idle = False
+    """Whether nothing is synchronized, so that every backward ends a step."""
+    _accumulates = False
 
     @property
     def synchronizes(self) -> bool:
         """Whether the next backward pass synchronizes, and is not one of `no_sync`."""
-        ...
-
-    @property
-    def begins_at_output(self) -> bool:
-        """Whether a step is a backward through the output of the model, with any passes inside of it."""
-        ...
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is synchronized, so that every backward ends a step."""
-        ...
+        return not self._accumulates
 
     def finish(self) -> float:
         """Submit the rest at the end of backward; return when computing ended (`time.perf_counter`)."""
-        ...
-
-    def deliver(self) -> None:
-        """Store the results of the lane, when all of them are known."""
-        ...
-
-    def reset(self) -> None:
-        """Forget a backward that was not completed."""
-        ...
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients stay on this rank, and add up until the next pass outside."""
-        ...
-
-    def remove(self) -> None:
-        """Remove all hooks from the model."""
-        ...
-
-
-class Alone:
-    """The plug of a single rank, which has nothing to synchronize: gradients stay as they are; steps are counted."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._ddp = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
-        self._accumulates = False
-        self.begins_at_output = self.is_idle = True
-
-    @property
-    def synchronizes(self) -> bool:
-        ddp = None if self._ddp is None else self._ddp()
-        return not self._accumulates if ddp is None else ddp.require_backward_grad_sync
-
-    def finish(self) -> float:
         return time.perf_counter()
 
     def deliver(self) -> None:
-        pass
+        """Store the results of the lane, when all of them are known."""
 
     def reset(self) -> None:
-        pass
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        ddp = None if self._ddp is None else self._ddp()
-        return self._accumulating() if ddp is None else ddp.no_sync()
-
-    def remove(self) -> None:
-        pass
+        """Forget a backward that was not completed."""
 
     @contextmanager
-    def _accumulating(self) -> Iterator[None]:
+    def no_sync(self) -> Iterator[None]:
+        """Return a context in which gradients stay on this rank, and add up until the next pass outside."""
         before, self._accumulates = self._accumulates, True
         try:
             yield
         finally:
             self._accumulates = before
 
+    def remove(self) -> None:
+        """Remove all hooks from the model."""
 
-class DdpPlug:
+
+class Alone(Plug):
+    """The plug of a single rank, which has nothing to synchronize: gradients stay as they are; steps are counted."""
+
+    begins_at_output = is_idle = True
+
+    def __init__(self, model: nn.Module) -> None:
+        self._ddp = weakref.ref(model) if isinstance(model, DistributedDataParallel) else None
+
+    @property
+    def synchronizes(self) -> bool:
+        ddp = None if self._ddp is None else self._ddp()
+        return super().synchronizes if ddp is None else ddp.require_backward_grad_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        ddp = None if self._ddp is None else self._ddp()
+        with super().no_sync() if ddp is None else ddp.no_sync():
+            yield
+
+
+class _PlugOfDdp(Plug):
+    """What plugs of a DDP model share; they do not keep it alive."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._weak_model = weakref.ref(model)
+
+    @property
+    def _model(self) -> DistributedDataParallel:
+        model = self._weak_model()
+        assert model is not None, "what calls this goes with the model"
+        return model
+
+    @property
+    def synchronizes(self) -> bool:
+        return self._model.require_backward_grad_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self._model.no_sync():
+            yield
+
+
+class DdpPlug(_PlugOfDdp):
     """The plug of a DDP model, which stores the means of its buckets itself, and which this object does not keep alive.
 
     Args:
@@ -280,21 +281,11 @@ class DdpPlug:
         begin: Callable[[], bool],
         expect: Callable[[Pending], None],
     ) -> None:
-        self._weak_model, self._buckets, self._begin, self._expect = weakref.ref(model), buckets, begin, expect
-        self.begins_at_output = self.is_idle = False  # DDP ends each pass by itself
+        super().__init__(model)
+        self._buckets, self._begin, self._expect = buckets, begin, expect
         frozen = (parameter for _, parameter in synchronized_parameters(model) if not parameter.requires_grad)
         self._frozen = [weakref.ref(parameter) for parameter in frozen]
         install(model, self._on_bucket)
-
-    @property
-    def synchronizes(self) -> bool:
-        return self._model.require_backward_grad_sync
-
-    @property
-    def _model(self) -> DistributedDataParallel:
-        model = self._weak_model()
-        assert model is not None, "its reducer calls the hook, and goes with it"
-        return model
 
     def finish(self) -> float:
         self._buckets.flush()
@@ -310,12 +301,6 @@ class DdpPlug:
             )
             logger.warning("%s", text)
             warnings.warn(text, stacklevel=2)
-
-    def reset(self) -> None:
-        pass
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._model.no_sync()
 
     def remove(self) -> None:
         uninstall(self._model)
@@ -346,7 +331,7 @@ def is_joining(model: nn.Module | None) -> bool:
     return bool(getattr(getattr(model, "_join_config", None), "enable", False))
 
 
-class LeftToDdp:
+class LeftToDdp(_PlugOfDdp):
     """The plug of a DDP model left to DDP: it detects the end of backward passes, and counts the bytes that DDP sends.
 
     Args:
@@ -369,24 +354,13 @@ class LeftToDdp:
         hooked: Callable[[DistributedDataParallel], DdpPlug],
     ) -> None:
         check_free(model)
-        self._weak_model = weakref.ref(model)
+        super().__init__(model)
         self._native, self._lane, self._begin, self._hooked = native, lane, begin, hooked
-        self.begins_at_output = self.is_idle = False
         self._seen: DdpPlug | None = None
         self._since: float | None = None  # end of computing in the running backward
         trained = [parameter for _, parameter in synchronized_parameters(model) if parameter.requires_grad]
         self._num_bytes = sum(parameter.nbytes for parameter in trained)
         self._handles = [_watched(parameter, self) for parameter in _always_used(model, trained)]
-
-    @property
-    def _model(self) -> DistributedDataParallel:
-        model = self._weak_model()
-        assert model is not None, "what calls this goes with the model"
-        return model
-
-    @property
-    def synchronizes(self) -> bool:
-        return self._model.require_backward_grad_sync
 
     def observe(self) -> None:
         """Record each bucket from now on. The messages stay the same, so not all ranks have to."""
@@ -408,9 +382,6 @@ class LeftToDdp:
 
     def reset(self) -> None:
         self._since = None
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        return self._model.no_sync()
 
     def remove(self) -> None:
         self._remove_hooks()

@@ -324,10 +324,6 @@ class ShardedHooks(ParameterHooks):
         """Whether the next backward pass averages over all ranks, as FSDP is set to."""
         return any(unit.is_reduced for unit in self._units)
 
-    @synchronizes.setter
-    def synchronizes(self, value: bool) -> None:
-        """Leave FSDP's own setting as it is."""
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Return a context in which FSDP reduces nothing, see ``FSDPModule.set_requires_gradient_sync``."""

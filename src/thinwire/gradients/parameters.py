@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -18,6 +17,7 @@ from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
 from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.gradients.buckets import Buckets, Contents, Pending, as_real
+from thinwire.gradients.ddp import Plug
 from thinwire.gradients.model import is_dtensor, like, local_of
 from thinwire.gradients.tables import LookupRows, TableGradient, tables_of
 from thinwire.observe.step import Clock
@@ -149,7 +149,7 @@ class _Pass:
     odd: dict[int, int] = field(default_factory=dict)
 
 
-class ParameterHooks:
+class ParameterHooks(Plug):
     """The plug of a plain module, which averages the gradients of its parameters while backward runs.
 
     Groups are submitted in one order on all ranks: that of a plan; or at first that of registration, reversed, and from
@@ -176,6 +176,8 @@ class ParameterHooks:
         is_nested: returns whether a backward pass inside of another is running.
     """
 
+    begins_at_output = True
+
     def __init__(
         self,
         trained: Sequence[Trained],
@@ -196,8 +198,6 @@ class ParameterHooks:
         self._expect = expect
         self._clock = clock
         self._is_nested = is_nested
-        self.synchronizes = self.begins_at_output = True
-        self.is_idle = False
         self._is_ordered = False
         self._order = list(range(len(trained)))[::-1]
         self._pass = _Pass()
@@ -227,15 +227,6 @@ class ParameterHooks:
     def _follow(self, groups: Groups) -> None:
         self.groups = groups
         self._group_of = {place: number for number, group in enumerate(groups) for place in group}
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Return a context in which gradients stay on this rank, and add up until the next pass outside."""
-        before, self.synchronizes = self.synchronizes, False
-        try:
-            yield
-        finally:
-            self.synchronizes = before
 
     def finish(self) -> float:
         """Submit the remaining groups at the end of backward."""

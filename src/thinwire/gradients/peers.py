@@ -64,10 +64,7 @@ class ChannelPeers:
         return ranks_of_hosts(self._channel.exchange.hosts)
 
     def among(self, ranks: Sequence[int]) -> ChannelPeers:
-        subject, exchange = self._channel.subject, self._channel.exchange.subset(ranks)
-        name = f"{subject.name} (among ranks {', '.join(map(str, ranks))}, which count from 0 here)"
-        channel = Channel(exchange, Subject(name, subject.description), self._channel.sequence)
-        return ChannelPeers(channel, self._next_channel)
+        return ChannelPeers(self._channel.among(ranks), self._next_channel)
 
     def attempt(self, prepare: Callable[[], T]) -> T:
         """Return the result of ``prepare``. If it raises, hang up: peers wait in an all-reduce, which must fail.

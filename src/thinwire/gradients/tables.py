@@ -30,7 +30,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from thinwire import kernels
-from thinwire.comm.process_group import HostStaging, Staging
+from thinwire.comm.process_group import Staging
 from thinwire.observe.step import named
 from thinwire.sparse import Layout, SparseRows
 
@@ -641,7 +641,7 @@ class StagedTable(TableGradient):
     a lookup, as a CPU does, costs no less.
     """
 
-    staging: Staging = field(default_factory=HostStaging)
+    staging: Staging = field(default_factory=Staging)
 
     @property
     def kind(self) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import threading
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from thinwire.holder.version import Manifest, ShardId, Version, field, topology_
 
 DEFAULT_LAYOUT_BYTES = 1 << 20
 _SLOW_SECONDS = 600.0  # for requests that read or move whole versions
+_LOOK_SECONDS = 30.0  # for what the holder asks of another one first
 
 
 class SlotWriter:
@@ -152,6 +154,9 @@ class HolderClient:
     ) -> None:
         """Register this process as the owner of a shard, with two slots here and two on each of ``replicas``.
 
+        While copies move to where `place` says, a shard may begin with one. A shard that was here with less room gets
+        more: each of its slots grows when it is overwritten next, so that no version is lost.
+
         ``topology`` is any JSON object; versions of different topologies never mix. ``layout_bytes`` is the room for
         the layout beside each payload. Versions of the shard that are here stay, and are sent to replicas that lack
         them. Nothing is sent before a grant. Peers that cannot be reached now are in ``unreachable`` and are tried
@@ -163,19 +168,8 @@ class HolderClient:
         shard = ShardId(run_id, topology_digest(topology), owner)
         content = {"shard": shard.to_json(), "payload_bytes": payload_bytes, "layout_bytes": layout_bytes}
         content |= {"attempt": attempt, "replicas": list(replicas)}
-        with self._lock:
-            frame = self._connection.request("hello", content, seconds=_SLOW_SECONDS)
-            numbers = field(frame.json, "slots", list)
-            size = SlotSize(field(frame.json, "payload_bytes", int), field(frame.json, "layout_bytes", int))
-            if len(numbers) != len(frame.descriptors):
-                _close_all(frame)
-                raise CorruptMessageError("the holder did not hand over the slots")
-            self._slots = {n: Slot(fd, size) for n, fd in zip(numbers, frame.descriptors, strict=True)}
-        self.shard, self.unreachable = shard, field(frame.json, "unreachable", dict)
-
-    def mapped(self) -> list[memoryview]:
-        """Return the payloads of this shard's slots, for page-locking; the same memory as in each ``slot`` call."""
-        return [slot.payload() for slot in self._slots.values()]
+        answer = self.request("hello", content, seconds=_SLOW_SECONDS)
+        self.shard, self.unreachable = shard, field(answer, "unreachable", dict)
 
     def slot(self, step: int, keep_step: int | None = None) -> SlotWriter | None:
         """Return a slot for the version of ``step``, or None if none may be overwritten now: then skip the version.
@@ -184,9 +178,21 @@ class HolderClient:
         may be, newer ones once all replicas have them or are given up. It is remembered for later calls, and for the
         replicas. A writer that was neither published nor abandoned before is abandoned.
         """
-        answer = self.request("slot", {"step": step, "keep_step": keep_step})
-        number = answer.get("slot")
-        return None if number is None else SlotWriter(self, self._slots[field(answer, "slot", int)], number, step)
+        with self._lock:
+            frame = self._connection.request("slot", {"step": step, "keep_step": keep_step})
+            answer = frame.json
+            if answer.get("slot") is None:
+                return None
+            number, numbers = field(answer, "slot", int), field(answer, "slots", list)
+            if len(frame.descriptors) != (number not in self._slots) or frame.payload_bytes:
+                _close_all(frame)
+                raise CorruptMessageError("the holder did not hand over the slot")
+            for freed in set(self._slots) - set(numbers):
+                self._slots.pop(freed).close()
+            for descriptor in frame.descriptors:
+                size = SlotSize(field(answer, "payload_bytes", int), field(answer, "layout_bytes", int))
+                self._slots[number] = Slot(descriptor, size)
+            return SlotWriter(self, self._slots[number], number, step)
 
     def grant(self, num_bytes: int) -> None:
         """Let the holder send this much more of the shard's versions to its peers, over all of them together."""
@@ -220,13 +226,106 @@ class HolderClient:
         answer = self.request("inventory", content, seconds=_SLOW_SECONDS)
         return [Version.from_json(version) for version in field(answer, "versions", list)]
 
-    def fetch(self, version: Version, source: str) -> dict[str, Any]:
+    def fetch(self, version: Version, source: str, evict: bool = True) -> dict[str, Any]:
         """Fetch a version from the holder at ``source`` (``host:port``) into a slot here, checking every digest.
 
-        Returns ``bytes`` and ``seconds``; 0 bytes if it is here already. Raises ThinwireError if the source does not
+        With ``evict``, what nobody goes back to makes room (`place`). Returns ``bytes`` and ``seconds``; 0 bytes if it
+        is here already. Raises BudgetError as a ValueError if there is no room, ThinwireError if the source does not
         have it or is lost, CorruptMessageError if its bytes are wrong; then nothing has changed but the slot is empty.
         """
-        return self.request("fetch", {"version": version.to_json(), "source": source}, seconds=_SLOW_SECONDS)
+        content = {"version": version.to_json(), "source": source, "evict": evict}
+        return self.request("fetch", content, seconds=_SLOW_SECONDS)
+
+    def prefetch(
+        self, run_id: str, owners: Collection[int], world_size: int, addresses: Iterable[str]
+    ) -> dict[str, Any]:
+        """Bring the shards of ``owners`` to this host, of the newest step that the holders have whole among them.
+
+        It rebuilds copies while no trainer runs: on a host that has just joined, or on any other after a host was lost
+        for good. Call it on each host, in any order; it needs no `hello`. What is here already is not moved again. It
+        takes free memory only: nothing is evicted, and what does not fit is left to the next `restore`, which finds
+        what was brought. A trainer may restore at the same time: of two who fetch one version, one waits for the other.
+
+        Args:
+            run_id: the run.
+            owners: ranks whose shards are placed on this host: those of `thinwire.checkpoint.registration.placed_at`.
+            world_size: number of ranks of the run; a step is whole if the shard of each of them is somewhere.
+            addresses: addresses (``host:port``) of the holders of all hosts; one that does not answer is left out.
+
+        Returns ``step`` (None if no step is whole), ``bytes`` that were moved, and ``missing``: for each owner whose
+        shard could not be brought, why. Raises LostPeerError if the holder of this host is gone.
+
+        Example: client.prefetch("my-run", owners=[0, 3], world_size=4, addresses=["10.0.0.1:7411", "10.0.0.2:7411"])
+        """
+        copies: dict[tuple[int, int, str], dict[int, dict[str, Version]]] = {}
+        for address in ["", *addresses]:
+            for version in self._look(run_id, address):
+                of_step = copies.setdefault((version.attempt, version.step, version.shard.topology), {})
+                of_step.setdefault(version.shard.owner, {}).setdefault(address, version)
+        for order, of_step in sorted(copies.items(), reverse=True):
+            alike = all(len({version.digest for version in copy.values()}) == 1 for copy in of_step.values())
+            if alike and set(of_step) == set(range(world_size)):
+                return {"step": order[1], **self._bring({owner: of_step[owner] for owner in owners})}
+        return {"step": None, "bytes": 0, "missing": {}}
+
+    def _look(self, run_id: str, address: str) -> list[Version]:
+        """The versions of a run on this host, or on another, without comparing their bytes with digests."""
+        if not address:
+            return self.inventory(run_id, verify=False)
+        try:
+            answer = self.request("look", {"run_id": run_id, "source": address}, seconds=_LOOK_SECONDS)
+        except LostPeerError:  # this host's
+            raise
+        except (ThinwireError, ValueError):
+            return []
+        return [Version.from_json(version) for version in field(answer, "versions", list)]
+
+    def _bring(self, copies: dict[int, dict[str, Version]]) -> dict[str, Any]:
+        moved, missing = 0, {}
+        for owner, copy in sorted(copies.items()):
+            reason = ""
+            for source, version in copy.items():  # "", this host, is the first
+                if not source:
+                    break
+                try:
+                    moved += int(self.fetch(version, source, evict=False)["bytes"])
+                    break
+                except LostPeerError:
+                    raise
+                except (ThinwireError, ValueError) as error:
+                    reason = str(error)
+            else:
+                missing[owner] = reason
+        return {"bytes": moved, "missing": missing}
+
+    def join(self, run_id: str, job: str) -> None:
+        """Take a lease of a run for a job, until this connection ends. All ranks of a job give the same ``job``.
+
+        Raises ValueError, after 3 seconds in which it may end, if a trainer of another job with that run is connected.
+        """
+        self.request("join", {"run_id": run_id, "job": job})
+
+    def place(
+        self,
+        run_id: str,
+        placed: Iterable[ShardId],
+        wanted: Iterable[str],
+        attempt: int,
+        chosen: tuple[int, int] | None = None,
+    ) -> None:
+        """Tell the holder which shards of a run belong here, and the digests of the versions that stay, or come, until
+        `release`. All else of the run may be evicted when memory is needed.
+
+        Call it once for each host, before any rank says `hello`, with what all ranks have agreed on: ``attempt`` is
+        that of the versions that they will write, ``chosen`` the attempt and step that they go back to.
+        """
+        shards = [shard.to_json() for shard in placed]
+        content = {"run_id": run_id, "placed": shards, "wanted": list(wanted), "attempt": attempt, "chosen": chosen}
+        self.request("place", content)
+
+    def release(self, run_id: str, topologies: Iterable[str]) -> None:
+        """Free the shards of these topologies that are not placed here: all copies are where they belong."""
+        self.request("release", {"run_id": run_id, "topologies": list(topologies)}, seconds=_SLOW_SECONDS)
 
     def keep(self, version: Version) -> None:
         """Mark the version of its shard from which training goes on: it is kept until a later ``keep_step`` says that a
@@ -270,6 +369,13 @@ class HolderClient:
         Raises ValueError while a trainer uses one.
         """
         return field(self.request("forget", {"run_id": run_id, "topology": topology}), "shards", int)
+
+    def reload(self) -> int:
+        """Have the holder read its secret and certificates again and return the number of secrets; nothing is lost.
+
+        Raises ValueError, without any change there, if it cannot.
+        """
+        return field(self.request("reload"), "secrets", int)
 
     def stop_holder(self) -> None:
         """Ask the holder to send pending versions for a few seconds, and end. It may be gone before it answers."""

@@ -9,10 +9,15 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
+
+_LOG_BYTES = 10_000_000
+_LOOK_SECONDS = 0.5  # between looks at the socket's path
 
 
 def main(options: dict[str, Any]) -> int:
@@ -34,6 +39,7 @@ def _detach(options: dict[str, Any]) -> int:
     os.close(read_end)
     os.setsid()
     silence = os.open(os.devnull, os.O_RDWR)
+    os.umask(0o077)
     log = os.open(options["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for target, source in ((0, silence), (1, silence), (2, log)):
         os.dup2(source, target)
@@ -45,7 +51,13 @@ def _serve(options: dict[str, Any], ready: int) -> int:
     from thinwire.holder.server import Holder
     from thinwire.holder.start import config_of
 
-    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
+    handler: logging.Handler = logging.StreamHandler()
+    if options.get("detach"):
+        from logging.handlers import RotatingFileHandler
+
+        handler = RotatingFileHandler(options["log"], maxBytes=_LOG_BYTES, backupCount=2)
+    logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, handlers=[handler])
+    _raise_file_limit()
     try:
         holder = Holder(config_of(options))
     except (ValueError, ThinwireError, OSError) as error:
@@ -53,14 +65,29 @@ def _serve(options: dict[str, Any], ready: int) -> int:
         return 1
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: holder.stopping.set())
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    reload = threading.Event()
+    signal.signal(signal.SIGHUP, lambda *_: reload.set())
     status = {key: holder.status()[key] for key in ("pid", "socket", "address", "budget_bytes")}
     if options.get("ready_file"):
         Path(options["ready_file"]).write_text(json.dumps(status, indent=2) + "\n")
     _say(ready, {"ready": True, **status})
-    holder.stopping.wait()
+    while not holder.stopping.wait(_LOOK_SECONDS):
+        holder.keep_socket()
+        if reload.is_set():
+            reload.clear()
+            try:
+                holder.reload()
+            except (ValueError, OSError) as error:
+                logging.error("nothing was read again: %s", error)
     holder.stop()
     return 0
+
+
+def _raise_file_limit() -> None:
+    """Let this process open all the files that it may: each slot and each connection is one."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _say(descriptor: int, content: dict[str, Any]) -> None:

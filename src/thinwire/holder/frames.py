@@ -1,10 +1,10 @@
 """Frames between trainers, holders and peers' holders: JSON and raw bytes, with limits, timeouts, and a key.
 
-    [magic u32][kind u8][json length u32][payload length u64][sequence u64][tag 16 bytes] json payload
+    [magic u32][kind u8][json length u32][payload length u64][sequence u64][tag 16 bytes] json [payload][tag 16 bytes]
 
-Both sides prove that they know the run's secret before anything else is said. From then on the tag is an HMAC-SHA256
-of header and JSON under a key of this connection and direction, so a command can be neither forged, nor replayed, nor
-moved. The payload is not under the tag: its CRC-32s are, in the JSON that announces it. Nothing is encrypted.
+Both sides prove that they know the run's secret before anything else is said. From then on the tags are made under a
+key of this connection and direction: the first of header and JSON, the second of the payload and its place. So
+nothing can be forged, replayed or moved. Nothing is encrypted, except by TLS.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ import os
 import select
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, LostPeerError, PeerError, ThinwireError
+from thinwire.holder.mac import TAG_BYTES, Tags, macs
 from thinwire.holder.slots import parse_json
 from thinwire.holder.version import field
 
 _HEADER = struct.Struct("<IBIQQ")
-_MAGIC = 0x31465754  # TWF1
-_TAG_BYTES = 16
+_MAGIC = 0x32465754  # TWF2
 _TCP_COUNTS, _TCP_COUNTS_OFFSET = struct.Struct("<Q40xQ"), 120  # tcpi_bytes_acked, tcpi_busy_time of <linux/tcp.h>
+_TCP_MIN_RTT, _TCP_MIN_RTT_OFFSET = struct.Struct("<I"), 148  # tcpi_min_rtt
 _TCP_INFO_BYTES = 232
 _WAKE_BYTES = 128 << 10  # a link that brings less within the timeout counts as dead
 _STRANGER_JSON_BYTES = 4096  # from a side that has not yet proven its secret
+_NONCE_DIGITS = 32
 MAX_JSON_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 64 << 20
 HANDSHAKE_SECONDS = 5.0
@@ -64,50 +67,94 @@ class Frame:
     kind: FrameKind
     json: dict[str, Any]
     payload_bytes: int
+    number: int
     descriptors: tuple[int, ...] = ()
 
 
-class Connection:
-    """One end of a conversation, for one thread at a time except in ``close``."""
+class Handshake:
+    """The listener's half of a handshake, fed with bytes as they come, so that nobody waits for a stranger.
 
-    def __init__(self, sock: socket.socket, timeout_seconds: float, take_descriptors: bool = False) -> None:
-        self._socket, self._timeout_seconds = sock, timeout_seconds
-        self._take_descriptors = take_descriptors
-        self._send_key = self._receive_key = b""
+    ``wanted``: how many bytes ``feed`` takes next; 0 at the end, when the caller has proven one of the secrets.
+    """
+
+    def __init__(self, secret: bytes) -> None:
+        self._secrets, self._nonce = secret.splitlines(), os.urandom(16).hex()
+        self._nonces, self._data, self._number = b"", b"", 0
+        self.wanted = _HEADER.size + TAG_BYTES
+        self.tags = Tags(), Tags()
+
+    def feed(self, data: bytes) -> bytes:
+        """Return what to answer, if anything. Raises CorruptMessageError, PeerError if no secret is proven."""
+        self._data += data
+        self.wanted -= len(data)
+        if not self.wanted and len(self._data) == _HEADER.size + TAG_BYTES:
+            self.wanted = _lengths(self._data, _STRANGER_JSON_BYTES, 0)[0]
+        if self.wanted:
+            return b""
+        greeting, self._data = _opened(self._data, Tags(), self._number).json, b""
+        self._number += 1
+        if self._number == 1:
+            mac = next((mac for mac in macs() if mac in field(greeting, "macs", list, 1, 8)), "")
+            self._nonces = (_nonce(greeting) + self._nonce + mac).encode()
+            self.wanted = _HEADER.size + TAG_BYTES
+            proofs = [_proof(secret, b"listener", self._nonces) for secret in self._secrets]
+            return _packed(FrameKind.GREETING, {"nonce": self._nonce, "mac": mac, "proofs": proofs}, 0, 0, Tags())
+        proof = field(greeting, "proof", str, 64, 64)
+        for secret in self._secrets:
+            if hmac.compare_digest(_proof(secret, b"caller", self._nonces), proof):
+                self.tags = _tags(secret, self._nonces, b"listener", b"caller")
+                return b""
+        raise PeerError("a caller has another secret")
+
+
+class Connection:
+    """One end of a conversation, for one thread at a time except in ``close``. ``peer`` names the other end in logs."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        timeout_seconds: float,
+        take_descriptors: bool = False,
+        handshake: Handshake | None = None,
+        peer: str = "",
+    ) -> None:
+        self._socket, self._timeout_seconds, self.peer = sock, timeout_seconds, peer
+        self._take_descriptors, self._is_tls = take_descriptors, hasattr(sock, "cipher")
+        self._send_tags = self._receive_tags = Tags()
         self._sent = self._received = 0
         self._max_json, self._max_payload = _STRANGER_JSON_BYTES, 0
+        self._deadline: float | None = None  # for the whole handshake
+        if handshake is not None:
+            self._trust(handshake.tags, 1, 2)
         sock.settimeout(timeout_seconds)
 
-    def greet(self, secret: bytes) -> None:
-        """Shake hands as the side that connected. Raises PeerError if the other does not prove the secret."""
+    def greet(self, secret: bytes, seconds: float = HANDSHAKE_SECONDS) -> None:
+        """Shake hands as the side that connected, with the first line of ``secret`` that the other side has too.
+
+        Raises PeerError if it has none of them, LostPeerError if all of it takes longer than ``seconds``.
+        """
+        self._deadline = time.monotonic() + seconds
         mine = os.urandom(16).hex()
-        self.send(FrameKind.GREETING, {"nonce": mine})
-        answer = self._greeting()
-        theirs, nonces = _nonce(answer), (mine + _nonce(answer)).encode()
-        if not hmac.compare_digest(_proof(secret, b"listener", nonces), field(answer, "proof", str, 64, 64)):
+        self.send(FrameKind.GREETING, {"nonce": mine, "macs": macs()})
+        try:
+            answer = self.receive(first_seconds=seconds).json
+        except LostPeerError as error:
+            raise LostPeerError(
+                f"{error}, in the handshake: the log of the other side may say why (too many callers, another release)"
+            ) from error
+        mac, proofs = field(answer, "mac", str, 0, 8), field(answer, "proofs", list, 0, 64)
+        if mac not in macs():
+            raise PeerError(f"the other side can make no tags of {' or '.join(macs())}")
+        nonces = (mine + _nonce(answer) + mac).encode()
+        proven = (s for s in secret.splitlines() if _proof(s, b"listener", nonces) in proofs)
+        if (common := next(proven, None)) is None:
             raise PeerError("the holder has another secret: give the same secret file, or THINWIRE_SECRET, to all")
-        self.send(FrameKind.GREETING, {"nonce": theirs, "proof": _proof(secret, b"caller", nonces)})
-        self._trust(secret, nonces, b"caller", b"listener")
+        self.send(FrameKind.GREETING, {"proof": _proof(common, b"caller", nonces)})
+        self._trust(_tags(common, nonces, b"caller", b"listener"), 2, 1)
+        self._deadline = None
 
-    def welcome(self, secret: bytes) -> None:
-        """Shake hands as the side that was connected to. Raises PeerError if the caller does not know the secret."""
-        mine, theirs = os.urandom(16).hex(), _nonce(self._greeting())
-        nonces = (theirs + mine).encode()
-        self.send(FrameKind.GREETING, {"nonce": mine, "proof": _proof(secret, b"listener", nonces)})
-        proof = field(self._greeting(), "proof", str, 64, 64)
-        if not hmac.compare_digest(_proof(secret, b"caller", nonces), proof):
-            raise PeerError("a caller has another secret")
-        self._trust(secret, nonces, b"listener", b"caller")
-
-    def _greeting(self) -> dict[str, Any]:
-        frame = self.receive(first_seconds=HANDSHAKE_SECONDS)
-        if frame.kind != FrameKind.GREETING:
-            raise CorruptHeaderError(f"expected a greeting, got {frame.kind.name}")
-        return frame.json
-
-    def _trust(self, secret: bytes, nonces: bytes, me: bytes, other: bytes) -> None:
-        self._send_key = _derived(secret, b"key " + me + nonces)
-        self._receive_key = _derived(secret, b"key " + other + nonces)
+    def _trust(self, tags: tuple[Tags, Tags], sent: int, received: int) -> None:
+        (self._send_tags, self._receive_tags), self._sent, self._received = tags, sent, received
         self._max_json, self._max_payload = MAX_JSON_BYTES, MAX_PAYLOAD_BYTES
 
     def send(
@@ -118,20 +165,16 @@ class Connection:
         descriptors: tuple[int, ...] = (),
     ) -> None:
         """Send a frame. Raises LostPeerError if the other side is gone, or accepts nothing within the timeout."""
-        text = json.dumps(content or {}, separators=(",", ":")).encode()
-        if len(text) > MAX_JSON_BYTES or len(payload) > MAX_PAYLOAD_BYTES:
-            raise ValueError(f"a frame of {len(text)} + {len(payload)} bytes is too large")
+        data = _packed(kind, content or {}, len(payload), self._sent, self._send_tags)
         with self._lost_peer("send"):
             self._socket.settimeout(self._timeout_seconds)
-            header = _HEADER.pack(_MAGIC, kind, len(text), len(payload), self._sent)
-            head = header + _tag(self._send_key, header, text)
             if descriptors:
-                socket.send_fds(self._socket, [head[:1]], list(descriptors))
-                self._socket.sendall(head[1:] + text)
-            else:
-                self._socket.sendall(head + text)
+                socket.send_fds(self._socket, [data[:1]], list(descriptors))
+                data = data[1:]
+            self._socket.sendall(data)
             if len(payload):
                 self._socket.sendall(payload)
+                self._socket.sendall(self._send_tags.of_payload(self._sent, payload))
             self._sent += 1
 
     def receive(self, first_seconds: float | None = None) -> Frame:
@@ -148,29 +191,16 @@ class Connection:
                 self._socket.settimeout(first_seconds)
                 first, descriptors = self._first_byte()
                 self._socket.settimeout(self._timeout_seconds)
-            return self._rest_of_frame(first, descriptors)
+            head = first + self._read(_HEADER.size + TAG_BYTES - 1)
+            text = self._read(_lengths(head, self._max_json, self._max_payload)[0])
+            frame = _opened(head + text, self._receive_tags, self._received, descriptors)
+            self._received += 1
+            return frame
         except BaseException:
             for descriptor in descriptors:
                 os.close(descriptor)
             self.close()
             raise
-
-    def _rest_of_frame(self, first: bytes, descriptors: tuple[int, ...]) -> Frame:
-        head = first + self._read(_HEADER.size + _TAG_BYTES - 1)
-        header, tag = head[: _HEADER.size], head[_HEADER.size :]
-        magic, kind, json_bytes, payload_bytes, sequence = _HEADER.unpack(header)
-        if magic != _MAGIC or json_bytes > self._max_json or payload_bytes > self._max_payload:
-            raise CorruptHeaderError("not a frame of this protocol, or a length beyond its limits")
-        text = self._read(json_bytes)
-        if not hmac.compare_digest(tag, _tag(self._receive_key, header, text)) or sequence != self._received:
-            raise CorruptHeaderError("a frame was altered, forged, or is out of order")
-        if kind not in list(FrameKind):
-            raise CorruptHeaderError(f"unknown kind of frame {kind}")
-        content = parse_json(text)
-        if not isinstance(content, dict):
-            raise CorruptMessageError("a frame's JSON is not an object")
-        self._received += 1
-        return Frame(FrameKind(kind), content, payload_bytes, descriptors)
 
     def _first_byte(self) -> tuple[bytes, tuple[int, ...]]:
         descriptors: list[int] = []
@@ -186,15 +216,32 @@ class Connection:
         """Return a small payload, such as a layout. Raises CorruptMessageError if it exceeds ``limit_bytes``."""
         if frame.payload_bytes > limit_bytes:
             raise CorruptMessageError(f"a payload of {frame.payload_bytes} bytes where at most {limit_bytes} are legal")
-        return self._read(frame.payload_bytes)
+        data = bytearray(frame.payload_bytes)
+        if data:
+            with memoryview(data) as view:
+                self.read_piece(frame, view)
+        return bytes(data)
 
-    def read_into(self, view: memoryview) -> None:
-        """Read the next ``len(view)`` bytes of a payload, straight into shared memory."""
-        done, is_large = 0, len(view) > _WAKE_BYTES
+    def read_piece(self, frame: Frame, view: memoryview) -> None:
+        """Read a frame's payload straight into shared memory.
+
+        Raises CorruptHeaderError, and closes the connection, if it is not what the other side sent in this place of
+        this conversation; then the bytes must not be used.
+        """
+        self._read_into(view)
+        tag = self._read(TAG_BYTES)
+        if not hmac.compare_digest(tag, self._receive_tags.of_payload(frame.number, view)):
+            self.close()
+            raise CorruptHeaderError("a payload was altered or forged on the way here")
+
+    def _read_into(self, view: memoryview) -> None:
+        done, is_large = 0, len(view) > _WAKE_BYTES and not self._is_tls  # TLS has read ahead what poll waits for
         with self._lost_peer("receive"):
             while done < len(view):
                 if is_large:
                     self._wake_at(len(view) - done)
+                if self._deadline is not None:
+                    self._socket.settimeout(max(1e-3, self._deadline - time.monotonic()))
                 count = self._socket.recv_into(view[done:])
                 if not count:
                     raise LostPeerError("the other side closed the connection in the middle of a frame")
@@ -210,7 +257,7 @@ class Connection:
     def _read(self, num_bytes: int) -> bytes:
         data = bytearray(num_bytes)
         with memoryview(data) as view:
-            self.read_into(view)
+            self._read_into(view)
         return bytes(data)
 
     @contextlib.contextmanager
@@ -255,14 +302,44 @@ class Connection:
         return 0, 0.0
 
     @property
+    def latency_seconds(self) -> float:
+        """Least time from a segment to its acknowledgement, of the last 5 minutes by the kernel; 0 if unknown."""
+        with contextlib.suppress(OSError, struct.error):
+            counts = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+            return float(_TCP_MIN_RTT.unpack_from(counts, _TCP_MIN_RTT_OFFSET)[0] % (2**32 - 1)) * 1e-6
+        return 0.0
+
+    @property
+    def peer_pid(self) -> int:
+        """Process on the other side of a Unix socket; 0 if it is not seen from here, or the socket is none."""
+        with contextlib.suppress(OSError):
+            return struct.unpack("3i", self._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))[0]
+        return 0
+
+    @property
+    def hung_up(self) -> bool:
+        """Whether the other side of a Unix socket has closed; any thread may ask, also while another one receives."""
+        poll = select.poll()
+        try:
+            poll.register(self._socket, select.POLLRDHUP)
+            return bool(poll.poll(0))
+        except (OSError, ValueError):  # closed here
+            return True
+
+    @property
     def lost(self) -> bool:
         """Whether the other side has closed, as far as the socket knows; only valid when no answer is expected."""
         poll = select.poll()  # recv would wait for the timeout, regardless of its flags
         try:
             poll.register(self._socket, select.POLLIN)
-            return bool(poll.poll(0)) and not self._socket.recv(1, socket.MSG_PEEK)
+            # as a plain socket, because that of TLS cannot peek
+            return bool(poll.poll(0)) and not socket.socket.recv(self._socket, 1, socket.MSG_PEEK)
         except (OSError, ValueError):  # closed here
             return True
+
+    @property
+    def is_closed(self) -> bool:
+        return self._socket.fileno() < 0
 
     def close(self) -> None:
         """Close the connection, which also wakes the thread that waits in ``receive``."""
@@ -272,7 +349,7 @@ class Connection:
 
 
 def _nonce(content: dict[str, Any]) -> str:
-    return field(content, "nonce", str, 32, 32)
+    return field(content, "nonce", str, _NONCE_DIGITS, _NONCE_DIGITS)
 
 
 def _proof(secret: bytes, who: bytes, nonces: bytes) -> str:
@@ -284,5 +361,39 @@ def _derived(secret: bytes, purpose: bytes) -> bytes:
     return hmac.digest(hashlib.sha256(secret).digest(), purpose, "sha256")
 
 
-def _tag(key: bytes, header: bytes, text: bytes) -> bytes:
-    return hmac.digest(key, header + text, "sha256")[:_TAG_BYTES]
+def _tags(secret: bytes, nonces: bytes, me: bytes, other: bytes) -> tuple[Tags, Tags]:
+    mac = nonces[2 * _NONCE_DIGITS :].decode()
+    return Tags(_derived(secret, b"key " + me + nonces), mac), Tags(_derived(secret, b"key " + other + nonces), mac)
+
+
+def _packed(kind: FrameKind, content: dict[str, Any], payload_bytes: int, number: int, tags: Tags) -> bytes:
+    """Return all of a frame but its payload. Raises ValueError if it is too large."""
+    text = json.dumps(content, separators=(",", ":")).encode()
+    if len(text) > MAX_JSON_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        raise ValueError(f"a frame of {len(text)} + {payload_bytes} bytes is too large")
+    header = _HEADER.pack(_MAGIC, kind, len(text), payload_bytes, number)
+    return header + tags.of_frame(header + text) + text
+
+
+def _lengths(head: bytes, max_json: int, max_payload: int) -> tuple[int, int]:
+    magic, _, json_bytes, payload_bytes, _ = _HEADER.unpack_from(head)
+    if magic != _MAGIC and (magic ^ _MAGIC) & 0xFFFFFF == 0:
+        raise CorruptHeaderError("the other side is of another release of thinwire: install the same one on all hosts")
+    if magic != _MAGIC or json_bytes > max_json or payload_bytes > max_payload:
+        raise CorruptHeaderError("not a frame of this protocol, or a length beyond its limits")
+    return json_bytes, payload_bytes
+
+
+def _opened(data: bytes, tags: Tags, number: int, descriptors: tuple[int, ...] = ()) -> Frame:
+    """Return the frame. Raises CorruptMessageError unless it has the tag and the place that it should have."""
+    header, text = data[: _HEADER.size], data[_HEADER.size + TAG_BYTES :]
+    _, kind, _, payload_bytes, place = _HEADER.unpack(header)
+    tag = data[_HEADER.size : _HEADER.size + TAG_BYTES]
+    if not hmac.compare_digest(tag, tags.of_frame(header + text)) or place != number:
+        raise CorruptHeaderError("a frame was altered, forged, or is out of order")
+    if kind not in list(FrameKind) or (kind == FrameKind.GREETING) is tags.is_trusted:
+        raise CorruptHeaderError(f"a frame of kind {kind} in the wrong place")
+    content = parse_json(text)
+    if not isinstance(content, dict):
+        raise CorruptMessageError("a frame's JSON is not an object")
+    return Frame(FrameKind(kind), content, payload_bytes, number, descriptors)

@@ -6,15 +6,16 @@ import logging
 import os
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from thinwire.errors import CorruptMessageError, LostPeerError, ThinwireError
 from thinwire.holder.frames import Connection, Frame, FrameKind
-from thinwire.holder.replication import Grants, Replicator, call, parse_address, receive_payload, send_payload
+from thinwire.holder.replication import Grants, Replicator, parse_address, receive_payload, send_payload
 from thinwire.holder.slots import SlotSize
-from thinwire.holder.store import Holding, Shard
+from thinwire.holder.store import BudgetError, Holding, Plan, Shard
 from thinwire.holder.version import MAX_LAYOUT_BYTES, MAX_PAYLOAD_BYTES, Manifest, ShardId, Version
 from thinwire.holder.version import field as get
 
@@ -25,6 +26,8 @@ log = logging.getLogger("thinwire.holder")
 
 _UNWANTED_SECONDS = 0.5  # for the sending of an unwanted version to end
 _TAKEOVER_SECONDS = 3.0  # until the predecessor of a trainer, or of a sender, is noticed as gone
+_LOOK_SECONDS = 0.1  # between looks at whether it lives
+_EXITING = 0x4  # in the flags of a process (PF_EXITING of <linux/sched.h>): its memory may take long to free
 
 
 @dataclass(frozen=True)
@@ -51,14 +54,12 @@ class Session:
 
     def serve(self) -> None:
         try:
-            self.connection.welcome(self.holder.config.secret)
             while True:
                 self._handle(self.connection.receive())
         except LostPeerError as error:
             log.debug("%s ended: %s", type(self).__name__, error)
         except Exception as error:
-            self.holder.refused += 1
-            log.warning("%s closed: %s: %s", type(self).__name__, type(error).__name__, error)
+            self.holder.refuse(self.connection.peer, f"{type(self).__name__}, {type(error).__name__}: {error}")
         finally:
             self.connection.close()
             self.end()
@@ -82,6 +83,8 @@ class Session:
         except LostPeerError:  # so the connection is of no more use
             raise
         except (ValueError, ThinwireError) as error:
+            if self.connection.is_closed:  # by what came on it: a forged payload, say
+                raise
             return self.connection.send_error(error)
         if reply is not None:
             self._send(reply)
@@ -101,6 +104,15 @@ def _size(request: dict[str, Any]) -> SlotSize:
     )
 
 
+def _birth(pid: int) -> str:
+    """When a process started, in ticks since the boot; empty if it is ending, gone, or not seen from here."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "ZX" or int(fields[5]) & _EXITING else fields[18]
+
+
 class TrainerSession(Session):
     """Session with a process on this host, over the Unix socket; it owns at most one shard."""
 
@@ -109,7 +121,9 @@ class TrainerSession(Session):
     def __init__(self, holder: Holder, connection: Connection) -> None:
         super().__init__(holder, connection)
         self.shard: Shard | None = None
-        self.attempt = 0
+        self.attempt, self.lease = 0, ("", "")
+        self._pid = connection.peer_pid
+        self._born = _birth(self._pid)
         self.grants = Grants(self.store.changed)
         self.writing: Holding | None = None
         self.opened: dict[int, Holding] = {}
@@ -121,10 +135,64 @@ class TrainerSession(Session):
         if self.writing is not None:
             self.store.abandon(self.writing)
         self.grants.unlimit()
-        if self.shard is not None:
-            with self.store.changed:
+        with self.store.changed:
+            self.holder.joined.discard(self)
+            if self.shard is not None and self.shard.trainer is self:
                 self.shard.trainer = None
-                self.store.changed.notify_all()
+                self.shard.unmap()
+            self.store.changed.notify_all()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the trainer lives. Its children may hold the connection open, so its process is asked for too."""
+        return not self.connection.hung_up and (not self._born or _birth(self._pid) == self._born)
+
+    def _wait_for(self, rivals: Callable[[], Iterable[Any]]) -> Any:
+        """Return one of them that still lives after a while, or None; those that are dead are cut off."""
+        deadline = time.monotonic() + _TAKEOVER_SECONDS
+        with self.store.changed:
+            while True:
+                found = [rival for rival in rivals() if rival is not self]
+                living = [rival for rival in found if rival.is_alive]
+                for rival in found:
+                    if rival not in living:
+                        rival.connection.close()
+                if not living or time.monotonic() > deadline:
+                    return next(iter(living), None)
+                self.store.changed.wait(_LOOK_SECONDS)
+
+    def join(self, request: dict[str, Any], _: bytes) -> Reply:
+        """Take a lease of a run for a job, as long as one of its trainers is connected."""
+        run_id, job = get(request, "run_id", str, 1, 256), get(request, "job", str, 1, 256)
+
+        def rivals() -> list[TrainerSession]:
+            other = [session for session in self.holder.joined if session.lease != (run_id, job)]
+            return [session for session in other if session.lease[0] == run_id and session._pid != self._pid]
+
+        with self.store.changed:
+            rival = self._wait_for(rivals)
+            if rival is not None:
+                raise ValueError(
+                    f"run {run_id!r} is in use by another job, or by another Checkpointer of this one: process"
+                    f" {rival._pid} on {os.uname().nodename}; pass another run_id, or end that process"
+                )
+            self.lease = run_id, job
+            self.holder.joined.add(self)
+        return Reply()
+
+    def place(self, request: dict[str, Any], _: bytes) -> Reply:
+        run_id, wanted = get(request, "run_id", str, 1, 256), get(request, "wanted", list)
+        placed = frozenset(ShardId.from_json(shard) for shard in get(request, "placed", list))
+        if not all(isinstance(digest, str) for digest in wanted):
+            raise CorruptMessageError("a digest is no text")
+        chosen = _order(request.get("chosen")) or (-1, -1)
+        self.store.place(run_id, Plan(placed, frozenset(wanted), get(request, "attempt", int), chosen))
+        return Reply()
+
+    def release(self, request: dict[str, Any], _: bytes) -> Reply:
+        topologies = [str(topology) for topology in get(request, "topologies", list)]
+        self.store.release(get(request, "run_id", str, 1, 256), topologies)
+        return Reply()
 
     def cast(self, content: dict[str, Any]) -> None:
         if content.get("op") == "grant":
@@ -149,9 +217,10 @@ class TrainerSession(Session):
             raise ValueError(f"this connection already belongs to {self.shard.id}")
         shard = self.store.register(shard_id, _size(request))
         with self.store.changed:
-            if not self.store.changed.wait_for(lambda: shard.trainer is None, _TAKEOVER_SECONDS):
+            if self._wait_for(lambda: [shard.trainer] if shard.trainer is not None else []) is not None:
                 raise ValueError(f"{shard_id} belongs to another trainer that is connected; end that one first")
             shard.trainer, shard.role, shard.keep = self, "own", None
+            shard.unmap()
             self._end_receiver(shard)
         self.shard, self.attempt = shard, attempt
         self.grants.revoke()
@@ -160,13 +229,7 @@ class TrainerSession(Session):
         except ValueError:
             self._resign(shard)
             raise
-        content = {
-            "slots": [holding.number for holding in shard.holdings],
-            "payload_bytes": shard.size.payload_bytes,
-            "layout_bytes": shard.size.layout_bytes,
-            "unreachable": unreachable,
-        }
-        return Reply(content, descriptors=tuple(holding.slot.descriptor for holding in shard.holdings))
+        return Reply({"payload_bytes": shard.size.payload_bytes, "unreachable": unreachable})
 
     def _end_receiver(self, shard: Shard) -> None:
         """End a peer's sending that is left over from when the owner lived there: it would hold a slot."""
@@ -186,11 +249,8 @@ class TrainerSession(Session):
         """Start one sender for each peer; which of them cannot be reached yet, and why."""
         for replica in shard.replicas.values():
             replica.stop()
-        config = self.holder.config
-        senders = {
-            address: Replicator(self.store, shard, address, config.secret, self.grants, config.times)
-            for address in addresses
-        }
+        call, times = self.holder.call, self.holder.config.times
+        senders = {address: Replicator(self.store, shard, address, call, self.grants, times) for address in addresses}
         unreachable = {}
         for address, sender in senders.items():
             try:
@@ -224,8 +284,17 @@ class TrainerSession(Session):
             shard.attempt = self.attempt
             if keep_step is not None:
                 shard.keep = shard.order_of(get(request, "keep_step", int), self.attempt) or shard.keep
-        self.writing = self.store.begin(shard, shard.keep)
-        return Reply({"slot": self.writing.number if self.writing else None})
+        try:
+            self.writing = self.store.begin(shard, shard.keep)
+        except BudgetError as error:
+            shard.last_error = str(error)
+        if self.writing is None:
+            return Reply({"slot": None})
+        size, descriptors = self.writing.slot.size, () if self.writing.mapped else (self.writing.slot.descriptor,)
+        self.writing.mapped = True
+        content = {"slot": self.writing.number, "slots": [holding.number for holding in shard.holdings]}
+        room = {"payload_bytes": size.payload_bytes, "layout_bytes": size.layout_bytes}
+        return Reply(content | room, descriptors=descriptors)
 
     def publish(self, request: dict[str, Any], layout: bytes) -> Reply:
         shard, holding = self.own(), self.writing
@@ -260,37 +329,49 @@ class TrainerSession(Session):
         return Reply()
 
     def status(self, request: dict[str, Any], _: bytes) -> Reply:
-        return Reply(self.holder.shard_status(self.own()))
+        shard = self.own()
+        short = self.store.fill_up(shard)
+        return Reply({**self.holder.shard_status(shard), "safe": shard.is_safe(self.attempt), "short": short})
 
     def inventory(self, request: dict[str, Any], _: bytes) -> Reply:
         versions = self.store.verified(get(request, "run_id", str, 1, 256), get(request, "verify", bool))
         return Reply({"versions": [version.to_json() for version in versions]})
 
+    def look(self, request: dict[str, Any], _: bytes) -> Reply:
+        try:
+            connection = self.holder.call(get(request, "source", str, 1, 300))
+            try:
+                asked = {"run_id": get(request, "run_id", str, 1, 256)}
+                return Reply({"versions": get(connection.request("inventory", asked).json, "versions", list)})
+            finally:
+                connection.close()
+        except LostPeerError as error:  # of the other holder, not of this trainer
+            raise ThinwireError(f"holder {request['source']}: {error}") from error
+
     def fetch(self, request: dict[str, Any], _: bytes) -> Reply:
         version, source = Version.from_json(get(request, "version", dict)), get(request, "source", str, 1, 300)
-        if self.store.verify(version):
-            return Reply({"bytes": 0, "seconds": 0.0})
-        started = time.monotonic()
-        try:
-            self._fetch(version, source)
-        except LostPeerError as error:  # of the other holder, not of this trainer
-            raise ThinwireError(f"holder {source}: {error}") from error
-        seconds = time.monotonic() - started
+        with self.store.fetching(version.digest):
+            if self.store.verify(version):
+                return Reply({"bytes": 0, "seconds": 0.0})
+            started = time.monotonic()
+            try:
+                self._fetch(version, source, request.get("evict") is not False)
+            except LostPeerError as error:  # of the other holder, not of this trainer
+                raise ThinwireError(f"holder {source}: {error}") from error
+            seconds = time.monotonic() - started
         self.holder.note_fetched(version.payload_bytes, seconds)
         return Reply({"bytes": version.payload_bytes, "seconds": seconds})
 
-    def _fetch(self, version: Version, source: str) -> None:
+    def _fetch(self, version: Version, source: str, evict: bool) -> None:
         timeout_seconds = self.holder.config.times.timeout_seconds
-        connection = call(source, self.holder.config.secret, timeout_seconds)
+        connection = self.holder.call(source)
         try:
             frame = connection.request("read", {"version": version.to_json()})
             manifest = Manifest.from_json(get(frame.json, "manifest", dict))
             layout = connection.read_payload(frame, MAX_LAYOUT_BYTES)
             if manifest.version.digest != version.digest:
                 raise CorruptMessageError(f"holder {source} offers another version than the one that was asked for")
-            shard = self.store.shards.get(version.shard)
-            if shard is None:
-                shard = self.store.register(version.shard, _size(get(frame.json, "room", dict)))  # the owner may come
+            shard = self.store.register(version.shard, _size(get(frame.json, "room", dict)), evict)
             with self.holder.into(shard, None, manifest, layout, recovering=True) as holding:
                 receive_payload(connection, holding.slot, manifest, timeout_seconds)
         finally:
@@ -340,14 +421,18 @@ class TrainerSession(Session):
     def holder_status(self, request: dict[str, Any], _: bytes) -> Reply:
         return Reply(self.holder.status())
 
+    def reload(self, request: dict[str, Any], _: bytes) -> Reply:
+        return Reply({"secrets": self.holder.reload()})
+
     def stop(self, request: dict[str, Any], _: bytes) -> Reply:
         self.holder.stopping.set()
         return Reply()
 
     operations: ClassVar[dict[str, Operation]] = {
-        "hello": hello, "slot": slot, "publish": publish, "abandon": abandon, "status": status,
-        "inventory": inventory, "fetch": fetch, "keep": keep, "open": open, "close": close, "forget": forget,
-        "holder_status": holder_status, "stop": stop,
+        "join": join, "place": place, "release": release, "hello": hello, "slot": slot, "publish": publish,
+        "abandon": abandon, "status": status, "inventory": inventory, "look": look, "fetch": fetch, "keep": keep,
+        "open": open, "close": close, "forget": forget, "holder_status": holder_status, "reload": reload,
+        "stop": stop,
     }  # fmt: skip
 
 
@@ -357,7 +442,10 @@ class PeerSession(Session):
     with_layout: ClassVar[set[str]] = {"receive"}
 
     def register(self, request: dict[str, Any], _: bytes) -> Reply:
-        shard = self.store.register(ShardId.from_json(get(request, "shard", dict)), _size(request))
+        shard_id = ShardId.from_json(get(request, "shard", dict))
+        if not self.store.is_placed(shard_id):
+            raise ValueError(f"{shard_id} is not placed on this host any more")
+        shard = self.store.register(shard_id, _size(request))
         with self.store.changed:
             versions = [h.manifest.version.to_json() for h in shard.complete() if h.manifest]
         return Reply({"versions": versions})
@@ -374,7 +462,8 @@ class PeerSession(Session):
             digest = manifest.version.digest
             if any(h.manifest and h.manifest.version.digest == digest for h in shard.complete()):
                 return Reply({"have": True})
-            if shard.is_superseded(manifest.order):
+            wanted = shard.trainer is None and self.store.wants(manifest.version)
+            if shard.is_superseded(manifest.order) and not wanted:
                 return Reply({"superseded": True})
             started = time.monotonic()
             with self.holder.into(shard, _order(request.get("keep")), manifest, layout) as holding:
@@ -406,12 +495,18 @@ class PeerSession(Session):
             send_payload(self.connection, holding.slot, manifest)
         self.holder.note_served(manifest.payload_bytes, time.monotonic() - started)
 
-    operations: ClassVar[dict[str, Operation]] = {"register": register, "receive": receive, "read": read}
+    def inventory(self, request: dict[str, Any], _: bytes) -> Reply:
+        versions = self.store.verified(get(request, "run_id", str, 1, 256), verify=False)  # whoever reads one does it
+        return Reply({"versions": [version.to_json() for version in versions]})
+
+    operations: ClassVar[dict[str, Operation]] = {
+        "register": register, "receive": receive, "read": read, "inventory": inventory,
+    }  # fmt: skip
 
 
 def _order(keep: Any) -> tuple[int, int] | None:
     if keep is None:
         return None
     if not isinstance(keep, list) or [type(part) for part in keep] != [int, int]:
-        raise CorruptMessageError("'keep' is not an attempt and a step")
+        raise CorruptMessageError("not an attempt and a step")
     return keep[0], keep[1]

@@ -52,6 +52,10 @@ class SlotSize:
         manifest_bytes = 2048 + 12 * chunk_count(self.payload_bytes, CHUNK_BYTES)  # a CRC-32 is at most 10 digits
         return _PAGE + _pages(manifest_bytes + self.layout_bytes)
 
+    def covering(self, other: SlotSize) -> SlotSize:
+        """Return the least size that has the room of both."""
+        return SlotSize(max(self.payload_bytes, other.payload_bytes), max(self.layout_bytes, other.layout_bytes))
+
     @property
     def total_bytes(self) -> int:
         return self.payload_offset + max(_PAGE, _pages(self.payload_bytes))
@@ -85,6 +89,7 @@ class Slot:
 
     def __init__(self, descriptor: int, size: SlotSize, writable: bool = True) -> None:
         self.descriptor, self.size = descriptor, size
+        self.mapped_bytes = 0  # of the payload: pages that were mapped for writing all at once
         if os.fstat(descriptor).st_size < size.total_bytes:
             raise CorruptMessageError(f"the slot is smaller than the {size.total_bytes} bytes that it should have")
         # a private map stays writable for torch, which insists on it, without reaching the slot

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,9 @@ class HolderOptions:
     """Options to start a holder; None for the defaults: half of the available memory, this user's socket, its secret.
 
     ``bind`` is the address on which peers reach this host, ``port`` 0 picks a free one. With ``detach`` the holder
-    outlives the process that starts it, and logs to ``<socket>.log``. ``ready_file`` gets the address and the like, as
-    JSON.
+    outlives the process that starts it, and logs to ``<socket>.log``, 10 MB at most and two older ones. ``ready_file``
+    gets the address and the like, as JSON. ``tls_cert``, ``tls_key`` and ``tls_ca`` are files, all or none, the same
+    authority for all holders. ``metrics``: ``host:port`` or an absolute path, to serve Prometheus's text there.
     """
 
     bind: str = "127.0.0.1"
@@ -42,6 +44,10 @@ class HolderOptions:
     drain_seconds: float = 5.0
     detach: bool = False
     ready_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_ca: str | None = None
+    metrics: str | None = None
 
     def to_json(self) -> dict[str, Any]:
         path = socket_path(self.socket)
@@ -67,21 +73,24 @@ def socket_path(given: str | Path | None = None) -> Path:
 def load_secret(socket: Path, secret_file: str | Path | None = None) -> bytes:
     """Return the secret: of the file, else of $THINWIRE_SECRET, else the one generated beside the socket.
 
-    Raises ValueError if there is none, or if others can read the file.
+    It may have several lines, each a secret: two sides need one in common. Raises ValueError if there is none, if one
+    is shorter than 16 characters, or if others can read the file.
     """
     named = os.environ.get(SECRET_VARIABLE, "")
-    if secret_file is None and named:
-        return named.encode()
     path = Path(secret_file) if secret_file is not None else _generated(socket)
-    try:
-        mode, secret = path.stat().st_mode, path.read_bytes().strip()
-    except OSError as error:
-        raise ValueError(f"no secret in {path} ({error.strerror}); write one, or set {SECRET_VARIABLE}") from error
-    if mode & 0o077:
-        raise ValueError(f"others can read {path}: chmod 600 {path}")
-    if len(secret) < 16:
-        raise ValueError(f"the secret in {path} is shorter than 16 characters: openssl rand -hex 32 > {path}")
-    return secret
+    if secret_file is None and named:
+        where, text = f"${SECRET_VARIABLE}", named.encode()
+    else:
+        try:
+            mode, text, where = path.stat().st_mode, path.read_bytes(), str(path)
+        except OSError as error:
+            raise ValueError(f"no secret in {path} ({error.strerror}); write one, or set {SECRET_VARIABLE}") from error
+        if mode & 0o077:
+            raise ValueError(f"others can read {path}: chmod 600 {path}")
+    found = [line.strip() for line in text.splitlines() if line.strip()]
+    if not found or min(map(len, found)) < 16:
+        raise ValueError(f"the secret in {where} is shorter than 16 characters; make one with: openssl rand -hex 32")
+    return b"\n".join(found)
 
 
 def _generated(socket: Path) -> Path:
@@ -122,15 +131,23 @@ def config_of(options: dict[str, Any]) -> Any:
     from thinwire.holder.replication import PeerTimes
     from thinwire.holder.server import HolderConfig
 
-    path = Path(options["socket"])
+    path, secret_file = Path(options["socket"]), options["secret_file"]
+    certificate, key, authority = (options.get(name) or "" for name in ("tls_cert", "tls_key", "tls_ca"))
+    if any((certificate, key, authority)) and not all((certificate, key, authority)):
+        raise ValueError("TLS needs all three of --tls-cert, --tls-key and --tls-ca")
+    is_file = secret_file is not None or not os.environ.get(SECRET_VARIABLE)
     return HolderConfig(
         socket_path=path,
-        secret=_secret_for(options["bind"], path, options["secret_file"]),
+        secret=_secret_for(options["bind"], path, secret_file),
         budget_bytes=budget_bytes(options["memory_budget"]),
         bind=options["bind"],
         port=options["port"],
         times=PeerTimes(options["timeout_seconds"], options["deadline_seconds"]),
         drain_seconds=options["drain_seconds"],
+        reload_secret=partial(load_secret, path, secret_file) if is_file else None,
+        generated_secret=_generated(path) if is_file and secret_file is None else None,
+        tls=(certificate, key, authority) if certificate else None,
+        metrics=options.get("metrics"),
     )
 
 

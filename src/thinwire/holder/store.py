@@ -6,11 +6,11 @@ sockets.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -82,10 +82,14 @@ class Replica(Protocol):
 
 @dataclass(eq=False)
 class Holding:
-    """A slot and its content. ``manifest`` is set exactly while the slot is complete, since ``sealed_at``."""
+    """A slot and its content. ``manifest`` is set exactly while the slot is complete, since ``sealed_at``.
+
+    ``mapped``: whether the trainer that is connected has the slot mapped, so that its memory could not be freed.
+    """
 
     slot: Slot
     number: int
+    mapped: bool = False
     manifest: Manifest | None = None
     layout: bytes = b""
     writing: bool = False
@@ -96,10 +100,31 @@ class Holding:
     def busy(self) -> bool:
         return self.writing or self.readers > 0
 
+    def is_any_of(self, digests: frozenset[str]) -> bool:
+        return self.manifest is not None and self.manifest.version.digest in digests
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Agreement of the ranks of a run on what this host keeps, from the versions that all of them have surveyed.
+
+    Args:
+        placed: the shards that belong here from now on.
+        wanted: digests of the versions to go back to that stay here, or come: those of ``placed``, and those that
+            other hosts fetch from here. Empty once all copies are where they belong (`Store.release`).
+        attempt: of the trainers that agreed; what they write is never evicted.
+        chosen: (attempt, step) to go back to. Copies of it beyond those that are wanted are evicted last.
+    """
+
+    placed: frozenset[ShardId] = frozenset()
+    wanted: frozenset[str] = frozenset()
+    attempt: int = 0
+    chosen: tuple[int, int] = (-1, -1)
+
 
 @dataclass(eq=False)
 class Shard:
-    """The slots of one shard on this host.
+    """The slots of one shard on this host, each with room for ``size``; one that is smaller grows when it is written.
 
     ``trainer``: the session that is connected as its owner. ``receiver``: the connection on which a version is
     arriving. ``keep``: (attempt, step) of the newest version that the trainer says is complete everywhere, or that it
@@ -116,6 +141,11 @@ class Shard:
     attempt: int = 0
     replicas: dict[str, Replica] = field(default_factory=dict)
     last_error: str = ""
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of memory that it has, or is promised."""
+        return sum(max(self.size.total_bytes, holding.slot.size.total_bytes) for holding in self.holdings)
 
     def complete(self) -> list[Holding]:
         """Return the complete versions, newest last."""
@@ -144,6 +174,12 @@ class Shard:
         keep = self.keep
         return manifest.order == keep or (manifest.attempt >= self.attempt and (keep is None or manifest.order > keep))
 
+    def is_safe(self, attempt: int) -> bool:
+        """Return whether all replicas have a version that a trainer in its ``attempt`` wrote, or went on from."""
+        manifests = [holding.manifest for holding in self.complete() if holding.manifest]
+        meant = [each for each in manifests if each.order == self.keep or each.attempt == attempt]
+        return any(all(r.has(each.version.digest) for r in self.replicas.values()) for each in meant)
+
     def is_superseded(self, order: tuple[int, int]) -> bool:
         """Return whether a version from a peer is useless here: its owner lives here, or all slots hold newer ones.
 
@@ -163,6 +199,11 @@ class Shard:
         keep = [self.keep] if self.keep is not None else []
         return choose_slot(self.views(), max(orders + keep, default=None)) is not None
 
+    def unmap(self) -> None:
+        """Note that no trainer has the slots mapped any more."""
+        for holding in self.holdings:
+            holding.mapped = False
+
     def views(self) -> list[SlotView]:
         return [self._view(holding) for holding in self.holdings]
 
@@ -180,49 +221,143 @@ class Store:
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
         self.shards: dict[ShardId, Shard] = {}
+        self.bytes_sent = 0  # to all peers
+        self.plans: dict[str, Plan] = {}
         self.changed = threading.Condition()
         self._registering = threading.Lock()
+        self._fetching: set[str] = set()
         self._slot_number = 0
 
     @property
     def used_bytes(self) -> int:
         with self.changed:
-            return sum(shard.size.total_bytes * len(shard.holdings) for shard in self.shards.values())
+            return sum(shard.total_bytes for shard in self.shards.values())
 
-    def register(self, shard_id: ShardId, size: SlotSize) -> Shard:
-        """Return the shard, with slots of at least that size; existing slots stay, with their content.
+    def place(self, run_id: str, plan: Plan) -> None:
+        """Adopt what the ranks of a run agreed on, and stop sending what trainers before them left here."""
+        with self.changed:
+            self.plans[run_id] = plan
+            left = [shard for shard in self.shards.values() if shard.id.run_id == run_id and shard.trainer is None]
+            senders = [sender for shard in left for sender in shard.replicas.values()]
+            for shard in left:
+                shard.replicas = {}
+        for sender in senders:
+            sender.stop()
 
-        Raises BudgetError, ValueError if there are complete versions in slots that are too small.
+    def release(self, run_id: str, topologies: Collection[str]) -> None:
+        """Free the shards of these topologies that are not placed here, now that all copies are where they belong.
+
+        The shards that are placed here get their second slots, as far as there is room.
         """
         with self._registering:
-            shard = self.shards.get(shard_id)
-            if shard is not None:
-                room = shard.size
-                if room.payload_bytes >= size.payload_bytes and room.layout_bytes >= size.layout_bytes:
-                    return shard
-                if shard.complete() or any(holding.busy for holding in shard.holdings):
-                    raise ValueError(f"{shard_id} is held in slots for {room}, too small for {size}; forget it first")
-                self.remove(shard)
-            self._check_budget(shard_id, SLOTS_PER_SHARD * size.total_bytes)
-            holdings = self._allocate(size)
             with self.changed:
-                self.shards[shard_id] = shard = Shard(shard_id, size, holdings)
+                plan = self.plans[run_id] = replace(self._plan(run_id), wanted=frozenset())
+                stale = [
+                    shard
+                    for shard in self.shards.values()
+                    if shard.id.run_id == run_id and shard.id.topology in topologies
+                    if shard.id not in plan.placed and shard.trainer is None
+                ]
+            for shard in stale:
+                self.remove(shard)
+            self._fill_up(run_id)
+
+    def wants(self, version: Version) -> bool:
+        """Return whether the ranks go back to that version and it stays here, or comes."""
+        return version.digest in self._plan(version.shard.run_id).wanted
+
+    def is_placed(self, shard_id: ShardId) -> bool:
+        """Return whether a shard belongs here, as far as the ranks of its run have said where shards do."""
+        return shard_id.run_id not in self.plans or shard_id in self._plan(shard_id.run_id).placed
+
+    def _plan(self, run_id: str) -> Plan:
+        return self.plans.get(run_id, Plan())
+
+    def register(self, shard_id: ShardId, size: SlotSize, evict: bool = True) -> Shard:
+        """Return the shard, with room for at least that size in its slots; versions in smaller ones stay for now.
+
+        It has two slots, but for the time in which copies move to where the ranks have placed them: then one, until
+        there is room for a second. Raises BudgetError.
+        """
+        with self._registering:
+            shard = self.shards.get(shard_id) or Shard(shard_id, size, [])
+            larger, count = shard.size.covering(size), len(shard.holdings)
+            lacking = max(0, (1 if self._plan(shard_id.run_id).wanted else SLOTS_PER_SHARD) - count)
+            growth = (larger.total_bytes - shard.size.total_bytes) * count
+            self._make_room(shard_id, growth + lacking * larger.total_bytes, evict)
+            added = self._allocate(larger, lacking)
+            with self.changed:
+                shard.size, shard.holdings = larger, shard.holdings + added
+                self.shards[shard_id] = shard
+            self._fill_up(shard_id.run_id)
             return shard
 
-    def _check_budget(self, shard_id: ShardId, needed: int) -> None:
-        used = self.used_bytes
-        if used + needed > self.budget_bytes:
-            runs = ", ".join(sorted({repr(held.run_id) for held in self.shards})) or "none"
-            raise BudgetError(
-                f"{shard_id} needs {needed:,} bytes, available are {self.budget_bytes - used:,} of the memory budget of"
-                f" {self.budget_bytes:,}; runs held: {runs}. Forget a run, or start the holder with a larger"
-                " --memory-budget"
-            )
+    def fill_up(self, shard: Shard) -> str:
+        """Return why the shard has no second slot, or an empty text: it gets one if there is room now."""
+        if len(shard.holdings) < SLOTS_PER_SHARD:
+            with self._registering:
+                self._fill_up(shard.id.run_id)
+        if len(shard.holdings) == SLOTS_PER_SHARD or self._plan(shard.id.run_id).wanted:
+            return ""
+        return f"{shard.id} is not saved: for a second slot it needs {self._shortage(shard.size.total_bytes)}"
 
-    def _allocate(self, size: SlotSize) -> list[Holding]:
+    def _fill_up(self, run_id: str) -> None:
+        """Give second slots to the shards that are placed here and have one, once all of them have that one."""
+        plan = self._plan(run_id)
+        shards = [self.shards[shard_id] for shard_id in plan.placed if shard_id in self.shards]
+        if len(shards) == len(plan.placed):
+            with contextlib.suppress(BudgetError):
+                for shard in shards:
+                    while len(shard.holdings) < SLOTS_PER_SHARD:
+                        self._make_room(shard.id, shard.size.total_bytes, evict=not plan.wanted)
+                        shard.holdings = shard.holdings + self._allocate(shard.size, 1)
+
+    def _make_room(self, shard_id: ShardId, needed: int, evict: bool) -> None:
+        """Evict what nobody goes back to, until so many bytes are available. Raises BudgetError."""
+        with self.changed:
+            while needed > 0 and self.used_bytes + needed > self.budget_bytes:
+                found = self._evictable(shard_id.run_id) if evict else []
+                if not found:
+                    raise BudgetError(f"{shard_id} needs {self._shortage(needed)}")
+                shard, holding = found[0]
+                shard.holdings = [other for other in shard.holdings if other is not holding]
+                holding.slot.close()
+                if not shard.holdings:
+                    del self.shards[shard.id]
+            self.changed.notify_all()
+
+    def _evictable(self, run_id: str) -> list[tuple[Shard, Holding]]:
+        """Slots of the run that may be freed, the first one first: no version that is wanted, or in use.
+
+        Of a shard that is placed here only the second slot, while the copies move. Without a plan there is none.
+        """
+        plan, found = self._plan(run_id), []
+        for shard in self.shards.values():
+            placed = shard.id in plan.placed
+            if shard.id.run_id != run_id or run_id not in self.plans or (shard.trainer is not None and not placed):
+                continue
+            free = [h for h in shard.holdings if not (h.busy or h.mapped or h.is_any_of(plan.wanted))]
+            if placed:
+                old = [h for h in free if h.manifest is None or h.manifest.attempt < plan.attempt]
+                free = old if plan.wanted and len(shard.holdings) == SLOTS_PER_SHARD else []
+            orders = [holding.manifest.order if holding.manifest else (-1, -1) for holding in free]
+            ranked = [(order == plan.chosen, order) for order in orders]
+            several = sorted(zip(ranked, [shard] * len(free), free, strict=True), key=lambda each: each[0])
+            found += several[:1] if placed else several
+        return [(shard, holding) for _, shard, holding in sorted(found, key=lambda each: each[0])]
+
+    def _shortage(self, needed: int) -> str:
+        available = self.budget_bytes - self.used_bytes
+        runs = ", ".join(sorted({repr(held.run_id) for held in self.shards})) or "none"
+        return (
+            f"{needed:,} bytes, available are {available:,} of the memory budget of {self.budget_bytes:,};"
+            f" runs held: {runs}. Start the holder with a larger --memory-budget, or free a run that has ended"
+        )
+
+    def _allocate(self, size: SlotSize, count: int) -> list[Holding]:
         holdings: list[Holding] = []
         try:
-            for _ in range(SLOTS_PER_SHARD):
+            for _ in range(count):
                 self._slot_number += 1
                 holdings.append(Holding(Slot.allocate(size), self._slot_number))
         except OSError as error:
@@ -237,20 +372,43 @@ class Store:
         keep: tuple[int, int] | None,
         before: tuple[int, int] | None = None,
         recovering: bool = False,
+        digest: str = "",
     ) -> Holding | None:
         """Return a slot to write to, its content dropped; None if none may be overwritten (``choose_slot``).
 
-        ``recovering``: versions that are not settled yet belong to a history that was given up.
+        ``recovering``: versions that are not settled yet belong to a history that was given up. A version whose
+        ``digest`` the ranks want here takes the place of any other; one from a peer never that of a wanted one. Raises
+        BudgetError if the slot has to grow and there is no memory.
         """
         with self.changed:
-            views = [replace(view, settled=True) for view in shard.views()] if recovering else shard.views()
-            index = choose_slot(views, keep, before)
+            wanted, views = self._plan(shard.id.run_id).wanted, shard.views()
+            kept = [holding.is_any_of(wanted) for holding in shard.holdings]
+            if digest in wanted:
+                orders = {i: views[i].order or (-1, -1) for i in range(len(views)) if not (kept[i] or views[i].busy)}
+                index = min(orders, key=lambda i: orders[i], default=None)
+            else:
+                peers = before is not None
+                views = [
+                    replace(view, settled=view.settled or recovering, busy=view.busy or (peers and is_kept))
+                    for view, is_kept in zip(views, kept, strict=True)
+                ]
+                index = choose_slot(views, keep, before)
             if index is None or self.shards.get(shard.id) is not shard:
                 return None
-            holding = shard.holdings[index]
+            holding = self._grown(shard, shard.holdings[index])
             holding.manifest, holding.layout, holding.writing = None, b"", True
             holding.slot.begin()
             return holding
+
+    def _grown(self, shard: Shard, holding: Holding) -> Holding:
+        """The slot, allocated anew if it is smaller than those of its shard by now."""
+        if holding.slot.size.covering(shard.size) == holding.slot.size:
+            return holding
+        shard.holdings = [other for other in shard.holdings if other is not holding]
+        holding.slot.close()
+        (larger,) = self._allocate(shard.size, 1)
+        shard.holdings = [*shard.holdings, larger]
+        return larger
 
     def seal(self, holding: Holding, manifest: Manifest, layout: bytes) -> None:
         """Make the content of the slot a version."""
@@ -260,6 +418,19 @@ class Store:
             holding.sealed_at = time.monotonic()
             self.changed.notify_all()
 
+    @contextlib.contextmanager
+    def fetching(self, digest: str) -> Iterator[None]:
+        """Wait until nobody else fetches that version, and have others wait in turn."""
+        with self.changed:
+            self.changed.wait_for(lambda: digest not in self._fetching)
+            self._fetching.add(digest)
+        try:
+            yield
+        finally:
+            with self.changed:
+                self._fetching.discard(digest)
+                self.changed.notify_all()
+
     def abandon(self, holding: Holding) -> None:
         """Drop an unfinished version."""
         with self.changed:
@@ -268,7 +439,7 @@ class Store:
                 holding.writing = False
             self.changed.notify_all()
 
-    @contextmanager
+    @contextlib.contextmanager
     def reading(self, version: Version) -> Iterator[Holding]:
         """Keep the slot with exactly this version from being overwritten. Raises ThinwireError if it is not here."""
         holding = self.pin(version)
@@ -335,6 +506,8 @@ class Store:
                 raise ValueError(f"{used[0].id} is in use by a trainer")
             for shard in shards:
                 self.remove(shard)
+            if topology is None:
+                self.plans.pop(run_id, None)
             return len(shards)
 
     def remove(self, shard: Shard) -> None:

@@ -39,7 +39,7 @@ from torch import Tensor
 
 from thinwire.kernels.jit import cache_directory, describe_target
 from thinwire.kernels.reference import codes as reference_codes
-from thinwire.kernels.samples import Samples
+from thinwire.kernels.samples import Sample, once
 from thinwire.observe.step import Name, ranged
 
 try:
@@ -378,7 +378,8 @@ class Kernel:
         from_size: smallest size at which the twin on the CPU is faster.
         knows: returns whether the twin on the CPU supports the arguments.
         equal_bits: whether twins give equal bits; else they are sums that agree to 1e-12.
-        samples: calls of all types that the compiled twins support.
+        makes: functions that make sample calls, from what ``over`` yields.
+        over: yields inputs of all types that the compiled twins support.
     """
 
     reference: Callable[..., Any]
@@ -388,7 +389,12 @@ class Kernel:
     from_size: int
     knows: Callable[..., bool]
     equal_bits: bool
-    samples: Samples
+    makes: tuple[Callable[..., Sample], ...]
+    over: Callable[[], Iterator[tuple[Tensor, ...]]]
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield sample calls, new ones each time: some kernels write to their arguments."""
+        return (make(*inputs) for make in self.makes for inputs in self.over())
 
     @property
     def name(self) -> str:
@@ -415,7 +421,7 @@ def compiled_kernels() -> list[Kernel]:
 
 def register(
     reference: Callable[P, R],
-    *,
+    *makes: Callable[..., Sample],
     cpu: str | None = None,
     gpu: str | None = None,
     size: Callable[..., int] = elements,
@@ -423,13 +429,13 @@ def register(
     knows: Callable[..., bool] = nothing,
     equal_bits: bool = True,
     profiled_as: Name | None = None,
-    samples: Samples,
+    over: Callable[[], Iterator[tuple[Tensor, ...]]] = once,
 ) -> Callable[P, R]:
     """Add a row, see `Kernel`, and return a function that calls the right twin.
 
     ``profiled_as`` is the name of its range in `torch.profiler`, if any.
     """
-    kernel = Kernel(reference, cpu, gpu, size, from_size, knows, equal_bits, samples)
+    kernel = Kernel(reference, cpu, gpu, size, from_size, knows, equal_bits, makes, over)
     KERNELS[kernel.name] = kernel
     call = _dispatched(reference, kernel)
     return call if profiled_as is None else ranged(profiled_as)(call)

@@ -12,6 +12,7 @@ compiled: first what an exact sum needs.
 from typing import Any as _Any
 
 from thinwire.kernels import dispatch as _inputs
+from thinwire.kernels import samples as _samples
 from thinwire.kernels.dispatch import register as _row
 from thinwire.kernels.reference import codes as _codes
 from thinwire.kernels.reference import quantize as _quantize
@@ -19,10 +20,7 @@ from thinwire.kernels.reference import rows as _rows
 from thinwire.kernels.reference import select as _select
 from thinwire.kernels.samples import Sample as _sample
 from thinwire.kernels.samples import codes as _some_codes
-from thinwire.kernels.samples import each as _each
 from thinwire.kernels.samples import ids as _some_ids
-from thinwire.kernels.samples import of_rows as _of_rows
-from thinwire.kernels.samples import of_values as _of_values
 
 # The modules of twins, by name: importing one imports numba or Triton, which only a call of a twin may do. And what
 # all kernels of a module have in common.
@@ -30,220 +28,118 @@ _CPU, _GPU = "thinwire.kernels.cpu.", "thinwire.kernels.gpu."
 _OF_CODES: dict[str, _Any] = {"cpu": f"{_CPU}codes", "gpu": f"{_GPU}codes"}
 _OF_BITS: dict[str, _Any] = {"cpu": f"{_CPU}codes", "gpu": f"{_GPU}bits"}
 _OF_IDS: dict[str, _Any] = {"cpu": f"{_CPU}ids", "gpu": f"{_GPU}ids", "from_size": 1 << 10}
-_OF_ROWS: dict[str, _Any] = {"cpu": f"{_CPU}rows", "gpu": f"{_GPU}rows"}
-_OF_SELECT: dict[str, _Any] = {"cpu": f"{_CPU}select", "knows": _inputs.have_magnitudes}
-_OF_QUANTIZE: dict[str, _Any] = {"cpu": f"{_CPU}quantize", "from_size": 1 << 10}
+_OF_ROWS: dict[str, _Any] = {"cpu": f"{_CPU}rows", "gpu": f"{_GPU}rows", "over": _samples.rows}
+_SEARCH: dict[str, _Any] = {"gpu": f"{_GPU}find", "over": _samples.rows}
+_OF_SELECT: dict[str, _Any] = {"cpu": f"{_CPU}select", "knows": _inputs.have_magnitudes, "over": _samples.values}
+_OF_QUANTIZE: dict[str, _Any] = {"cpu": f"{_CPU}quantize", "from_size": 1 << 10, "over": _samples.values}
+_CODING: dict[str, _Any] = {**_OF_QUANTIZE, "knows": _inputs.can_code}
 _ADDING: dict[str, _Any] = {**_OF_QUANTIZE, "size": _inputs.elements_of(-1)}
 
 nonzero_rows = _row(
-    _rows.nonzero_rows,
-    cpu=f"{_CPU}rows",
-    gpu=f"{_GPU}find",
-    from_size=1 << 12,
-    knows=_inputs.is_matrix,
-    samples=_of_rows(lambda rows, ids: _sample(rows)),
-)
-nonzero_rows_into = _row(
-    _rows.nonzero_rows_into, gpu=f"{_GPU}find", samples=_of_rows(lambda rows, ids: _sample(rows, ids, ids.clone()))
-)
-deal = _row(_rows.deal, **_OF_IDS, knows=_inputs.can_deal, samples=_each(lambda: _sample(_some_ids(), 2, 0)))
+    _rows.nonzero_rows, lambda rows, ids: _sample(rows), **_SEARCH,
+    cpu=f"{_CPU}rows", from_size=1 << 12, knows=_inputs.is_matrix,
+)  # fmt: skip
+nonzero_rows_into = _row(_rows.nonzero_rows_into, lambda rows, ids: _sample(rows, ids, ids.clone()), **_SEARCH)
+deal = _row(_rows.deal, lambda: _sample(_some_ids(), 2, 0), **_OF_IDS, knows=_inputs.can_deal)
 checksum = _row(
-    _codes.checksum,
-    **_OF_CODES,
-    from_size=1 << 12,
-    knows=_inputs.are_words,
-    samples=_each(lambda: _sample(_some_codes(8))),
+    _codes.checksum, lambda: _sample(_some_codes(8)), **_OF_CODES, from_size=1 << 12, knows=_inputs.are_words
 )
 pack_bits = _row(
-    _codes.pack_bits,
-    **_OF_BITS,
-    from_size=1 << 10,
-    knows=_inputs.are_ids,
-    samples=_each(lambda: _sample(_some_ids(), 5)),
+    _codes.pack_bits, lambda: _sample(_some_ids(), 5), **_OF_BITS, from_size=1 << 10, knows=_inputs.are_ids
 )
 unpack_bits = _row(
-    _codes.unpack_bits,
-    **_OF_BITS,
-    from_size=1 << 12,
-    knows=_inputs.are_bytes,
-    samples=_each(lambda: _sample(_codes.pack_bits(_some_ids(), 5))),
-)
+    _codes.unpack_bits, lambda: _sample(_codes.pack_bits(_some_ids(), 5)), **_OF_BITS,
+    from_size=1 << 12, knows=_inputs.are_bytes,
+)  # fmt: skip
 elias_fano_encode = _row(
-    _codes.elias_fano_encode,
-    **_OF_CODES,
-    from_size=1 << 10,
-    knows=_inputs.are_ids,
-    samples=_each(lambda: _sample(_some_ids(), 100)),
+    _codes.elias_fano_encode, lambda: _sample(_some_ids(), 100), **_OF_CODES, from_size=1 << 10, knows=_inputs.are_ids
 )
 elias_fano_decode = _row(
-    _codes.elias_fano_decode,
-    **_OF_CODES,
-    from_size=1 << 10,
-    knows=_inputs.are_bytes,
-    samples=_each(lambda: _sample(_codes.elias_fano_encode(_some_ids(), 100), 3, 100)),
-)
+    _codes.elias_fano_decode, lambda: _sample(_codes.elias_fano_encode(_some_ids(), 100), 3, 100), **_OF_CODES,
+    from_size=1 << 10, knows=_inputs.are_bytes,
+)  # fmt: skip
 gather_rows = _row(
-    _rows.gather_rows,
-    **_OF_ROWS,
-    size=_inputs.elements_of(1),
-    from_size=1 << 20,
-    knows=_inputs.can_gather,
-    samples=_of_rows(lambda rows, ids: _sample(rows, ids)),
-)
+    _rows.gather_rows, lambda rows, ids: _sample(rows, ids), **_OF_ROWS,
+    size=_inputs.elements_of(1), from_size=1 << 20, knows=_inputs.can_gather,
+)  # fmt: skip
 scatter_rows = _row(
-    _rows.scatter_rows,
-    **_OF_ROWS,
-    size=_inputs.elements_of(2),
-    from_size=1 << 17,
-    knows=_inputs.can_scatter,
-    samples=_of_rows(lambda rows, ids: _sample(rows, ids, rows[:2].clone())),
-)
+    _rows.scatter_rows, lambda rows, ids: _sample(rows, ids, rows[:2].clone()), **_OF_ROWS,
+    size=_inputs.elements_of(2), from_size=1 << 17, knows=_inputs.can_scatter,
+)  # fmt: skip
 union_places = _row(
     _rows.union_places,
-    cpu=f"{_CPU}union",
-    gpu=f"{_GPU}union",
-    size=_inputs.elements_of_pieces,
-    from_size=1 << 11,
-    knows=_inputs.can_unite,
-    samples=_each(
-        lambda: _sample([_some_ids(), _some_ids()], 5),  # by a bitmap
-        lambda: _sample([_some_ids(), _some_ids()], 1 << 40),  # by a merge
-    ),
-)
+    lambda: _sample([_some_ids(), _some_ids()], 5),  # by a bitmap
+    lambda: _sample([_some_ids(), _some_ids()], 1 << 40),  # by a merge
+    cpu=f"{_CPU}union", gpu=f"{_GPU}union",
+    size=_inputs.elements_of_pieces, from_size=1 << 11, knows=_inputs.can_unite,
+)  # fmt: skip
 sum_rows_at = _row(
-    _rows.sum_rows_at,
-    **_OF_ROWS,
-    size=_inputs.elements_of_sum,
-    from_size=1 << 13,
-    knows=_inputs.can_sum_at,
-    profiled_as="sum",
-    samples=_of_rows(lambda rows, ids: _sample([(ids, rows[:2])], *rows.shape, rows.dtype)),
-)
+    _rows.sum_rows_at, lambda rows, ids: _sample([(ids, rows[:2])], *rows.shape, rows.dtype), **_OF_ROWS,
+    size=_inputs.elements_of_sum, from_size=1 << 13, knows=_inputs.can_sum_at, profiled_as="sum",
+)  # fmt: skip
 sum_rows = _row(
-    _rows.sum_rows,
-    **_OF_ROWS,
-    size=_inputs.ids_of_pieces,
-    from_size=1 << 11,
-    knows=_inputs.can_sum,
-    profiled_as="sum",
-    samples=_of_rows(lambda rows, ids: _sample([(ids, rows[:2])] * 2)),
-)
+    _rows.sum_rows, lambda rows, ids: _sample([(ids, rows[:2])] * 2), **_OF_ROWS,
+    size=_inputs.ids_of_pieces, from_size=1 << 11, knows=_inputs.can_sum, profiled_as="sum",
+)  # fmt: skip
 dealt_ids = _row(
-    _rows.dealt_ids,
-    **_OF_IDS,
-    size=_inputs.elements_of(1),
-    knows=_inputs.can_undeal,
-    samples=_each(lambda: _sample(0, _some_ids(), 2, 0)),
-)
-mix = _row(_rows.mix, **_OF_IDS, knows=_inputs.are_ids, samples=_each(lambda: _sample(_some_ids(), 0)))
-owner_by_hash = _row(
-    _rows.owner_by_hash, **_OF_IDS, knows=_inputs.are_ids, samples=_each(lambda: _sample(_some_ids(), 2, 0))
-)
-group_by_owner = _row(
-    _rows.group_by_owner, **_OF_IDS, knows=_inputs.are_ids, samples=_each(lambda: _sample(_some_ids(), 5))
-)
+    _rows.dealt_ids, lambda: _sample(0, _some_ids(), 2, 0), **_OF_IDS,
+    size=_inputs.elements_of(1), knows=_inputs.can_undeal,
+)  # fmt: skip
+mix = _row(_rows.mix, lambda: _sample(_some_ids(), 0), **_OF_IDS, knows=_inputs.are_ids)
+owner_by_hash = _row(_rows.owner_by_hash, lambda: _sample(_some_ids(), 2, 0), **_OF_IDS, knows=_inputs.are_ids)
+group_by_owner = _row(_rows.group_by_owner, lambda: _sample(_some_ids(), 5), **_OF_IDS, knows=_inputs.are_ids)
 hierarchical_hash = _row(
-    _rows.hierarchical_hash,
-    cpu=f"{_CPU}ids",
-    gpu=f"{_GPU}hash",
-    from_size=1 << 10,
-    knows=_inputs.are_ids,
-    samples=_each(lambda: _sample(_some_ids(), 2, 0, parallel_slots=6, serial_slots=1)),
-)
+    _rows.hierarchical_hash, lambda: _sample(_some_ids(), 2, 0, parallel_slots=6, serial_slots=1),
+    cpu=f"{_CPU}ids", gpu=f"{_GPU}hash", from_size=1 << 10, knows=_inputs.are_ids,
+)  # fmt: skip
 top_magnitudes = _row(
     _select.top_magnitudes,
+    lambda values, steps: _sample(values, 10),
+    lambda values, steps: _sample(values, 1),  # in two passes
+    lambda values, steps: _sample(steps, 10),  # of equal ones
     **_OF_SELECT,
     from_size=1 << 12,
-    samples=_of_values(
-        lambda values, steps: _sample(values, 10),
-        lambda values, steps: _sample(values, 1),  # in two passes
-        lambda values, steps: _sample(steps, 10),  # of equal ones
-    ),
 )
 leading_magnitudes = _row(
-    _select.leading_magnitudes,
-    **_OF_SELECT,
-    from_size=1 << 12,
-    samples=_of_values(lambda values, steps: _sample(values, 10)),
+    _select.leading_magnitudes, lambda values, steps: _sample(values, 10), **_OF_SELECT, from_size=1 << 12
 )
 select_at_least = _row(
-    _select.select_at_least,
-    **_OF_SELECT,
-    from_size=1 << 12,
-    samples=_of_values(lambda values, steps: _sample(values, 2.0)),
+    _select.select_at_least, lambda values, steps: _sample(values, 2.0), **_OF_SELECT, from_size=1 << 12
 )
 count_at_least = _row(
-    _select.count_at_least,
-    **_OF_SELECT,
-    from_size=1 << 14,
-    samples=_of_values(lambda values, steps: _sample(values, 2.0)),
+    _select.count_at_least, lambda values, steps: _sample(values, 2.0), **_OF_SELECT, from_size=1 << 14
 )
 magnitude_moments = _row(
-    _select.magnitude_moments,
-    **_OF_SELECT,
-    from_size=1 << 12,
-    equal_bits=False,
-    samples=_of_values(lambda values, steps: _sample(values)),
+    _select.magnitude_moments, lambda values, steps: _sample(values), **_OF_SELECT, from_size=1 << 12, equal_bits=False
 )
 sum_log_magnitudes = _row(
-    _select.sum_log_magnitudes,
-    **_OF_SELECT,
-    from_size=1 << 12,
-    equal_bits=False,
-    samples=_of_values(lambda values, steps: _sample(values)),
+    _select.sum_log_magnitudes, lambda values, steps: _sample(values), **_OF_SELECT, from_size=1 << 12, equal_bits=False
 )
-largest_of_blocks = _row(
-    _quantize.largest_of_blocks,
-    **_OF_QUANTIZE,
-    knows=_inputs.can_code,
-    samples=_of_values(lambda values, steps: _sample(values, 8)),
-)
+largest_of_blocks = _row(_quantize.largest_of_blocks, lambda values, steps: _sample(values, 8), **_CODING)
 quantize = _row(
     _quantize.quantize,
+    lambda values, steps: _sample(values, steps, 8, 7, 8, None),
+    lambda values, steps: _sample(values, steps, 8, 7, 4, 0),
     **_OF_QUANTIZE,
     knows=lambda values, steps, *settings: _inputs.are_floats(values, steps),
-    samples=_of_values(
-        lambda values, steps: _sample(values, steps, 8, 7, 8, None),
-        lambda values, steps: _sample(values, steps, 8, 7, 4, 0),
-    ),
 )
 add_quantized = _row(
     _quantize.add_quantized,
+    lambda values, steps: _sample(_some_codes(8), steps, 8, 7, 8, values),
+    lambda values, steps: _sample(_some_codes(4), steps, 8, 7, 4, values),
     **_ADDING,
     knows=_inputs.can_add,
-    samples=_of_values(
-        lambda values, steps: _sample(_some_codes(8), steps, 8, 7, 8, values),
-        lambda values, steps: _sample(_some_codes(4), steps, 8, 7, 4, values),
-    ),
 )
-pack_signs = _row(
-    _quantize.pack_signs,
-    **_OF_QUANTIZE,
-    knows=_inputs.can_code,
-    samples=_of_values(lambda values, steps: _sample(values, 0)),
-)
+pack_signs = _row(_quantize.pack_signs, lambda values, steps: _sample(values, 0), **_CODING)
 add_signs = _row(
-    _quantize.add_signs,
-    **_ADDING,
+    _quantize.add_signs, lambda values, steps: _sample(_some_codes(1), steps, 8, values), **_ADDING,
     knows=_inputs.can_add,
-    samples=_of_values(lambda values, steps: _sample(_some_codes(1), steps, 8, values)),
-)
-mean_of_blocks = _row(
-    _quantize.mean_of_blocks,
-    **_OF_QUANTIZE,
-    knows=_inputs.can_code,
-    equal_bits=False,
-    samples=_of_values(lambda values, steps: _sample(values, 8)),
-)
-round_to_powers = _row(
-    _quantize.round_to_powers,
-    **_OF_QUANTIZE,
-    knows=_inputs.can_code,
-    samples=_of_values(lambda values, steps: _sample(values, 1, 0)),
-)
+)  # fmt: skip
+mean_of_blocks = _row(_quantize.mean_of_blocks, lambda values, steps: _sample(values, 8), **_CODING, equal_bits=False)
+round_to_powers = _row(_quantize.round_to_powers, lambda values, steps: _sample(values, 1, 0), **_CODING)
 add_from_table = _row(
     _quantize.add_from_table,
+    lambda values, steps: _sample(_some_codes(), values[:256].clone(), steps, 8, values),
     **_ADDING,
     knows=lambda codes, table, steps, block, total: _inputs.are_floats(total, codes, table, steps),
-    samples=_of_values(lambda values, steps: _sample(_some_codes(), values[:256].clone(), steps, 8, values)),
 )

@@ -27,27 +27,22 @@ class Sample:
         return kernel(*self.args, **self.settings)
 
 
-Samples = Callable[[], Iterator[Sample]]
-"""A function that makes the samples of a kernel, new ones at each call: some kernels write to their arguments."""
+def once() -> Iterator[tuple[()]]:
+    """Yield no inputs, once, for samples that are made of nothing."""
+    yield ()
 
 
-def each(*make: Callable[[], Sample]) -> Samples:
-    """Return a function that makes one sample with each of ``make``."""
-    return lambda: (made() for made in make)
+def rows() -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield three rows of each dtype and word size, and two of their ids; new ones, as some kernels write to them."""
+    for dtype in DTYPES:
+        for width in (1, 2, 3, 4, 8):
+            yield torch.ones(3, width, dtype=dtype), torch.tensor([0, 2])
 
 
-def of_rows(make: Callable[[Tensor, Tensor], Sample]) -> Samples:
-    """Return a function that makes a sample for rows of each dtype and word size, and two of their ids."""
-    return lambda: (
-        make(torch.ones(3, width, dtype=dtype), torch.tensor([0, 2])) for dtype in DTYPES for width in (1, 2, 3, 4, 8)
-    )
-
-
-def of_values(*make: Callable[[Tensor, Tensor], Sample]) -> Samples:
-    """Return a function that makes samples for 1000 values and steps of blocks of 8, of each working dtype."""
-    return lambda: (
-        made(torch.arange(1000, dtype=dtype), torch.ones(125, dtype=dtype)) for dtype in WORKING_DTYPES for made in make
-    )
+def values() -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield 1000 values and steps of blocks of 8, of each working dtype."""
+    for dtype in WORKING_DTYPES:
+        yield torch.arange(1000, dtype=dtype), torch.ones(125, dtype=dtype)
 
 
 def ids() -> Tensor:

@@ -10,123 +10,75 @@ from thinwire.sync.scheme import Aggregation, Balance, Communication, Ownership,
 from thinwire.sync.two_level import TWO_LEVEL_PREFIX, TwoLevel
 from thinwire.wire import Format
 
-DENSE = Scheme(
-    Communication.NATIVE, Aggregation.INCREMENTAL, Partitioning.CENTRALIZATION, None,
-    push_format=(Format.DENSE,), pull_format=(Format.DENSE,),
-)  # fmt: skip
+_COO = {"push_format": (Format.COO,), "pull_format": (Format.COO,)}
+_DENSE = {"push_format": (Format.DENSE,), "pull_format": (Format.DENSE,)}
+
+DENSE = Scheme(Communication.NATIVE, Aggregation.INCREMENTAL, Partitioning.CENTRALIZATION, None, **_DENSE)
 """The process group's dense all-reduce: what DDP does."""
 
-AGSPARSE = Scheme(
-    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.CENTRALIZATION, None,
-    push_format=(Format.COO,), pull_format=(Format.COO,),
-)  # fmt: skip
+AGSPARSE = Scheme(Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.CENTRALIZATION, None, **_COO)
 """All ranks send their whole sparse tensor to all, and each adds them up (Horovod, PyTorch's Gloo)."""
 
 AGSPARSE_CODED = replace(AGSPARSE, push_format=tuple(Format))
 """AGsparse with the cheapest format for each message, as in `ZEN`: one stage of messages."""
 
-SPARSE_PS = Scheme(
-    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
-    push_format=(Format.COO,), pull_format=(Format.COO,),
-)  # fmt: skip
+SPARSE_PS = replace(AGSPARSE, partition=Partitioning.PARALLELISM, balance=Balance.IMBALANCED)
 """A sparse parameter server on the ranks themselves: each owns a contiguous range (Parallax)."""
 
 BALANCED_PARALLELISM = Scheme(
-    Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,
-    push_format=(Format.COO,), pull_format=(Format.COO,),
-)  # fmt: skip
+    Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED, **_COO
+)
 """ZEN's optimal scheme under parallelism (Definition 6), with plain COO."""
 
-ZEN = Scheme(Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED)
+ZEN = replace(BALANCED_PARALLELISM, push_format=tuple(Format), pull_format=tuple(Format))
 """Balanced parallelism with the cheapest format for each message: COO, Elias-Fano, bitmap, hash bitmap, or dense."""
 
-COLUMN_SPLIT = Scheme(
-    Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,
-    ownership=Ownership.COLUMNS, pull_format=(Format.DENSE,),
-)  # fmt: skip
+COLUMN_SPLIT = replace(ZEN, ownership=Ownership.COLUMNS, pull_format=(Format.DENSE,))
 """Parallelism over columns: imbalance exactly 1, no ids in the pull; for rows much wider than the number of ranks."""
 
-UNION_SPLIT = Scheme(
-    Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,
-    ownership=Ownership.UNION, pull_format=(Format.DENSE,),
-)  # fmt: skip
+UNION_SPLIT = replace(COLUMN_SPLIT, ownership=Ownership.UNION)
 """Parallelism over positions of the union: no ids in the pull, and its imbalance is exactly 1; for wide rows."""
 
-ZEN_ELEMENTS = Scheme(
-    Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED,
-    ownership=Ownership.HIERARCHICAL_HASH, push_format=(Format.COO,), pull_format=(Format.HASH_BITMAP,),
-    unit=Unit.ELEMENTS,
+ZEN_ELEMENTS = replace(
+    ZEN, ownership=Ownership.HIERARCHICAL_HASH, unit=Unit.ELEMENTS,
+    push_format=(Format.COO,), pull_format=(Format.HASH_BITMAP,),
 )  # fmt: skip
 """ZEN as published: single elements, owners by hierarchical hashing, COO in the push, hash bitmaps in the pull."""
 
-OMNIREDUCE = Scheme(
-    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
-    ownership=Ownership.BLOCK_CYCLIC, push_format=(Format.COO,), pull_format=(Format.COO,), unit=Unit.BLOCKS,
-)  # fmt: skip
+OMNIREDUCE = replace(SPARSE_PS, ownership=Ownership.BLOCK_CYCLIC, unit=Unit.BLOCKS)
 """OmniReduce (SIGCOMM'21) as in its code: blocks that are not zero, dealt round-robin to aggregators.
 
 Its workers send the index of the next non-zero block in 4 bytes; here an index has the fewest bytes that hold it.
 """
 
-OMNIREDUCE_CONTIGUOUS = Scheme(
-    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
-    push_format=(Format.COO,), pull_format=(Format.COO,), unit=Unit.BLOCKS,
-)  # fmt: skip
+OMNIREDUCE_CONTIGUOUS = replace(SPARSE_PS, unit=Unit.BLOCKS)
 """OmniReduce as ZEN describes it: each aggregator has a contiguous range of blocks."""
 
-DENSE_PS = Scheme(
-    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
-    push_format=(Format.DENSE,), pull_format=(Format.DENSE,),
-)  # fmt: skip
+DENSE_PS = replace(SPARSE_PS, **_DENSE)
 """A dense parameter server on the ranks themselves. Every row is in the sum, zeros included."""
 
-DENSE_RING = Scheme(
-    Communication.RING, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.IMBALANCED,
-    push_format=(Format.DENSE,), pull_format=(Format.DENSE,),
-)  # fmt: skip
+DENSE_RING = replace(DENSE_PS, communication=Communication.RING, aggregation=Aggregation.INCREMENTAL)
 """The classical ring all-reduce, in thinwire's own messages. Every row is in the sum, zeros included."""
 
-DENSE_HALVING_DOUBLING = Scheme(
-    Communication.HIERARCHY, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.IMBALANCED,
-    push_format=(Format.DENSE,), pull_format=(Format.DENSE,),
-)  # fmt: skip
+DENSE_HALVING_DOUBLING = replace(DENSE_RING, communication=Communication.HIERARCHY)
 """The classical halving-doubling all-reduce (Rabenseifner): the bytes of a ring, in 2 log2 of n stages."""
 
-AGSPARSE_RING = Scheme(
-    Communication.RING, Aggregation.ONE_SHOT, Partitioning.CENTRALIZATION, None,
-    push_format=(Format.COO,), pull_format=(Format.COO,),
-)  # fmt: skip
+AGSPARSE_RING = replace(AGSPARSE, communication=Communication.RING)
 """AGsparse by the ring all-gather that Gloo and NCCL run."""
 
-AGSPARSE_HIERARCHY = Scheme(
-    Communication.HIERARCHY, Aggregation.ONE_SHOT, Partitioning.CENTRALIZATION, None,
-    push_format=(Format.COO,), pull_format=(Format.COO,),
-)  # fmt: skip
+AGSPARSE_HIERARCHY = replace(AGSPARSE, communication=Communication.HIERARCHY)
 """AGsparse by recursive doubling: the same bytes, in log2 of n stages."""
 
-SPARCML = Scheme(
-    Communication.HIERARCHY, Aggregation.INCREMENTAL, Partitioning.CENTRALIZATION, None,
-    push_format=(Format.COO,), pull_format=(Format.COO,),
-)  # fmt: skip
+SPARCML = replace(AGSPARSE_HIERARCHY, aggregation=Aggregation.INCREMENTAL)
 """SparCML's SSAR_Recursive_double (SC'19): partners exchange and merge all rows that they hold."""
 
-SPARCML_DENSE = Scheme(
-    Communication.HIERARCHY, Aggregation.INCREMENTAL, Partitioning.CENTRALIZATION, None,
-    push_format=(Format.COO,), pull_format=(Format.COO,), dense_switch=True,
-)  # fmt: skip
+SPARCML_DENSE = replace(SPARCML, dense_switch=True)
 """SPARCML with messages that are dense as soon as that is fewer bytes: rows of zeros then appear as present."""
 
-SPARCML_SPLIT = Scheme(
-    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
-    push_format=(Format.COO,), pull_format=(Format.COO,), pull_communication=Communication.HIERARCHY,
-)  # fmt: skip
+SPARCML_SPLIT = replace(SPARSE_PS, pull_communication=Communication.HIERARCHY)
 """SparCML's SSAR_Split_allgather: each rank sums a range, and recursive doubling brings the sums to all."""
 
-SPARCML_SPLIT_DENSE = Scheme(
-    Communication.POINT_TO_POINT, Aggregation.ONE_SHOT, Partitioning.PARALLELISM, Balance.IMBALANCED,
-    push_format=(Format.COO,), pull_format=(Format.COO,), pull_communication=Communication.HIERARCHY,
-    dense_switch=True,
-)  # fmt: skip
+SPARCML_SPLIT_DENSE = replace(SPARCML_SPLIT, dense_switch=True)
 """SparCML's DSAR_Split_allgather: SPARCML_SPLIT, with sums that return dense if that is fewer bytes.
 
 In the paper sums always return dense. Here a share may be sent dense to its owner too, if that is fewer bytes.
@@ -138,30 +90,9 @@ SPARCML_CODED = replace(SPARCML, push_format=tuple(Format))
 HIERARCHICAL_CENTRALIZATION = SPARCML
 """ZEN's optimal scheme under centralization (Lemma 2): the same point."""
 
-NAMED = {
-    "dense": DENSE,
-    "agsparse": AGSPARSE,
-    "agsparse_coded": AGSPARSE_CODED,
-    "sparse_ps": SPARSE_PS,
-    "balanced_parallelism": BALANCED_PARALLELISM,
-    "zen": ZEN,
-    "column_split": COLUMN_SPLIT,
-    "union_split": UNION_SPLIT,
-    "zen_elements": ZEN_ELEMENTS,
-    "omnireduce": OMNIREDUCE,
-    "omnireduce_contiguous": OMNIREDUCE_CONTIGUOUS,
-    "dense_ps": DENSE_PS,
-    "dense_ring": DENSE_RING,
-    "dense_halving_doubling": DENSE_HALVING_DOUBLING,
-    "agsparse_ring": AGSPARSE_RING,
-    "agsparse_hierarchy": AGSPARSE_HIERARCHY,
-    "sparcml": SPARCML,
-    "sparcml_dense": SPARCML_DENSE,
-    "sparcml_split": SPARCML_SPLIT,
-    "sparcml_split_dense": SPARCML_SPLIT_DENSE,
-    "sparcml_coded": SPARCML_CODED,
-    "hierarchical_centralization": HIERARCHICAL_CENTRALIZATION,
-}
+NAMED = {name.lower(): point for name, point in list(globals().items()) if isinstance(point, Scheme)}
+"""The points above, by their names in lower case."""
+
 AUTO = "auto"
 
 

@@ -9,9 +9,9 @@ from typing import Final, TypeVar
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from thinwire.comm.channel import Channel, Subject
+from thinwire.comm.channel import Channel
 from thinwire.comm.hosts import Hosts, ranks_of_hosts
-from thinwire.errors import can_be_told
+from thinwire.errors import deferred
 from thinwire.partition import FirstRanks, Partition, Permutation
 from thinwire.sparse import SparseRows
 from thinwire.sync import direct
@@ -196,14 +196,14 @@ class _Run:
         self._host = next(ranks for ranks in scheme.hosts if channel.rank in ranks)
         place = self._host.index(channel.rank)
         linked = place < min(map(len, scheme.hosts))
-        self._inside = self._among(self._host)
-        self._partners = self._among([ranks[place] for ranks in scheme.hosts]) if linked else None
+        self._inside = channel.among(self._host)
+        self._partners = channel.among([ranks[place] for ranks in scheme.hosts]) if linked else None
 
     def sum(self, rows: SparseRows, scale: float) -> SparseRows:
         partition = shares(self._scheme, rows.num_rows, len(self._host))
         size = partition.parts[self._inside.rank].size
-        reduced = _deferred(lambda: direct.reduce_scatter(rows, partition, CHOICE, self._inside, 1.0))
-        total = _deferred(lambda: self._between_hosts(lambda: SparseRows.trusted(*reduced()(), size), scale))
+        reduced = deferred(lambda: direct.reduce_scatter(rows, partition, CHOICE, self._inside, 1.0))
+        total = deferred(lambda: self._between_hosts(lambda: SparseRows.trusted(*reduced()(), size), scale))
         summed = direct.all_gather(rows, total, partition, CHOICE, self._inside)
         for channel in (self._inside, self._partners):
             for kind, formats in (channel.formats_sent if channel else {}).items():
@@ -218,26 +218,3 @@ class _Run:
             between = replace(self._scheme.between, unit=Unit.ROWS)
             rows = self._synchronize(self._partners.attempt(reduced), between, self._partners, scale)
         return rows.ids, rows.values
-
-    def _among(self, ranks: Sequence[int]) -> Channel:
-        """Return a channel among some of the ranks, including this one."""
-        subject = self._channel.subject
-        name = f"{subject.name} (among ranks {', '.join(map(str, ranks))}, which count from 0 here)"
-        exchange = self._channel.exchange.subset(ranks)
-        return Channel(exchange, Subject(name, subject.description), self._channel.sequence)
-
-
-def _deferred(work: Callable[[], T]) -> Callable[[], T]:
-    """Do the work now; return a function that returns its result or, if peers can learn of it, raises its failure."""
-    try:
-        result = work()
-    except Exception as error:
-        if not can_be_told(error):
-            raise
-        failure = error
-
-        def fail() -> T:
-            raise failure
-
-        return fail
-    return lambda: result

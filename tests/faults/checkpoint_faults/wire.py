@@ -28,9 +28,10 @@ class Frame:
     header: bytearray  # with the tag
     text: bytearray
     payload: bytearray
+    tag: bytearray  # of the payload
 
     def __bytes__(self) -> bytes:
-        return bytes(self.header + self.text + self.payload)
+        return bytes(self.header + self.text + self.payload + self.tag)
 
 
 Tamper = Callable[[Frame], bytes | None]
@@ -91,9 +92,9 @@ class Proxy:
                 header = _exactly(source, _HEADER.size + _TAG_BYTES)
                 _, kind, text_bytes, payload_bytes, _ = _HEADER.unpack(header[: _HEADER.size])
                 counts[kind] = counts.get(kind, -1) + 1
-                frame = Frame(
-                    FrameKind(kind), counts[kind], header, _exactly(source, text_bytes), _exactly(source, payload_bytes)
-                )
+                text, payload = _exactly(source, text_bytes), _exactly(source, payload_bytes)
+                tag = _exactly(source, _TAG_BYTES if payload_bytes else 0)
+                frame = Frame(FrameKind(kind), counts[kind], header, text, payload, tag)
                 self.seen += bytes(frame) if forward else b""
                 passed = self.tamper(frame)
                 if passed is None:
@@ -161,7 +162,7 @@ def say(address: str, *sayings: bytes) -> None:
 
 def header(kind: int, text_bytes: int, payload_bytes: int, sequence: int = 0) -> bytes:
     """Of a frame, with a tag that is none."""
-    return _HEADER.pack(0x31465754, kind, text_bytes, payload_bytes, sequence) + bytes(_TAG_BYTES)
+    return _HEADER.pack(0x32465754, kind, text_bytes, payload_bytes, sequence) + bytes(_TAG_BYTES)
 
 
 def babble(address: str, chance: random.Random, knows_secret: bool, sentences: int = 5) -> None:

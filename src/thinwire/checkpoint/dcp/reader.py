@@ -85,7 +85,7 @@ class MemoryReader(MemoryStorage, StorageReader):
         process_group: Group = None,
         timeout: timedelta | None = None,
     ) -> None:
-        super().__init__(run_id, 1, holder_socket, process_group, timeout)
+        super().__init__(run_id, 1, holder_socket, process_group, timeout, leases=False)
         self._version: ForeignVersion | None = None
         self._saved: Mapping[int, _Saved] = {}
         self._places: dict[MetadataIndex, tuple[int, int]] = {}  # owner, index of the slice

@@ -26,12 +26,15 @@ class MemoryStorage:
         holder_socket: str | Path | None,
         process_group: Group,
         timeout: timedelta | None,
+        leases: bool,
     ) -> None:
         self._run_id = run_id_of(run_id)
         self._group: Any = new_group(process_group, timeout or timedelta(minutes=30))
         self._about = {"world_size": dist.get_world_size(self._group), "state": STATE}
         try:
-            self._registration = Registration(holder_socket, self._run_id, self._about, replicas, 0, self._group)
+            self._registration = Registration(
+                holder_socket, self._run_id, self._about, replicas, 0, self._group, leases=leases
+            )
         except Exception:
             dist.destroy_process_group(self._group)
             raise

@@ -55,7 +55,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
 
     Raises:
         ValueError: as `Checkpointer` does; and in `torch.distributed.checkpoint.save`, for a value that JSON and
-            tensors cannot express, or a state that has outgrown the room of the first one.
+            tensors cannot express.
         ThinwireError: in `torch.distributed.checkpoint.save`: the holder is lost, or there was no free slot in time.
     """
 
@@ -68,7 +68,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
         process_group: Group = None,
         timeout: timedelta | None = None,
     ) -> None:
-        super().__init__(run_id, replicas, holder_socket, process_group, timeout)
+        super().__init__(run_id, replicas, holder_socket, process_group, timeout, leases=True)
         self._notices, self._encoder = Notices(dist.get_rank(self._group)), StateEncoder()
         self._pacer = Pacer(self._grant, every=1, watched=False)
         self._agreement = Agreement(self._registration, self._group, None, self._pacer, self._notices)
@@ -87,9 +87,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
         encoded, reason = None, ""
         try:
             encoded = self._encoder.encode(_state_of(plan, planner))
-            room = self._agreement.room_bytes
-            if room is not None and encoded.payload_bytes > room:
-                raise ValueError(f"{encoded.payload_bytes:,} bytes do not fit slots of {room:,}: make a new writer")
+            self._agreement.payload_bytes = encoded.payload_bytes
         except Exception as error:
             reason = f"{type(error).__name__}: {error}"
         failed = failures_of(reason, self._group)
@@ -117,8 +115,8 @@ class MemoryWriter(MemoryStorage, StorageWriter):
         step = self._step + 1 if self._given is None else self._given
         self._given = None  # DCP says nothing when there is nothing to say
         self._pacer.note_step()
-        if not registration.registered:
-            described_bytes = len(encoded.to_bytes(self._about))
+        described_bytes = len(encoded.to_bytes(self._about))
+        if described_bytes > registration.layout_bytes or not registration.registered:
             registration.layout_bytes = max(registration.layout_bytes, _LAYOUT_ROOM * described_bytes)
         turn = self._turn(step, encoded.payload_bytes)
         failed = failures_of(self._publish(turn, encoded), self._group)

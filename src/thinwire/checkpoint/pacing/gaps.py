@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from thinwire.checkpoint.pacing.counters import Sampler, busy_periods
 from thinwire.checkpoint.pacing.idle import PROFILED_ITERATIONS, IdleProfile, profile
 from thinwire.errors import ThinwireError
 
@@ -74,8 +75,13 @@ def even_grants(
     return [Grant(past_seconds + part * step_seconds, bounds[part + 1] - bounds[part]) for part in range(count)]
 
 
-def gap_grants(found: IdleProfile, num_bytes: int, bytes_per_second: float) -> list[Grant]:
-    """Return grants for each gap, over the iterations needed: Algorithm 2, for a link without latency.
+def gap_grants(
+    found: IdleProfile, num_bytes: int, bytes_per_second: float, latency_seconds: float = 0.0, first: int = 0
+) -> list[Grant]:
+    """Return grants for each gap, over the iterations needed: Algorithm 2.
+
+    Sending n bytes takes ``latency_seconds + n / bytes_per_second``: the pieces of a gap follow each other without
+    waiting, so they have one latency together. ``first`` is the number of the first gap, over all iterations.
 
     Raises ValueError if the network is never idle, or for bytes that need more than 100,000 grants.
 
@@ -83,13 +89,15 @@ def gap_grants(found: IdleProfile, num_bytes: int, bytes_per_second: float) -> l
         >>> gap_grants(profile([[(0.5, 1.0)]]), num_bytes=150, bytes_per_second=100.0)
         [Grant(seconds=0.5, num_bytes=90, iteration=0), Grant(seconds=0.5, num_bytes=60, iteration=1)]
     """
-    rooms = [math.floor(min(num_bytes, found.gamma * span * bytes_per_second)) for span in found.spans]
+    sending = [max(0.0, found.gamma * span - latency_seconds) for span in found.spans]
+    rooms = [math.floor(min(num_bytes, seconds * bytes_per_second)) for seconds in sending]
     if num_bytes * len(rooms) > MAX_GRANTS * sum(rooms):
         raise ValueError(f"{num_bytes:,} bytes in idle timespans for {sum(rooms):,}: the network is never idle")
     grants: list[Grant] = []
-    places = ((iteration, number) for iteration in itertools.count() for number in range(len(rooms)))
-    while num_bytes:
-        iteration, number = next(places)
+    for place in itertools.count(first):
+        if not num_bytes:
+            break
+        iteration, number = divmod(place, len(rooms))
         length = min(rooms[number], num_bytes)
         if length:
             grants.append(Grant(found.timespans[number].start_seconds, length, iteration))
@@ -104,10 +112,22 @@ class Pacer:
         grant: function called with the granted bytes; a ThinwireError from it ends the grants of this version.
         every: iterations between two offers.
         watched: whether `note_busy` will be called with the times of the lane's jobs.
+        revoke: function called when a gap ends: it withdraws what was granted and not sent, and returns the bytes of
+            the offer that are left, which later gaps get.
+        sampler: source of the busy times where no lane is watched.
     """
 
-    def __init__(self, grant: Callable[[int], None], every: int, watched: bool) -> None:
+    def __init__(
+        self,
+        grant: Callable[[int], None],
+        every: int,
+        watched: bool,
+        revoke: Callable[[], int] | None = None,
+        sampler: Sampler | None = None,
+    ) -> None:
         self._grant, self._every, self._watched = grant, every, watched
+        self._revoke, self._sampler = revoke, sampler
+        self._link = 0.0, 0.0  # of the last offer: bytes/s, seconds of latency
         self._changed = threading.Condition()
         self._grants: list[Grant] = []
         self._planned_grants: list[Grant] = []
@@ -128,13 +148,14 @@ class Pacer:
     @property
     def how(self) -> str:
         """Text for people: how bytes are granted now."""
-        if not self._watched:
+        if not self._watched and self._sampler is None:
             return "evenly: no synchronizer is attached, so the idle times of the network are not known"
+        by = self._sampler.counters.name if self._sampler is not None else "the lane of the synchronizer"
         if self.profile is None:
-            return f"evenly: {len(self._profiled)} of {PROFILED_ITERATIONS} iterations profiled"
+            return f"evenly: {len(self._profiled)} of {PROFILED_ITERATIONS} iterations profiled, by {by}"
         steady = "" if self.profile.steady else ", which vary by more than 10 %"
         again = "; profiled anew now, because iterations take another time than they did" if self._is_drifting else ""
-        return f"in {len(self.profile.spans)} idle timespans of each iteration{steady}{again}"
+        return f"in {len(self.profile.spans)} idle timespans of each iteration{steady}, by {by}{again}"
 
     @property
     def schedule(self) -> str:
@@ -162,8 +183,16 @@ class Pacer:
         with self._changed:
             self._busy.append((started, ended))
 
-    def note_step(self) -> None:
-        """Record the end of an optimizer step, which begins a new iteration."""
+    @property
+    def is_profiling(self) -> bool:
+        """Whether the busy times of the network are being recorded, in iterations without a checkpoint's bytes."""
+        return self._sampler is not None and (self.profile is None or self._is_drifting)
+
+    def note_step(self, loaded: bool = False) -> float | None:
+        """Record the end of an optimizer step, which begins a new iteration, and return the length of the last one.
+
+        ``loaded``: whether a checkpoint was on its way in it.
+        """
         now = time.perf_counter()
         with self._changed:
             started, self._origin = self._origin, now
@@ -171,10 +200,19 @@ class Pacer:
             self._iteration += 1
             self._changed.notify_all()
             if self._iteration == 1:
-                return
+                return None
             self._lengths = [*self._lengths[1 - PROFILED_ITERATIONS :], now - started]
-            if self._watched and (self.profile is None or self._is_drifting):
+            if self._sampler is not None:
+                samples = self._sampler.take()
+                busy = busy_periods(samples)
+                loaded = loaded or not samples or samples[0][0] - started > LEAST_GAP * (now - started)
+            if (self._watched or (self._sampler is not None and not loaded)) and (
+                self.profile is None or self._is_drifting
+            ):
                 self._profile(idle_timespans(busy, started, now))
+            if self._sampler is not None:
+                self._sampler.switch(self.is_profiling)
+            return now - started
 
     @property
     def _is_drifting(self) -> bool:
@@ -194,8 +232,9 @@ class Pacer:
         self._profiled, self._profiled_seconds = [], self.iteration_seconds
         logger.info("checkpoints: bytes are granted %s", self.how)
 
-    def offer(self, num_bytes: int, bytes_per_second: float | None) -> None:
-        """Grant that many bytes from now on; the rest of an earlier offer is void."""
+    def offer(self, num_bytes: int, bytes_per_second: float | None, latency_seconds: float = 0.0) -> None:
+        """Grant that many bytes from now on, on a link of that speed and latency; an earlier offer is void."""
+        self._link = bytes_per_second or 0.0, latency_seconds
         grants, needed = self._plan(num_bytes, bytes_per_second)
         if needed > self._most_needed:
             self._most_needed = needed
@@ -208,7 +247,7 @@ class Pacer:
             if num_bytes:
                 self.iterations_needed = needed
             self._offered = self._iteration
-            self._grants, self._planned_grants = grants, list(grants) or self._planned_grants
+            self._grants, self._planned_grants = self._with_ends(grants), grants or self._planned_grants
             self._sent_at = self._end_of(grants, bytes_per_second)
             self._changed.notify_all()
 
@@ -223,6 +262,30 @@ class Pacer:
         """Seconds until the offered bytes should have been sent; infinite if that is in a later iteration."""
         return max(0.0, self._sent_at - time.perf_counter())
 
+    def _with_ends(self, grants: list[Grant]) -> list[Grant]:
+        """The grants, each followed by the end of its gap, a grant of 0 bytes; evenly paced ones have no gaps."""
+        if self.profile is None or self._revoke is None or not self._link[0]:
+            return list(grants)
+        ends = {span.start_seconds: span.start_seconds + span.length_seconds for span in self.profile.timespans}
+        return [
+            each for grant in grants
+            for each in (grant, *(Grant(ends[at], 0, grant.iteration) for at in [grant.seconds] if at in ends))
+        ]  # fmt: skip
+
+    def _end_gap(self, ended: Grant) -> None:
+        """Withdraw what the gap did not send, and grant what is left in the gaps after it."""
+        left = self._revoke() if self._revoke is not None else 0
+        with self._changed:
+            found, (speed, latency) = self.profile, self._link
+            if found is None or self._grants[:1] != [ended]:  # there is another offer meanwhile
+                return
+            ends = [span.start_seconds + span.length_seconds for span in found.timespans]
+            place = ended.iteration * len(ends) + (ends.index(ended.seconds) + 1 if ended.seconds in ends else 0)
+            grants: list[Grant] = []
+            with contextlib.suppress(ValueError):
+                grants = gap_grants(found, left, speed, latency, place)
+            self._grants, self._sent_at = self._with_ends(grants), self._end_of(grants, speed)
+
     def _plan(self, num_bytes: int, bytes_per_second: float | None) -> tuple[list[Grant], int]:
         """Grants, and the number of iterations that they span."""
         seconds = self.iteration_seconds
@@ -230,7 +293,7 @@ class Pacer:
             return [], 1
         if self.profile is not None and bytes_per_second:
             with contextlib.suppress(ValueError):
-                grants = gap_grants(self.profile, num_bytes, bytes_per_second)
+                grants = gap_grants(self.profile, num_bytes, *self._link)
                 return grants, grants[-1].iteration + 1
         needed = math.ceil(num_bytes / bytes_per_second / (EVEN_SHARE * seconds)) if bytes_per_second and seconds else 1
         with self._changed:
@@ -247,9 +310,12 @@ class Pacer:
                 if due is None or due > 0:
                     self._changed.wait(due)
                     continue
-                num_bytes = self._grants.pop(0).num_bytes
+                now = self._grants[0] if not self._grants[0].num_bytes else self._grants.pop(0)
             try:
-                self._grant(num_bytes)
+                if now.num_bytes:
+                    self._grant(now.num_bytes)
+                else:
+                    self._end_gap(now)
             except (ThinwireError, OSError):
                 with self._changed:
                     self._grants = []
@@ -266,3 +332,5 @@ class Pacer:
             self._closed = True
             self._changed.notify_all()
         self._thread.join()
+        if self._sampler is not None:
+            self._sampler.close()

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from thinwire.checkpoint.state.encode import kind_of
 from thinwire.checkpoint.state.layout import DTYPES, StateLayout, TensorSlice
 from thinwire.checkpoint.state.sharding import Meshes, local_of
 from thinwire.errors import CorruptMessageError
@@ -107,7 +111,54 @@ def _decode(node: Any, count: int, place: _Place, existing: Any) -> Any:
     if tag == "dict" and isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value):
         pairs = [(_key(key, place), inner) for key, inner in value]
         return {key: _decode(inner, count, place, _item(existing, key)) for key, inner in pairs}
+    if tag == "array":
+        tensor = _decode(value, count, place, _shared(existing))
+        if isinstance(tensor, Tensor) and tensor.device.type == "cpu":
+            return tensor.numpy()
+    if tag == "subclass" and isinstance(value, list) and len(value) == 2:
+        return _subclass(value[0], value[1], count, place, existing)
+    if tag in _COLLECTIONS and isinstance(value, list):
+        try:
+            return _COLLECTIONS[tag](_key(item, place) for item in value)
+        except (TypeError, ValueError) as error:
+            raise CorruptMessageError(f"not a {tag} of a layout: {error}") from error
     return _plain(tag, value)
+
+
+_COLLECTIONS: dict[str, Callable[[Iterable[Any]], Any]] = {
+    "set": set, "frozenset": frozenset, "range": lambda items: range(*items), "slice": lambda items: slice(*items),
+    "size": torch.Size,
+}  # fmt: skip
+
+
+def _shared(array: Any) -> Tensor | None:
+    """The memory of an existing array as a tensor, to be filled in place."""
+    known = isinstance(array, np.ndarray) and array.dtype.name in DTYPES and array.dtype.isnative
+    return torch.from_numpy(array) if known and array.flags.c_contiguous and array.flags.writeable else None
+
+
+def _subclass(kind: Any, parts: Any, count: int, place: _Place, existing: Any) -> Any:
+    """A tensor made of inner tensors: the existing one, filled in place, else a new one of a class that is loaded."""
+    is_like = hasattr(existing, "__tensor_flatten__") and kind_of(existing) == kind
+    try:
+        module, name, shape, stride, context = kind
+        inner = {
+            part: _decode(node, count, place, getattr(existing, part, None) if is_like else None)
+            for part, node in parts
+        }
+        made: Any = sys.modules.get(module)
+        for each in name.split("."):
+            made = getattr(made, each, None)
+        size = torch.Size(shape), tuple(stride)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise CorruptMessageError(f"not a tensor of a layout: {str(kind)[:40]}: {error}") from error
+    if is_like and all(getattr(existing, part, None) is tensor for part, tensor in inner.items()):
+        return existing
+    if not (isinstance(made, type) and issubclass(made, Tensor) and hasattr(made, "__tensor_unflatten__")):
+        raise ValueError(f"there is no class {module}.{name} to make a tensor of: import it before restore")
+    if context is None:
+        raise ValueError(f"a {name} can only be restored in place: make one optimizer step before restore")
+    return made.__tensor_unflatten__(inner, _decode(context, 0, place, None), *size)
 
 
 def _key(node: Any, place: _Place) -> Any:
@@ -125,7 +176,17 @@ def _plain(tag: str, value: Any) -> Any:
             return float.fromhex(value)
         if tag == "bytes":
             return base64.b64decode(value, validate=True)
-    except (ValueError, TypeError) as error:
+        if tag == "complex":
+            real, imag = map(float.fromhex, value)
+            return complex(real, imag)
+        if tag == "numpy" and re.fullmatch(r"[<>|=][biufcmM]\d{1,2}(\[\w{1,16}\])?", value[0]):
+            (made,) = np.frombuffer(bytes.fromhex(value[1]), np.dtype(value[0]))
+            return made
+        if tag == "device":
+            return torch.device(str(value))
+        if tag == "dtype" and isinstance(made := getattr(torch, value, None), torch.dtype):
+            return made
+    except (ValueError, TypeError, RuntimeError, LookupError) as error:
         raise CorruptMessageError(f"not a {tag} of a layout: {error}") from error
     raise CorruptMessageError(f"not a {str(tag)[:40]!r} of a layout: {str(value)[:40]}")
 

@@ -8,14 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from thinwire.checkpoint.state.layout import ALIGNMENT_BYTES, DTYPES, StateLayout, TensorSlice
+from thinwire.checkpoint.state.layout import ALIGNMENT_BYTES, DTYPES, STORABLE, StateLayout, TensorSlice
 from thinwire.checkpoint.state.sharding import local_of, part_of
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_LEAVES = frozenset((*_PLAIN_TYPES, DTensor, int, float, str, bool, bytes, type(None), torch.Size))
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,17 +57,18 @@ class StateEncoder:
         self._form: _Form | None = None
 
     def encode(self, state: Any) -> Encoded:
-        """Encode a state made of dict, list, tuple, Tensor, int, float, str, bool, None and bytes.
+        """Encode a state made of the types in `layout.STORABLE`.
 
-        Subclasses of dict and tuple come back as dict and tuple. The same view of the same memory twice (tied weights)
-        is stored once. Raises ValueError, with the path, for anything else.
+        Subclasses of dict, list, tuple, set, int, float, str and bytes come back as those; numpy's numbers and arrays,
+        and tensors of classes with ``__tensor_flatten__``, as what they were. The same view of the same memory twice
+        (tied weights) is stored once. Raises ValueError, with the path, for anything else.
         """
         structure: list[Any] = []
         leaves: list[Any] = []
         _scan(state, structure, leaves)
         encoded = self._form.fill(leaves) if self._form is not None and self._form.structure == structure else None
         if encoded is None:
-            self._form = _Form(state, structure)
+            self._form = _Form(state, structure, leaves)
             encoded = self._form.fill(leaves)
             assert encoded is not None, "a form fits the state that it was made of"
         return encoded
@@ -82,18 +85,44 @@ def flatten(state: Any) -> tuple[StateLayout, list[Tensor]]:
 
 def _scan(value: Any, structure: list[Any], leaves: list[Any]) -> None:
     """Everything of a state in one order: its structure, and its leaves."""
-    if isinstance(value, dict):
+    if type(value) in _LEAVES:
+        structure.append(None)
+        leaves.append(value)
+    elif isinstance(value, dict):
         keys = tuple(value)
-        structure.append((keys, tuple(map(type, keys))))
+        kinds = tuple(map(type, keys))
+        structure.append((keys, repr(keys) if tuple in kinds else kinds))  # (1,) equals (True,)
         for inner in value.values():
             _scan(inner, structure, leaves)
     elif isinstance(value, (list, tuple)):
         structure.append((isinstance(value, tuple), len(value)))
         for inner in value:
             _scan(inner, structure, leaves)
+    elif isinstance(value, np.ndarray):
+        structure.append(np.ndarray)
+        leaves.append(_array(value))
+    elif _is_wrapper(value):
+        names, context = value.__tensor_flatten__()
+        structure.append((type(value), tuple(names), repr(context), value.shape, value.stride()))
+        for name in names:
+            _scan(getattr(value, name), structure, leaves)
     else:
         structure.append(None)
         leaves.append(value)
+
+
+def _is_wrapper(value: Any) -> bool:
+    """Whether a tensor is made of inner tensors (of torchao's quantized weights and optimizers, for example)."""
+    return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__") and not isinstance(value, DTensor)
+
+
+def _array(value: np.ndarray) -> Any:
+    """The array as a tensor, of the same memory if it is in order and writable; itself if torch has no such dtype."""
+    value = value.copy() if any(stride < 0 for stride in value.strides) else value  # torch has no such strides
+    try:
+        return torch.from_numpy(np.require(value, requirements=("C", "W", "E")))
+    except (TypeError, ValueError):
+        return value
 
 
 @dataclass(frozen=True)
@@ -139,8 +168,8 @@ def _spec(tensor: Tensor) -> Any:
 class _Form:
     """JSON of a state with holes for values that change, and the indices of its tensors. Raises ValueError."""
 
-    def __init__(self, state: Any, structure: list[Any]) -> None:
-        self.structure = structure
+    def __init__(self, state: Any, structure: list[Any], leaves: list[Any]) -> None:
+        self.structure, self._scanned = structure, leaves
         self._tensors: list[_TensorLeaf] = []
         self._slices: list[TensorSlice] = []
         self._payload_bytes = 0
@@ -151,6 +180,7 @@ class _Form:
         self._texts: list[str] = []
         self._leaves = 0
         self._write(state, "")
+        self._scanned = []
         self._final_slices = tuple(self._slices)
         self._slices_text = _dumps([item.to_json() for item in self._slices])
 
@@ -172,7 +202,7 @@ class _Form:
             value = leaves[index]
             if isinstance(value, Tensor):
                 return None
-            if value is not self._values[hole]:
+            if value is not self._values[hole] or isinstance(value, set):  # a set may have changed
                 self._values[hole], self._texts[hole] = value, _dumps(_plain(value, path))
         return Encoded(
             self._final_slices, tensors, originals, self._payload_bytes, self._pieces, [*self._texts], self._slices_text
@@ -180,9 +210,15 @@ class _Form:
 
     def _write(self, value: Any, path: str) -> None:
         if isinstance(value, dict):
-            items = [(_dumps(_key(key, path)), inner, _join(path, key)) for key, inner in value.items()]
+            items = [(_dumps(_key(key, f"{path}, key")), inner, _join(path, key)) for key, inner in value.items()]
             self._nest('{"dict":[', [(f"[{key},", inner, joined, "]") for key, inner, joined in items], "]}")
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, np.ndarray) and isinstance(tensor := self._scanned[self._leaves], Tensor):
+            self._nest('{"array":', [("", tensor, path, "")], "}")
+        elif _is_wrapper(value):
+            names, kind = value.__tensor_flatten__()[0], kind_of(value)
+            parts = [(f"[{_dumps(name)},", getattr(value, name), _join(path, name), "]") for name in names]
+            self._nest(f'{{"subclass":[{_dumps(kind)},[', parts, "]]}")
+        elif isinstance(value, (list, tuple)) and type(value) is not torch.Size:
             opening, closing = ('{"tuple":[', "]}") if isinstance(value, tuple) else ("[", "]")
             self._nest(opening, [("", inner, _join(path, i), "") for i, inner in enumerate(value)], closing)
         elif isinstance(value, Tensor):
@@ -234,29 +270,56 @@ def _view(tensor: Tensor) -> tuple[Any, ...]:
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), flags)
 
 
+def kind_of(tensor: Any) -> list[Any]:
+    """Return the class of a tensor made of inner tensors, its shape and strides, and all else it takes to make one.
+
+    The last is None if it cannot be stored.
+    """
+    try:
+        context = _key(tensor.__tensor_flatten__()[1], "")
+    except ValueError:
+        context = None
+    kind = type(tensor)
+    return [kind.__module__, kind.__qualname__, list(tensor.shape), list(tensor.stride()), context]
+
+
 def _plain(value: Any, path: str) -> Any:
     if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, np.generic) and value.dtype.kind in "biufcmM":
+        return {"numpy": [value.dtype.str, value.tobytes().hex()]}
     if isinstance(value, str):
         return str(value)
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
         return {"float": float(value).hex()}
+    if isinstance(value, complex):
+        return {"complex": [value.real.hex(), value.imag.hex()]}
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
-    raise ValueError(
-        f"{path or 'the state'}: a {type(value).__name__} cannot be stored; make it of dict, list, tuple, tensor, int,"
-        " float, str, bool, None and bytes"
-    )
+    if isinstance(value, (set, frozenset)):
+        kind = "set" if isinstance(value, set) else "frozenset"
+        return {kind: [_key(item, path) for item in value]}
+    if isinstance(value, (range, slice)):
+        return {type(value).__name__: [_key(item, path) for item in (value.start, value.stop, value.step)]}
+    if isinstance(value, torch.Size):
+        return {"size": list(value)}
+    if isinstance(value, (torch.dtype, torch.device)):
+        return {type(value).__name__: str(value).removeprefix("torch.")}
+    kind = f"numpy array of {value.dtype}" if isinstance(value, np.ndarray) else type(value).__name__
+    raise ValueError(f"{path or 'the state'}: a {kind} cannot be stored; make it of {STORABLE}")
 
 
 def _key(key: Any, path: str) -> Any:
-    if isinstance(key, tuple):
-        return {"tuple": [_key(item, path) for item in key]}
+    if isinstance(key, (list, tuple)) and type(key) is not torch.Size:
+        items = [_key(item, path) for item in key]
+        return {"tuple": items} if isinstance(key, tuple) else items
+    if isinstance(key, dict):
+        return {"dict": [[_key(name, path), _key(item, path)] for name, item in key.items()]}
     if isinstance(key, Tensor):
         raise ValueError(f"{path or 'the state'}: a tensor cannot be a key")
-    return _plain(key, f"{path}, key")
+    return _plain(key, path)
 
 
 def _join(path: str, name: Any) -> str:

@@ -3,8 +3,8 @@
     state  <->  Layout(tree, slices)  +  [tensor 0][padding to 64 bytes][tensor 1] ...
 
 In the tree a tensor is an index into the slices. Values that JSON lacks are tagged: floats in hexadecimal (exact),
-bytes in base64, tuples, and dicts as lists of pairs, so that keys keep their types and order. ``encode`` makes layouts
-of states, ``decode`` states of layouts.
+bytes in base64, tuples, sets, numpy's numbers by dtype and bytes, and dicts as lists of pairs, so that keys keep their
+types and order. ``encode`` makes layouts of states, ``decode`` states of layouts.
 """
 
 from __future__ import annotations
@@ -30,6 +30,11 @@ DTYPES = {
         torch.bool, torch.complex64, torch.complex128,
     )
 }  # fmt: skip
+
+STORABLE = (
+    "dict, list, tuple, set, tensor, numpy array or number, int, float, complex, str, bool, None, bytes, range, slice,"
+    " torch.dtype, torch.device and torch.Size"
+)
 
 
 @dataclass(frozen=True)

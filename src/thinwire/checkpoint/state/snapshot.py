@@ -16,17 +16,19 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire.checkpoint.state.decode import Targets, load_into, prepare
 from thinwire.checkpoint.state.encode import flatten
 from thinwire.checkpoint.state.layout import StateLayout, TensorSlice
+from thinwire.errors import ThinwireError
 
 
 @dataclass(frozen=True)
 class TrainingState:
     """All state that training needs to continue as if uninterrupted.
 
-    Everything but the model has ``state_dict`` and ``load_state_dict``; parts that are None are left out.
+    Everything but the model has ``state_dict`` and ``load_state_dict``; parts that are None are left out. There may be
+    a list, tuple or dict of optimizers, and of the others: parts named ``optimizer.0`` or ``optimizer.generator``.
     """
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None
+    optimizer: Any = None
     scheduler: Any = None
     scaler: Any = None
     synchronizer: Any = None
@@ -50,20 +52,22 @@ class TrainingState:
             "synchronizer": self.synchronizer,
             "data": self.data,
         }
-        return {name: part for name, part in named.items() if part is not None}
+        return {name: part for kind, parts in named.items() for name, part in _each(kind, parts)}
+
+    def optimizers(self) -> list[Any]:
+        return [part for _, part in _each("optimizer", self.optimizer)]
 
     def capture(self, step: int) -> dict[str, Any]:
         """Return the state after ``step`` steps. Its tensors are the training's own: copy them before they change."""
-        states = {name: part.state_dict() for name, part in self.parts().items()}
+        states = {name: _state_of(name, part) for name, part in self.parts().items()}
         return {"model": self.module.state_dict(keep_vars=True), **states, "step": step, "random": random_states()}
 
     def is_stepped(self, where: TensorSlice, tensor: Tensor) -> bool:
         """Return whether ``optimizer.step`` alone writes to a tensor: a parameter, or the optimizer's own state."""
-        if self.optimizer is None:
-            return False
-        if where.path.startswith("optimizer.state."):
-            return True
-        return any(tensor is parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        if where.path.startswith("optimizer"):
+            return ".state." in where.path
+        groups = [group for optimizer in self.optimizers() for group in optimizer.param_groups]
+        return any(tensor is parameter for group in groups for parameter in group["params"])
 
     def load(self, layout: StateLayout, tensors: Sequence[Tensor]) -> int:
         """Load a state that this rank stored, tensors in place, and return the number of steps before it.
@@ -87,7 +91,7 @@ class TrainingState:
         self.module.load_state_dict(state["model"])
         for name, part in self.parts().items():
             if name not in keep:
-                part.load_state_dict(state[name])
+                _load(part, state[name])
         if "random" not in keep:
             set_random_states(state["random"])
         return int(state["step"])
@@ -107,14 +111,52 @@ class TrainingState:
         stored.
         """
         layout, _ = flatten({"model": self.module.state_dict()})
+        for name, part in self.parts().items():
+            try:
+                state = _local(part).state_dict()
+            except Exception:  # perhaps it has none yet: the first checkpoint will tell
+                continue
+            flatten({name: state})
         lines = [
             f"{item.path} {item.dtype} {item.shape if item.part is None else item.part.shape}"
             + (f" {item.part.placements} {item.part.mesh}" if item.part is not None else "")
             for item in layout.slices
         ]
-        lines += [name for name in self.parts() if name != "optimizer"]
-        lines.append(f"optimizer {type(self.optimizer).__name__}")
+        lines += [name for name in self.parts() if not name.startswith("optimizer")]
+        optimizers = _each("optimizer", self.optimizer) or [("optimizer", None)]
+        lines += [f"{name} {type(part).__name__}" for name, part in optimizers]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _each(kind: str, parts: Any) -> list[tuple[str, Any]]:
+    """One part, or a list, tuple or dict of them, by name."""
+    if isinstance(parts, (list, tuple)):
+        parts = dict(enumerate(parts))
+    if isinstance(parts, dict) and parts:
+        return [(f"{kind}.{name}", part) for name, part in parts.items()]
+    return [] if parts is None else [(kind, parts)]
+
+
+def _local(part: Any) -> Any:
+    """Torch's ZeroRedundancyOptimizer has one for this rank's share; its own state is that of all, sent to one rank."""
+    return part.optim if hasattr(part, "consolidate_state_dict") else part
+
+
+def _state_of(name: str, part: Any) -> Any:
+    try:
+        return _local(part).state_dict()
+    except (OSError, ThinwireError):  # these may pass
+        raise
+    except Exception as error:
+        raise ValueError(f"{name}: {type(part).__name__}.state_dict raised {type(error).__name__}: {error}") from error
+
+
+def _load(part: Any, state: Any) -> None:
+    local = _local(part)
+    local.load_state_dict(state)
+    if local is not part:
+        for group, loaded in zip(part.param_groups, local.param_groups, strict=True):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
 
 
 def random_states() -> dict[str, Any]:

@@ -99,11 +99,11 @@ class FP8(Additive):
         codes = self._times(flat, steps.reciprocal()).to(dtype).view(torch.uint8)
         return Payload((codes, steps))
 
-    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
-        self._add(payload.parts[0], payload.parts[1], total)
-
-    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
-        self._add(payload.parts[0], payload.parts[1].neg(), gradient)
+    def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
+        """Add decoded values by a table of the 256 numbers of the format: casts of torch cost 10 times as much."""
+        codes, steps = payload.parts
+        table = torch.arange(256, dtype=torch.uint8).view(_DTYPES[self.format]).to(total.dtype)
+        kernels.add_from_table(codes, table, steps.neg() if negated else steps, self.block, total.view(-1))
 
     def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
         return PartSpec(torch.uint8, parameter.numel), steps_spec(parameter, self.block)
@@ -114,11 +114,6 @@ class FP8(Additive):
         if codes.numel() and int(codes.bitwise_and(0x7F).max()) >= _FIRST_NOT_FINITE[self.format]:
             raise CorruptMessageError(f"{self.format} codes of infinity or nan, which no rank sends")
         return Payload((codes, steps))
-
-    def _add(self, codes: Tensor, steps: Tensor, total: Tensor) -> None:
-        """Add decoded values by a table of the 256 numbers of the format: casts of torch cost 10 times as much."""
-        table = torch.arange(256, dtype=torch.uint8).view(_DTYPES[self.format]).to(total.dtype)
-        kernels.add_from_table(codes, table, steps, self.block, total.view(-1))
 
     def _times(self, values: Tensor, factors: Tensor) -> Tensor:
         """Return each value [n] times the factor of its block, newly allocated."""

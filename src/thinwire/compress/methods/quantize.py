@@ -64,11 +64,10 @@ class BlockQuantizer(Additive):
             (kernels.quantize(flat, steps, self.block_elements(parameter), self.levels, self.bits, seed), steps)
         )
 
-    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
-        self._add(payload.parts[0], payload.parts[1], parameter, total)
-
-    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
-        self._add(payload.parts[0], payload.parts[1].neg(), parameter, gradient)
+    def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
+        codes, steps = payload.parts
+        block, steps = self.block_elements(parameter), steps.neg() if negated else steps
+        kernels.add_quantized(codes, steps, block, self.levels, self.bits, total.view(-1))
 
     def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
         code_bytes = kernels.packed_codes_bytes(parameter.numel, self.bits)
@@ -78,10 +77,6 @@ class BlockQuantizer(Additive):
         codes, steps = unpack(data, self.part_specs(parameter))
         check_steps(steps, self.levels)
         return Payload((codes, steps))
-
-    def _add(self, codes: Tensor, steps: Tensor, parameter: Parameter, total: Tensor) -> None:
-        block = self.block_elements(parameter)
-        kernels.add_quantized(codes, steps, block, self.levels, self.bits, total.view(-1))
 
 
 def steps_spec(parameter: Parameter, block: int) -> PartSpec:
@@ -292,11 +287,15 @@ class Natural(Additive):
         codes = kernels.round_to_powers(flat, base, next_seed(self.seed, parameter, state))
         return Payload((codes, torch.tensor([base], dtype=torch.int32)))
 
-    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
-        _add(payload, 1.0, total)
-
-    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
-        _add(payload, -1.0, gradient)
+    def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
+        """Add decoded values by a table of the 256 numbers of the codes."""
+        codes, base = payload.parts
+        word, mantissa_bits = _WORDS[total.dtype]
+        powers = ((torch.arange(_POWERS + 1, dtype=word) + base.to(word)) << mantissa_bits).view(total.dtype)
+        powers[0] = 0.0
+        table = torch.cat([powers, -powers])
+        step = torch.tensor([-1.0 if negated else 1.0], dtype=total.dtype)
+        kernels.add_from_table(codes, table, step, max(1, total.numel()), total.view(-1))
 
     def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
         return PartSpec(torch.uint8, parameter.numel), PartSpec(torch.int32, 1)
@@ -308,17 +307,6 @@ class Natural(Additive):
                 f"powers of two above the biased exponent {int(base)}, which no finite number has"
             )
         return Payload((codes, base))
-
-
-def _add(payload: Payload, factor: float, total: Tensor) -> None:
-    """Add decoded values by a table of the 256 numbers of the codes."""
-    codes, base = payload.parts
-    word, mantissa_bits = _WORDS[total.dtype]
-    powers = ((torch.arange(_POWERS + 1, dtype=word) + base.to(word)) << mantissa_bits).view(total.dtype)
-    powers[0] = 0.0
-    table = torch.cat([powers, -powers])
-    step = torch.tensor([factor], dtype=total.dtype)
-    kernels.add_from_table(codes, table, step, max(1, total.numel()), total.view(-1))
 
 
 def _base(flat: Tensor) -> int:

@@ -81,12 +81,9 @@ class RandomK(DensitySelector):
         assert isinstance(payload, SharedPayload), "the mean of several payloads is decoded by reconstruct"
         return payload.ids, self.decode(payload.parts, payload.ids.numel(), parameter)
 
-    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
-        if self.unbiased:
-            ids, values = self.chosen(payload, parameter)
-            gradient.view(-1).index_add_(0, ids, values, alpha=-1)
-        else:
-            super().residual(gradient, payload, parameter)
+    @property
+    def is_exact(self) -> bool:
+        return super().is_exact and not self.unbiased
 
     def pack(self, payload: Payload, parameter: Parameter) -> Tensor:
         """Return count, checksum, step and values, for all-gathers; inside an all-reduce values travel alone."""

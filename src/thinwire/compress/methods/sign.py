@@ -47,13 +47,9 @@ class ScaledSign(Additive):
         flat = gradient.view(-1)
         return self._signed(flat, kernels.mean_of_blocks(flat, self._block_elements(parameter)), state)
 
-    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
+    def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
         signs, scales = payload.parts
-        kernels.add_signs(signs, scales, self._block_elements(parameter), total.view(-1))
-
-    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
-        signs, scales = payload.parts
-        kernels.add_signs(signs, scales.neg(), self._block_elements(parameter), gradient.view(-1))
+        kernels.add_signs(signs, scales.neg() if negated else scales, self._block_elements(parameter), total.view(-1))
 
     def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
         sign_bytes = kernels.packed_codes_bytes(parameter.numel, 1)

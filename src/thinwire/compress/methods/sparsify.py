@@ -110,15 +110,17 @@ class Selector(Additive):
         dense = torch.zeros(parameter.numel, 1, dtype=parameter.working_dtype)
         return kernels.scatter_rows(dense, ids, values.view(-1, 1)).view(parameter.shape)
 
-    def accumulate(self, payload: Payload, parameter: Parameter, total: Tensor) -> None:
-        total.view(-1).index_add_(0, *self.chosen(payload, parameter))
+    @property
+    def is_exact(self) -> bool:
+        """Whether sent elements arrive as they are, so that nothing of them is left."""
+        return self.values is None
 
-    def residual(self, gradient: Tensor, payload: Payload, parameter: Parameter) -> None:
+    def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
         ids, values = self.chosen(payload, parameter)
-        if self.values is None:
-            gradient.view(-1).index_fill_(0, ids, 0.0)
+        if negated and self.is_exact:
+            total.view(-1).index_fill_(0, ids, 0.0)
         else:
-            gradient.view(-1).index_add_(0, ids, values, alpha=-1)
+            total.view(-1).index_add_(0, ids, values, alpha=-1 if negated else 1)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from thinwire.compress.base import Compressor, Parameter, State
+from thinwire.compress.state import salted
 from thinwire.compress.wrappers import core_of
 from thinwire.observe.step import Phase, enabled
 
@@ -186,11 +187,3 @@ class OwnReduction(Reduction):
 
     def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
         return 0 if world_size == 1 else None
-
-
-def salted(state: State, rank: int) -> State:
-    """Return the state with every ``salt`` in it set to the rank, so that ranks draw different random numbers."""
-    return {
-        name: salted(entry, rank) if isinstance(entry, dict) else rank if name == "salt" else entry
-        for name, entry in state.items()
-    }

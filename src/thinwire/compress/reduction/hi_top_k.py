@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,10 @@ from thinwire.compress.methods.select import MsTopK
 from thinwire.compress.methods.sparsify import Selection
 from thinwire.compress.reduction import messages
 from thinwire.compress.reduction.base import Arrived, OwnReduction, Peers, Phase, Plan, Result, Stopwatch, Task
+from thinwire.compress.state import span
 from thinwire.compress.warm_up import DensePayload
 from thinwire.compress.wrappers import unwrapped
-from thinwire.errors import can_be_told
+from thinwire.errors import deferred
 
 T = TypeVar("T")
 
@@ -70,8 +71,8 @@ class _Run:
 
     def results(self) -> list[Result]:
         most = packing.packed_bytes(self._specs(self._place)) if self._partners else 0
-        handed_in = _deferred(lambda: self._inside.all_to_all(self._hand_in, most))
-        summed = _deferred(lambda: self._between_hosts(handed_in))
+        handed_in = deferred(lambda: self._inside.all_to_all(self._hand_in, most))
+        summed = deferred(lambda: self._between_hosts(handed_in))
 
         def share() -> Tensor:
             selections = summed()
@@ -177,7 +178,7 @@ class _Run:
         return Result(mean, self._packed_bytes[number], self._counts[number] / max(1, task.parameter.numel))
 
     def _span(self, parameter: Parameter, place: int) -> tuple[int, int]:
-        return parameter.numel * place // self._num_shards, parameter.numel * (place + 1) // self._num_shards
+        return span(parameter.numel, place, self._num_shards)
 
     def _specs(self, place: int) -> list[packing.PartSpec]:
         """Return the parts by which shards travel inside a host."""
@@ -202,19 +203,3 @@ def _mean(payloads: Sequence[Payload], world_size: int) -> Selection:
 
 def _range(items: Sequence[object]) -> range:
     return range(len(items))
-
-
-def _deferred(work: Callable[[], T]) -> Callable[[], T]:
-    """Do the work now, and return a function that returns its result or raises its error."""
-    try:
-        result = work()
-    except Exception as error:
-        if not can_be_told(error):
-            raise  # the lane hangs up
-        failure = error
-
-        def fail() -> NoReturn:
-            raise failure
-
-        return fail
-    return lambda: result

@@ -70,9 +70,19 @@ def message_bytes(lengths: Sequence[int]) -> int:
 
 def predicted_bytes(plans: Sequence[Plan]) -> int | None:
     """Return the bytes of a message with its header, or None if they depend on the gradients."""
-    lengths = [packed_code(compressor).packed_bytes(parameter) for compressor, parameter in plans]
-    known = [length for length in lengths if length is not None]
-    return Header.NUM_BYTES + message_bytes(known) if len(known) == len(lengths) else None
+    return announced_bytes([packed_code(compressor).packed_bytes(parameter) for compressor, parameter in plans])
+
+
+def announced_bytes(lengths: Sequence[int | None]) -> int | None:
+    """Return the bytes of a message and its header, or None if a length is not known."""
+    known = all_known(lengths)
+    return None if known is None else Header.NUM_BYTES + message_bytes(known)
+
+
+def all_known(numbers: Sequence[int | None]) -> list[int] | None:
+    """Return the numbers, or None if one of them is None."""
+    known = [number for number in numbers if number is not None]
+    return known if len(known) == len(numbers) else None
 
 
 def max_bytes(plans: Sequence[Plan]) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from thinwire.compress.methods.sparsify import Selection
 from thinwire.compress.reduction import stacked
 from thinwire.compress.reduction.base import Arrived, OwnReduction, Peers, Phase, Plan, Result, Stopwatch, Task
 from thinwire.compress.wrappers import unwrapped
+from thinwire.errors import raising
 
 _GLOBAL_STEP = 1.008
 _GLOBAL_TOLERANCE = (2 / 3, 4 / 3)
@@ -334,10 +335,7 @@ class _Run:
         except Exception as error:
             failure = error
 
-        def fail() -> NoReturn:
-            raise failure
-
-        self._peers.all_gather(fail, 0)
+        self._peers.all_gather(raising(failure), 0)
         raise AssertionError("an exchange of messages raises what its preparation raises")
 
 

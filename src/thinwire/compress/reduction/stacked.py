@@ -19,7 +19,6 @@ from thinwire.compress.methods.sparsify import Selection, Sparsifier
 from thinwire.compress.reduction import messages
 from thinwire.compress.reduction.base import Plan
 from thinwire.compress.wrappers import packed_code
-from thinwire.wire import Header
 
 
 @dataclass(frozen=True)
@@ -115,9 +114,7 @@ def max_bytes(plans: Sequence[Plan]) -> int:
 
 def predicted_bytes(plans: Sequence[Plan]) -> int | None:
     """Return the bytes of a message with its header, or None if they depend on the gradients."""
-    lengths = [stack.packed_bytes for stack in stacks(plans)]
-    known = [length for length in lengths if length is not None]
-    return Header.NUM_BYTES + messages.message_bytes(known) if len(known) == len(lengths) else None
+    return messages.announced_bytes([stack.packed_bytes for stack in stacks(plans)])
 
 
 def stack_code(compressor: Compressor) -> Sparsifier | None:
@@ -130,16 +127,8 @@ def stack_code(compressor: Compressor) -> Sparsifier | None:
 def _stack(places: Sequence[int], plans: Sequence[Plan], dtype: torch.dtype) -> Stack:
     chosen = [plans[place] for place in places]
     offsets = tuple(accumulate((parameter.numel for _, parameter in chosen), initial=0))
-    code = stack_code(chosen[0][0])
-    assert code is not None
-    counts = [_fixed_count(compressor, parameter) for compressor, parameter in chosen]
-    known = [count for count in counts if count is not None]
+    codes = [code for compressor, _ in chosen if (code := stack_code(compressor)) is not None]
+    known = messages.all_known([code.fixed_count(entry) for code, (_, entry) in zip(codes, chosen, strict=True)])
     span = f"{chosen[0][1].name} to {chosen[-1][1].name}"
-    num_sent = sum(known) if len(known) == len(counts) else None
-    return Stack(tuple(places), (code, Parameter(span, (offsets[-1],), dtype)), offsets, num_sent)
-
-
-def _fixed_count(compressor: Compressor, parameter: Parameter) -> int | None:
-    core = stack_code(compressor)
-    assert core is not None
-    return core.fixed_count(parameter)
+    together = Parameter(span, (offsets[-1],), dtype)
+    return Stack(tuple(places), (codes[0], together), offsets, None if known is None else sum(known))

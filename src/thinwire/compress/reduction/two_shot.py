@@ -14,7 +14,8 @@ from thinwire.compress.base import Compressor, Parameter, State, WholeTensor
 from thinwire.compress.memory import ErrorFeedback, MomentumCorrection, with_memory
 from thinwire.compress.reduction import messages
 from thinwire.compress.reduction.all_gather import check_decodes_alone, encoded
-from thinwire.compress.reduction.base import Arrived, Peers, Phase, Plan, Reduction, Result, Stopwatch, Task, salted
+from thinwire.compress.reduction.base import Arrived, Peers, Phase, Plan, Reduction, Result, Stopwatch, Task
+from thinwire.compress.state import salted, span
 from thinwire.compress.wrappers import Wrapper, core_of, packed_code
 
 
@@ -54,11 +55,9 @@ class TwoShot(Reduction):
         return shots.results(sums)
 
     def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
-        others = [owner for owner in range(world_size) if owner != rank]
-        push = [messages.predicted_bytes(_push_plans(plans, owner, world_size)) for owner in others]
-        pull = [messages.predicted_bytes(_pull_plans(plans, rank, world_size))] * len(others)
-        known = [num_bytes for num_bytes in push + pull if num_bytes is not None]
-        return sum(known) if len(known) == len(push + pull) else None
+        pull = messages.predicted_bytes(_pull_plans(plans, rank, world_size))
+        known = messages.all_known([*_pushed_bytes(plans, rank, world_size), *[pull] * (world_size - 1)])
+        return None if known is None else sum(known)
 
 
 @dataclass(frozen=True)
@@ -84,17 +83,15 @@ class ReduceScatter(TwoShot):
         means = shots.means(arrived)
         results = []
         for place, (task, mean) in enumerate(zip(tasks, means, strict=True)):
-            start, stop = _span(task.parameter, peers.rank, peers.world_size)
+            start, stop = span(task.parameter.numel, peers.rank, peers.world_size)
             whole = torch.zeros(task.parameter.numel, dtype=mean.dtype)
             whole[start:stop] = mean
             results.append(shots.result(place, whole))
         return results
 
     def sent_bytes(self, plans: Sequence[Plan], rank: int, world_size: int) -> int | None:
-        others = [owner for owner in range(world_size) if owner != rank]
-        push = [messages.predicted_bytes(_push_plans(plans, owner, world_size)) for owner in others]
-        known = [num_bytes for num_bytes in push if num_bytes is not None]
-        return sum(known) if len(known) == len(push) else None
+        known = messages.all_known(_pushed_bytes(plans, rank, world_size))
+        return None if known is None else sum(known)
 
 
 class _Shots:
@@ -145,7 +142,7 @@ class _Shots:
     def _packed_for(self, owner: int) -> list[Tensor]:
         packed = []
         for place, (task, (compressor, piece)) in enumerate(zip(self._tasks, self.pushed[owner], strict=True)):
-            start, stop = _span(task.parameter, owner, self._world_size)
+            start, stop = span(task.parameter.numel, owner, self._world_size)
             gradient, state = task.gradient.view(-1)[start:stop], task.state["pieces"][str(owner)]
             data, density = encoded(compressor, piece, gradient, state)
             packed.append(data)
@@ -189,12 +186,8 @@ def _bare(compressor: Compressor) -> Compressor:
     return replace(compressor, inner=_bare(compressor.inner))
 
 
-def _span(parameter: Parameter, owner: int, world_size: int) -> tuple[int, int]:
-    return parameter.numel * owner // world_size, parameter.numel * (owner + 1) // world_size
-
-
 def _piece(parameter: Parameter, owner: int, world_size: int) -> Parameter:
-    start, stop = _span(parameter, owner, world_size)
+    start, stop = span(parameter.numel, owner, world_size)
     return Parameter(f"{parameter.name}[{owner}/{world_size}]", (stop - start,), parameter.dtype)
 
 
@@ -204,6 +197,12 @@ def _push_plans(plans: Sequence[Plan], owner: int, world_size: int) -> list[Plan
 
 def _pull_plans(plans: Sequence[Plan], owner: int, world_size: int) -> list[Plan]:
     return [(server_side(compressor), _piece(parameter, owner, world_size)) for compressor, parameter in plans]
+
+
+def _pushed_bytes(plans: Sequence[Plan], rank: int, world_size: int) -> list[int | None]:
+    """Return the bytes of the message to each owner but the rank itself."""
+    others = (owner for owner in range(world_size) if owner != rank)
+    return [messages.predicted_bytes(_push_plans(plans, owner, world_size)) for owner in others]
 
 
 def _decoded(message: Tensor, plans: Sequence[Plan]) -> list[Tensor]:

@@ -25,12 +25,6 @@ def unpack_bits(bitmap: Tensor) -> Tensor:
     return list_ones(words, count_ones(words))
 
 
-def unpack_bits_into(bitmap: Tensor, positions: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Unpack bits without waiting, with the outputs of `thinwire.kernels.gpu.find.nonzero_rows_into`."""
-    words = as_words(bitmap)
-    return list_ones_into(words, count_ones(words), positions, count)
-
-
 def as_words(bitmap: Tensor) -> Tensor:
     """Copy a uint8 bitmap, of any length and address, into int32 words."""
     padded = torch.zeros(num_blocks(bitmap.numel(), 4) * 4, dtype=torch.uint8, device=bitmap.device)
@@ -63,17 +57,16 @@ def list_ones(words: Tensor, counts: Tensor) -> Tensor:
 
 
 def list_ones_into(words: Tensor, counts: Tensor, ids: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Write the first positions of ones to ``ids`` [capacity] and their number to ``count`` [2], without waiting."""
+    """Write the first positions of ones to ``ids`` [capacity], without waiting.
+
+    ``count`` int64 [2] receives how many fit, and how many do not, the overflow flag.
+    """
     ends = counts.cumsum(0)
     _launch_list_ones(words, counts, ends, ids)
     total = ends[-1:] if ends.numel() else torch.zeros(1, dtype=torch.int64, device=words.device)
-    write_count(total, ids.numel(), count)
+    capacity = ids.numel()
+    count.copy_(torch.cat([total.clamp(max=capacity), (total - capacity).clamp(min=0)]))
     return ids, count
-
-
-def write_count(found: Tensor, capacity: int, count: Tensor) -> None:
-    """Write to ``count`` int64 [..., 2] how many of ``found`` [...] fit, and how many do not, the overflow flag."""
-    count.copy_(torch.stack([found.clamp(max=capacity), (found - capacity).clamp(min=0)], dim=-1).view(count.shape))
 
 
 def _launch_list_ones(words: Tensor, counts: Tensor, ends: Tensor, ids: Tensor) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.kernels.gpu.bits import write_count
 from thinwire.kernels.gpu.jit import jit, launch, num_blocks, tl
 from thinwire.kernels.reference import rows as reference
 
@@ -50,7 +49,7 @@ def dealt_ids(owner: int, positions: Tensor, world_size: int, seed: int) -> Tens
 
 
 def deal(ids: Tensor, world_size: int, seed: int) -> list[tuple[Tensor, Tensor]]:
-    """Deal ids as the reference; it waits for the sizes of the parts, which `deal_into` does not."""
+    """Deal ids as the reference; it waits for the sizes of the parts."""
     if world_size > MAX_OWNERS:
         return reference.deal(ids, world_size, seed)
     positions, places = torch.empty_like(ids), torch.empty_like(ids)
@@ -73,66 +72,19 @@ def group_by_owner(owners: Tensor, world_size: int) -> list[Tensor]:
     return list(places.split(sizes))
 
 
-def deal_into(
-    ids: Tensor, count: Tensor, seed: int, positions: Tensor, places: Tensor, counts: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Deal ids to messages of fixed capacity, without waiting for their sizes.
-
-    Args:
-        ids: int64 [n], of which the first ``count[0]`` are dealt: output of `nonzero_rows_into`, with its ``count``.
-        positions: int64 [world_size, capacity]: receives the positions of each owner's ids, increasing.
-        places: int64 [world_size, capacity]: receives the indices of these in ``ids``. Later entries of both are kept.
-        counts: int64 [world_size, 2]: receives how many ids were written for an owner, and how many did not fit, the
-            overflow flag.
-
-    Returns:
-        (positions, places, counts), on the device. Ids that did not fit ``ids`` are counted in ``count[1]`` only.
-
-    Raises:
-        ValueError: there are more owners than `MAX_OWNERS`, or outputs are strided or have other shapes.
-    """
-    world_size, capacity = positions.shape
-    if world_size > MAX_OWNERS:
-        raise ValueError(f"{world_size} owners: deal_into splits among at most {MAX_OWNERS}; use deal")
-    fits = positions.shape == places.shape and counts.shape == (world_size, 2)
-    if not fits or not (positions.is_contiguous() and places.is_contiguous()):
-        raise ValueError("positions and places must be contiguous [world_size, capacity], counts [world_size, 2]")
-    before, totals = _count_before(ids, count, world_size, seed)
-    first = torch.arange(world_size, device=ids.device) * capacity
-    _scatter(ids, count, world_size, seed, before, first, capacity, positions, places)
-    write_count(totals, capacity, counts)
-    return positions, places, counts
-
-
 def _split(ids: Tensor, world_size: int, seed: int | None, positions: Tensor | None, places: Tensor) -> list[int]:
     """Write the indices (and positions) of all owners one after the other; return their numbers."""
     ids = ids.contiguous()
-    count = torch.full((1,), ids.numel(), dtype=torch.int64, device=ids.device)
-    before, totals = _count_before(ids, count, world_size, seed)
-    _scatter(ids, count, world_size, seed, before, totals.cumsum(0) - totals, ids.numel(), positions, places)
+    blocks, settings = num_blocks(ids.numel(), _BLOCK), {"WORLD_SIZE": world_size, "DEALT": seed is not None}
+    counts = torch.empty(world_size, blocks, dtype=torch.int64, device=ids.device)
+    words = _words(seed or 0)
+    launch(_count_owners, blocks, ids, ids, ids.numel(), counts, blocks, *words, **settings, BLOCK=_BLOCK)
+    before, totals = counts.cumsum(1) - counts, counts.sum(1)
+    launch(
+        _scatter_owners, blocks, ids, ids, ids.numel(), before, totals.cumsum(0) - totals,
+        places if positions is None else positions, places, blocks, *words, **settings, BLOCK=_BLOCK,
+    )  # fmt: skip
     return totals.tolist()
-
-
-def _count_before(ids: Tensor, count: Tensor, world_size: int, seed: int | None) -> tuple[Tensor, Tensor]:
-    """Return how many ids of an owner are before each block [world_size, blocks], and in all [world_size]."""
-    counts = torch.empty(world_size, num_blocks(ids.numel(), _BLOCK), dtype=torch.int64, device=ids.device)
-    launch(
-        _count_owners, counts.shape[1], ids, ids, count, counts, counts.shape[1], *_words(seed or 0),
-        WORLD_SIZE=world_size, DEALT=seed is not None, BLOCK=_BLOCK,
-    )  # fmt: skip
-    ends = counts.cumsum(1)
-    return ends - counts, counts.sum(1)
-
-
-def _scatter(
-    ids: Tensor, count: Tensor, world_size: int, seed: int | None,
-    before: Tensor, first: Tensor, capacity: int, positions: Tensor | None, places: Tensor,
-) -> None:  # fmt: skip
-    launch(
-        _scatter_owners, before.shape[1], ids, ids, count, before, first, places if positions is None else positions,
-        places, before.shape[1], capacity, *_words(seed or 0),
-        WORLD_SIZE=world_size, DEALT=seed is not None, BLOCK=_BLOCK,
-    )  # fmt: skip
 
 
 def _words(seed: int) -> tuple[int, int]:
@@ -179,10 +131,10 @@ def _dealt_ids(positions, ids, num_ids, owner, seed_low, seed_high, WORLD_SIZE: 
 
 
 @jit
-def _owners(ids, count, seed_low, seed_high, WORLD_SIZE: tl.constexpr, DEALT: tl.constexpr, BLOCK: tl.constexpr):
+def _owners(ids, num_ids, seed_low, seed_high, WORLD_SIZE: tl.constexpr, DEALT: tl.constexpr, BLOCK: tl.constexpr):
     """Return indices, positions and owners of a block of ids, or of owners themselves; owners are -1 behind the end."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < tl.load(count)
+    inside = place < num_ids
     id = tl.load(ids + place, mask=inside, other=-1)
     position = id
     owner = id
@@ -194,10 +146,10 @@ def _owners(ids, count, seed_low, seed_high, WORLD_SIZE: tl.constexpr, DEALT: tl
 
 @jit
 def _count_owners(
-    ids, count, counts, num_blocks, seed_low, seed_high,
+    ids, num_ids, counts, num_blocks, seed_low, seed_high,
     WORLD_SIZE: tl.constexpr, DEALT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    _, _, owners = _owners(ids, count, seed_low, seed_high, WORLD_SIZE, DEALT, BLOCK)
+    _, _, owners = _owners(ids, num_ids, seed_low, seed_high, WORLD_SIZE, DEALT, BLOCK)
     for owner in range(WORLD_SIZE):
         number = tl.sum((owners == owner).to(tl.int32), axis=0)
         tl.store(counts + owner * num_blocks + tl.program_id(0), number.to(tl.int64))
@@ -205,14 +157,14 @@ def _count_owners(
 
 @jit
 def _scatter_owners(
-    ids, count, before, first, positions, places, num_blocks, capacity, seed_low, seed_high,
+    ids, num_ids, before, first, positions, places, num_blocks, seed_low, seed_high,
     WORLD_SIZE: tl.constexpr, DEALT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    place, position, owners = _owners(ids, count, seed_low, seed_high, WORLD_SIZE, DEALT, BLOCK)
+    place, position, owners = _owners(ids, num_ids, seed_low, seed_high, WORLD_SIZE, DEALT, BLOCK)
     for owner in range(WORLD_SIZE):
         mine = owners == owner
         rank = tl.load(before + owner * num_blocks + tl.program_id(0)) + tl.cumsum(mine.to(tl.int32), axis=0) - 1
         target = tl.load(first + owner) + rank
-        tl.store(places + target, place, mask=mine & (rank < capacity))
+        tl.store(places + target, place, mask=mine)
         if DEALT:
-            tl.store(positions + target, position, mask=mine & (rank < capacity))
+            tl.store(positions + target, position, mask=mine)

@@ -42,26 +42,6 @@ def scatter_rows(dense: Tensor, ids: Tensor, values: Tensor) -> Tensor:
     return dense
 
 
-def gather_payload(values: Tensor, places: Tensor, scale: float, out: Tensor) -> Tensor:
-    """Gather rows, scale them and round them into a payload, in one pass.
-
-    Args:
-        values: [num_rows, width], contiguous, of a floating dtype.
-        places: indices of the rows, int64 [k].
-        scale: factor, multiplied in float32, or float64 for float64 values, before the only rounding.
-        out: [k, width], contiguous, of the dtype that is sent.
-
-    Raises:
-        ValueError: a tensor is not contiguous, or a shape or dtype does not fit.
-    """
-    fits = out.shape == (places.numel(), values.shape[1]) and out.is_contiguous() and values.is_contiguous()
-    if not fits or values.dtype not in _ACCUMULATORS or out.dtype not in _ACCUMULATORS:
-        raise ValueError(f"cannot gather {values.dtype} {tuple(values.shape)} into {out.dtype} {tuple(out.shape)}")
-    factor = torch.full((1,), scale, dtype=_ACCUMULATORS[values.dtype], device=values.device)
-    _launch_tiles(_gather_scaled, out, values, out, places, factor, places.numel(), values.shape[0], values.shape[1])
-    return out
-
-
 def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Sum rows as the reference, after waiting for the size of the union and for which pieces need sorting."""
     values = pieces[0][1]
@@ -162,36 +142,6 @@ def _scatter(source, target, places, num_places, num_rows, width, ROWS: tl.const
         inside = there[:, None] & (column < width)
         word = tl.load(source + row[:, None] * width + column, mask=inside, other=0)
         tl.store(target + place[:, None] * width + column, word, mask=inside)
-
-
-@jit
-def _gather_scaled(
-    values, payload, places, factor, num_places, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    place = tl.load(places + row, mask=row < num_places, other=-1)
-    there = (place >= 0) & (place < num_rows)
-    scale = tl.load(factor)
-    for first in range(0, width, COLUMNS):
-        column = first + tl.arange(0, COLUMNS)[None, :]
-        inside = (row < num_places)[:, None] & (column < width)
-        value = tl.load(values + place[:, None] * width + column, mask=inside & there[:, None], other=0)
-        scaled = value.to(factor.dtype.element_ty) * scale
-        tl.store(payload + row[:, None] * width + column, _rounded(scaled, payload.dtype.element_ty), mask=inside)
-
-
-@jit
-def _rounded(value, dtype: tl.constexpr):
-    """Round as torch, to 16 bits by way of float32; to bfloat16 in integers, as Triton's interpreter truncates."""
-    if dtype == tl.bfloat16:
-        bits = value.to(tl.float32).to(tl.uint32, bitcast=True)
-        nearest = tl.where(value != value, 0x7FC0, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16)
-        result = nearest.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    elif dtype == tl.float16:
-        result = value.to(tl.float32).to(tl.float16)
-    else:
-        result = value.to(dtype)
-    return result
 
 
 @jit

@@ -196,6 +196,7 @@ def _environment(
         "iterations": benchmark.steps * benchmark.repeat,
         "kills": benchmark.kills,
         "threads_per_rank": 1,
+        "stats": records[0].gaps,
         "bounds": bounds_of(records, benchmark.methods, benchmark.replicas, link_mbit),
         **baselines(records, benchmark.methods, link_mbit),
     }

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from thinwire.checkpoint.pacing.idle import PROFILED_ITERATIONS
 from thinwire.checkpoint.state.encode import flatten
 from thinwire.lab.bench.checkpoint.methods import THINWIRE, Call, CheckpointMethod, InPeers, Place, make
 from thinwire.lab.bench.checkpoint.work import Trainer, TrainingWork
@@ -16,6 +15,7 @@ from thinwire.lab.bench.jobs.job import Data
 from thinwire.lab.testbed.rank import RankContext
 
 WARM_UP_STEPS = 3
+SETTLED_STEPS = 20 + 24  # of thinwire, until it has profiled, and knows how often it may make a checkpoint
 TRACED_STEPS = 5
 
 
@@ -81,7 +81,7 @@ def measure(context: RankContext, plan: Overhead, data: Data | None) -> Overhead
     methods = {method: make(method, trainer, plan.place, context.rank) for method in sorted(plan.methods, key=_late)}
     runner = _Runner(trainer, methods)
     for method in plan.methods:
-        runner.block(method, PROFILED_ITERATIONS + WARM_UP_STEPS if method == THINWIRE else WARM_UP_STEPS)
+        runner.block(method, SETTLED_STEPS if method == THINWIRE else WARM_UP_STEPS)
         context.send(("progress", method, -1))
     for turn in range(plan.repeat):
         for method in order_of(plan.methods, turn):

@@ -54,7 +54,7 @@ def overhead_ratio(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[fl
     if not plain:
         return None
     return statistics.median(
-        statistics.median(own) / statistics.median(other) for own, other in zip(turns, plain, strict=True)
+        statistics.fmean(own) / statistics.fmean(other) for own, other in zip(turns, plain, strict=True)
     )
 
 

@@ -1,0 +1,124 @@
+"""Governor of the interval between two checkpoints: what they cost a training stays below a share of its time.
+
+Iterations in which a version is copied or sent (loaded) are compared with those in which none is (free). Both kinds
+alternate, and medians are compared, so a disturbance of the machine that lasts longer than a few iterations, or less
+than one, moves neither. Where versions leave no iteration free, one is left out now and then.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections import deque
+from statistics import median
+
+logger = logging.getLogger("thinwire")
+
+_UNGOVERNED_VERSIONS = 20  # at the start: protection comes first, and the first iterations are slow
+_FEW = 3  # versions, and free iterations, before their medians are believed
+_VERSIONS, _FREE = 9, 20  # over which medians are taken
+_PROBE_VERSIONS = 10  # one of so many is left out where no iteration would be free
+_AIM = 0.8  # of the share is used: costs vary by a fifth from one version to the next
+_MARGIN = 2.0  # a version may become that much cheaper before more of them are made
+_MOST = 10_000
+
+
+class Governor:
+    """The number of steps between two checkpoints, from their measured cost.
+
+    The trainer's thread calls `note_iteration` and `note_begun`, any thread `note_sent`. ``next_step`` is the step of
+    the next checkpoint, the same on all ranks, which agree on the greatest `stride` of theirs (`agree`).
+
+    Args:
+        max_overhead: share of the time of training that checkpoints may cost; None for no limit.
+        every: steps between two checkpoints at least; a stride counts multiples of it.
+        most_steps: steps between two checkpoints at most.
+    """
+
+    def __init__(self, max_overhead: float | None = None, every: int = 1, most_steps: int | None = None) -> None:
+        if max_overhead is not None and not max_overhead > 0:
+            raise ValueError(f"max_overhead={max_overhead}: a share of the training's time such as 0.05, or None")
+        self.max_overhead, self._every = max_overhead, every
+        self._most = max(1, (most_steps or _MOST) // every)
+        self._free: deque[float] = deque(maxlen=_FREE)
+        self._costs: deque[float] = deque(maxlen=_VERSIONS)
+        self._spans: deque[int] = deque(maxlen=_VERSIONS)  # loaded iterations of each version
+        self._loaded, self._loaded_seconds = 0, 0.0  # iterations since the last version began, and their lengths
+        self._versions, self._wanted, self._told = 0, 1, False
+        self._in_flight = threading.Event()
+        self.is_loaded = False  # the iteration that runs now
+        self.needs_free = False  # whether the pacer profiles the network in them
+        self.next_step, self._agreed = 0, 1
+
+    @property
+    def every(self) -> int:
+        """Steps between two checkpoints at present."""
+        return self._agreed * self._every
+
+    def note_iteration(self, seconds: float) -> None:
+        """Record the length of the iteration that ends now."""
+        if self.is_loaded:
+            self._loaded, self._loaded_seconds = self._loaded + 1, self._loaded_seconds + seconds
+        else:
+            self._free.append(seconds)
+        self.is_loaded = self._in_flight.is_set()
+
+    def note_begun(self) -> None:
+        """Record that a version is made at the start of this iteration."""
+        if self._versions and self._loaded:
+            self._spans.append(self._loaded)
+            if self._free:
+                self._costs.append(self._loaded_seconds - self._loaded * median(self._free))
+        self._loaded, self._loaded_seconds, self.is_loaded = 0, 0.0, True
+        self._versions += 1
+        self._in_flight.set()
+
+    def note_sent(self) -> None:
+        """Record that all peers have the version."""
+        self._in_flight.clear()
+
+    @property
+    def cost_seconds(self) -> float | None:
+        """Seconds by which a version lengthens training, median of the last 9; None while too little is known."""
+        known = min(len(self._costs), len(self._free)) >= _FEW
+        return max(0.0, median(self._costs)) if known else None
+
+    @property
+    def overhead(self) -> float:
+        """Share of the time of training that checkpoints cost at the present interval; 0 while it is not known."""
+        cost = self.cost_seconds
+        return cost / (self.every * median(self._free)) if cost is not None else 0.0
+
+    @property
+    def stride(self) -> int:
+        """The interval that this rank wants now, in multiples of ``every``."""
+        cost, wanted = self.cost_seconds, 1
+        if self.max_overhead is not None and cost is not None:
+            budget = self.max_overhead * self._every * median(self._free)
+            if not cost <= budget * self._wanted <= _MARGIN * cost + budget:
+                self._wanted = max(1, min(math.ceil(cost / budget / _AIM), self._most))
+            wanted = self._wanted
+        if self.max_overhead is not None and self._probes(cost):
+            wanted = max(wanted, math.ceil((1 + max(self._spans, default=1)) / self._every))
+        return max(1, min(wanted, self._most))
+
+    def _probes(self, cost: float | None) -> bool:
+        wants = cost is None or self.needs_free or self._versions % _PROBE_VERSIONS == 0
+        return wants and self._versions >= _UNGOVERNED_VERSIONS
+
+    def agree(self, step: int, stride: int) -> None:
+        """Record that the ranks make a checkpoint of ``step``, and the next one that many multiples later."""
+        self.next_step, self._agreed = step + stride * self._every, stride
+        cost = self.cost_seconds
+        if stride > 1 and cost is not None and self._wanted > 1 and not self._told:
+            self._told = True
+            logger.warning(
+                "a checkpoint lengthens training by %.0f ms, and an iteration takes %.0f ms: one is made every %s steps"
+                " to keep max_overhead=%s",
+                1e3 * cost, 1e3 * median(self._free), stride * self._every, self.max_overhead,
+            )  # fmt: skip
+
+    def is_due(self, step: int) -> bool:
+        """Return whether a checkpoint of ``step`` is to be made."""
+        return step % self._every == 0 and step >= self.next_step

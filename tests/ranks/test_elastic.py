@@ -1,0 +1,228 @@
+"""The rendezvous of torchrun's agents, over sockets: places, standbys, lost endpoints, and the whole loop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.namespaces import needs_namespaces
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+)
+
+from thinwire.elastic.rendezvous import ElasticRendezvous
+from thinwire.holder.start import HolderOptions, ensure_holder, stop_holder
+from thinwire.lab.testbed.elastic import ElasticCluster, reference_digest, run_elastic
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return int(sock.getsockname()[1])
+
+
+class Hosts:
+    """Agents of this process, each with the holder of its own host."""
+
+    def __init__(self, directory: Path, patch: pytest.MonkeyPatch, endpoints: int = 1) -> None:
+        self._directory, self._patch = directory, patch
+        self.endpoint = ",".join(f"127.0.0.1:{free_port()}" for _ in range(endpoints))
+        self.agents: dict[str, ElasticRendezvous] = {}
+        patch.setenv("THINWIRE_SECRET", "a secret of sixteen characters")
+
+    def start(self, name: str, nodes: tuple[int, int], run_id: str = "run", **more: Any) -> ElasticRendezvous:
+        self._patch.setenv("THINWIRE_HOLDER", str(self._directory / f"{name}.sock"))
+        conf = {"keep_alive_interval": "0.2", "last_call_timeout": "0.5", "memory_budget": "8MiB", **more}
+        params = RendezvousParameters("thinwire", self.endpoint, run_id, *nodes, local_addr="127.0.0.1", **conf)
+        self.agents[name] = ElasticRendezvous(params)
+        return self.agents[name]
+
+    def die(self, name: str) -> None:
+        """As by kill -9: no farewell."""
+        agent = self.agents.pop(name)
+        agent._ended.set()
+        agent._boards.close()
+
+    def join(self, *names: str) -> dict[str, RendezvousInfo]:
+        """All of them at once, each in a thread; those that do not come back in time stand by."""
+        found: dict[str, Any] = {}
+
+        def run(name: str) -> None:
+            try:
+                found[name] = self.agents[name].next_rendezvous()
+            except Exception as error:
+                found[name] = error
+
+        threads = {name: threading.Thread(target=run, args=(name,), daemon=True) for name in names}
+        for thread in threads.values():
+            thread.start()
+        self.waiting = {name: (thread, found) for name, thread in threads.items()}
+        return found
+
+    def joined(self, *names: str, seconds: float = 20.0) -> dict[str, Any]:
+        deadline = time.monotonic() + seconds
+        for name in names:
+            thread, found = self.waiting[name]
+            thread.join(max(0.0, deadline - time.monotonic()))
+            assert name in found, f"{name} still waits"
+        return {name: self.waiting[name][1][name] for name in names}
+
+    def wait_until_over(self, *names: str, seconds: float = 10.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not all(self.agents[name].num_nodes_waiting() for name in names):
+            assert time.monotonic() < deadline, "the loss was not noticed"
+            time.sleep(0.02)
+
+    def close(self) -> None:
+        for name in list(self.agents):
+            self.die(name)
+        for path in self._directory.glob("*.sock"):
+            stop_holder(ensure_holder(HolderOptions(socket=str(path))))
+
+
+@pytest.fixture
+def hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hosts]:
+    it = Hosts(tmp_path, monkeypatch, endpoints=2)
+    yield it
+    it.close()
+
+
+def places(infos: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    return {name: (info.rank, info.world_size) for name, info in infos.items()}
+
+
+def test_a_standby_takes_the_place_of_the_endpoint_host_that_died(hosts: Hosts) -> None:
+    for name in "abc":
+        hosts.start(name, (2, 2))
+        hosts.join(name) if name == "c" else None
+        if name == "b":
+            hosts.join("a", "b")
+            infos = hosts.joined("a", "b")
+    assert sorted(places(infos).values()) == [(0, 2), (1, 2)]
+    stays = places(infos)["b"][0]
+    assert len({info.bootstrap_store_info.master_port for info in infos.values()}) == 1
+    standby = hosts.waiting
+    hosts.die("a")  # which served the rendezvous
+    hosts.wait_until_over("b")
+    hosts.join("b")
+    hosts.waiting |= standby
+    infos = hosts.joined("b", "c")
+    assert places(infos) == {"b": (stays, 2), "c": (1 - stays, 2)}
+    # and what torchrun's agents tell each other goes over the new one
+    infos["c"].store.set("key", b"value")
+    assert infos["b"].store.get("key") == b"value"
+    assert [infos[name].store.add("members", 1) for name in "bc"] == [1, 2]
+
+
+def test_an_agent_that_starts_again_on_its_host_has_its_place_and_its_holder(hosts: Hosts) -> None:
+    for name in "ab":
+        hosts.start(name, (2, 2))
+    hosts.join("a", "b")
+    before = places(hosts.joined("a", "b"))
+    pid = hosts.agents["b"]._holder_pid
+    hosts.die("b")
+    hosts.wait_until_over("a")
+    hosts.start("b", (2, 2))
+    assert hosts.agents["b"]._holder_pid == pid
+    hosts.join("b", "a")
+    assert places(hosts.joined("a", "b")) == before
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while hosts.agents["b"]._holder_pid == pid and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert hosts.agents["b"]._holder_pid != pid
+
+
+def test_fewer_hosts_go_on_where_that_is_allowed_and_nobody_waits_for_the_dead(hosts: Hosts) -> None:
+    for name in "abc":
+        hosts.start(name, (2, 3))
+    hosts.join("a", "b", "c")
+    infos = hosts.joined("a", "b", "c")
+    gone = next(name for name in "bc" if infos[name].rank)  # not the one that serves
+    stay = [name for name in "abc" if name != gone]
+    hosts.die(gone)
+    # torchrun's agents are in the middle of dealing out ranks: they must get an answer, or give up for good
+    role = b'{"role": "default", "rank": 0, "local_world_size": 1}'
+    began = time.monotonic()
+    store = infos["a"].store
+    store.set(f"torchelastic/role_info/{infos['a'].rank}", role)
+    assert store.multi_get([f"torchelastic/role_info/{infos[gone].rank}"]) == [role]
+    assert store.get("torchelastic/assigned_ranks/0").startswith(b"[")
+    with pytest.raises(RuntimeError, match="another host"):
+        store.wait(["barrier"])
+    assert time.monotonic() - began < 10
+    hosts.wait_until_over(*stay)
+    hosts.join(*stay)
+    order = sorted(stay, key=lambda name: infos[name].rank)
+    assert places(hosts.joined(*stay)) == {name: (place, 2) for place, name in enumerate(order)}
+    hosts.agents["a"].shutdown()
+    hosts.wait_until_over(*stay, seconds=0.5) if False else None
+    with pytest.raises(RendezvousClosedError):
+        hosts.agents[next(name for name in stay if name != "a")].next_rendezvous()
+
+
+def test_what_is_wrong_is_said(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = hosts.start("a", (1, 1))
+    hosts.join("a")
+    hosts.joined("a")
+    with pytest.raises(RendezvousConnectionError, match=r"--rdzv-id=run --nnodes=1:1.*--rdzv-id=other"):
+        hosts.start("b", (1, 1), run_id="other").next_rendezvous()
+    spare = hosts.start("c", (1, 1))
+    hosts.join("c")
+    time.sleep(0.3)
+    first.shutdown()
+    assert isinstance(hosts.joined("c")["c"], RendezvousGracefulExitError)
+    assert spare.is_closed() is False  # nobody serves any more
+    with pytest.raises(ValueError, match="--rdzv-id=NAME"):
+        hosts.start("d", (1, 1), run_id="none")
+    with pytest.raises(ValueError, match="keep_alive_interval=soon: expected a number"):
+        hosts.start("d", (1, 1), keep_alive_interval="soon")
+    with pytest.warns(UserWarning, match=r"2:3 excludes that"):
+        lonely = hosts.start("d", (1, 3), join_timeout="0.3", last_call_timeout="100")
+    with pytest.raises(RendezvousTimeoutError, match="did not start in 0.3 s"):
+        lonely.next_rendezvous()
+
+
+def test_a_stranger_is_not_admitted(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    hosts.start("a", (1, 2))
+    hosts.join("a")
+    time.sleep(0.3)
+    monkeypatch.setenv("THINWIRE_SECRET", "another secret of that length")
+    with pytest.raises(RendezvousConnectionError, match="another secret"):
+        hosts.start("b", (1, 2)).next_rendezvous()
+    monkeypatch.setenv("THINWIRE_SECRET", "a secret of sixteen characters")
+    stop_holder(ensure_holder(HolderOptions(socket=str(hosts._directory / "a.sock"))))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torchrun_replaces_a_host_of_this_machine_by_itself() -> None:
+    with ElasticCluster(hosts=2, standbys=1, steps=60, emulated=False, endpoints=1) as cluster:
+        cluster.wait_for("step", step=10)
+        before, training, since = cluster.newest_round(), cluster.training_hosts(), time.monotonic()
+        victim = training[1] if training[1] != 0 else training[0]
+        cluster.lose(victim)
+        phases = cluster.seconds_until_going_on(since, before)
+        assert phases["from_step"] > 5
+        spare = next(host for host in range(3) if host not in training)
+        assert cluster.training_hosts() == [spare if host == victim else host for host in training]
+        assert cluster.wait_until_finished() == reference_digest(2, 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@needs_namespaces
+def test_emulated_hosts_are_replaced_whatever_happens_to_them() -> None:
+    rows = run_elastic(faults=["lose the endpoint", "freeze", "lose during replacement", "workers"], seed=3)
+    assert all(row["lost_steps"] <= 3 for row in rows), rows

@@ -1,0 +1,208 @@
+"""Places of shards: hosts are replaced one after the other, in any order, within the memory that the guide names."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from thinwire.checkpoint.choice import choose
+from thinwire.checkpoint.registration import placed_at, places_of
+from thinwire.holder.slots import SlotSize
+from thinwire.holder.store import Holding, Plan, Shard, Store
+from thinwire.holder.version import Manifest, ShardId, Version, next_attempt
+
+SIZE = SlotSize(100, 10)
+RUN, TOPOLOGY = "run", "a1"
+
+
+class Link:
+    """A sender to a peer's store, which knows what that one said it has."""
+
+    def __init__(self, store: Store, shard_id: ShardId) -> None:
+        self.store, self.shard_id = store, shard_id
+        if not store.is_placed(shard_id):
+            raise ValueError("not placed here")
+        shard = store.register(shard_id, SIZE)
+        self.held = {h.manifest.version.digest for h in shard.complete() if h.manifest}
+
+    def has(self, digest: str) -> bool:
+        return digest in self.held
+
+    is_settled = has
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+    def send(self, holding: Holding, keep: tuple[int, int] | None) -> bool:
+        """As a holder receives: whether the peer has it now."""
+        manifest = holding.manifest
+        assert manifest is not None
+        shard = self.store.shards[self.shard_id]
+        if not any(h.manifest == manifest for h in shard.complete()):
+            if shard.is_superseded(manifest.order) and not self.store.wants(manifest.version):
+                return False
+            if not put(self.store, shard, manifest, keep, before=manifest.order):
+                return False
+        self.held.add(manifest.version.digest)
+        return True
+
+
+def put(
+    store: Store,
+    shard: Shard,
+    manifest: Manifest,
+    keep: tuple[int, int] | None = None,
+    before: tuple[int, int] | None = None,
+    recovering: bool = False,
+) -> bool:
+    holding = store.begin(shard, keep, before, recovering, manifest.version.digest)
+    if holding is None:
+        return False
+    store.seal(holding, manifest, b"")
+    return True
+
+
+@dataclass
+class Cluster:
+    """Hosts with exactly two slots for each shard that they hold, in the protocol of a Checkpointer, in one thread.
+
+    ``safe``: the newest step of which all hosts had their copies; ``lost``: hosts lost since.
+    """
+
+    hosts: int
+    replicas: int
+    ranks_per_host: int
+    stores: dict[str, Store] = field(default_factory=dict)
+    safe: int | None = None
+    lost: int = 0
+
+    def __post_init__(self) -> None:
+        for number in range(self.hosts):
+            self.add(f"h{1000 * number:04}")
+
+    def add(self, name: str) -> None:
+        self.stores[name] = Store(2 * self.replicas * self.ranks_per_host * SIZE.total_bytes)
+
+    def lose(self, name: str) -> None:
+        self.stores.pop(name).close()
+        self.lost += 1
+
+    def check(self) -> None:
+        for store in self.stores.values():
+            assert store.used_bytes <= store.budget_bytes
+            held = sum(h.slot.size.total_bytes for shard in store.shards.values() for h in shard.holdings)
+            assert held == store.used_bytes
+
+    def job(self) -> Iterator[int | None]:
+        """A start of the training that goes on for ever: it may be killed wherever it yields, which is the step."""
+        holders = [name for name in sorted(self.stores) for _ in range(self.ranks_per_host)]
+        placed = {name: placed_at(name, holders, self.replicas) for name in holders}
+        versions = {name: store.verified(RUN, verify=False) for name, store in self.stores.items()}
+        choice = choose(versions, holders, RUN, TOPOLOGY, placed)
+        attempt = next_attempt((v.attempt for each in versions.values() for v in each), 7)
+        if self.safe is not None and self.lost < self.replicas:
+            assert choice.step is not None, choice.reasons
+            assert choice.step >= self.safe
+        if choice.step is None:
+            self.safe = None
+        yield choice.step
+        for name, store in self.stores.items():
+            shards = frozenset(ShardId(RUN, TOPOLOGY, owner) for owner in placed[name])
+            chosen = (choice.attempt, choice.step) if choice.step is not None else (-1, -1)
+            store.place(RUN, Plan(shards, frozenset(choice.wanted_at(name, placed[name])), attempt, chosen))
+            yield choice.step
+        own: list[tuple[Store, Shard]] = []
+        for rank, held_at in enumerate(places_of(holders, self.replicas)):
+            store, shard_id = self.stores[held_at[0]], ShardId(RUN, TOPOLOGY, rank)
+            shard = store.register(shard_id, SIZE)
+            shard.trainer, shard.role, shard.keep = object(), "own", None
+            shard.replicas = {name: Link(self.stores[name], shard_id) for name in held_at[1:]}
+            own.append((store, shard))
+            yield choice.step
+        for rank, (store, shard) in enumerate(own):
+            if choice.step is not None:
+                self.fetch(store, shard, choice.versions[rank], self.stores[choice.sources[rank]])
+                shard.keep = choice.attempt, choice.step
+            yield choice.step
+        yield from self.train(own, attempt, choice.step or 0)
+
+    def fetch(self, store: Store, shard: Shard, version: Version, source: Store) -> None:
+        with source.reading(version) as holding:
+            assert holding.manifest is not None
+            if not any(h.manifest == holding.manifest for h in shard.complete()):
+                assert put(store, shard, holding.manifest, recovering=True), "a slot for the version to go back to"
+
+    def train(self, own: list[tuple[Store, Shard]], attempt: int, step: int) -> Iterator[int | None]:
+        moving = True
+        while True:
+            for _, shard in own:
+                for link in shard.replicas.values():
+                    for holding in shard.complete():
+                        if holding.manifest and shard.is_wanted(holding.manifest):
+                            assert isinstance(link, Link)
+                            link.send(holding, shard.keep)
+                            yield step
+            newest = [shard.newest(replicated=True) for _, shard in own]
+            if all(shard.is_safe(attempt) for _, shard in own):
+                found = min(step for step in newest if step is not None)
+                assert self.safe is None or found >= self.safe or self.lost >= self.replicas
+                self.safe, self.lost = found, 0
+                if moving:
+                    for store in self.stores.values():
+                        store.release(RUN, [TOPOLOGY])
+                        yield step
+                    moving = False
+            for store, shard in own:
+                store.fill_up(shard)
+            assert moving or all(len(s.holdings) == 2 for store in self.stores.values() for s in store.shards.values())
+            if all(shard.is_free() for _, shard in own):
+                step += 1
+                for rank, (store, shard) in enumerate(own):
+                    shard.attempt = attempt
+                    if self.safe is not None:
+                        shard.keep = shard.order_of(self.safe, attempt) or shard.keep
+                    manifest = Manifest(ShardId(RUN, TOPOLOGY, rank), step, attempt, 0, 1, (), 0, zlib.crc32(b""))
+                    assert put(store, shard, manifest, shard.keep)
+                    yield step
+            else:
+                yield step
+
+    def kill(self) -> None:
+        for store in self.stores.values():
+            for shard in store.shards.values():
+                shard.trainer = None
+                shard.unmap()
+
+
+def run_for(job: Iterator[int | None], turns: int, cluster: Cluster) -> None:
+    for _ in range(turns):
+        next(job)
+        cluster.check()
+
+
+SHAPES = [(2, 2, 1), (3, 2, 1), (4, 2, 2), (5, 2, 1), (3, 3, 1), (5, 3, 1), (4, 3, 2), (6, 2, 1)]
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    st.sampled_from(SHAPES), st.randoms(use_true_random=False), st.lists(st.integers(0, 150), min_size=2, max_size=11)
+)
+def test_ten_replacements_fit_into_the_budget(shape: tuple[int, int, int], random: Random, turns: list[int]) -> None:
+    """The trainers are killed anywhere, in the middle of a transition too; names move all ranks in every way."""
+    cluster = Cluster(*shape)
+    for number, each in enumerate(turns):
+        job = cluster.job()
+        run_for(job, each, cluster)
+        cluster.kill()
+        cluster.lose(random.choice(sorted(cluster.stores)))
+        cluster.add(f"h{random.randrange(10_000):04}-{number}")
+    job = cluster.job()
+    run_for(job, 400, cluster)
+    assert cluster.safe is not None, "training goes on"
+    for store in cluster.stores.values():
+        store.close()

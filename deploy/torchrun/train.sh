@@ -4,7 +4,8 @@
 #
 #   ADDRESS=10.0.0.2 HEAD=10.0.0.1 NODES=2 PROCESSES=8 deploy/torchrun/train.sh deploy/train.py --replicas 2
 #
-# NODES=2:4 goes on with two to four hosts. On one host leave all of them out.
+# NODES=2:4 goes on with two to four hosts. On one host leave all of them out. With RENDEZVOUS=thinwire, hosts beyond
+# NODES stand by and replace those that are lost; HEAD may then be a list, HOST:PORT,HOST:PORT, any of which may die.
 set -euo pipefail
 
 address=${ADDRESS:-127.0.0.1}   # where the other hosts reach this one
@@ -30,5 +31,6 @@ if ! thinwire holder --status > /dev/null 2>&1; then
 fi
 
 # The holder stays after the end, so that the same command continues a run. To free its memory: thinwire holder --stop
-exec torchrun --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "$restarts" \
-  --rdzv-backend c10d --rdzv-endpoint "$head:${RENDEZVOUS_PORT:-29500}" --rdzv-id "$THINWIRE_RUN_ID" "$@"
+[[ $head == *:* ]] || head=$head:${RENDEZVOUS_PORT:-29500}
+exec torchrun --nnodes "$nodes" --nproc-per-node "$processes" --max-restarts "$restarts" --local-addr "$address" \
+  --rdzv-backend "${RENDEZVOUS:-c10d}" --rdzv-endpoint "$head" --rdzv-id "$THINWIRE_RUN_ID" "$@"

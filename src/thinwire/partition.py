@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,52 +20,35 @@ from thinwire.wire import Part
 Placed = tuple[Tensor, Tensor]  # (positions in the part, increasing; indices into the ids that were split)
 
 
-class Partition(Protocol):
+@dataclass(frozen=True)
+class Partition:
     """An assignment of rows 0 .. num_rows - 1 to ``world_size`` owners, equal on all ranks without communication."""
 
-    @property
-    def num_rows(self) -> int: ...
-    @property
-    def world_size(self) -> int: ...
+    num_rows: int
+    world_size: int
+
     def owners(self, ids: Tensor) -> Tensor:
         """Return the owner in [0, world_size) of each id, int64."""
-        ...
+        raise NotImplementedError
 
     @property
     def parts(self) -> Sequence[Part]:
         """The part of each owner."""
-        ...
+        raise NotImplementedError
 
     def split(self, ids: Tensor) -> list[Placed]:
         """Return each owner's positions of its share of the sorted unique ``ids`` [k], and the indices of these."""
-        ...
-
-    def join(self, positions: Sequence[Tensor]) -> Tensor:
-        """Return the ids at the given positions of each part, one part after the other."""
-        ...
-
-
-class _ByParts:
-    """What partitions have in common."""
-
-    def join(self: Partition, positions: Sequence[Tensor]) -> Tensor:
-        return torch.cat([part.ids(of_part) for part, of_part in zip(self.parts, positions, strict=True)])
-
-
-class _ByOwners(_ByParts):
-    """What partitions have in common that know the owner of an id, and sort by it."""
-
-    def split(self: Partition, ids: Tensor) -> list[Placed]:
         places = kernels.group_by_owner(self.owners(ids), self.world_size)
         return [(part.positions(ids[place]), place) for part, place in zip(self.parts, places, strict=True)]
 
+    def join(self, positions: Sequence[Tensor]) -> Tensor:
+        """Return the ids at the given positions of each part, one part after the other."""
+        return torch.cat([part.ids(of_part) for part, of_part in zip(self.parts, positions, strict=True)])
+
 
 @dataclass(frozen=True)
-class Contiguous(_ByOwners):
+class Contiguous(Partition):
     """A partition into equal consecutive ranges, as in Sparse PS: free to compute, unbalanced for skewed ids."""
-
-    num_rows: int
-    world_size: int
 
     @property
     def range_rows(self) -> int:
@@ -97,7 +79,7 @@ class Range:
 
 
 @dataclass(frozen=True)
-class BlockCyclic(_ByOwners):
+class BlockCyclic(Partition):
     """A partition in which row i belongs to owner i mod ``world_size``, as OmniReduce deals its blocks to aggregators.
 
     A hot range spreads over all owners, but ids with a stride of ``world_size`` all go to one.
@@ -106,9 +88,6 @@ class BlockCyclic(_ByOwners):
         >>> BlockCyclic(num_rows=5, world_size=2).parts[0].ids(torch.arange(3))
         tensor([0, 2, 4])
     """
-
-    num_rows: int
-    world_size: int
 
     def owners(self, ids: Tensor) -> Tensor:
         return ids % self.world_size
@@ -138,7 +117,7 @@ class Strided:
 
 
 @dataclass(frozen=True)
-class Permutation(_ByParts):
+class Permutation(Partition):
     """A partition that deals each group of ``world_size`` consecutive ids, one to each owner, in a hashed order.
 
     id = q * world_size + r has owner (r + hash(q)) mod world_size and position q. That is a bijection, so
@@ -153,8 +132,6 @@ class Permutation(_ByParts):
         [0, 1, 2, 3, 4, 5, 6, 7, 8, 9]
     """
 
-    num_rows: int
-    world_size: int
     seed: int
 
     def owners(self, ids: Tensor) -> Tensor:
@@ -198,7 +175,7 @@ class Dealt:
 
 
 @dataclass(frozen=True)
-class HierarchicalHash(_ByParts):
+class HierarchicalHash(Partition):
     """A partition by the first level of ZEN's hierarchical hashing (section 3.2), with its tables.
 
     The owner is a hash of the id alone. A position is the rank of an id among all ids of its owner, which
@@ -206,8 +183,6 @@ class HierarchicalHash(_ByParts):
     and kept. `Permutation` does the same without tables; this one is for comparison with the paper.
     """
 
-    num_rows: int
-    world_size: int
     seed: int
 
     def owners(self, ids: Tensor) -> Tensor:
@@ -257,20 +232,15 @@ def core_size(world_size: int) -> int:
 
 
 @dataclass(frozen=True)
-class FirstRanks:
+class FirstRanks(Partition):
     """A partition among the first ranks; the other ranks of ``world_size`` own nothing.
 
     Example:
-        >>> FirstRanks(Contiguous(num_rows=10, world_size=2), world_size=3).parts[2].size
+        >>> FirstRanks(10, 3, owned=Contiguous(10, world_size=2)).parts[2].size
         0
     """
 
     owned: Partition
-    world_size: int
-
-    @property
-    def num_rows(self) -> int:
-        return self.owned.num_rows
 
     def owners(self, ids: Tensor) -> Tensor:
         return self.owned.owners(ids)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.checkpoint import copier
+from thinwire.checkpoint import copier, records
 from thinwire.errors import LostPeerError
 from thinwire.holder.client import HolderClient
 from thinwire.holder.start import HolderOptions, start_holder, stop_holder
@@ -371,6 +371,26 @@ def test_a_limit_of_age_raises_and_nothing_else_does(hosts: Hosts) -> None:
 
         with pytest.raises(thinwire.ThinwireError, match=r"4 steps old, and max_age_steps is 3: .*holder"):
             go_on()
+
+
+@pytest.mark.usefixtures("alone")
+def test_old_checkpoints_are_warned_of_without_being_asked_for(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(records.AgeAlarm.__init__, "__defaults__", (lambda: now,))
+    with thinwire.checkpoint.Checkpointer(
+        nn.Linear(3, 3), run_id="run", replicas=1, holder_socket=hosts.start("a")
+    ) as checkpointer:
+        checkpointer.restore()
+        checkpointer.step()
+        hosts.lose("a")
+        with pytest.warns(UserWarning, match="training goes on without checkpoints"):
+            checkpointer.step()
+        for _ in range(20):
+            checkpointer.step()
+        now += 61
+        with pytest.warns(UserWarning, match=r"2\d steps and 61 s old: the holder of this host is gone"):
+            checkpointer.step()
+        checkpointer.step()
 
 
 class Whole:

@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+import thinwire
 from thinwire.checkpoint import Checkpointer
 from thinwire.holder.client import HolderClient
 from thinwire.holder.start import HolderOptions, start_holder, stop_holder
@@ -139,6 +141,106 @@ def stops(context: RankContext, sockets: list[str]) -> None:
 
 def test_what_cannot_be_stored_raises_on_all_ranks_in_the_same_step(sockets: list[str]) -> None:
     run_ranks(stops, sockets, world_size=3, timeout_seconds=45)
+
+
+class Replica:
+    """A replica of a network with dropout and batch statistics, which are its own."""
+
+    def __init__(self, group: Any, dtype: torch.dtype, attach: dict[str, Any] | None = None) -> None:
+        torch.manual_seed(1)
+        net = nn.Sequential(nn.Linear(6, 90), nn.BatchNorm1d(90), nn.Dropout(0.2), nn.Linear(90, 200)).to(dtype)
+        self.model = DistributedDataParallel(net, process_group=group, broadcast_buffers=False)
+        self.synchronizer = None if attach is None else thinwire.attach(self.model, **attach)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.dtype, self.group = dtype, group
+        torch.manual_seed(10 + dist.get_rank())
+
+    def checkpointer(self, socket: str, run_id: str, **options: Any) -> Checkpointer:
+        options |= {"synchronizer": self.synchronizer, "process_group": self.group, "replicas": 1}
+        return Checkpointer(self.model, self.optimizer, run_id=run_id, holder_socket=socket, **options)
+
+    def train(self, steps: int, checkpointer: Checkpointer) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.randn(8, 6, dtype=self.dtype)).square().mean().backward()
+            self.optimizer.step()
+            checkpointer.step()
+            assert checkpointer.flush(20)
+
+    def flip(self, bit: int) -> None:
+        """One bit of one parameter, or of one moment."""
+        moment = self.optimizer.state[self.model.module[3].weight]["exp_avg"]
+        tensor = moment if bit % 2 else self.model.module[3].bias
+        raw = tensor.detach().view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]).view(-1)
+        raw[77] ^= 1 << bit
+
+
+def finds(context: RankContext, sockets: list[str]) -> None:
+    socket, rank, world = sockets[context.rank], context.rank, dist.group.WORLD
+    two = dist.new_group([0, 1])
+    for dtype, group, broken, bit in (
+        (torch.float32, world, 2, 0), (torch.float64, world, 0, 41), (torch.bfloat16, world, 3, 1),
+        (torch.float32, two, 1, 22),
+    ):  # fmt: skip
+        if group is two and rank > 1:
+            continue
+        run_id, kept = f"{dtype} of {dist.get_world_size(group)}", []
+        replica = Replica(group, dtype)
+        with replica.checkpointer(socket, run_id) as checkpointer:
+            checkpointer.restore()
+            replica.train(4, checkpointer)
+            kept = [parameter.detach().clone() for parameter in replica.model.parameters()]
+            if rank == broken:
+                replica.flip(bit)
+            named = "ranks 0, 1 differ from each other" if group is two else f"rank {broken} differ from those of"
+            words = f"silent corruption: .*{named}.* at step 5, and at step 4"
+            with pytest.raises(thinwire.ThinwireError, match=words):
+                replica.train(2, checkpointer)
+            stats = checkpointer.stats()
+            assert (stats["checkpoint/certified_step"], checkpointer.steps) == (4, 6), "within two versions"
+            assert stats["checkpoint/diverged_ranks"] == (2 if group is two else 1)
+        if group is two:
+            continue
+        again = Replica(group, dtype)
+        with again.checkpointer(socket, run_id, on_divergence="warn") as checkpointer:
+            assert checkpointer.restore() == 4, "5 is newer, and not the same on all ranks"
+            assert all(map(torch.equal, again.model.parameters(), kept))
+            again.train(3, checkpointer)
+            if rank == broken:
+                again.flip(bit)
+            with pytest.warns(UserWarning, match="silent corruption"):
+                again.train(2, checkpointer)
+            again.train(1, checkpointer)
+            assert checkpointer.stats()["checkpoint/versions"] == 6, "warned of, and training goes on"
+
+
+def test_one_flipped_bit_is_found_and_undone(sockets: list[str]) -> None:
+    run_ranks(finds, sockets, world_size=4, timeout_seconds=60)
+
+
+def finds_nothing(context: RankContext, sockets: list[str]) -> None:
+    """In any way in which replicas stay the same; and ranks that train on their own are not compared."""
+    compress = thinwire.compress.error_feedback(thinwire.compress.top_k(0.1))
+    for number, attach in enumerate((None, {}, {"compress": compress})):
+        replica = Replica(dist.group.WORLD, torch.float32, attach)
+        with replica.checkpointer(sockets[context.rank], f"run {number}") as checkpointer:
+            checkpointer.restore()
+            replica.train(6, checkpointer)
+            stats = checkpointer.stats()
+            assert stats["checkpoint/certified_step"] >= 5, "the last one perhaps not yet"
+            assert stats["checkpoint/diverged_ranks"] == 0
+        if replica.synchronizer is not None:
+            replica.synchronizer.detach()
+    alone = Replica(dist.group.WORLD, torch.float32)
+    with alone.checkpointer(sockets[context.rank], "alone") as checkpointer, alone.model.no_sync():
+        checkpointer.restore()
+        alone.train(6, checkpointer)
+        assert [record.skipped for record in checkpointer.records()] == [""] * 6
+        assert checkpointer.stats()["checkpoint/certified_step"] == -1
+
+
+def test_replicas_that_stay_the_same_are_certified(sockets: list[str]) -> None:
+    run_ranks(finds_nothing, sockets, world_size=3, timeout_seconds=60)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ MACHINE = Machine(2e-3, 3e-4, 2e-9, 2e-9, 1e-5, 1e-8, 1e-10, 1e-8, 1e-10, 1e-8, 
 
 def _train(context: RankContext, is_rehearsed: bool) -> tuple[torch.Tensor, float, float, float, int]:
     begun: list[int] = []
-    original = exact.rehearse
+    original = exact.Rehearsal
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Lane, "machine", lambda lane: MACHINE)  # two runs that measure may choose differently
         patch.setattr(exact, "LEFT_BYTES", -1)
@@ -31,7 +31,7 @@ def _train(context: RankContext, is_rehearsed: bool) -> tuple[torch.Tensor, floa
         patch.setattr(choose, "MAX_SECONDS", float("inf"))
         patch.setattr(choose, "HOPELESS", float("inf"))
         patch.setattr(choose, "FIRST_REGRET", float("inf"))
-        patch.setattr(exact, "rehearse", lambda points, *rest: begun.append(len(points)) or original(points, *rest))
+        patch.setattr(exact, "Rehearsal", lambda points, *rest: begun.append(len(points)) or original(points, *rest))
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Embedding(NUM_WORDS, WIDTH, sparse=True))
         sync = thinwire.attach(model)
@@ -63,7 +63,7 @@ def test_a_rehearsal_changes_no_bit_and_all_bytes_are_counted() -> None:
 
 def _learn(context: RankContext) -> tuple[set[str], set[str]]:
     """What was tried, and of what there are seconds; what stands stays."""
-    decide, original, tried = Experience._decide, exact.rehearse, set()
+    decide, original, tried = Experience._decide, exact.Rehearsal, set()
 
     def decide_once(learned: Experience) -> None:
         if learned.choice is None:
@@ -79,7 +79,7 @@ def _learn(context: RankContext) -> tuple[set[str], set[str]]:
         patch.setattr(choose, "MIN_BYTES", 1.0)
         patch.setattr(experience, "FIRST_REGRET", float("inf"))
         patch.setattr(Experience, "_decide", decide_once)
-        patch.setattr(exact, "rehearse", rehearse)
+        patch.setattr(exact, "Rehearsal", rehearse)
         patch.setattr(experience, "is_clearly_torchs", lambda *_: False)  # which would end the rehearsal
         model = DistributedDataParallel(nn.Embedding(NUM_WORDS, WIDTH, sparse=True))
         sync = thinwire.attach(model)

@@ -16,11 +16,14 @@ from typer.testing import CliRunner
 
 from thinwire.cli.bench import app as bench
 from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
+from thinwire.lab.bench.checkpoint.faults import Killer, Told
 from thinwire.lab.bench.checkpoint.methods import METHODS, NONE, THINWIRE
 from thinwire.lab.bench.checkpoint.overhead import Block, OverheadRecord, order_of
 from thinwire.lab.bench.checkpoint.recovery import RankRestored, RankStarted, Recovery, Stepped, Watcher
 from thinwire.lab.bench.checkpoint.report import build_report, write_picture
+from thinwire.lab.bench.checkpoint.rivals import unavailable
 from thinwire.lab.bench.checkpoint.rows import (
+    ROW,
     baselines,
     bounds_of,
     checkpoint_seconds,
@@ -34,9 +37,9 @@ from thinwire.lab.bench.checkpoint.work import TrainingWork
 from thinwire.lab.testbed.network import Link
 
 FIELDS = [
-    "method", "hosts", "link_mbit", "state_bytes", "iteration_seconds_median", "overhead_ratio", "blocking_ms_per_gb",
-    "wasted_seconds", "recovery_seconds_processes", "recovery_seconds_host", "recovery_link_share", "iterations_lost",
-    "restore_bitwise_equal",
+    "method", "hosts", "link_mbit", "state_bytes", "iteration_seconds_median", "overhead_ratio", "overhead_spread",
+    "interval_iterations", "cpu_seconds", "blocking_ms_per_gb", "wasted_seconds", "recovery_seconds_processes",
+    "recovery_seconds_host", "recovery_link_share", "iterations_lost", "restore_bitwise_equal",
 ]  # fmt: skip
 STATE_BYTES = 2_000_000
 RECOVERY = Recovery((0.3, 0.5, 0.4), 0.9, (0.4, 1.1, 0.7), 10e6, True)
@@ -50,7 +53,15 @@ GAPS: dict[str, float | str] = {
 def blocks(method: str, seconds: float, blocking: float, versions: int, safe: float | None) -> list[Block]:
     """Two turns of four iterations, the second on a machine that is twice as slow."""
     return [
-        Block(method, turn, (seconds * (turn + 1),) * 4, (blocking,) * 4, versions, safe and safe * (turn + 1))
+        Block(
+            method,
+            turn,
+            (seconds * (turn + 1),) * 4,
+            (blocking,) * 4,
+            versions,
+            safe and safe * (turn + 1),
+            cpu_seconds=1.0 + 0.2 * versions,
+        )
         for turn in range(2)
     ]
 
@@ -64,6 +75,8 @@ def test_a_row_has_the_documented_fields_and_figures() -> None:
     row = row_of(THINWIRE, records(), RECOVERY, 100.0)
     assert list(row) == FIELDS
     assert row["overhead_ratio"] == pytest.approx(1.01)
+    assert row["overhead_spread"] == pytest.approx([1.01, 1.01])
+    assert (row["interval_iterations"], row["cpu_seconds"]) == (1.0, pytest.approx(0.2))
     assert row["iteration_seconds_median"] == pytest.approx((1.01 + 2.02) / 2)
     assert row["blocking_ms_per_gb"] == pytest.approx(4.0 / (STATE_BYTES / 1e9))
     assert row["wasted_seconds"] == pytest.approx(0.3 + row["iteration_seconds_median"] / 2 + 0.9)
@@ -75,8 +88,8 @@ def test_a_row_has_the_documented_fields_and_figures() -> None:
 
 def test_what_a_method_does_not_have_is_null() -> None:
     plain = row_of(NONE, records(), None, None)
-    assert [name for name, value in plain.items() if value is None] == ["link_mbit", *FIELDS[6:]]
-    assert row_of(THINWIRE, records(), replace(RECOVERY, fetched_bytes_per_second=None), 9.0)[FIELDS[10]] is None
+    assert [name for name, value in plain.items() if value is None] == ["link_mbit", *FIELDS[7:]]
+    assert row_of(THINWIRE, records(), replace(RECOVERY, fetched_bytes_per_second=None), 9.0)[FIELDS[13]] is None
     alone = [replace(record, blocks=record.blocks[2:4]) for record in records()]
     assert row_of(THINWIRE, alone, RECOVERY, 100.0)["overhead_ratio"] is None
     never = row_of(THINWIRE, records(versions=0), RECOVERY, 100.0)
@@ -150,7 +163,20 @@ def test_the_table_and_the_report_show_every_method(tmp_path: Path) -> None:
     cells = table_rows(result()["rows"])
     assert [row[0] for row in cells] == [NONE, THINWIRE, "dcp_sync"]
     assert all(len(row) == len(COLUMNS) for row in cells)
-    assert cells[1][1:] == ["1.5150", "1.010", "4.0", "1.96", "0.40", "0.90", "80%", "1.10", "yes"]
+    assert cells[1][1:] == [
+        "1.5150",
+        "1.010",
+        "1.01-1.01",
+        "1.0",
+        "0.200",
+        "4.0",
+        "1.96",
+        "0.40",
+        "0.90",
+        "80%",
+        "1.10",
+        "yes",
+    ]
     assert "What the links carry" not in build_report(result()).html()
     with pytest.raises(ValueError, match="no picture of the links"):
         write_picture(result(), tmp_path / "links.png")
@@ -253,3 +279,52 @@ def test_the_command_refuses_before_it_starts_anything(tmp_path: Path) -> None:
         ended = CliRunner().invoke(bench, ["checkpoint", *arguments])
         assert ended.exit_code == 2
         assert reason in re.sub(r"[│\s]+", " ", ended.output)
+
+
+class TestKiller:
+    """The campaign of kills sees a wrong state, and loses a host only when its copies are elsewhere."""
+
+    def killer(self, kind: str, killed: list[str]) -> Killer:
+        made = Killer(
+            [["a0", "a1", "a2", "a3"], ["b0", "b1", "b2", "b3"]], kind, 0, 1, 0.0, lambda: killed.append("lost")
+        )
+        made.kill = lambda *ranks: killed.append(f"killed {sorted(ranks)}")  # type: ignore[method-assign]
+        return made
+
+    def test_a_state_of_another_step_is_wrong(self) -> None:
+        killer = self.killer("", [])
+        killer(0, Told("restored", 2, "a2"))
+        assert killer.wrong == []
+        killer(1, Told("restored", 2, "b1"))
+        killer(0, Told("state", 3, "a2"))
+        assert [text[:5] for text in killer.wrong] == ["wrong", "wrong"]
+        assert "rank 1 is in another state after step 2" in killer.wrong[0]
+
+    def test_a_host_is_lost_when_a_newer_version_is_everywhere(self) -> None:
+        done: list[str] = []
+        killer = self.killer("host", done)
+        for rank, name in enumerate("ab"):
+            killer(rank, Told("pid", 100 + rank))
+            killer(rank, Told("restored", 1, f"{name}1"))
+        for rank, name in enumerate("ab"):
+            killer(rank, Told("state", 2, f"{name}2"))
+            killer(rank, Told("kept", 1))
+        assert done == [], "only the version that was restored is everywhere"
+        killer(0, Told("kept", 2))
+        assert done == ["killed [0, 1]", "lost", "killed [0, 1]"]
+
+    def test_trainers_are_killed_while_they_restore(self) -> None:
+        done: list[str] = []
+        killer = self.killer("restore", done)
+        killer(0, Told("pid", 100))
+        assert done == []
+        killer(1, Told("pid", 101))
+        assert done == ["killed [0, 1]"]
+
+
+def test_a_method_without_its_package_has_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert unavailable("lm_resiliency") == "pip install lm-resiliency"
+    assert unavailable(THINWIRE) == ""
+    row = {**dict.fromkeys(ROW), "method": "nvrx", "unavailable": unavailable("nvrx")}
+    assert table_rows([row])[0][0] == "nvrx: pip install nvidia-resiliency-ext"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import combinations, pairwise
 from math import comb
 from random import Random
@@ -254,3 +255,27 @@ def test_the_order_in_which_inventories_come_is_of_no_matter(inventories: Invent
         assert version in inventories[source]
         assert (version.shard.owner, version.step, version.attempt) == (owner, chosen.step, chosen.attempt)
     assert all(one.step == other.step for one, other in pairwise(chosen.versions))
+
+
+def test_ranks_that_differ_go_back_to_where_they_were_the_same() -> None:
+    """If there is such a step, complete; else, or if there is nothing to compare, the newest is taken."""
+
+    def held_alike(alike: dict[int, str]) -> Inventories:
+        made: Inventories = {"h0": [], "h1": []}
+        for step, digests in alike.items():
+            for owner, digest in enumerate(digests):
+                made[f"h{owner}"].append(replace(copy(owner, step), shared="" if digest == "-" else digest * 16))
+        return made
+
+    for alike, step, certified in (
+        ({6: "aa", 7: "bb"}, 7, True),
+        ({6: "aa", 7: "bc"}, 6, True),
+        ({6: "ab", 7: "bc"}, 7, False),
+        ({6: "aa", 7: "--"}, 7, None),
+        ({6: "--", 7: "ab"}, 7, False),
+        ({6: "a", 7: "bc"}, 7, False),
+    ):
+        chosen = choose(held_alike(alike), hosts_of(2), "run", "a1")
+        assert (chosen.step, chosen.certified) == (step, certified), alike
+    assert "states of ranks differ" in choose(held_alike({6: "aa", 7: "bc"}), hosts_of(2), "run", "a1").reasons[0]
+    assert choose(held_alike({7: "a"}), ["h0"], "run", "a1").certified is None, "there is nobody to compare with"

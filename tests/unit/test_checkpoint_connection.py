@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import pytest
 
 from clocks import FakeClock, wait_until
-from handshakes import welcome
 from thinwire.checkpoint.pacing import gaps
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.errors import LostPeerError
@@ -28,7 +27,7 @@ def pair() -> Iterator[tuple[Connection, Connection]]:
         called = Connection(listener.accept()[0], TIMEOUT_SECONDS)
     greeting = threading.Thread(target=caller.greet, args=(b"secret",))
     greeting.start()
-    welcome(called, b"secret")
+    called.welcome(b"secret")
     greeting.join()
     yield caller, called
     caller.close()
@@ -115,3 +114,28 @@ def test_a_pacer_knows_when_an_offer_should_be_through(monkeypatch: pytest.Monke
     pacer.offer(0, 500_000.0)
     assert pacer.seconds_left == 0.0
     pacer.close()
+
+
+def test_a_sender_that_calls_a_lost_host_is_stopped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trainers that start again after the loss of a host register first, and that stops the senders of before."""
+    from thinwire.holder.replication import Grants, PeerTimes, Replicator
+    from thinwire.holder.slots import SlotSize
+    from thinwire.holder.store import Store
+    from thinwire.holder.version import ShardId
+
+    store, answers, calls = Store(1 << 20), threading.Event(), threading.Event()
+
+    def call(address: str) -> Connection:
+        calls.set()
+        answers.wait(TIMEOUT_SECONDS)  # as a connection to a host that is switched off
+        raise LostPeerError("it does not answer")
+
+    shard = store.register(ShardId("run", "topology", 0), SlotSize(4096, 4096))
+    sender = Replicator(store, shard, "10.0.0.1:1", call, Grants(store.changed), PeerTimes())
+    sender.start()
+    assert calls.wait(10)
+    started = time.monotonic()
+    sender.stop()
+    assert time.monotonic() - started < PeerTimes().timeout_seconds / 2
+    answers.set()
+    store.close()

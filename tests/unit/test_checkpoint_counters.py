@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from clocks import FakeClock, wait_until
 from thinwire.checkpoint.pacing import gaps
-from thinwire.checkpoint.pacing.counters import Sampler, TransmitCounters, busy_periods, interface_to
+from thinwire.checkpoint.pacing.counters import BusySampler, TransmitCounters, busy_periods, interface_to
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.pacing.idle import PROFILED_ITERATIONS, profile
 
@@ -92,7 +92,7 @@ def test_bursts_are_found_and_little_traffic_is_none(bursts: list[bool], speed: 
     assert busy_periods(samples[:1]) == busy_periods([]) == []
 
 
-class FakeSampler(Sampler):
+class FakeSampler(BusySampler):
     """What a sampler saw of iterations of 1 s, busy in their last 0.4 s."""
 
     def __init__(self, clock: FakeClock, counters: TransmitCounters) -> None:

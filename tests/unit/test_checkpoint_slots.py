@@ -55,6 +55,27 @@ def test_a_slot_that_is_being_written_holds_nothing() -> None:
     slot.close()
 
 
+@pytest.mark.parametrize("shared", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 5, ODD])
+def test_the_digest_of_what_owners_share_is_of_that_alone(shared: int) -> None:
+    """Whatever follows it, and wherever it ends in a chunk; and it survives the way through JSON."""
+    slot = Slot.allocate(SlotSize(ODD, 100))
+
+    def digest(payload_bytes: int = ODD) -> str:
+        manifest = slot.digest(SHARD, 1, 0, payload_bytes, b"{}", shared)
+        assert Manifest.from_json(json.loads(json.dumps(manifest.to_json()))).version.shared == manifest.shared
+        assert Version.from_json(manifest.version.to_json()).shared == manifest.shared
+        return manifest.shared
+
+    first = digest()
+    for place in {0, shared // 2, shared - 1, min(shared, ODD - 1), ODD - 1}:
+        slot.payload()[place] ^= 4
+        assert (digest() == first) == (place >= shared), place
+        slot.payload()[place] ^= 4
+    assert digest(shared) == first
+    assert slot.digest(SHARD, 1, 0, ODD, b"{}").shared == ""
+    slot.close()
+
+
 @given(st.data())
 def test_no_bit_can_be_flipped_unseen(data: st.DataObject) -> None:
     """In the header, the manifest, the layout or the payload: all that a reader relies on."""

@@ -129,7 +129,8 @@ def test_fewer_hosts_go_on_only_if_that_is_allowed_and_grow_again() -> None:
     agents.join("a", "c")
     agents.now += 1.0
     assert agents.join("a", "c") == {"a": 0, "c": 1}
-    assert agents.join("c") == {} and agents.join("a") == {}  # both are there, and the last call begins again
+    assert agents.join("c") == {}
+    assert agents.join("a") == {}  # both are there, and the last call begins again
     for _ in range(2):
         agents.now += 2.0
         agents.join("a", "c")
@@ -147,7 +148,8 @@ def test_the_first_start_waits_longer_for_hosts_than_a_restart() -> None:
     for _ in range(15):
         agents.now += 2.0
         found = agents.join("a")
-    assert found == {"a": 0} and agents.now >= 130.0
+    assert found == {"a": 0}
+    assert agents.now >= 130.0
 
 
 def test_too_few_hosts_never_start() -> None:
@@ -163,7 +165,20 @@ def test_a_round_number_is_never_given_twice_even_by_another_board() -> None:
     first = agents.claims["a"].round
     agents.board = board(2, 2)  # that of the next endpoint, which knows nothing
     assert agents.run("a", "b") == [False, False]
-    assert agents.join("a", "b") == {"a": 0, "b": 1} and agents.claims["a"].round == first + 1
+    assert agents.join("a", "b") == {"a": 0, "b": 1}
+    assert agents.claims["a"].round == first + 1
+
+
+def test_a_place_from_an_earlier_start_attracts_nobody_but_is_given_again() -> None:
+    """A host that was away since a longer run of that name must join the others, and not have them join it."""
+    agents = Agents(2, 2)
+    word = {"run": "run", "hosts": [2, 2], "want": "join", "fresh": True, "where": ["a", 1, "a"]}
+    agents.board.sync("b", {**word, "claim": [50, 2, 0]}, agents.now)
+    assert agents.board.look()["round"] == 0
+    agents.board.sync("a", {**word, "claim": None}, agents.now)
+    view = agents.board.sync("b", {**word, "claim": [50, 2, 0]}, agents.now)
+    assert (view["round"], view["place"]) == (51, 0)
+    assert agents.board.look()["round"] == 51
 
 
 def test_values_are_those_of_the_round() -> None:
@@ -174,9 +189,9 @@ def test_values_are_those_of_the_round() -> None:
     assert agents.board.store(now, {"key": "n", "value": 2}) == {"value": "2"}
     assert agents.board.store(now, {"key": "n", "value": 2}) == {"value": "4"}
     agents.join("a")
-    assert agents.board.store(now, {"key": "x"}) == {"over": True}
+    assert agents.board.store(now, {"key": "x"}) == {"value": "1"}, "one that has ended leaves it to the others"
     agents.join("a", "b")
-    assert agents.board.store(now, {"key": "x"}) == {"over": True}
+    assert agents.board.store(now, {"key": "x"}) == {"value": None}
     assert agents.board.store(now + 1, {"key": "x"}) == {"value": None}
 
 
@@ -198,4 +213,5 @@ def test_a_closed_run_starts_no_round() -> None:
     agents = Agents(1, 2)
     agents.join("a", "b")
     agents.say("a", "close")
-    assert agents.say("b", "join")["closed"] and agents.join("b", "spare") == {}
+    assert agents.say("b", "join")["closed"]
+    assert agents.join("b", "spare") == {}

@@ -10,7 +10,7 @@ from itertools import cycle, repeat
 import pytest
 
 from thinwire.comm.machine import Machine
-from thinwire.sync.choose import TORCHS, Demand, Point, Price, choose, rehearse
+from thinwire.sync.choose import TORCHS, Demand, Point, Price, Rehearsal, choose
 from thinwire.sync.experience import Experience
 from thinwire.sync.named import name_of, resolve
 from thinwire.sync.scheme import Communication, Scheme
@@ -59,7 +59,7 @@ def _simulated(batches: Iterator[int], factors: dict[str, float], steps: int = S
         learned.observe(demand)
         points = learned.hopeful(demand)
         if points:
-            learned.begin(rehearse(points, demand.held))
+            learned.begin(Rehearsal(points, demand.held))
         rivals = {name_of(one.scheme) for one in offers if _adds_in_rank_order(one.scheme)}
         seconds.append({"auto": true[name_of(point)], **{name: true[name] for name in rivals}})
     return seconds
@@ -116,7 +116,7 @@ def test_what_trials_take_longer_is_bounded_and_then_they_wait() -> None:
     learned.observe(_demand(3000))
     learned.learn(learned.choice, _demand(3000), 0.01)
     learned.observe(_demand(3000))
-    learned.begin(rehearse([resolve("zen"), resolve("column_split")], 3000))
+    learned.begin(Rehearsal([resolve("zen"), resolve("column_split")], 3000))
     assert learned.is_timed
     tried = learned.take(3000)
     assert tried is not None
@@ -144,7 +144,7 @@ def _steps(demand: Demand, machine: Machine, truth: Callable[[Price], float], st
         if learned.is_torchs:
             return names, step
         if points:
-            learned.begin(rehearse(points, demand.held))
+            learned.begin(Rehearsal(points, demand.held))
     return names, steps
 
 
@@ -231,7 +231,7 @@ def _rehearsing(*names: str) -> Experience:
     learned.know(FAST, ())
     for _ in range(2):
         learned.observe(_demand(3000))
-    learned.begin(rehearse([resolve(name) for name in names], 3000))
+    learned.begin(Rehearsal([resolve(name) for name in names], 3000))
     return learned
 
 

@@ -21,11 +21,11 @@ from thinwire.sync.choose import (
     MAX_STEPS,
     Demand,
     Price,
+    Rehearsal,
     explain,
     explained,
     prices,
     ranked,
-    rehearse,
     to_rehearse,
 )
 from thinwire.sync.experience import WINDOW_STEPS, Experience
@@ -57,7 +57,7 @@ def test_a_slow_link_and_few_bytes_are_not_rehearsed() -> None:
 
 
 def test_each_point_gets_one_step_of_alike_batches() -> None:
-    rehearsal = rehearse([ZEN, COLUMN_SPLIT], 100.0)
+    rehearsal = Rehearsal([ZEN, COLUMN_SPLIT], 100.0)
     tried = [
         rehearsal.next(held, lambda point: True) for held in (100.0, 101.0 * ALIKE, 99.0 / ALIKE, 100.0 * ALIKE, 100.0)
     ]
@@ -66,7 +66,7 @@ def test_each_point_gets_one_step_of_alike_batches() -> None:
 
 
 def test_a_rehearsal_whose_batches_do_not_come_again_ends() -> None:
-    rehearsal = rehearse([ZEN], 100.0)
+    rehearsal = Rehearsal([ZEN], 100.0)
     for _ in range(MAX_STEPS):
         assert not rehearsal.is_over
         assert rehearsal.next(1000.0, lambda point: True) is None
@@ -129,7 +129,7 @@ def train(held: list[float], truth: Callable[[Scheme, Demand], float]) -> tuple[
         learned.observe(demand)
         points = learned.hopeful(demand)
         if points:
-            learned.begin(rehearse(points, demand.held))
+            learned.begin(Rehearsal(points, demand.held))
     return seconds, demands, learned.rehearsals
 
 
@@ -185,7 +185,7 @@ def test_another_machine_is_noticed_and_rehearsed_again() -> None:
         learned.observe(WORDS)
         points = learned.hopeful(WORDS)
         if points:
-            learned.begin(rehearse(points, WORDS.held))
+            learned.begin(Rehearsal(points, WORDS.held))
             begun += 1
             assert step < 10 or step > 400
     assert 1 <= begun <= 2 * MAX_REHEARSALS

@@ -209,7 +209,7 @@ def test_names() -> None:
     assert scheme == TwoLevel(schemes.ZEN)
     assert isinstance(scheme, TwoLevel)
     assert name_of(scheme) == name_of(scheme.placed([0, 0, 1])) == "two_level:zen"
-    assert scheme.digest() != scheme.placed([0, 0, 1]).digest() != scheme.placed([0, 1, 1]).digest()
+    assert scheme.describe() != scheme.placed([0, 0, 1]).describe() != scheme.placed([0, 1, 1]).describe()
     assert resolve("two_level:agsparse") == TwoLevel(schemes.AGSPARSE)
     with pytest.raises(ValueError, match=r"two_level:NAME"):
         resolve("two_level:zenn")

@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch.distributed as dist
 
 from thinwire.checkpoint.copier import copy_of
 from thinwire.checkpoint.dcp.tier import PersistentTier
-from thinwire.checkpoint.group import failures_of, least
+from thinwire.checkpoint.group import failures_of, gather
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices
@@ -35,6 +37,8 @@ _HURRY_SHARE = 0.02  # of an iteration: longest wait for the rest of a version b
 _POLL_SECONDS = 0.001
 _POLL_SHARE = 0.02  # of an iteration, between two looks at what is sent: each costs trainer and holder 0.3 ms
 _RECONNECT_SECONDS = 0.05
+_SURE = 3  # times that the ranks were the same before a difference is an error
+_TOLD = 2  # versions that each rank tells the digests of: those in its slots
 _GONE = "the holder of this host is gone"
 
 
@@ -57,6 +61,50 @@ class Turn:
     raises: Exception | None = None
 
 
+class Divergence:
+    """The search for ranks that differ in what all ranks should have alike: parameters, and the optimizer's state.
+
+    Data parallelism keeps them the same to the bit, so that a rank that differs computed or kept something wrong. If
+    the ranks differ before they were the same three times, they train different models or parts, or synchronize now and
+    then only: that is no error, and nothing is compared any more.
+
+    ``certified`` is the newest step at which all were the same, ``diverged`` the ranks that differ, ``text`` says so.
+    """
+
+    def __init__(self) -> None:
+        self.certified, self.text = -1, ""
+        self.diverged: tuple[int, ...] = ()
+        self._equal, self._newest = 0, -1
+
+    def compare(self, told: Sequence[Sequence[int]]) -> bool:
+        """Compare the newest step that all ranks have told of, and return whether they differ and did not before.
+
+        Each rank tells steps and digests in turn, or zeros.
+        """
+        by_rank = [dict(zip(numbers[::2], numbers[1::2], strict=True)) for numbers in told]
+        step = max(set.intersection(*map(set, by_rank)), default=-1)
+        digests = [digests.get(step, 0) for digests in by_rank]
+        if len(told) < 2 or step <= self._newest or not all(digests) or self._equal < 0:
+            return False
+        self._newest, ((most, count), *others) = step, Counter(digests).most_common()
+        if not others:
+            self.certified, self.diverged, self._equal = step, (), self._equal + 1
+        elif self._equal < _SURE:
+            self._equal = -1
+            logger.info("ranks differ in parameters or optimizer state: they are not compared to find silent errors")
+        elif not self.diverged:
+            majority = most if count > others[0][1] else None
+            self.diverged = tuple(rank for rank, digest in enumerate(digests) if digest != majority)
+            names = f"rank{'s' * (len(self.diverged) > 1)} {', '.join(map(str, self.diverged[:8]))}"
+            others_are = "those of the other ranks" if majority is not None else "each other"
+            self.text = (
+                f"silent corruption: parameters or optimizer state of {names} differ from {others_are} at step {step},"
+                f" and at step {self.certified} all were the same: a memory or a computation went wrong"
+            )
+            return True
+        return False
+
+
 class Agreement:
     """Agreement of the ranks over their group, and this rank's holder; for one thread at a time.
 
@@ -74,9 +122,11 @@ class Agreement:
         pacer: Pacer,
         notices: Notices,
         governor: Governor | None = None,
+        raises_divergence: bool = False,
     ) -> None:
         self._registration, self._group, self._tier, self._pacer = registration, group, tier, pacer
         self._notices, self._governor = notices, governor or Governor()
+        self._raises_divergence, self.divergence = raises_divergence, Divergence()
         self.keep, self.attempt, self.obstacle, self.refusal = -1, -1, "", ""
         self.status: dict[str, Any] = {}
         self._register_at, self._offered_until = 0, 0
@@ -109,13 +159,21 @@ class Agreement:
         safe = bool(self.status.get("safe"))
         due = self._tier is not None and self._tier.is_due()
         refusal, votes = self.refusal, [not obstacle, registered, replicated, free, due, safe, -self._governor.stride]
-        storable, ready, registered, keep, free, due, safe, stride = least([not refusal, *votes], self._group)
+        told = gather([not refusal, *votes, *self._digests()], self._group)
+        storable, ready, registered, keep, free, due, safe, stride, *_ = map(min, zip(*told, strict=True))
         if not storable:
             failed = failures_of(refusal, self._group)
             return Turn(failed, raises=ValueError(f"the state cannot be stored, so there are no checkpoints: {failed}"))
+        found = self.divergence.compare([numbers[-2 * _TOLD :] for numbers in told])
+        if self.divergence.diverged and self._raises_divergence:  # before ``keep`` leaves the version before
+            text = f"{self.divergence.text}; restart, to go on from there (or on_divergence='warn', if it is meant)"
+            return Turn(text, raises=ThinwireError(text))
+        if found:
+            self._notices.add(self.divergence.text)
         self.keep = max(self.keep, keep)
         if safe and registered and self._registration.moving:
             self._release()
+            return self.take_turn(step)  # with the slots that there is room for now
         if not ready:
             return self._skip(step, obstacle or "another rank cannot make one")
         if not registered:
@@ -159,7 +217,7 @@ class Agreement:
         if len(layout) > registration.layout_bytes:
             registration.layout_bytes = 2 * len(layout)  # so there is no room, and slots are registered anew
         try:
-            writer.publish(layout, encoded.payload_bytes, wait)
+            writer.publish(layout, encoded.payload_bytes, wait, encoded.shared_bytes)
         except ValueError as error:
             self.abandon(writer)
             return str(error)
@@ -251,6 +309,12 @@ class Agreement:
         ours = newest == self.keep or (self.attempt, newest) in versions  # not of an attempt that was given up
         obstacle = self._tier.obstacle if self._tier is not None else ""
         return obstacle, newest if ours and newest is not None else -1, self.status["free"]
+
+    def _digests(self) -> list[int]:
+        """Steps and digests of this rank's versions of this attempt; a gathered number has 53 bits."""
+        own = [each for each in self.status.get("versions", []) if each["attempt"] == self.attempt]
+        pairs = [(each["step"], int(each["shared"] or "0", 16) >> 12) for each in own]
+        return [number for pair in [(0, 0), (0, 0), *pairs][-_TOLD:] for number in pair]
 
     def _hurry(self, client: HolderClient) -> None:
         """Backward is over and the network idle: a nearly complete version can be sent now."""

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from thinwire.checkpoint.agreement import FAILURES, Agreement
+from thinwire.checkpoint.agreement import FAILURES, Agreement, Divergence
 from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.dcp.tier import PersistentTier, parse_seconds
 from thinwire.checkpoint.group import PrivateGroup, failures_of, private_group, restart_hint, run_id_of
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.pacing.governor import Governor
-from thinwire.checkpoint.records import Notices, VersionRecord
+from thinwire.checkpoint.records import AgeAlarm, Notices, VersionRecord
 from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.restore import Restorer
 from thinwire.checkpoint.state.snapshot import TrainingState
@@ -58,9 +58,14 @@ class Checkpointer:
         process_group: the ranks that train together; default all.
         timeout: how long ranks wait for each other; default 30 minutes.
         max_age_steps: `step` raises ThinwireError when the newest checkpoint that all ranks have is older than that.
+            Without it there is a warning (docs/guides/checkpoints.md says when).
+        on_divergence: whether `step` raises ThinwireError or there is a warning ("raise", "warn") when ranks that had
+            the same parameters and optimizer state have not any more: silent corruption.
         overlap: copy parameters and the optimizer's state while the next iteration computes; ``optimizer.step`` waits
             for it. Pass False if anything else writes to them between `step` and the next ``optimizer.step``; a version
             that was written to meanwhile is dropped, if torch notices (it does not with ``.data``).
+        domain: name of what this host may be lost together with, such as its rack or its zone; default
+            $THINWIRE_DOMAIN. Copies of a state go to hosts of other domains; a warning names those that cannot.
 
     Raises:
         ValueError: on all ranks: a state that cannot be stored, no run_id, a host without a holder, or fewer machines
@@ -95,10 +100,14 @@ class Checkpointer:
         process_group: Group = None,
         timeout: timedelta | None = None,
         max_age_steps: int | None = None,
+        on_divergence: str = "raise",
         overlap: bool = True,
+        domain: str | None = None,
     ) -> None:
         if every < 1 or persistent_keep < 1:
             raise ValueError(f"every={every}, persistent_keep={persistent_keep}: both are 1, 2, ...")
+        if on_divergence not in ("raise", "warn"):
+            raise ValueError(f"on_divergence={on_divergence!r}: it is 'raise' or 'warn'")
         every_seconds, run_id = parse_seconds(persistent_every), run_id_of(run_id)
         governor = Governor(max_overhead, every, max_age_steps and max_age_steps // 2)
         training = TrainingState(model, optimizer, scheduler, scaler, synchronizer, data)
@@ -117,7 +126,7 @@ class Checkpointer:
             failed = failures_of(refusal, self._group)
             if failed:
                 raise ValueError(failed)
-            registration = Registration(holder_socket, run_id, about, replicas, num_tensors, self._group)
+            registration = Registration(holder_socket, run_id, about, replicas, num_tensors, self._group, domain)
         except Exception:
             own.destroy()
             raise
@@ -132,10 +141,12 @@ class Checkpointer:
         self._pacer = Pacer(self._grant, every, watched, lambda: self._agreement.revoke(), sampler)
         if watched:
             synchronizer.watch_lane(self._pacer.note_busy)
-        self._agreement = Agreement(registration, self._group, self._tier, self._pacer, self._notices, governor)
+        raises = on_divergence == "raise"
+        self._agreement = Agreement(registration, self._group, self._tier, self._pacer, self._notices, governor, raises)
         self._restorer = Restorer(training, registration, self._tier, self._group, run_id, about, self._notices, every)
         self._cycle = Cycle(training, self._agreement, self._notices, about, governor, overlap)
         self._run_id, self._max_age_steps, self._first = run_id, max_age_steps, 0
+        self._alarm = AgeAlarm(every)
         # Also at the exit of the process: a thread that comes back from C++ after Python has gone aborts the process.
         self._end = weakref.finalize(self, _end, self._cycle, self._pacer, self._tier, registration, synchronizer, own)
         if self._rank == 0 and (hint := restart_hint()):
@@ -181,7 +192,7 @@ class Checkpointer:
         cycle, agreement = self._cycle, self._agreement
         cycle.settle()
         cycle.drop_turn()
-        agreement.keep = -1  # training from here on is another history
+        agreement.keep, agreement.divergence = -1, Divergence()  # training from here on is another history
         try:  # the worker has nothing to do now, so the group is free
             restored = self._restorer.start_afresh() if fresh else self._restorer.restore(step)
             agreement.attempt, cycle.started = restored.attempt, True
@@ -201,7 +212,8 @@ class Checkpointer:
         Raises:
             ValueError: on all ranks: the state of a rank cannot be stored; or this is the first step, there was no
                 `restore`, and there are versions of the run.
-            ThinwireError: the newest checkpoint that all ranks have is more than ``max_age_steps`` old.
+            ThinwireError: the newest checkpoint that all ranks have is more than ``max_age_steps`` old; or, on all
+                ranks, they have not the same parameters any more (``on_divergence``).
         """
         cycle = self._cycle
         seconds = self._pacer.note_step(self._governor.is_loaded)
@@ -212,12 +224,16 @@ class Checkpointer:
             self._agreement.attempt = cycle.do(self._restorer.begin).attempt
             cycle.started = True
         cycle.checkpoint()
+        newest, reason = max(self._agreement.keep, self._first), cycle.broken or cycle.records.last_reason
+        old = self._alarm.check(cycle.step, newest, self._pacer.iterations_needed)
+        if old:
+            self._notices.add(f"{old}: {reason}")
         self._notices.deliver(stacklevel=2)
-        age = cycle.step - max(self._agreement.keep, self._first)
+        age = cycle.step - newest
         if self._max_age_steps is not None and age > self._max_age_steps:
             raise ThinwireError(
                 f"the newest checkpoint that all ranks have is {age} steps old, and max_age_steps is"
-                f" {self._max_age_steps}: {cycle.broken or cycle.records.last_reason}"
+                f" {self._max_age_steps}: {reason}"
             )
 
     def persist_now(self) -> None:

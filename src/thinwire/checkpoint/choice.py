@@ -27,6 +27,7 @@ class Choice:
         sources: for each owner, the address of the holder that supplies its shard.
         versions: for each owner, the version that this holder supplies.
         fetched: owners whose shard comes from another host than the one that they are on now.
+        certified: whether all owners have alike what they should have alike; None if there is no such thing.
         reasons: why newer steps, and other versions of the holders, were not chosen: sentences for a message.
     """
 
@@ -35,6 +36,7 @@ class Choice:
     sources: tuple[str, ...] = ()
     versions: tuple[Version, ...] = ()
     fetched: tuple[int, ...] = ()
+    certified: bool | None = None
     reasons: tuple[str, ...] = ()
 
     def wanted_at(self, holder: str, placed: Collection[int]) -> list[str]:
@@ -55,9 +57,10 @@ def choose(
     """Return the newest step of which every owner's shard is held, of the newest attempt that has such a step.
 
     Steps of two attempts do not mix: after a restart from step 10, step 12 of the attempt before is another history
-    than step 12 of this one. The source of a shard is its owner's own host if that has a copy; else a holder that keeps
-    it anyway, else the one with fewest bytes to keep for others; of those the one with fewest bytes to send, and the
-    first by name. Where copies of a shard differ, none of them is used.
+    than step 12 of this one. If owners do not have alike what they should (``Version.shared``), the newest step at
+    which they had is chosen instead, if it is still there. The source of a shard is its owner's own host if that has a
+    copy; else a holder that keeps it anyway, else the one with fewest bytes to keep for others; of those the one with
+    fewest bytes to send, and the first by name. Where copies of a shard differ, none of them is used.
 
     Args:
         inventories: for each holder, by its address, the versions that it has verified, without holders that are gone.
@@ -76,6 +79,7 @@ def choose(
     reasons = [f"holder {holder} gave no inventory" for holder in sorted(set(holders) - set(inventories))]
     copies, unlike, left_out = _sift(inventories, len(holders), run_id, topology)
     reasons.extend(left_out)
+    newest: Choice | None = None
     for attempt, step in sorted((order for order in copies if only in (None, order[1])), reverse=True):
         of_step = copies[attempt, step]
         missing = [owner for owner in range(len(holders)) if owner not in of_step]
@@ -84,11 +88,18 @@ def choose(
             sources = _sources(of_step, holders, placed or {})
             versions = tuple(of_step[owner][source] for owner, source in enumerate(sources))
             fetched = tuple(owner for owner, holder in enumerate(holders) if sources[owner] != holder)
-            return Choice(step, attempt, sources, versions, fetched, _shortened(reasons))
+            shared = {version.shared for version in versions}
+            certified = None if "" in shared or len(holders) < 2 else len(shared) == 1
+            found = Choice(step, attempt, sources, versions, fetched, certified, _shortened(reasons))
+            if certified is not False:
+                return found if certified else newest or found
+            newest = newest or found
+            reasons.append(f"step {step} of attempt {attempt:x}: parameters or optimizer states of ranks differ")
+            continue
         texts = [f"nobody has a copy of {_shards(missing)}"] if missing else []
         texts += [f"copies of {_shards(differing)} differ"] if differing else []
         reasons.append(f"step {step} of attempt {attempt:x}: {', '.join(texts)}")
-    return Choice(None, reasons=_shortened(reasons))
+    return newest or Choice(None, reasons=_shortened(reasons))
 
 
 def _sift(

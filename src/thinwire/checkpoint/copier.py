@@ -222,7 +222,10 @@ class Copier:
     def _views_of(self, encoded: Encoded, payload: memoryview, slot: Hashable) -> list[Tensor]:
         slices, views = self._views.get(slot, ((), []))
         if slices is not encoded.slices:
-            views = [view_of(payload, where) for where in encoded.slices]
+            views, end = [view_of(payload, where) for where in encoded.slices], 0
+            for where in sorted(encoded.slices, key=lambda where: where.offset):
+                payload[end : where.offset] = bytes(where.offset - end)  # the gaps have digests too
+                end = where.offset + where.nbytes
             self._views[slot] = encoded.slices, views
         return views
 

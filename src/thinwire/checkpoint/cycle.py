@@ -70,7 +70,7 @@ class Worker:
             self.cpu_seconds = time.thread_time()
 
 
-_CLOSE_SECONDS = 10.0
+_CLOSE_SECONDS = 5.0
 
 
 class Cycle:
@@ -91,7 +91,7 @@ class Cycle:
     ) -> None:
         self._training, self._agreement, self._notices = training, agreement, notices
         self._about, self._governor, self._overlap = about, governor, overlap
-        self._encoder, self._copier = StateEncoder(), Copier(self._may_wait)
+        self._encoder, self._copier = StateEncoder(training.is_replicated), Copier(self._may_wait)
         self._worker = Worker("thinwire-checkpoint")
         self._turn: Future[Turn] | None = None  # of the next checkpoint
         self._needed = threading.Event()  # set when the turn is needed now
@@ -209,11 +209,15 @@ class Cycle:
 
     def _take_early(self) -> None:
         """Take the turn of the next step, if it is due, once the last version is everywhere: no rank waits for it."""
-        step, agreement = self.step + 1, self._agreement
-        if self._turn is None and self._governor.is_due(step) and self.started and agreement.is_registered:
-            self._turn = self._worker.submit(
-                lambda: Turn("the training ends") if self._closing else agreement.take_turn(step)
-            )
+        step = self.step + 1
+        if self._turn is None and self._governor.is_due(step) and self.started and self._agreement.is_registered:
+            self._turn = self._worker.submit(lambda: self._take(step))
+
+    def _take(self, step: int) -> Turn:
+        """On the worker. Ranks that close take part: others may be in this turn already, and would wait for them."""
+        if self._closing:
+            self._agreement.obstacle = "the training ends"
+        return self._agreement.take_turn(step)
 
     def _watch(self) -> None:
         """On the worker: note when the version is everywhere, unless the next turn is needed before."""

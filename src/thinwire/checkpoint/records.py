@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -78,6 +80,26 @@ class Records:
             "checkpoint/blocking_seconds": median(r.blocking_seconds for r in written) if written else 0.0,
             "checkpoint/copy_seconds": median(r.copy_seconds for r in written) if written else 0.0,
         }
+
+
+class AgeAlarm:
+    """An alarm when the newest checkpoint that all ranks have is old: more than a minute, 20 checkpoints that were due,
+    and 4 times the iterations over which one is spread. It repeats each time the age has doubled.
+    """
+
+    def __init__(self, every: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every, self._clock = every, clock
+        self._newest, self._since, self._times = -1, clock(), 1
+
+    def check(self, step: int, newest: int, iterations_needed: float) -> str:
+        """Return how old the ``newest`` checkpoint is, when that is to be said."""
+        if newest != self._newest:
+            self._newest, self._since, self._times = newest, self._clock(), 1
+        seconds, steps = self._clock() - self._since, max(20 * self._every, 4 * min(iterations_needed, 250))
+        if seconds <= 60 * self._times or step - newest <= steps * self._times:
+            return ""
+        self._times *= 2
+        return f"the newest checkpoint that all ranks have is {step - newest} steps and {seconds:.0f} s old"
 
 
 class Notices:

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.checkpoint.group import failures_of, gather_json
-from thinwire.checkpoint.pacing.counters import Sampler, TransmitCounters, interface_to
+from thinwire.checkpoint.pacing.counters import BusySampler, TransmitCounters, interface_to
 from thinwire.checkpoint.placement import replicas_of_ranks
 from thinwire.comm.hosts import boot_id
 from thinwire.errors import ThinwireError
@@ -129,13 +129,13 @@ class Registration:
     def local_ranks(self) -> int:
         return self.holders.count(self.here)
 
-    def sampler(self) -> Sampler | None:
+    def sampler(self) -> BusySampler | None:
         """Return what sees the traffic on the way to the other holders; None if there are none, or no counters."""
         other = next((holder for holder in self.holders if holder != self.here), None)
         if other is None or self.replicas < 2:
             return None
         try:
-            return Sampler(TransmitCounters(interface_to(parse_address(other)[0])))
+            return BusySampler(TransmitCounters(interface_to(parse_address(other)[0])))
         except OSError as error:
             logger.info("no transmit counters: %s", error)
             return None

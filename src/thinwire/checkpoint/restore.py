@@ -219,8 +219,10 @@ class Restorer:
         """
         candidates, reasons = [], list(found.choice.reasons)
         topology, holders = topology_digest(self._topology), self._registration.holders
-        for kept in {version.step for version in self._seen(found)}:
-            choice = choose(found.inventories, holders, self._run_id, topology, self._registration.placed(), kept)
+        placed = self._registration.placed()
+        steps = sorted({version.step for version in self._seen(found)}) if step is not None else []
+        choices = [choose(found.inventories, holders, self._run_id, topology, placed, each) for each in steps]
+        for choice in choices if step is not None else [found.choice]:
             if choice.step is not None:
                 order, load = start_order(choice.attempt, choice.step), self._loader(choice)
                 candidates.append(_Candidate((order, _MEMORY), choice.attempt, choice.step, "from memory", load))
@@ -245,6 +247,10 @@ class Restorer:
             registration.register(choice.versions[self._rank].payload_bytes, attempt)
             assert registration.client is not None
             load_shard(registration.client, choice, self._rank, registration.here, self._training)
+            if choice.certified is not None:
+                alike = "" if choice.certified else "not "
+                newer = "".join(f"; {reason}" for reason in choice.reasons if "of ranks differ" in reason)
+                logger.info("step %s: parameters are %sthe same on all ranks%s", choice.step, alike, newer)
 
         return load
 

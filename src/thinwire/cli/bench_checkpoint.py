@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
 
 app = typer.Typer(add_completion=False)
+_ALIASES = {"dcp": "dcp_sync"}
 
 
 @app.command(
@@ -38,13 +39,17 @@ def checkpoint(
     compute_ms: float = typer.Option(
         1000.0, help="Of a step, asleep: the time of an accelerator, which takes no core of this machine."
     ),
-    methods: str = option("--methods", CHECKPOINT_METHODS, "; each makes a checkpoint in every iteration"),
+    methods: str = option("--methods", CHECKPOINT_METHODS, ", lm_resiliency, nvrx; a checkpoint in every iteration"),
     hosts: int = option("--hosts", 8, ", one rank and one holder each"),
     link: str = option("--link", "100mbit", "; none for loopback"),
     replicas: int = typer.Option(2, help="Copies of each host's state, its own one included."),
     steps: int = option("--steps", 20, " of a method in one turn"),
     repeat: int = option("--repeat", 10),
     kills: int = typer.Option(2, help="How often all trainers are killed, before a host is lost too; 0: never."),
+    faults: int = typer.Option(
+        0, help="Instead of all that: so many random kills of trainers, holders and hosts, each restore compared."
+    ),
+    seed: int = option("--seed", 0, ", of --faults"),
     json_path: Path = option("--json"),
     report: Path = option("--report"),
     picture: Path = option("--picture"),
@@ -59,10 +64,15 @@ def checkpoint(
 
     check_directories({"--report": report, "--json": json_path, "--picture": picture})
     console = console_for(json_path)
+    if faults:
+        with clear_errors(ValueError, RanksFailed):
+            result = _faults(faults, seed, console, quiet)
+        write_json(result, json_path)
+        raise typer.Exit(1 if result["problems"] else 0)
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
         benchmark = CheckpointBenchmark(
             work=TrainingWork(job, round(state_mb * 1e6), compute_ms / 1e3),
-            methods=tuple(name.strip() for name in methods.split(",") if name.strip()),
+            methods=tuple(_ALIASES.get(name.strip(), name.strip()) for name in methods.split(",") if name.strip()),
             hosts=hosts,
             link=Link.parse(link),
             steps=steps,
@@ -86,6 +96,25 @@ def _run(benchmark: CheckpointBenchmark, quiet: bool) -> dict[str, Any]:
     number = count(1)
     with progress("starting hosts", benchmark.parts, quiet) as tell:
         return run(benchmark, lambda part: tell(part, next(number)))
+
+
+def _faults(faults: int, seed: int, console: Console, quiet: bool) -> dict[str, Any]:
+    from thinwire.lab.bench.checkpoint.faults import FaultCampaign
+
+    number = count(1)
+    with progress("starting hosts", faults, quiet) as tell:
+        result = FaultCampaign(faults, seed, lambda line: tell(line, min(faults, next(number)))).run()
+    kinds = ", ".join(f"{times} {kind}" for kind, times in result["faults"].items())
+    verdict = ", ".join(f"{times} {name}" for name, times in result["verdict"].items())
+    lines = [
+        f"{sum(result['faults'].values())} kills (seed {seed}; {kinds}) in {result['trainings']} trainings and"
+        f" {result['seconds']:.0f} s; {result['hosts_replaced']} hosts replaced",
+        f"restores: {verdict}",
+        *result["problems"],
+    ]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    return result
 
 
 def _print(result: dict[str, Any], console: Console) -> None:

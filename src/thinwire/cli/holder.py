@@ -177,7 +177,8 @@ def _print(status: dict[str, Any], console: Console) -> None:
         table.add_column(column, overflow="fold")
     for shard in status["shards"]:
         speeds = [
-            f"{address} {replica['mb_per_second'] or 0:.0f} MB/s" for address, replica in shard["replicas"].items()
+            f"{escape(address)} {replica['mb_per_second'] or 0:.0f} MB/s"
+            for address, replica in shard["replicas"].items()
         ]
         table.add_row(
             escape(shard["shard"]["run_id"]),

@@ -59,11 +59,6 @@ def longest_of_all(exchange: Exchange, seconds: float | None) -> float | None:
     return None if any(is_missing for _, is_missing in gathered) else max(gathered)[0]
 
 
-def wait_for_all(exchange: Exchange) -> None:
-    """Wait until all ranks have called this function."""
-    gather_records(exchange, "arrival", b"")
-
-
 def gather_json(exchange: Exchange, what: str, value: Any) -> list[Any]:
     """Gather the JSON value that each rank passes, in rank order.
 

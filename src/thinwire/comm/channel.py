@@ -73,6 +73,7 @@ class Channel:
         self, exchange: Exchange, subject: Subject, sequence: int, measure: Callable[[], Machine | None] | None = None
     ) -> None:
         self.exchange = exchange
+        self.rank, self.world_size = exchange.rank, exchange.world_size
         self._measure = measure
         self.subject = subject
         self.sequence = sequence & 0xFFFFFFFF
@@ -80,14 +81,6 @@ class Channel:
         self.max_held: int | None = None  # most rows that a rank can hold, where that is known
         self.formats_sent: dict[Kind, set[Format]] = {}
         self._digest = subject.digest()
-
-    @property
-    def rank(self) -> int:
-        return self.exchange.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.exchange.world_size
 
     def global_rank(self, rank: int | None = None) -> int:
         """Return the rank that logs have for a rank, or for this one: messages name that."""
@@ -103,8 +96,7 @@ class Channel:
 
         Call it after `open`. The first call measures, so it is collective.
         """
-        with self._naming(), named("exchange"):
-            return self._measure() if self._measure is not None else None
+        return None if self._measure is None else self._run(self._measure)
 
     def attempt(self, prepare: Callable[[], T]) -> T:
         """Return what ``prepare`` returns; if it raises, tell all ranks in place of the next swap and raise."""
@@ -137,8 +129,7 @@ class Channel:
             CorruptMessageError: a gathered number is not finite.
         """
         self.open()
-        with self._naming(), named("exchange"):
-            return gather_numbers(self.exchange, self.subject.name, numbers)
+        return self._run(gather_numbers, self.exchange, self.subject.name, numbers)
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of rank 0 on all ranks: numbers, texts, lists and dicts.
@@ -147,8 +138,7 @@ class Channel:
             MismatchError, PeerError: as for `open`.
         """
         self.open()
-        with self._naming(), named("exchange"):
-            return broadcast_json(self.exchange, self.subject.name, value)
+        return self._run(broadcast_json, self.exchange, self.subject.name, value)
 
     def swap(self, kind: Kind, prepare: Callable[[], Sequence[Draft]], max_payload_bytes: int = 0) -> list[Message]:
         """Send the draft for each rank and return the message of each rank, in rank order; see `reading`.
@@ -167,7 +157,8 @@ class Channel:
         except Exception as error:
             failure = error
             outgoing = [self.seal_error(error)] * self.world_size
-        headers = self._swap_headers([message.header for message in outgoing])
+        packed = [_as_bytes(message.header.pack()) for message in outgoing]
+        headers = self._unpack(self._run(self.exchange.swap_records, packed))
         self._check_identity(headers)
         for source, header in enumerate(headers):
             self._check_sender(header, source)
@@ -176,9 +167,8 @@ class Channel:
         check_fits(sum(header.payload_bytes for header in headers), self.where)
         if kind is Kind.OPEN or not self.held:
             self.held = [self._checked_held(header) for header in headers]
-        payloads = self._exchange(
-            [message.payload for message in outgoing], [header.payload_bytes for header in headers]
-        )
+        lengths = [header.payload_bytes for header in headers]
+        payloads = self._run(self.exchange.swap, [message.payload for message in outgoing], lengths)
         if failure is not None:
             raise told(failure, self.world_size)
         incoming = [Message(header, payload) for header, payload in zip(headers, payloads, strict=True)]
@@ -207,7 +197,9 @@ class Channel:
         Raises:
             CorruptHeaderError: a header announces a payload that cannot be received.
         """
-        headers = self._headers_from(target, [message.header for message in outgoing], source, len(origins))
+        packed = _joined([_as_bytes(message.header.pack()) for message in outgoing])
+        data = self._run(self.exchange.swap_with, target, packed, source, len(origins) * Header.NUM_BYTES)
+        headers = self._unpack([data[place * Header.NUM_BYTES :][: Header.NUM_BYTES] for place in range(len(origins))])
         for header, origin in zip(headers, origins, strict=True):
             self._check_sender(header, origin)
             if (header.digest, header.sequence) != (self._digest, self.sequence):
@@ -215,8 +207,8 @@ class Channel:
             self._check_announcement(header, kind, max_payload_bytes)
         check_fits(sum(header.payload_bytes for header in headers), self.where)
         ends = list(accumulate((header.payload_bytes for header in headers), initial=0))
-        with self._naming(), named("exchange"):
-            data = self.exchange.swap_with(target, _joined([message.payload for message in outgoing]), source, ends[-1])
+        payload = _joined([message.payload for message in outgoing])
+        data = self._run(self.exchange.swap_with, target, payload, source, ends[-1])
         return [Message(header, data[start:end]) for header, (start, end) in zip(headers, pairwise(ends), strict=True)]
 
     def reading(self, message: Message) -> Telling:
@@ -250,18 +242,6 @@ class Channel:
             if draft.count and kind in (Kind.PUSH, Kind.PULL, Kind.GATHER):
                 self.formats_sent.setdefault(kind, set()).add(draft.format)
         return [sealed[id(draft)] for draft in drafts]
-
-    def _swap_headers(self, headers: Sequence[Header]) -> list[Header]:
-        outgoing = [_as_bytes(header.pack()) for header in headers]
-        return self._unpack(self._swap_records(outgoing))
-
-    def _headers_from(
-        self, target: int | None, headers: Sequence[Header], source: int | None, num_headers: int
-    ) -> list[Header]:
-        outgoing = _joined([_as_bytes(header.pack()) for header in headers])
-        with self._naming(), named("exchange"):
-            data = self.exchange.swap_with(target, outgoing, source, num_headers * Header.NUM_BYTES)
-        return self._unpack([data[place * Header.NUM_BYTES :][: Header.NUM_BYTES] for place in range(num_headers)])
 
     def _unpack(self, headers: Sequence[Tensor]) -> list[Header]:
         try:
@@ -325,14 +305,12 @@ class Channel:
 
     def _swap_text(self, text: str) -> list[str]:
         mine = text.encode()[:_MAX_DESCRIPTION_BYTES]
-        with self._naming(), named("exchange"):
-            incoming = gather_bytes(self.exchange, "description", mine, _MAX_DESCRIPTION_BYTES)
+        incoming = self._run(gather_bytes, self.exchange, "description", mine, _MAX_DESCRIPTION_BYTES)
         return [data.decode(errors="replace") for data in incoming]
 
     def all_reduce(self, tensor: Tensor) -> None:
         """Sum a dense tensor over the ranks, in place; after `open`, so that all ranks mean the same."""
-        with self._naming(), named("exchange"):
-            self.exchange.all_reduce(tensor)
+        self._run(self.exchange.all_reduce, tensor)
 
     @contextmanager
     def stream(self) -> Iterator[Stream]:
@@ -344,21 +322,16 @@ class Channel:
             in_exchange(error)
             raise
 
-    def _swap_records(self, outgoing: Sequence[Tensor]) -> list[Tensor]:
-        with self._naming(), named("exchange"):
-            return self.exchange.swap_records(outgoing)
-
-    def _exchange(self, outgoing: Sequence[Tensor], receive_bytes: Sequence[int]) -> list[Tensor]:
-        with self._naming(), named("exchange"):
-            return self.exchange.swap(outgoing, receive_bytes)
-
-    def _naming(self) -> Telling:
-        return Telling(self._tell_failure)
-
-    def _tell_failure(self, error: BaseException) -> None:
-        if isinstance(error, LostPeerError):
+    def _run(self, exchange: Callable[..., T], *args: object) -> T:
+        """Return what an exchange returns; a failure in it, of which the peers cannot learn, names the subject."""
+        try:
+            with named("exchange"):
+                return exchange(*args)
+        except LostPeerError as error:
             raise LostPeerError(f"{self.subject.name}: {error}") from error
-        in_exchange(error)
+        except BaseException as error:
+            in_exchange(error)
+            raise
 
     def where(self, source: int | None = None) -> str:
         """Return what begins a message: this rank, the subject, and which rank's bytes it is about."""

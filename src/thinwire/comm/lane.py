@@ -99,7 +99,10 @@ def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> dist.Pro
     try:
         with _same_number_of_groups(parent) if some else contextlib.nullcontext():
             group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
-        _wait_for_all(parent)
+        # Torch makes a group without a barrier, so the first ranks have all their connections while others still make
+        # theirs. If one of the first failed then and hung up, a rank that connects to a peer of it would try until the
+        # timeout. So each waits until all are here.
+        dist.all_reduce(torch.zeros(1, device=distributed_c10d._get_object_coll_device(parent)), group=parent)
     except RuntimeError as error:
         raise LostPeerError(
             f"rank {dist.get_rank()}: not all of the {len(ranks)} ranks of the process group came here within the"
@@ -107,15 +110,6 @@ def _new_group(parent: dist.ProcessGroup, timeout: timedelta | None) -> dist.Pro
         ) from error
     assert isinstance(group, dist.ProcessGroup)
     return group
-
-
-def _wait_for_all(group: dist.ProcessGroup) -> None:
-    """Return when all ranks have called it.
-
-    Torch makes a group without a barrier, so the first ranks have all their connections while others still make theirs.
-    If one of the first failed then and hung up, a rank that connects to a peer of it would try until the timeout.
-    """
-    dist.all_reduce(torch.zeros(1, device=distributed_c10d._get_object_coll_device(group)), group=group)
 
 
 _last_number_of_groups = 0
@@ -224,6 +218,7 @@ class Lane:
         self._group: dist.ProcessGroup | None = group
         self._waits = Waits()
         self.exchange = self._hanging_up(StagedExchange(group, staging or Staging()))
+        self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.setup = Traffic()  # bytes that belong to no gradient: of discovering hosts, measuring, and agreeing
         self.busy_seconds = 0.0
         self.watcher: Callable[[float, float], None] | None = None  # called with the start and end of each job
@@ -240,14 +235,6 @@ class Lane:
         _keep_watching()
         self._start_thread()
         self.submit(Lane._find_hosts)
-
-    @property
-    def rank(self) -> int:
-        return self.exchange.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.exchange.world_size
 
     @property
     def global_rank(self) -> int:

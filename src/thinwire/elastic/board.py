@@ -90,8 +90,9 @@ class Board:
         self._arrivals = 0
 
     def look(self) -> dict[str, Any]:
-        """Return how far the run is here, by which agents choose among boards."""
-        claims = [agent.claim.round for agent in self._agents.values() if agent.claim is not None]
+        """Return how far the run is here, by which agents choose among boards; what an agent has from an earlier start
+        of the run does not count."""
+        claims = [agent.claim.round for agent in self._agents.values() if agent.claim is not None and not agent.fresh]
         return {"run": self.run_id, "round": max([self.round, *claims]), "closed": self.closed}
 
     def sync(self, name: str, request: Mapping[str, Any], now: float) -> dict[str, Any]:
@@ -143,9 +144,9 @@ class Board:
             agent.seen = min(agent.seen, now - self.patience + _CLOSED_CONNECTION_SECONDS)
 
     def store(self, round_number: int, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Get, set or add to a value that the agents of the current round share; ``over`` if it is not on any more."""
-        if round_number != self.round or not self._places:
-            return {"over": True}
+        """Get, set or add to a value that the agents of the newest round share; None for those of another one."""
+        if round_number != self.round:
+            return {"value": None}
         key, value = field(request, "key", str, 1, 512), request.get("value")
         if isinstance(value, int):
             self._values[key] = str(int(self._values.get(key, "0")) + value)
@@ -172,6 +173,6 @@ class Board:
         if len(ready) < high and now < self._ready[1] + call:
             return
         chosen = sorted(ready, key=lambda name: (-(ready[name].claim or (0,))[0], ready[name].arrival))[:high]
-        self.round = self.look()["round"] + 1
+        self.round = 1 + max([self.round, *(agent.claim.round for agent in ready.values() if agent.claim is not None)])
         self._places = assign_places({name: ready[name].claim for name in chosen})
         self._values = {}

@@ -18,7 +18,6 @@ from typing import Any
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousConnectionError,
-    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -58,6 +57,7 @@ class ElasticRendezvous(RendezvousHandler):
         if params.run_id in ("", "none"):
             raise ValueError("a run needs a name that is the same on all hosts: start torchrun with --rdzv-id=NAME")
         self._run_id, low, high = params.run_id, params.min_nodes, params.max_nodes
+        os.environ.setdefault("THINWIRE_RUN_ID", self._run_id)  # of the workers, as the holder's socket below
         if 2 * low <= high:
             warnings.warn(
                 f"--nnodes={low}:{high}: if the network falls into halves, both may train on;"
@@ -81,7 +81,7 @@ class ElasticRendezvous(RendezvousHandler):
         )
         self._holder_pid = 0
         self._ensure_holder()
-        os.environ[SOCKET_VARIABLE] = str(path)  # of the workers
+        os.environ[SOCKET_VARIABLE] = str(path)
         self._address, self._file = params.local_addr or bind, Path(f"{path}.place")
         self._name = f"{self._address} {os.getpid()} {secrets.token_hex(4)}"
         self._boards = Boards(
@@ -92,7 +92,7 @@ class ElasticRendezvous(RendezvousHandler):
         )
         self._hosts = [low, high]
         self._want, self._fresh, self._claim, self._master = "join", True, self._read_claim(), [self._address, 0]
-        self._heard, self._over, self._ended = time.monotonic(), False, threading.Event()
+        self._heard, self._over, self._closed, self._ended = time.monotonic(), False, False, threading.Event()
         self._lock = threading.Lock()
         for target in (self._keep_in_touch, self._keep_holder):
             threading.Thread(target=target, daemon=True, name=target.__name__).start()
@@ -112,27 +112,30 @@ class ElasticRendezvous(RendezvousHandler):
         """Join the next round and return this host's place in it; a standby waits here until it is needed.
 
         Raises RendezvousTimeoutError if there are too few hosts for ``join_timeout``, RendezvousClosedError if the run
-        has ended, RendezvousGracefulExitError if it has ended without this standby, RendezvousConnectionError if the
+        has ended, SystemExit with status 0 if it has ended without this standby, and RendezvousConnectionError if the
         others have another secret, run or number of hosts.
         """
         with self._lock:
             self._want, self._master = "join", [self._address, _free_port(self._address)]
-        deadline, reviewed, reason = time.monotonic() + self._join_timeout, time.monotonic(), "too few hosts"
+        deadline, reviewed = time.monotonic() + self._join_timeout, time.monotonic()
+        reason, spare = "too few hosts", self._fresh
         while True:
             try:
                 view = self._sync(choose=True)
-            except LostPeerError as error:
-                reason, view = str(error), None
             except (PeerError, ValueError) as error:
-                raise RendezvousConnectionError(str(error)) from error
+                if self._fresh and type(error) is not LostPeerError:
+                    raise RendezvousConnectionError(str(error)) from error
+                reason, view = str(error), None
             now = time.monotonic()
             if view is not None:
                 if view["place"] is not None and (self._claim is None or view["round"] > self._claim.round):
                     return self._start(view)
-                if view["closed"]:
-                    raise (RendezvousGracefulExitError if self._fresh else RendezvousClosedError)("the run has ended")
                 if view["hosts"]:  # it goes on without this host, which stands by
-                    deadline, reason = now + self._join_timeout, "too few hosts"
+                    deadline, reason, spare = now + self._join_timeout, "too few hosts", True
+            if self._closed and spare:
+                raise SystemExit(0)  # torchrun of torch 2.13 stumbles over its own RendezvousGracefulExitError
+            if self._closed:
+                raise RendezvousClosedError("the run has ended")
             if now > deadline:
                 raise RendezvousTimeoutError(f"run {self._run_id!r} did not start in {self._join_timeout} s: {reason}")
             if now > reviewed + _REVIEW_SECONDS:
@@ -146,10 +149,7 @@ class ElasticRendezvous(RendezvousHandler):
         return int(self._over)
 
     def is_closed(self) -> bool:
-        try:
-            return bool(self._boards.request("look", {})["closed"])
-        except (ThinwireError, ValueError):
-            return False
+        return self._closed
 
     def set_closed(self) -> None:
         with contextlib.suppress(ThinwireError, ValueError):
@@ -189,7 +189,7 @@ class ElasticRendezvous(RendezvousHandler):
         with self._lock:
             claim, want = self._claim, self._want
             view = self._boards.request("sync", self._word(want), choose=choose)
-            self._heard = time.monotonic()
+            self._heard, self._closed = time.monotonic(), self._closed or view["closed"]
             if want == "run" and claim is not None:
                 self._over |= view["round"] != claim.round or view["place"] is None or view["grow"]
             return view
@@ -215,7 +215,9 @@ class ElasticRendezvous(RendezvousHandler):
             try:
                 holders = self._boards.request("holders", {})["holders"]
                 with ensure_holder(self._holder) as client:
-                    brought = client.prefetch(self._run_id, ranks, world_size, set(holders) - {self._holder_address})
+                    brought = client.prefetch(
+                        os.environ["THINWIRE_RUN_ID"], ranks, world_size, set(holders) - {self._holder_address}
+                    )
                 logger.info("run %s: this host has its shards; brought from peers: %s", self._run_id, brought)
             except (ThinwireError, ValueError, OSError) as error:
                 logger.info("the shards of this host are fetched when they are restored: %s", error)
@@ -224,7 +226,7 @@ class ElasticRendezvous(RendezvousHandler):
 
     def _keep_holder(self) -> None:
         while not self._ended.wait(self._interval):
-            if not Path(f"/proc/{self._holder_pid}").exists():
+            if not _lives(self._holder_pid):
                 try:
                     self._ensure_holder()
                     logger.warning("the holder of this host had ended; there is a new one")
@@ -288,12 +290,9 @@ class _RoundStore:
                 raise LostPeerError("another host has failed or ended")
 
     def _wait(self, key: str) -> str | None:
-        while not self._over():
-            found = self._ask(key)
-            if found is not None:
-                return found
+        while (found := self._ask(key)) is None and not self._over():
             time.sleep(_POLL_SECONDS / 2)
-        return None
+        return found
 
     def _ask(self, key: str, value: str | int | None = None) -> str | None:
         with contextlib.suppress(ThinwireError, ValueError):
@@ -309,6 +308,13 @@ def _seconds(params: RendezvousParameters, key: str, default: float) -> float:
     if not 0 < value < 1e9:
         raise ValueError(f"--rdzv-conf {key}={params.get(key)}: expected a number above 0, such as {default:g}")
     return value
+
+
+def _lives(pid: int) -> bool:
+    """Whether the process runs; where this agent is process 1 of a container, a dead one stays as a zombie."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    return False
 
 
 def _with_port(endpoint: str) -> str:

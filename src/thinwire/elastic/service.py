@@ -6,6 +6,7 @@ The frames are those between holders: JSON under a key made from the job's secre
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import threading
 import time
@@ -14,11 +15,13 @@ from typing import Any
 
 from thinwire.elastic.board import Board
 from thinwire.errors import LostPeerError, PeerError, ThinwireError
-from thinwire.holder.frames import HANDSHAKE_SECONDS, Connection, FrameKind
+from thinwire.holder.acceptor import Acceptor
+from thinwire.holder.frames import Connection, FrameKind, Handshake
 from thinwire.holder.replication import call, parse_address
 from thinwire.holder.version import field
 
-_MAX_CONNECTIONS = 8192
+logger = logging.getLogger("thinwire")
+
 _IDLE_SECONDS = 60.0  # an agent speaks every second
 
 
@@ -32,6 +35,10 @@ def is_local(host: str) -> bool:
     return False
 
 
+def is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 class BoardServer:
     """A server of one board on all addresses of this host, or on loopback only if that is the endpoint.
 
@@ -39,40 +46,30 @@ class BoardServer:
     """
 
     def __init__(self, board: Board, endpoint: str, secret: bytes) -> None:
-        self._board, self._secret, self._lock = board, secret, threading.Lock()
+        self._board, self._lock, self._connections = board, threading.Lock(), set[Connection]()
         host, port = parse_address(endpoint)
         family, _, _, _, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        loopback = host == "localhost" or host.startswith("127.") or host == "::1"
-        self._listener = socket.create_server(where if loopback else ("", port), family=family, backlog=512)
-        self._connections = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-        threading.Thread(target=self._accept, daemon=True, name="board").start()
+        listener = socket.create_server(where if is_loopback(host) else ("", port), family=family, backlog=512)
+        self._acceptor = Acceptor(
+            listener, lambda: Handshake(secret), self._admit, lambda *why: logger.debug("%s", why)
+        )
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._acceptor.close()
+        with self._lock:
+            connections = list(self._connections)
+        for connection in connections:
+            connection.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                sock, _ = self._listener.accept()
-            except OSError:
-                if self._listener.fileno() < 0:
-                    return
-                time.sleep(0.05)
-                continue
-            if not self._connections.acquire(blocking=False):
-                sock.close()
-                continue
-            threading.Thread(target=self._serve, args=(sock,), daemon=True, name="agent").start()
+    def _admit(self, sock: socket.socket, handshake: Handshake, _: str) -> None:
+        connection = Connection(sock, self._board.patience, handshake=handshake)
+        with self._lock:
+            self._connections.add(connection)
+        threading.Thread(target=self._serve, args=(connection,), daemon=True, name="agent").start()
 
-    def _serve(self, sock: socket.socket) -> None:
-        connection, names = Connection(sock, self._board.patience), set()
-        stranger = threading.Timer(HANDSHAKE_SECONDS, connection.close)
+    def _serve(self, connection: Connection) -> None:
+        names: set[str] = set()
         try:
-            stranger.start()
-            connection.welcome(self._secret)
-            stranger.cancel()
             while True:
                 request = connection.receive(_IDLE_SECONDS).json
                 try:
@@ -82,10 +79,9 @@ class BoardServer:
         except (ThinwireError, OSError):
             pass
         finally:
-            stranger.cancel()
             connection.close()
-            self._connections.release()
             with self._lock:
+                self._connections.discard(connection)
                 self._board.disconnected(names, time.monotonic())
 
     def _answer(self, request: dict[str, Any], names: set[str]) -> dict[str, Any]:

@@ -12,17 +12,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 from thinwire.fuse.policy import NamedPolicy, groups_ending_at
 from thinwire.fuse.profile import Groups, Profile
 
 
 @dataclass(frozen=True)
-class Layerwise(NamedPolicy):
+class Layerwise(NamedPolicy, constructor="layerwise"):
     """The policy of `layerwise`."""
-
-    constructor: ClassVar[str] = "layerwise"
 
     def groups(self, profile: Profile) -> Groups:
         return groups_ending_at(range(1, profile.num_tensors + 1))
@@ -44,10 +41,8 @@ def layerwise() -> Layerwise:
 
 
 @dataclass(frozen=True)
-class OneBucket(NamedPolicy):
+class OneBucket(NamedPolicy, constructor="one_bucket"):
     """The policy of `one_bucket`."""
-
-    constructor: ClassVar[str] = "one_bucket"
 
     def groups(self, profile: Profile) -> Groups:
         return groups_ending_at([profile.num_tensors])
@@ -66,10 +61,9 @@ MEBIBYTE = 1024 * 1024
 
 
 @dataclass(frozen=True)
-class ByteCap(NamedPolicy):
+class ByteCap(NamedPolicy, constructor="byte_cap"):
     """The policy of `byte_cap`."""
 
-    constructor: ClassVar[str] = "byte_cap"
     mb: float = 25.0
     first_mb: float | None = None
 
@@ -111,10 +105,9 @@ def byte_cap(mb: float = 25.0, first_mb: float | None = None) -> ByteCap:
 
 
 @dataclass(frozen=True)
-class EqualCount(NamedPolicy):
+class EqualCount(NamedPolicy, constructor="equal_count"):
     """The policy of `equal_count`."""
 
-    constructor: ClassVar[str] = "equal_count"
     count: int = 2
 
     def __post_init__(self) -> None:
@@ -139,10 +132,8 @@ def equal_count(count: int = 2) -> EqualCount:
 
 
 @dataclass(frozen=True)
-class MgWfbp(NamedPolicy):
+class MgWfbp(NamedPolicy, constructor="mg_wfbp"):
     """The policy of `mg_wfbp`."""
-
-    constructor: ClassVar[str] = "mg_wfbp"
 
     def groups(self, profile: Profile) -> Groups:
         ready, ends_bytes, link = profile.ready_seconds, profile.end_bytes, profile.communicate
@@ -170,10 +161,8 @@ def mg_wfbp() -> MgWfbp:
 
 
 @dataclass(frozen=True)
-class Omgs(NamedPolicy):
+class Omgs(NamedPolicy, constructor="omgs"):
     """The policy of `omgs`."""
-
-    constructor: ClassVar[str] = "omgs"
 
     def groups(self, profile: Profile) -> Groups:
         sizes, compress, communicate = profile.size_bytes, profile.compress, profile.communicate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from thinwire.fuse.buckets import layerwise, mg_wfbp, omgs, one_bucket
 from thinwire.fuse.policy import NamedPolicy, groups_ending_at
@@ -16,10 +15,8 @@ BEAM = 2
 
 
 @dataclass(frozen=True)
-class Cupcake(NamedPolicy):
+class Cupcake(NamedPolicy, constructor="cupcake"):
     """The policy of `cupcake`."""
-
-    constructor: ClassVar[str] = "cupcake"
 
     def groups(self, profile: Profile) -> Groups:
         modes = [Mode(profile.compress, profile.communicate, profile.decompress)]

@@ -29,8 +29,9 @@ class NamedPolicy:
 
     constructor: ClassVar[str]
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, constructor: str) -> None:
         super().__init_subclass__()
+        cls.constructor = constructor
         cls.__repr__ = NamedPolicy.__repr__  # before `dataclass` writes one with the name of the class
 
     def __repr__(self) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from thinwire.fuse.buckets import byte_cap, equal_count
 from thinwire.fuse.policy import NamedPolicy, groups_ending_at
@@ -12,10 +11,9 @@ from thinwire.fuse.timeline import iteration_seconds
 
 
 @dataclass(frozen=True)
-class SaFusion(NamedPolicy):
+class SaFusion(NamedPolicy, constructor="safusion"):
     """The policy of `safusion`."""
 
-    constructor: ClassVar[str] = "safusion"
     align: bool = True
     adapt: bool = True
     mb: float = 25.0

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -87,13 +86,12 @@ class StateBounds:
     def __init__(self, profile: Profile, modes: Sequence[Mode]) -> None:
         self.ready, self.end_bytes = np.array(profile.ready_seconds), np.array(profile.end_bytes, np.float64)
         self.count = profile.num_tensors
-        self._compress = _floor([_line(mode.compress) for mode in modes])
-        self._communicate = _floor([_line(mode.communicate) for mode in modes])
-        self._decompress = _floor([_line(mode.decompress) for mode in modes])
+        self._compress = floor_of([line_below(mode.compress) for mode in modes])
+        self._communicate = floor_of([line_below(mode.communicate) for mode in modes])
+        self._decompress = floor_of([line_below(mode.decompress) for mode in modes])
         self._sizes = np.diff(self.end_bytes)
         self._rest = self.end_bytes[-1] - self.end_bytes
         self._constants()
-        self._trades = [self._trade(weight, modes) for weight in _trade_weights(modes)]
 
     @property
     def startup_seconds(self) -> float:
@@ -111,13 +109,7 @@ class StateBounds:
             return np.maximum(self.ready[-1] + delay + decoding, decoded)
         least = np.maximum(delay + decoding + self._computing[tensor], decoded + self._decompress(self._rest[tensor]))
         least = np.maximum(least, channel + self._after_channel[tensor])
-        least = np.maximum(least, delay + self._after_delay[tensor])
-        for weight, after_channel, after_delay in self._trades:
-            sent = np.maximum(
-                channel * (1 - weight) + after_channel[tensor], delay * (1 - weight) + after_delay[tensor]
-            )
-            least = np.maximum(least, weight * (delay + decoding) + sent)
-        return least
+        return np.maximum(least, delay + self._after_delay[tensor])
 
     def settle(self, tensor: int, states: Array) -> None:
         """Raise clocks, in place, to where they begin to matter: states that differ only below that become equal.
@@ -140,55 +132,25 @@ class StateBounds:
         starts, ends = self.end_bytes[:-1], self.end_bytes[1:]
         compress, send, decode = self._compress, self._communicate, self._decompress
         alphas = send.alpha + decode.alpha
-        sent_then_decoded = _max_of_suffixes(send.beta * ends + decode.beta * (self.end_bytes[-1] - starts))
-        ready = _max_of_suffixes(self.ready[1:] + compress.beta * ends - send.beta * starts + sent_then_decoded)
+        sent_then_decoded = max_of_suffixes(send.beta * ends + decode.beta * (self.end_bytes[-1] - starts))
+        ready = max_of_suffixes(self.ready[1:] + compress.beta * ends - send.beta * starts + sent_then_decoded)
         self._computing = self.ready[-1] + compress(self._rest) + decode(self._rest)
         self._after_channel = alphas - send.beta * starts + sent_then_decoded
         self._after_delay = alphas + compress.alpha - compress.beta * starts + ready
 
-    def _trade(self, weight: float, modes: Sequence[Mode]) -> tuple[float, Array, Array]:
-        """Return a bound for modes that trade computing for communication: the weighted mean of both ends.
 
-        The iteration lasts at least as long as all computing, and as the channel; so as any mean of the two. In the
-        mean each later byte costs what its cheapest mode does, in any group.
-        """
-
-        def line(mode: Mode) -> Linear:
-            compress, send, decompress = map(_line, (mode.compress, mode.communicate, mode.decompress))
-            return Linear(
-                weight * (compress.alpha + decompress.alpha) + (1 - weight) * send.alpha,
-                weight * (compress.beta + decompress.beta) + (1 - weight) * send.beta,
-            )
-
-        cheapest = _floor([line(mode) for mode in modes])
-        starts = self.end_bytes[:-1]
-        by_ready = _max_of_suffixes((1 - weight) * self.ready[1:] - cheapest.beta * starts)
-        constant = weight * self.ready[-1] + cheapest.alpha
-        return weight, constant + cheapest.beta * self._rest, constant + by_ready + cheapest.beta * self.end_bytes[-1]
-
-
-def _trade_weights(modes: Sequence[Mode]) -> list[float]:
-    """Return weights of computing at which two modes cost the same a byte; at others, one of them is cheaper anyway."""
-    weights = set()
-    lines = [(_line(mode.compress).beta + _line(mode.decompress).beta, _line(mode.communicate).beta) for mode in modes]
-    for (computing, sending), (other_computing, other_sending) in combinations(lines, 2):
-        saved, paid = other_sending - sending, computing - other_computing
-        if saved * paid > 0:
-            weights.add(saved / (saved + paid))
-    return sorted(weights)
-
-
-def _line(cost: Cost) -> Linear:
+def line_below(cost: Cost) -> Linear:
     """Return a line below the cost."""
     return cost if isinstance(cost, Linear) else Linear(0.0, 0.0)
 
 
-def _floor(lines: Sequence[Linear]) -> Linear:
+def floor_of(lines: Sequence[Linear]) -> Linear:
     """Return the least cost of groups, by their total bytes, each priced by one of the lines."""
     return Linear(min(line.alpha for line in lines), min(line.beta for line in lines))
 
 
-def _max_of_suffixes(values: Array) -> Array:
+def max_of_suffixes(values: Array) -> Array:
+    """Return the largest value from each place on."""
     return np.maximum.accumulate(values[::-1])[::-1]
 
 
@@ -213,7 +175,13 @@ class Found:
     least_seconds: float
 
 
-def search(profile: Profile, modes: Sequence[Mode], below_seconds: float, width: int | None = None) -> Found:
+def search(
+    profile: Profile,
+    modes: Sequence[Mode],
+    below_seconds: float,
+    width: int | None = None,
+    bounds: type[StateBounds] = StateBounds,
+) -> Found:
     """Return the best plan whose iteration is shorter than ``below_seconds``.
 
     Args:
@@ -221,13 +189,14 @@ def search(profile: Profile, modes: Sequence[Mode], below_seconds: float, width:
         below_seconds: finite seconds of a known plan. The nearer to the best, the faster is the search.
         width: largest number of states kept for each number of tensors, the most promising ones. The plan is then
             proven to be the best only if its seconds equal ``least_seconds``. None keeps all.
+        bounds: makes the lower bounds; tighter ones drop more states.
     """
-    return _Search(profile, modes, below_seconds, width).run()
+    return _Search(bounds(profile, modes), modes, below_seconds, width).run()
 
 
 class _Search:
-    def __init__(self, profile: Profile, modes: Sequence[Mode], below_seconds: float, width: int | None) -> None:
-        self.modes, self.width, self.bounds = modes, width, StateBounds(profile, modes)
+    def __init__(self, bounds: StateBounds, modes: Sequence[Mode], below_seconds: float, width: int | None) -> None:
+        self.modes, self.width, self.bounds = modes, width, bounds
         self.below = self.dropped = below_seconds
         self.tolerance = ROUNDING * below_seconds
         # All states that were kept, in order of their numbers; and for each its tensors, its last group's mode, and the

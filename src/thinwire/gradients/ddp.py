@@ -23,13 +23,13 @@ from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.lane import Lane
 from thinwire.errors import ThinwireError
 from thinwire.gradients.buckets import Buckets, Pending
 from thinwire.gradients.exact import NativeAllReduce
 from thinwire.gradients.model import synchronized_parameters
+from thinwire.gradients.tables import weakly
 
 Groups = tuple[tuple[str, ...], ...]
 
@@ -360,7 +360,8 @@ class LeftToDdp(_PlugOfDdp):
         self._since: float | None = None  # end of computing in the running backward
         trained = [parameter for _, parameter in synchronized_parameters(model) if parameter.requires_grad]
         self._num_bytes = sum(parameter.nbytes for parameter in trained)
-        self._handles = [_watched(parameter, self) for parameter in _always_used(model, trained)]
+        hook = weakly(self._on_gradient)
+        self._handles = [one.register_post_accumulate_grad_hook(hook) for one in _always_used(model, trained)]
 
     def observe(self) -> None:
         """Record each bucket from now on. The messages stay the same, so not all ranks have to."""
@@ -388,7 +389,7 @@ class LeftToDdp(_PlugOfDdp):
         if self._seen is not None:
             self._seen.remove()
 
-    def on_gradient(self) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
         """Queue a callback before DDP's, which waits for its buckets; `begin` queues another behind that."""
         if self._since is None and self.synchronizes:
             self._since = time.perf_counter()
@@ -403,20 +404,6 @@ class LeftToDdp(_PlugOfDdp):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def _watched(parameter: nn.Parameter, left: LeftToDdp) -> RemovableHandle:
-    """Register a hook that does not hold what holds the parameter."""
-    weak = weakref.ref(left)
-
-    @torch.compiler.disable
-    def hook(parameter: Tensor) -> None:
-        del parameter
-        alive = weak()
-        if alive is not None:
-            alive.on_gradient()
-
-    return parameter.register_post_accumulate_grad_hook(hook)
 
 
 def _always_used(model: DistributedDataParallel, trained: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:

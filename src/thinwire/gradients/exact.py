@@ -28,7 +28,7 @@ from thinwire.gradients.tables import TableGradient, TableShape, plan_groups, sh
 from thinwire.kernels import dispatch
 from thinwire.observe.step import JobTimes, ParameterRecord, enabled, show
 from thinwire.sparse import SparseRows
-from thinwire.sync.choose import MIN_BYTES, TORCHS, Demand, rehearse, seen_byte_seconds
+from thinwire.sync.choose import MIN_BYTES, TORCHS, Demand, Rehearsal, seen_byte_seconds
 from thinwire.sync.cost import expected_bytes
 from thinwire.sync.experience import Experience
 from thinwire.sync.named import AUTO, DENSE, name_of, resolve
@@ -310,7 +310,7 @@ class GradientSync:
                 self._explain(group, reason, channel.rank)
             return
         if points:
-            learned.begin(rehearse(points, demand.held))
+            learned.begin(Rehearsal(points, demand.held))
             self.rehearsals += 1
         for table in group:
             self._rehearsed[table.name] = learned.rehearsals

@@ -391,20 +391,13 @@ class ParameterHooks(Plug):
         thawed = self._unfrozen()
         if thawed != self._thawed:
             frozen = [entry.name for entry, trains in zip(self.trained, thawed, strict=True) if not trains]
-            self._settle(Subject("which parameters are trained", f"all but {frozen}"))
+            subject = Subject("which parameters are trained", f"all but {frozen}")
+            self._lane.submit(lambda lane: lane.channel(subject).open()).wait()
             self._thawed, self._is_ordered = thawed, False
             self.regroup(self._planned)
 
     def _unfrozen(self) -> list[bool]:
         return [entry.parameter.requires_grad for entry in self.trained]
-
-    def _settle(self, subject: Subject) -> None:
-        """Check that all ranks come here with the same subject."""
-
-        def job(lane: Lane) -> None:
-            lane.channel(subject).open()
-
-        self._lane.submit(job).wait()
 
     def _check_untouched(self, place: int) -> None:
         """Raise if an optimizer consumed a gradient before it was sent: the models of ranks would diverge."""
@@ -495,12 +488,7 @@ def trained_parameters(module: nn.Module, lookups: LookupRows, names: Mapping[in
     sparse = {id(weight) for weight in tables_of(module)} - {id(weight) for weight in lookups.parameters}
     tables = {id(parameter) for parameter in lookups.parameters}
     return [
-        Trained(
-            names[id(parameter)],
-            parameter,
-            id(parameter) in sparse,
-            id(parameter) in tables,
-        )
+        Trained(names[id(parameter)], parameter, id(parameter) in sparse, id(parameter) in tables)
         for parameter in module.parameters()
         if id(parameter) in names and (parameter.is_floating_point() or parameter.is_complex())
     ]

@@ -39,7 +39,25 @@ from thinwire.observe.step import Clock
 logger = logging.getLogger("thinwire")
 
 
-class Backward:
+class _FromOutput:
+    """What is entered by the backward pass through the output of a model."""
+
+    def enter(self) -> object:
+        raise NotImplementedError
+
+    def watch(self, output: object) -> None:
+        """Enter the next pass that goes through the output of a model."""
+        for tensor in tensors_of(output):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._on_output)
+
+    @torch.compiler.disable
+    def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
+        del gradients
+        self.enter()
+
+
+class Backward(_FromOutput):
     """The backward pass that runs when `enter` is called, at whose end ``ended`` is called.
 
     Autograd calls back at the end of the innermost pass. The outermost one goes through the output of the model before
@@ -71,17 +89,6 @@ class Backward:
                 return False
             self._callback, self._task = weakref.ref(callback), torch._C._current_graph_task_id()
         return True
-
-    def watch(self, output: object) -> None:
-        """Enter the next pass that goes through the output of a model."""
-        for tensor in tensors_of(output):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(self._on_output)
-
-    @torch.compiler.disable
-    def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
-        del gradients
-        self.enter()
 
     @torch.compiler.disable
     def _end(self) -> None:
@@ -175,7 +182,7 @@ class Structure:
 REASON = "an exception ended a backward pass of rank {rank} before all its gradients were there"
 
 
-class Guard:
+class Guard(_FromOutput):
     """A guard that breaks the lane off when an exception ends a backward pass that ranks make together.
 
     Autograd calls back at the end of a pass. After an exception it drops the callback uncalled, whatever raised: a hook
@@ -203,14 +210,8 @@ class Guard:
 
     def watch(self, output: object) -> None:
         """Guard the pass through the output of the model: it may fail before there is any gradient."""
-        for tensor in tensors_of(output) if self._waits_from_output else ():
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(self._on_output)
-
-    @torch.compiler.disable
-    def _on_output(self, gradients: tuple[Tensor, ...]) -> None:
-        del gradients
-        self.enter()
+        if self._waits_from_output:
+            super().watch(output)
 
     def failed(self, error: BaseException) -> None:
         """Break off after an error in the work at the end of a pass, unless all ranks raise it and stay in step."""

@@ -46,18 +46,11 @@ class ChannelPeers:
         self, channel: Channel, next_channel: Callable[[Subject], Channel], scheme: Scheme | TwoLevel | None = None
     ) -> None:
         self._channel = channel
+        self.rank, self.world_size = channel.rank, channel.world_size
         self._next_channel = next_channel
         self._scheme = scheme
         self.expected_scheme_bytes = 0.0
         """Bytes that schemes would have sent for the same rows with perfectly even ownership."""
-
-    @property
-    def rank(self) -> int:
-        return self._channel.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._channel.world_size
 
     @property
     def hosts(self) -> Hosts:

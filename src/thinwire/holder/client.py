@@ -30,14 +30,19 @@ class SlotWriter:
         self.payload: memoryview = slot.payload()
         self._room_bytes = len(self.payload)
 
-    def publish(self, layout: bytes, payload_bytes: int | None = None, wait: bool = False) -> None:
+    def publish(
+        self, layout: bytes, payload_bytes: int | None = None, wait: bool = False, shared_bytes: int = 0
+    ) -> None:
         """Publish the first ``payload_bytes`` of the payload (default all) as a version described by ``layout``.
+
+        All owners should have the first ``shared_bytes`` of them alike: they get a digest of their own.
 
         Returns at once; the holder computes the digests, even if this process dies now. With ``wait``, returns when
         the version is complete on this host. Raises ValueError if it does not fit, ThinwireError if it failed.
         """
         num_bytes = self._room_bytes if payload_bytes is None else payload_bytes
         content = {"slot": self._number, "step": self.step, "payload_bytes": num_bytes, "wait": wait}
+        content |= {"shared_bytes": shared_bytes}
         reach("publish")
         self._client.request("publish", content, layout, seconds=_SLOW_SECONDS if wait else None)
         reach("published")

@@ -51,11 +51,7 @@ def _serve(options: dict[str, Any], ready: int) -> int:
     from thinwire.holder.server import Holder
     from thinwire.holder.start import config_of
 
-    handler: logging.Handler = logging.StreamHandler()
-    if options.get("detach"):
-        from logging.handlers import RotatingFileHandler
-
-        handler = RotatingFileHandler(options["log"], maxBytes=_LOG_BYTES, backupCount=2)
+    handler = _log_file(options["log"]) if options.get("detach") else logging.StreamHandler()
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO, handlers=[handler])
     _raise_file_limit()
     try:
@@ -81,6 +77,12 @@ def _serve(options: dict[str, Any], ready: int) -> int:
                 logging.error("nothing was read again: %s", error)
     holder.stop()
     return 0
+
+
+def _log_file(path: str) -> logging.Handler:
+    from logging.handlers import RotatingFileHandler
+
+    return RotatingFileHandler(path, maxBytes=_LOG_BYTES, backupCount=2)
 
 
 def _raise_file_limit() -> None:

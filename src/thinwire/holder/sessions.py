@@ -7,6 +7,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -252,9 +253,11 @@ class TrainerSession(Session):
         call, times = self.holder.call, self.holder.config.times
         senders = {address: Replicator(self.store, shard, address, call, self.grants, times) for address in addresses}
         unreachable = {}
+        with ThreadPoolExecutor(max(1, len(senders))) as pool:  # at once: some may be stopped and say nothing
+            connected = {address: pool.submit(sender.connect) for address, sender in senders.items()}
         for address, sender in senders.items():
             try:
-                sender.connect()
+                connected[address].result()
             except ThinwireError as error:
                 unreachable[address] = sender.last_error = str(error)
             except ValueError as error:
@@ -301,9 +304,10 @@ class TrainerSession(Session):
         if holding is None or holding.number != get(request, "slot", int):
             raise ValueError("that slot is not being written by this trainer")
         step, payload_bytes = get(request, "step", int), get(request, "payload_bytes", int, 0, MAX_PAYLOAD_BYTES)
+        shared_bytes = get(request, "shared_bytes", int, 0, payload_bytes)
         holding.slot.check_room(payload_bytes, len(layout))
         self.writing = None
-        sealed = self.holder.sealing.submit(self._seal, shard, holding, step, payload_bytes, layout)
+        sealed = self.holder.sealing.submit(self._seal, shard, holding, step, payload_bytes, layout, shared_bytes)
         if request.get("wait") is True:
             manifest = sealed.result()
             if manifest is None:
@@ -311,9 +315,11 @@ class TrainerSession(Session):
             return Reply({"version": manifest.listed("own").to_json()})
         return Reply()
 
-    def _seal(self, shard: Shard, holding: Holding, step: int, payload_bytes: int, layout: bytes) -> Manifest | None:
+    def _seal(
+        self, shard: Shard, holding: Holding, step: int, payload_bytes: int, layout: bytes, shared_bytes: int
+    ) -> Manifest | None:
         try:
-            manifest = holding.slot.digest(shard.id, step, self.attempt, payload_bytes, layout)
+            manifest = holding.slot.digest(shard.id, step, self.attempt, payload_bytes, layout, shared_bytes)
             self.store.seal(holding, manifest, layout)
             return manifest
         except Exception as error:

@@ -9,6 +9,7 @@ changes and returns to it after the last one, so a crash at any point leaves the
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import mmap
 import os
@@ -126,12 +127,23 @@ class Slot:
     def clear(self) -> None:
         self._write_header(State.EMPTY)
 
-    def digest(self, shard: ShardId, step: int, attempt: int, payload_bytes: int, layout: bytes) -> Manifest:
-        """Return the manifest of the payload as it is now. Raises ValueError if there is no room for that much."""
+    def digest(
+        self, shard: ShardId, step: int, attempt: int, payload_bytes: int, layout: bytes, shared_bytes: int = 0
+    ) -> Manifest:
+        """Return the manifest of the payload as it is now, of which all owners have ``shared_bytes`` alike.
+
+        Those are covered by the CRC-32s of their chunks; of the last one, which they share with other bytes, the
+        beginning is read twice. Raises ValueError if there is no room for that much.
+        """
         self.check_room(payload_bytes, len(layout))
-        with self.payload(payload_bytes) as payload:
+        whole, shared = shared_bytes // CHUNK_BYTES, ""
+        with self.payload(payload_bytes) as payload, payload[whole * CHUNK_BYTES : shared_bytes] as rest:
             crcs = chunk_crcs(payload)
-        return Manifest(shard, step, attempt, payload_bytes, CHUNK_BYTES, crcs, len(layout), zlib.crc32(layout))
+            if shared_bytes:
+                text = json.dumps([shared_bytes, *crcs[:whole], zlib.crc32(rest)])
+                shared = hashlib.sha256(text.encode()).hexdigest()[:16]
+        layout_crc = zlib.crc32(layout)
+        return Manifest(shard, step, attempt, payload_bytes, CHUNK_BYTES, crcs, len(layout), layout_crc, shared)
 
     def publish(self, manifest: Manifest, layout: bytes) -> None:
         """Change from WRITING to COMPLETE. The header is written last, in one store of a page without other writers."""

@@ -83,7 +83,8 @@ class Version:
 
     ``attempt`` names the start of the run that wrote it (``next_attempt``; later ones are larger), so that a step that
     was trained twice is not taken for one version.
-    ``digest`` names the bytes: copies with the same digest are the same. ``role`` is ``own`` on the host of a
+    ``digest`` names the bytes: copies with the same digest are the same; ``shared`` those that all owners should have
+    alike, or empty. ``role`` is ``own`` on the host of a
     registered trainer, else ``replica``.
     """
 
@@ -93,6 +94,7 @@ class Version:
     payload_bytes: int
     digest: str
     role: str = "replica"
+    shared: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return _to_json(self)
@@ -107,12 +109,16 @@ class Version:
             field(values, "payload_bytes", int, 0, MAX_PAYLOAD_BYTES),
             field(values, "digest", str, 16, 16),
             field(values, "role", str, 1, 16),
+            field(values, "shared", str, 0, 16),
         )
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """All data needed to check a copy: lengths in bytes, and the CRC-32 of the layout and of each payload chunk."""
+    """All data needed to check a copy: lengths in bytes, and the CRC-32 of the layout and of each payload chunk.
+
+    ``shared`` is a digest of the first bytes of the payload, those that all owners should have alike.
+    """
 
     shard: ShardId
     step: int
@@ -122,6 +128,7 @@ class Manifest:
     chunk_crcs: tuple[int, ...]
     layout_bytes: int
     layout_crc: int
+    shared: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return _to_json(self)
@@ -141,6 +148,7 @@ class Manifest:
             tuple(crcs),
             field(values, "layout_bytes", int, 0, MAX_LAYOUT_BYTES),
             field(values, "layout_crc", int, 0, (1 << 32) - 1),
+            field(values, "shared", str, 0, 16),
         )
         if len(crcs) != chunk_count(manifest.payload_bytes, manifest.chunk_bytes):
             raise CorruptMessageError(f"{len(crcs)} digests for {manifest.payload_bytes} bytes: some are missing")
@@ -150,7 +158,7 @@ class Manifest:
     def version(self) -> Version:
         text = json.dumps(self.to_json(), sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return Version(self.shard, self.step, self.attempt, self.payload_bytes, digest)
+        return Version(self.shard, self.step, self.attempt, self.payload_bytes, digest, shared=self.shared)
 
     def listed(self, role: str) -> Version:
         return replace(self.version, role=role)

@@ -25,7 +25,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial, wraps
@@ -223,25 +223,6 @@ def elements_of(place: int) -> Callable[..., int]:
     return elements
 
 
-def elements_of_pieces(pieces: Sequence[Tensor], *_: object) -> int:
-    """Return the number of elements of all pieces."""
-    return sum([piece.numel() for piece in pieces])
-
-
-def elements_of_sum(pieces: object, num_rows: int, width: int, *_: object, **__: object) -> int:
-    """Return the number of elements of a sum of ``num_rows`` rows."""
-    return num_rows * width
-
-
-def can_undeal(owner: int, positions: Tensor, *_: object) -> bool:
-    """Return whether the positions are ids of a dtype that numba supports."""
-    return are_ids(positions)
-
-
-def ids_of_pieces(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> int:
-    return sum([ids.numel() for ids, _ in pieces])
-
-
 def indexable(*tensors: Tensor) -> bool:
     """Return whether numba can index the tensors as they are."""
     return all(tensor.device.type == "cpu" and tensor.is_contiguous() and _is_aligned(tensor) for tensor in tensors)
@@ -264,10 +245,6 @@ def are_bytes(buffer: Tensor, *sizes: int) -> bool:
     return buffer.dtype == torch.uint8 and indexable(buffer)
 
 
-def are_words(buffer: Tensor) -> bool:
-    return are_bytes(buffer) and buffer.numel() % 8 == 0 and buffer.data_ptr() % 8 == 0
-
-
 def is_matrix(dense: Tensor) -> bool:
     """Return whether numba can index the matrix, of any strides."""
     return dense.device.type == "cpu" and _is_aligned(dense)
@@ -284,22 +261,10 @@ def can_scatter(dense: Tensor, ids: Tensor, values: Tensor) -> bool:
     return alike and are_ids(ids) and indexable(dense, values)
 
 
-def can_sum(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> bool:
-    return all(are_ids(ids) and values.device.type == "cpu" for ids, values in pieces)
-
-
 def can_sum_at(
     pieces: Iterable[tuple[Tensor, Tensor]], num_rows: int, width: int, dtype: torch.dtype, scale: float = 1.0
 ) -> bool:
     return dtype != torch.float16  # numba has none on a CPU
-
-
-def can_unite(pieces: Sequence[Tensor], size: int) -> bool:
-    return all(map(are_ids, pieces))
-
-
-def can_deal(ids: Tensor, world_size: int, seed: int) -> bool:
-    return are_ids(ids) and world_size <= 1 << 16
 
 
 def are_floats(values: Tensor, *others: Tensor) -> bool:

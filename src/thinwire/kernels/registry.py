@@ -40,10 +40,14 @@ nonzero_rows = _row(
     cpu=f"{_CPU}rows", from_size=1 << 12, knows=_inputs.is_matrix,
 )  # fmt: skip
 nonzero_rows_into = _row(_rows.nonzero_rows_into, lambda rows, ids: _sample(rows, ids, ids.clone()), **_SEARCH)
-deal = _row(_rows.deal, lambda: _sample(_some_ids(), 2, 0), **_OF_IDS, knows=_inputs.can_deal)
+deal = _row(
+    _rows.deal, lambda: _sample(_some_ids(), 2, 0), **_OF_IDS,
+    knows=lambda ids, world_size, seed: _inputs.are_ids(ids) and world_size <= 1 << 16,
+)  # fmt: skip
 checksum = _row(
-    _codes.checksum, lambda: _sample(_some_codes(8)), **_OF_CODES, from_size=1 << 12, knows=_inputs.are_words
-)
+    _codes.checksum, lambda: _sample(_some_codes(8)), **_OF_CODES, from_size=1 << 12,
+    knows=lambda buffer: _inputs.are_bytes(buffer) and buffer.numel() % 8 == 0 and buffer.data_ptr() % 8 == 0,
+)  # fmt: skip
 pack_bits = _row(
     _codes.pack_bits, lambda: _sample(_some_ids(), 5), **_OF_BITS, from_size=1 << 10, knows=_inputs.are_ids
 )
@@ -71,19 +75,23 @@ union_places = _row(
     lambda: _sample([_some_ids(), _some_ids()], 5),  # by a bitmap
     lambda: _sample([_some_ids(), _some_ids()], 1 << 40),  # by a merge
     cpu=f"{_CPU}union", gpu=f"{_GPU}union",
-    size=_inputs.elements_of_pieces, from_size=1 << 11, knows=_inputs.can_unite,
+    size=lambda pieces, size: sum([ids.numel() for ids in pieces]),
+    from_size=1 << 11, knows=lambda pieces, size: all(map(_inputs.are_ids, pieces)),
 )  # fmt: skip
 sum_rows_at = _row(
     _rows.sum_rows_at, lambda rows, ids: _sample([(ids, rows[:2])], *rows.shape, rows.dtype), **_OF_ROWS,
-    size=_inputs.elements_of_sum, from_size=1 << 13, knows=_inputs.can_sum_at, profiled_as="sum",
+    size=lambda pieces, num_rows, width, *_: num_rows * width, from_size=1 << 13,
+    knows=_inputs.can_sum_at, profiled_as="sum",
 )  # fmt: skip
 sum_rows = _row(
     _rows.sum_rows, lambda rows, ids: _sample([(ids, rows[:2])] * 2), **_OF_ROWS,
-    size=_inputs.ids_of_pieces, from_size=1 << 11, knows=_inputs.can_sum, profiled_as="sum",
+    size=lambda pieces, scale=1.0: sum([ids.numel() for ids, _ in pieces]), from_size=1 << 11,
+    knows=lambda pieces, scale=1.0: all(_inputs.are_ids(ids) and rows.device.type == "cpu" for ids, rows in pieces),
+    profiled_as="sum",
 )  # fmt: skip
 dealt_ids = _row(
     _rows.dealt_ids, lambda: _sample(0, _some_ids(), 2, 0), **_OF_IDS,
-    size=_inputs.elements_of(1), knows=_inputs.can_undeal,
+    size=_inputs.elements_of(1), knows=lambda owner, positions, *_: _inputs.are_ids(positions),
 )  # fmt: skip
 mix = _row(_rows.mix, lambda: _sample(_some_ids(), 0), **_OF_IDS, knows=_inputs.are_ids)
 owner_by_hash = _row(_rows.owner_by_hash, lambda: _sample(_some_ids(), 2, 0), **_OF_IDS, knows=_inputs.are_ids)

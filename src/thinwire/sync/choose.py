@@ -489,11 +489,6 @@ def to_rehearse(offers: Sequence[Price]) -> list[Point]:
     return trials + hopeful if len(trials + hopeful) > 1 else []  # torch's first: alone it can end the rehearsal
 
 
-def rehearse(points: Sequence[Point], held: float) -> Rehearsal:
-    """Return a rehearsal in which the next steps with about ``held`` rows try one point each."""
-    return Rehearsal(points, held)
-
-
 def adds_in_rank_order(point: Point) -> bool:
     return isinstance(point, Scheme) and (point.communication is Communication.POINT_TO_POINT or point == TORCHS)
 

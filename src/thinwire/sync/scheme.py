@@ -24,7 +24,7 @@ from torch import Tensor
 from thinwire.kernels import nonzero_rows
 from thinwire.partition import BlockCyclic, Contiguous, FirstRanks, HierarchicalHash, Partition, Permutation, core_size
 from thinwire.sparse import SparseRows
-from thinwire.wire import Format, FormatChoice, digest64
+from thinwire.wire import Format, FormatChoice
 
 
 class Communication(StrEnum):
@@ -132,7 +132,8 @@ _OWNERSHIP = {
     Balance.IMBALANCED: (Ownership.CONTIGUOUS, Ownership.BLOCK_CYCLIC),
     Balance.BALANCED: (Ownership.PERMUTATION, Ownership.HIERARCHICAL_HASH, Ownership.COLUMNS, Ownership.UNION),
 }
-_PARTITIONS = {Ownership.PERMUTATION: Permutation, Ownership.HIERARCHICAL_HASH: HierarchicalHash}
+_UNSEEDED = {Ownership.CONTIGUOUS: Contiguous, Ownership.BLOCK_CYCLIC: BlockCyclic}
+_SEEDED = {Ownership.PERMUTATION: Permutation, Ownership.HIERARCHICAL_HASH: HierarchicalHash}
 _ANY_FORMAT = tuple(Format)
 _DIMENSIONS: dict[str, type[StrEnum]] = {
     "communication": Communication,
@@ -365,7 +366,7 @@ class Scheme:
         assert not self.knows_ids, "what is owned depends on the rows that are there"
         num_owners = self.num_owners(world_size)
         owned = _partition(self.ownership, num_rows, num_owners, self.seed)
-        return owned if num_owners == world_size else FirstRanks(owned, world_size)
+        return owned if num_owners == world_size else FirstRanks(num_rows, world_size, owned)
 
     def describe(self) -> str:
         """Return a line that identifies the scheme, the same in every process."""
@@ -375,19 +376,13 @@ class Scheme:
     def _description(self) -> str:
         return ", ".join(f"{field.name}={_text(getattr(self, field.name))}" for field in fields(self))
 
-    def digest(self) -> int:
-        """Return a hash of `describe` in 64 bits, to compare between ranks."""
-        return digest64(self.describe().encode())
-
 
 @lru_cache(maxsize=16)
 def _partition(ownership: Ownership, num_rows: int, world_size: int, seed: int) -> Partition:
     """Return a partition, cached because it caches what it computes about its parts."""
-    if ownership is Ownership.CONTIGUOUS:
-        return Contiguous(num_rows, world_size)
-    if ownership is Ownership.BLOCK_CYCLIC:
-        return BlockCyclic(num_rows, world_size)
-    return _PARTITIONS[ownership](num_rows, world_size, seed)
+    if ownership in _UNSEEDED:
+        return _UNSEEDED[ownership](num_rows, world_size)
+    return _SEEDED[ownership](num_rows, world_size, seed)
 
 
 def _plain(value: object) -> object:

@@ -54,17 +54,14 @@ def agree(
     return rows, point
 
 
-def chosen(rows: SparseRows, channel: Channel, union: int | None = None) -> Scheme | TwoLevel:
+def chosen(rows: SparseRows, channel: Channel) -> Scheme | TwoLevel:
     """Return the choice of "auto" for rows like these, after `Channel.open` gathered how many the ranks hold.
 
     All ranks get the same answer, since it follows from numbers that all of them know. The first call measures the
     machine.
-
-    Args:
-        union: number of rows in the sum, or None if it is not known yet.
     """
     hosts, itemsize = ranks_of_hosts(channel.exchange.hosts), rows.values.element_size()
-    point = choose(channel.held, rows.num_rows, rows.width, itemsize, union, channel.machine(), hosts=hosts)
+    point = choose(channel.held, rows.num_rows, rows.width, itemsize, machine=channel.machine(), hosts=hosts)
     return placed(point, channel)
 
 

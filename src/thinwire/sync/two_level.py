@@ -17,7 +17,7 @@ from thinwire.sparse import SparseRows
 from thinwire.sync import direct
 from thinwire.sync.direct import Piece
 from thinwire.sync.scheme import Aggregation, Balance, Communication, Partitioning, Scheme, Unit, from_units, to_units
-from thinwire.wire import FORMATS, FormatChoice, digest64
+from thinwire.wire import FORMATS, FormatChoice
 
 T = TypeVar("T")
 
@@ -103,16 +103,8 @@ class TwoLevel:
 
     def within(self) -> Scheme:
         """Return the scheme of one level that remains if all ranks are on one host."""
-        return Scheme(
-            Communication.POINT_TO_POINT,
-            Aggregation.INCREMENTAL,
-            Partitioning.PARALLELISM,
-            Balance.BALANCED,
-            push_format=FORMATS,
-            pull_format=FORMATS,
-            seed=self.between.seed,
-            unit=self.between.unit,
-        )
+        direct = Communication.POINT_TO_POINT, Aggregation.INCREMENTAL, Partitioning.PARALLELISM, Balance.BALANCED
+        return Scheme(*direct, seed=self.between.seed, unit=self.between.unit)
 
     @property
     def unit(self) -> Unit:
@@ -128,10 +120,6 @@ class TwoLevel:
         """Return a line that identifies the scheme, the same in every process."""
         hosts = "discovered" if self.hosts is None else " | ".join(" ".join(map(str, ranks)) for ranks in self.hosts)
         return f"two_level, hosts={hosts}, between=({self.between.describe()})"
-
-    def digest(self) -> int:
-        """Return a hash of `describe` in 64 bits, to compare between ranks."""
-        return digest64(self.describe().encode())
 
     @staticmethod
     def _check_hosts(hosts: Hosts) -> None:
@@ -156,7 +144,7 @@ def shares(scheme: TwoLevel, num_rows: int, world_size: int) -> Partition:
     """Return the partition of ``num_rows`` rows (or units) among the ``world_size`` ranks of a host."""
     assert scheme.hosts is not None, "a scheme is placed before it runs"
     owned = Permutation(num_rows, min(map(len, scheme.hosts)), scheme.between.seed + _SEED_OFFSET)
-    return owned if owned.world_size == world_size else FirstRanks(owned, world_size)
+    return owned if owned.world_size == world_size else FirstRanks(num_rows, world_size, owned)
 
 
 def all_reduce(

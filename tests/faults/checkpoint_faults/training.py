@@ -29,7 +29,7 @@ from thinwire.lab.testbed.network import EmulatedNetwork
 
 STEPS = 5
 _WIDTH = 24_000  # state of 2.9 MB: a version is sent in three pieces
-_MAX_STEPS = 12
+_MAX_STEPS = 24
 _TIMEOUT_SECONDS = 90.0
 
 

@@ -165,19 +165,23 @@ def header(kind: int, text_bytes: int, payload_bytes: int, sequence: int = 0) ->
     return _HEADER.pack(0x32465754, kind, text_bytes, payload_bytes, sequence) + bytes(_TAG_BYTES)
 
 
-def babble(address: str, chance: random.Random, knows_secret: bool, sentences: int = 5) -> None:
-    """Bytes and requests without sense, until the holder has enough of it."""
-    connection = Connection(connect(address), 2.0)
+def babble(address: str, chance: random.Random, knows_secret: bool, sentences: int = 5) -> int:
+    """Bytes and requests without sense, until the holder has enough of it; returns how many it took."""
+    connection, said = Connection(connect(address), 2.0), 0
     with contextlib.closing(connection), contextlib.suppress(ThinwireError, OSError, ValueError):
         if knows_secret:
             connection.greet(SECRET.encode())
         for _ in range(sentences):
-            if not knows_secret or chance.random() < 0.2:
+            if not knows_secret or chance.random() < 1 / sentences:
                 connection._socket.sendall(chance.randbytes(chance.randrange(200)))
-            else:
-                connection.send(
-                    chance.choice(list(FrameKind)), _nonsense(chance), chance.randbytes(chance.randrange(30))
-                )
+                said += 1
+                continue
+            kind = FrameKind.REQUEST if chance.random() < 0.99 else chance.choice(list(FrameKind))
+            connection.send(kind, _nonsense(chance), chance.randbytes(20 if chance.random() < 0.01 else 0))
+            said += 1
+            if kind is FrameKind.REQUEST:
+                connection.receive(2.0)
+    return said
 
 
 _OPERATIONS = (

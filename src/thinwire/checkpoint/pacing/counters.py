@@ -90,7 +90,7 @@ def busy_periods(samples: Sequence[tuple[float, int]]) -> list[tuple[float, floa
     return [(began, ended) for began, ended, rate in rates if rate > least]
 
 
-class Sampler:
+class BusySampler:
     """A thread that reads the counters every 2 ms while it is switched on."""
 
     def __init__(self, counters: TransmitCounters) -> None:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from thinwire.checkpoint.pacing.counters import Sampler, busy_periods
+from thinwire.checkpoint.pacing.counters import BusySampler, busy_periods
 from thinwire.checkpoint.pacing.idle import PROFILED_ITERATIONS, IdleProfile, profile
 from thinwire.errors import ThinwireError
 
@@ -123,7 +123,7 @@ class Pacer:
         every: int,
         watched: bool,
         revoke: Callable[[], int] | None = None,
-        sampler: Sampler | None = None,
+        sampler: BusySampler | None = None,
     ) -> None:
         self._grant, self._every, self._watched = grant, every, watched
         self._revoke, self._sampler = revoke, sampler

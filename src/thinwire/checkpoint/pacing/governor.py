@@ -15,7 +15,7 @@ from statistics import median
 
 logger = logging.getLogger("thinwire")
 
-_UNGOVERNED_VERSIONS = 20  # at the start: protection comes first, and the first iterations are slow
+_UNGOVERNED = 20  # iterations at the start: protection comes first, and they are slow
 _FEW = 3  # versions, and free iterations, before their medians are believed
 _VERSIONS, _FREE = 9, 20  # over which medians are taken
 _PROBE_VERSIONS = 10  # one of so many is left out where no iteration would be free
@@ -45,7 +45,7 @@ class Governor:
         self._costs: deque[float] = deque(maxlen=_VERSIONS)
         self._spans: deque[int] = deque(maxlen=_VERSIONS)  # loaded iterations of each version
         self._loaded, self._loaded_seconds = 0, 0.0  # iterations since the last version began, and their lengths
-        self._versions, self._wanted, self._told = 0, 1, False
+        self._iterations, self._versions, self._wanted, self._told = 0, 0, 1, False
         self._in_flight = threading.Event()
         self.is_loaded = False  # the iteration that runs now
         self.needs_free = False  # whether the pacer profiles the network in them
@@ -58,6 +58,7 @@ class Governor:
 
     def note_iteration(self, seconds: float) -> None:
         """Record the length of the iteration that ends now."""
+        self._iterations += 1
         if self.is_loaded:
             self._loaded, self._loaded_seconds = self._loaded + 1, self._loaded_seconds + seconds
         else:
@@ -105,7 +106,7 @@ class Governor:
 
     def _probes(self, cost: float | None) -> bool:
         wants = cost is None or self.needs_free or self._versions % _PROBE_VERSIONS == 0
-        return wants and self._versions >= _UNGOVERNED_VERSIONS
+        return wants and self._iterations >= _UNGOVERNED
 
     def agree(self, step: int, stride: int) -> None:
         """Record that the ranks make a checkpoint of ``step``, and the next one that many multiples later."""

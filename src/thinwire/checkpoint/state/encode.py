@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from thinwire.checkpoint.state.layout import ALIGNMENT_BYTES, DTYPES, STORABLE, 
 from thinwire.checkpoint.state.sharding import local_of, part_of
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
+Replicated = Callable[[str, Tensor], bool]
 _LEAVES = frozenset((*_PLAIN_TYPES, DTensor, int, float, str, bool, bytes, type(None), torch.Size))
 
 
@@ -29,12 +30,14 @@ class Encoded:
         tensors: for each slice, the local tensor of this rank.
         originals: for each slice, the tensor of the state: a DTensor where ``tensors`` has its local part.
         payload_bytes: size of all slices.
+        shared_bytes: size of the first of them, those that all ranks should have alike.
     """
 
     slices: tuple[TensorSlice, ...]
     tensors: list[Tensor]
     originals: list[Tensor]
     payload_bytes: int
+    shared_bytes: int
     _pieces: Sequence[str]
     _texts: Sequence[str]
     _slices_text: str
@@ -51,10 +54,15 @@ class StateEncoder:
 
     While keys, shapes and positions stay the same, only numbers and the like are encoded again: 9 ms instead of 120 for
     a state of 4,000 tensors.
+
+    Args:
+        replicated: returns whether all ranks have a tensor alike, by its path. These come first in the payload, unless
+            there are tensors that ranks hold in parts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replicated: Replicated = lambda path, tensor: False) -> None:
         self._form: _Form | None = None
+        self._replicated = replicated
 
     def encode(self, state: Any) -> Encoded:
         """Encode a state made of the types in `layout.STORABLE`.
@@ -68,7 +76,7 @@ class StateEncoder:
         _scan(state, structure, leaves)
         encoded = self._form.fill(leaves) if self._form is not None and self._form.structure == structure else None
         if encoded is None:
-            self._form = _Form(state, structure, leaves)
+            self._form = _Form(state, structure, leaves, self._replicated)
             encoded = self._form.fill(leaves)
             assert encoded is not None, "a form fits the state that it was made of"
         return encoded
@@ -168,7 +176,7 @@ def _spec(tensor: Tensor) -> Any:
 class _Form:
     """JSON of a state with holes for values that change, and the indices of its tensors. Raises ValueError."""
 
-    def __init__(self, state: Any, structure: list[Any], leaves: list[Any]) -> None:
+    def __init__(self, state: Any, structure: list[Any], leaves: list[Any], replicated: Replicated) -> None:
         self.structure, self._scanned = structure, leaves
         self._tensors: list[_TensorLeaf] = []
         self._slices: list[TensorSlice] = []
@@ -180,9 +188,23 @@ class _Form:
         self._texts: list[str] = []
         self._leaves = 0
         self._write(state, "")
+        self._shared_bytes = self._place(replicated)
         self._scanned = []
         self._final_slices = tuple(self._slices)
         self._slices_text = _dumps([item.to_json() for item in self._slices])
+
+    def _place(self, replicated: Replicated) -> int:
+        """Give each slice its offset, replicated ones first; how many bytes those are."""
+        originals = {leaf.number: self._scanned[leaf.index] for leaf in reversed(self._tensors)}
+        sharded = any(item.part is not None for item in self._slices)
+        first = [not sharded and replicated(item.path, originals[n]) for n, item in enumerate(self._slices)]
+        shared_bytes = 0
+        for number in sorted(originals, key=lambda number: (not first[number], number)):
+            offset = -(-self._payload_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+            item = self._slices[number] = replace(self._slices[number], offset=offset)
+            self._payload_bytes = offset + item.nbytes
+            shared_bytes = self._payload_bytes if first[number] else shared_bytes
+        return shared_bytes
 
     def fill(self, leaves: list[Any]) -> Encoded | None:
         """None if the state is not of this form any more."""
@@ -204,9 +226,8 @@ class _Form:
                 return None
             if value is not self._values[hole] or isinstance(value, set):  # a set may have changed
                 self._values[hole], self._texts[hole] = value, _dumps(_plain(value, path))
-        return Encoded(
-            self._final_slices, tensors, originals, self._payload_bytes, self._pieces, [*self._texts], self._slices_text
-        )
+        sizes, texts = (self._payload_bytes, self._shared_bytes), [*self._texts]
+        return Encoded(self._final_slices, tensors, originals, *sizes, self._pieces, texts, self._slices_text)
 
     def _write(self, value: Any, path: str) -> None:
         if isinstance(value, dict):
@@ -254,9 +275,7 @@ class _Form:
         view = (_view(local), part)
         first = self._seen.setdefault(view, self._leaves) if nbytes else self._leaves
         if first == self._leaves:
-            offset = -(-self._payload_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            self._slices.append(TensorSlice(path, name, tuple(local.shape), offset, nbytes, part))
-            self._payload_bytes = offset + nbytes
+            self._slices.append(TensorSlice(path, name, tuple(local.shape), 0, nbytes, part))
             number = len(self._slices) - 1
         else:
             number = next(leaf.number for leaf in self._tensors if leaf.index == first)

@@ -69,6 +69,12 @@ class TrainingState:
         groups = [group for optimizer in self.optimizers() for group in optimizer.param_groups]
         return any(tensor is parameter for group in groups for parameter in group["params"])
 
+    def is_replicated(self, path: str, tensor: Tensor) -> bool:
+        """Return whether data parallelism keeps a tensor alike on all ranks: parameters, and the optimizer's state."""
+        if path.startswith("optimizer"):
+            return ".state." in path and all(_local(each) is each for each in self.optimizers())
+        return path.startswith("model.") and isinstance(tensor, nn.Parameter)
+
     def load(self, layout: StateLayout, tensors: Sequence[Tensor]) -> int:
         """Load a state that this rank stored, tensors in place, and return the number of steps before it.
 

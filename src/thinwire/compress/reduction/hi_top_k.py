@@ -86,7 +86,9 @@ class _Run:
                 message.read(partial(messages.unpack, plans=of_place))
                 for message, of_place in zip(gathered, plans, strict=False)  # those beyond have no shard
             ]
-            return [self._result(number, [of_place[number] for of_place in payloads]) for number in _range(self._tasks)]
+            return [
+                self._result(number, [of_place[number] for of_place in payloads]) for number in range(len(self._tasks))
+            ]
 
     def _hand_in(self) -> list[Tensor]:
         """Return each shard of this rank's gradients and memory, for the rank of the host that has the shard."""
@@ -137,7 +139,7 @@ class _Run:
         arrived = self._partners.all_gather(select, messages.max_bytes(plans))
         with self._stopwatch.phase(Phase.DECOMPRESS):
             payloads = [message.read(partial(messages.unpack, plans=plans)) for message in arrived]
-            return [_mean([of_host[number] for of_host in payloads], self._world_size) for number in _range(plans)]
+            return [_mean([of_host[number] for of_host in payloads], self._world_size) for number in range(len(plans))]
 
     def _summed(self, arrived: Sequence[Arrived]) -> list[Tensor]:
         """Return this rank's shard of each task, added up over the ranks of the host; newly allocated."""
@@ -199,7 +201,3 @@ def _mean(payloads: Sequence[Payload], world_size: int) -> Selection:
     pieces = [(ids, values.view(-1, 1)) for ids, values in (payload.parts for payload in payloads)]
     ids, total = kernels.sum_rows(pieces)
     return ids, total.view(-1).div_(world_size)
-
-
-def _range(items: Sequence[object]) -> range:
-    return range(len(items))

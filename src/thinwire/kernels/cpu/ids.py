@@ -96,14 +96,9 @@ def _deal_owners(
 
 @njit
 def _deal_places(
-    ids: np.ndarray,
-    world_size: int,
-    inverse: float,
-    owners: np.ndarray,
-    starts: np.ndarray,
-    positions: np.ndarray,
+    ids: np.ndarray, world_size: int, inverse: float, owners: np.ndarray, starts: np.ndarray, positions: np.ndarray,
     places: np.ndarray,
-) -> None:
+) -> None:  # fmt: skip
     for place in range(ids.size):
         owner = owners[place]
         at = starts[owner]
@@ -171,16 +166,9 @@ def hierarchical_hash(
 
 @njit
 def _hash_round(
-    ids: np.ndarray,
-    owners: np.ndarray,
-    homeless: np.ndarray,
-    chosen: np.ndarray,
-    slots: int,
-    low: int,
-    high: int,
-    memory: np.ndarray,
-    won: np.ndarray,
-) -> int:
+    ids: np.ndarray, owners: np.ndarray, homeless: np.ndarray, chosen: np.ndarray, slots: int, low: int, high: int,
+    memory: np.ndarray, won: np.ndarray,
+) -> int:  # fmt: skip
     """Write all ids to slots that are still free, then read them back; losers come first in ``homeless``."""
     for turn in range(homeless.size):
         place = homeless[turn]
@@ -201,14 +189,9 @@ def _hash_round(
 
 @njit
 def _collect(
-    ids: np.ndarray,
-    owners: np.ndarray,
-    memory: np.ndarray,
-    slots: int,
-    homeless: np.ndarray,
-    filled: np.ndarray,
+    ids: np.ndarray, owners: np.ndarray, memory: np.ndarray, slots: int, homeless: np.ndarray, filled: np.ndarray,
     counts: np.ndarray,
-) -> None:
+) -> None:  # fmt: skip
     """Collect the ids of each owner: those in its parallel memory by slot, then those without a slot."""
     for place in range(owners.size):
         counts[owners[place]] += 1

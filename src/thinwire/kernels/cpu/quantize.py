@@ -152,15 +152,9 @@ def _round_to_nearest(
 
 @njit
 def _round_at_random(
-    values: np.ndarray,
-    inverses: np.ndarray,
-    block: int,
-    levels: np.int32,
-    unit: np.floating,
-    low: np.uint32,
-    high: np.uint32,
-    codes: np.ndarray,
-) -> None:
+    values: np.ndarray, inverses: np.ndarray, block: int, levels: np.int32, unit: np.floating, low: np.uint32,
+    high: np.uint32, codes: np.ndarray,
+) -> None:  # fmt: skip
     for number in range(inverses.size):
         inverse, start = inverses[number], np.uint32(number * block)
         chunk, out = values[number * block : (number + 1) * block], codes[number * block : (number + 1) * block]
@@ -242,15 +236,9 @@ def _integer_type(array: np.ndarray) -> tuple[type[np.signedinteger], int]:
 
 @njit
 def _round_float32(
-    values: np.ndarray,
-    words: np.ndarray,
-    base: np.int32,
-    smallest: np.float32,
-    unit: np.float32,
-    low: np.uint32,
-    high: np.uint32,
-    codes: np.ndarray,
-) -> None:
+    values: np.ndarray, words: np.ndarray, base: np.int32, smallest: np.float32, unit: np.float32, low: np.uint32,
+    high: np.uint32, codes: np.ndarray,
+) -> None:  # fmt: skip
     """Add a random mantissa to the bits of a number: it carries into the exponent with the right probability."""
     for place in range(values.size):
         hashed, word, size = _hash(np.uint32(place), low, high), words[place], abs(values[place])
@@ -265,15 +253,9 @@ def _round_float32(
 
 @njit
 def _round_float64(
-    values: np.ndarray,
-    words: np.ndarray,
-    base: np.int64,
-    smallest: np.float64,
-    unit: np.float64,
-    low: np.uint32,
-    high: np.uint32,
-    codes: np.ndarray,
-) -> None:
+    values: np.ndarray, words: np.ndarray, base: np.int64, smallest: np.float64, unit: np.float64, low: np.uint32,
+    high: np.uint32, codes: np.ndarray,
+) -> None:  # fmt: skip
     for place in range(values.size):
         hashed, word, size = np.int64(_hash(np.uint32(place), low, high)), words[place], abs(values[place])
         magnitude = min(word & np.int64(0x7FFFFFFFFFFFFFFF), np.int64(_INFINITY_FLOAT64))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.comm.agree import gather_numbers, wait_for_all
+from thinwire.comm.agree import gather_numbers
 from thinwire.comm.lane import Lane
 from thinwire.compress.assign import with_memory
 from thinwire.compress.base import Compressor, Parameter
@@ -25,6 +25,7 @@ from thinwire.compress.named import parse
 from thinwire.compress.reduction.base import Phase, Stopwatch, Task
 from thinwire.compress.reduction.choose import REDUCTIONS, reduction_for
 from thinwire.compress.wrappers import code_of
+from thinwire.lab.planning.link import wait_for_all
 from thinwire.lab.planning.speeds import COPIES, Codec, Fit
 
 T = TypeVar("T")

@@ -15,7 +15,7 @@ from functools import partial
 
 import torch
 
-from thinwire.comm.agree import longest, wait_for_all
+from thinwire.comm.agree import gather_records, longest
 from thinwire.comm.lane import Lane
 from thinwire.comm.machine import LONG_PROBE_BYTES, Machine, measure
 from thinwire.comm.process_group import Exchange, ring_all_reduce_bytes
@@ -62,6 +62,11 @@ def measure_link(lane: Lane, all_reduce: Probe | None = None) -> MeasuredLink:
         all_to_all=_curve(exchange, partial(_deal, exchange), lambda size: others * size),
         work=astuple(machine)[_LINK_FIELDS:],
     )
+
+
+def wait_for_all(exchange: Exchange) -> None:
+    """Wait until all ranks have called this function."""
+    gather_records(exchange, "arrival", b"")
 
 
 def slowest_seconds(exchange: Exchange, work: Callable[[], object]) -> float:

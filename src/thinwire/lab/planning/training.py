@@ -14,14 +14,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from thinwire import kernels
-from thinwire.comm.agree import broadcast_json, wait_for_all
+from thinwire.comm.agree import broadcast_json
 from thinwire.comm.lane import Group, Lane
 from thinwire.compress.base import Parameter
 from thinwire.gradients.tables import tables_of
 from thinwire.lab.planning import cache
 from thinwire.lab.planning.cache import Setting, Speeds
 from thinwire.lab.planning.codecs import exchanges_of, measure_codec, settle
-from thinwire.lab.planning.link import Probe, measure_link
+from thinwire.lab.planning.link import Probe, measure_link, wait_for_all
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.planner import DEFAULTS
 from thinwire.lab.planning.ready import WARM_STEPS, Ready, StepWatch, TouchedRows, agree, agree_on_rows

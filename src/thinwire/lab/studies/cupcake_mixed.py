@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
 
 from thinwire.fuse.cupcake import cupcake
 from thinwire.fuse.policy import groups_ending_at
 from thinwire.fuse.profile import Groups, Linear, Profile
-from thinwire.fuse.search import Mode, search
+from thinwire.fuse.search import CLOCKS, Array, Mode, StateBounds, floor_of, line_below, max_of_suffixes, search
 from thinwire.fuse.timeline import iteration_seconds
 
 STATES = 8192
@@ -37,6 +41,54 @@ class Mixed:
     def is_optimal(self) -> bool:
         """Whether the plan is proven optimal; otherwise it is within seconds / least_seconds of the best."""
         return self.seconds <= self.least_seconds * (1 + 1e-9)
+
+
+class TradeBounds(StateBounds):
+    """Bounds for modes that trade computing for communication: weighted means of the ends of both.
+
+    The iteration lasts at least as long as all computing, and as the channel; so as any mean of the two. In the mean
+    each later byte costs what its cheapest mode does, in any group.
+    """
+
+    def __init__(self, profile: Profile, modes: Sequence[Mode]) -> None:
+        super().__init__(profile, modes)
+        self._trades = [self._trade(weight, modes) for weight in _trade_weights(modes)]
+
+    def seconds(self, tensor: int, states: Array) -> Array:
+        least = super().seconds(tensor, states)
+        if tensor == self.count:
+            return least
+        delay, channel, _, decoding = states[CLOCKS]
+        for weight, after_channel, after_delay in self._trades:
+            rest = channel * (1 - weight) + after_channel[tensor], delay * (1 - weight) + after_delay[tensor]
+            least = np.maximum(least, weight * (delay + decoding) + np.maximum(*rest))
+        return least
+
+    def _trade(self, weight: float, modes: Sequence[Mode]) -> tuple[float, Array, Array]:
+        """Return the bound of one weight of computing."""
+
+        def line(mode: Mode) -> Linear:
+            compress, send, decompress = map(line_below, (mode.compress, mode.communicate, mode.decompress))
+            return Linear(
+                weight * (compress.alpha + decompress.alpha) + (1 - weight) * send.alpha,
+                weight * (compress.beta + decompress.beta) + (1 - weight) * send.beta,
+            )
+
+        cheapest = floor_of([line(mode) for mode in modes])
+        by_ready = max_of_suffixes((1 - weight) * self.ready[1:] - cheapest.beta * self.end_bytes[:-1])
+        constant, total = weight * self.ready[-1] + cheapest.alpha, self.end_bytes[-1]
+        return weight, constant + cheapest.beta * (total - self.end_bytes), constant + by_ready + cheapest.beta * total
+
+
+def _trade_weights(modes: Sequence[Mode]) -> list[float]:
+    """Return weights of computing at which two modes cost the same a byte; at others, one of them is cheaper anyway."""
+    lines = [[line_below(cost).beta for cost in (one.compress, one.decompress, one.communicate)] for one in modes]
+    costs, weights = [(compress + decompress, sending) for compress, decompress, sending in lines], set()
+    for (computing, sending), (other_computing, other_sending) in combinations(costs, 2):
+        saved, paid = other_sending - sending, computing - other_computing
+        if saved * paid > 0:
+            weights.add(saved / (saved + paid))
+    return sorted(weights)
 
 
 def mixed(profile: Profile, dense: Linear, states: int = STATES) -> tuple[Groups, tuple[bool, ...]]:
@@ -76,7 +128,7 @@ def best_mixed(profile: Profile, dense: Linear, coded: Mode | None = None, state
     modes = [Mode(_FREE, dense, _FREE), coded or Mode(profile.compress, profile.communicate, profile.decompress)]
     least_seconds = 0.0
     for width in (4, max(_MIN_WIDTH, states // profile.num_tensors)):
-        found = search(profile, modes, best_seconds, width)
+        found = search(profile, modes, best_seconds, width, TradeBounds)
         least_seconds = max(least_seconds, found.least_seconds)
         if found.ends:
             best, best_seconds, compressed = groups_ending_at(found.ends), found.seconds, tuple(map(bool, found.modes))

@@ -117,15 +117,13 @@ class ElasticCluster:
             "THINWIRE_HOLDER": str(place / "holder.sock"),
             "GLOO_SOCKET_IFNAME": "lo" if self._network is None else EmulatedNetwork.interface,
             "OMP_NUM_THREADS": "1",
-            "ELASTIC_EVENTS": str(self.directory / "events"),
-            "ELASTIC_HOST": str(host),
-            "ELASTIC_STOP": "" if self._stop is None else str(self._stop.path),
         }
         command = [
             sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=thinwire", "--rdzv-id=elastic",
             f"--rdzv-endpoint={','.join(endpoints)}", f"--nnodes={self._low}:{self.hosts}", "--nproc-per-node=1",
             "--rdzv-conf=memory_budget=256MiB", "--max-restarts=1000", f"--local-addr={self.address(host)}",
             "-m", "thinwire.lab.testbed.elastic", str(self.steps), str(self.step_seconds), str(self.width),
+            str(self.directory / "events"), str(host), "" if self._stop is None else str(self._stop.path),
         ]  # fmt: skip
         namespace = None if self._network is None else self._network.namespace(host)
         with (place / "log").open("ab") as log:
@@ -217,13 +215,19 @@ class ElasticCluster:
         return [newest[rank]["host"] for rank in sorted(newest)]
 
     def wait_until_finished(self, timeout: float = 120.0) -> str:
-        """Return the digest of the parameters, the same on all ranks, once all agents that live have ended."""
+        """Return the digest of the parameters, the same on all ranks, once all agents that live have ended.
+
+        Raises AssertionError if ranks differ, or if a torchrun that was not killed does not end with status 0.
+        """
         self.wait_for("finished", timeout=timeout)
         deadline = time.monotonic() + 30
         while any(agent.poll() is None for agent in self._agents.values()) and time.monotonic() < deadline:
             time.sleep(0.05)
         if any(agent.poll() is None for agent in self._agents.values()):
             raise TimeoutError(f"agents did not end:\n{self.logs()}")
+        codes = {host: agent.returncode for host, agent in self._agents.items()}
+        if any(code not in (0, -signal.SIGKILL) for code in codes.values()):
+            raise AssertionError(f"torchrun ended with {codes}:\n{self.logs()}")
         digests = {event["digest"] for event in self.events() if event["kind"] == "finished"}
         if len(digests) != 1:
             raise AssertionError(f"ranks ended with different parameters: {digests}")
@@ -399,7 +403,9 @@ def _reference(context: Any, steps: int, width: int) -> str:
     return train(steps, 0.0, width, keep=False)
 
 
-def train(steps: int, step_seconds: float, width: int, report: Any = None, keep: bool = True) -> str:
+def train(
+    steps: int, step_seconds: float, width: int, report: Any = None, keep: bool = True, stop: Path | None = None
+) -> str:
     """Train on this rank and return a digest of the parameters; the same bits whatever happens on the way."""
     import torch
     import torch.distributed as dist
@@ -422,7 +428,7 @@ def train(steps: int, step_seconds: float, width: int, report: Any = None, keep:
             checkpointer = stack.enter_context(Checkpointer(model, optimizer, replicas=min(2, dist.get_world_size())))
             step = checkpointer.restore() or 0
             report("restored", step)
-        while step < _last_step(steps):
+        while step < _last_step(steps, stop):
             inputs = torch.randn(8, 16)
             optimizer.zero_grad()
             (model(inputs).flatten() - inputs.sum(1)).square().mean().backward()
@@ -445,27 +451,24 @@ def train(steps: int, step_seconds: float, width: int, report: Any = None, keep:
     return digest.hexdigest()
 
 
-def _last_step(steps: int) -> int:
-    with contextlib.suppress(KeyError, OSError, ValueError):
-        return int(Path(os.environ["ELASTIC_STOP"]).read_text())
+def _last_step(steps: int, stop: Path | None) -> int:
+    with contextlib.suppress(OSError, ValueError):
+        return steps if stop is None else int(stop.read_text())
     return steps
 
 
 def _main() -> None:
     steps, step_seconds, width = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3])
-    about = {
-        "rank": int(os.environ["RANK"]),
-        "host": int(os.environ["ELASTIC_HOST"]),
-        "round": os.environ["MASTER_PORT"],
-    }
-    with (Path(os.environ["ELASTIC_EVENTS"]) / f"{about['host']}.{os.getpid()}").open("a", buffering=1) as file:
+    events, host, stop = Path(sys.argv[4]), int(sys.argv[5]), Path(sys.argv[6]) if sys.argv[6] else None
+    about = {"rank": int(os.environ["RANK"]), "host": host, "round": os.environ["MASTER_PORT"]}
+    with (events / f"{host}.{os.getpid()}").open("a", buffering=1) as file:
 
         def report(kind: str, step: int = 0, **more: Any) -> None:
             event = {"kind": kind, "step": step, "time": time.monotonic(), **about, **more}
             file.write(json.dumps(event) + "\n")
 
         report("started")
-        train(steps, step_seconds, width, report)
+        train(steps, step_seconds, width, report, stop=stop)
 
 
 if __name__ == "__main__":

@@ -6,21 +6,22 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from thinwire.checkpoint.placement import ring_sizes
 from thinwire.holder.store import available_bytes
 from thinwire.lab.bench.checkpoint.hosts import HolderHosts
-from thinwire.lab.bench.checkpoint.methods import IN_PEERS, METHODS, NONE, Place
+from thinwire.lab.bench.checkpoint.methods import IN_PEERS, METHODS, NONE, RIVALS, Place
 from thinwire.lab.bench.checkpoint.overhead import Overhead, OverheadRecord, measure
 from thinwire.lab.bench.checkpoint.recovery import Campaign, Recovery
-from thinwire.lab.bench.checkpoint.rows import baselines, bounds_of, row_of
+from thinwire.lab.bench.checkpoint.rivals import unavailable
+from thinwire.lab.bench.checkpoint.rows import ROW, baselines, bounds_of, row_of
 from thinwire.lab.bench.checkpoint.traffic import Sampler, timeline
 from thinwire.lab.bench.checkpoint.work import SYNTHETIC, TrainingWork
 from thinwire.lab.bench.jobs.job import Data
 from thinwire.lab.report import environment
-from thinwire.lab.testbed.launch import preload, run_ranks
+from thinwire.lab.testbed.launch import RanksFailed, preload, run_ranks
 from thinwire.lab.testbed.network import Link
 
 SLOTS = 2  # of each shard, on each host that holds it
@@ -56,9 +57,9 @@ class CheckpointBenchmark:
     timeout_seconds: float = 7200.0
 
     def __post_init__(self) -> None:
-        unknown = [method for method in self.methods if method not in METHODS]
+        unknown = [method for method in self.methods if method not in (*METHODS, *RIVALS)]
         if unknown or not self.methods or len(set(self.methods)) < len(self.methods):
-            raise ValueError(f"methods {', '.join(self.methods)}: each once, of {', '.join(METHODS)}")
+            raise ValueError(f"methods {', '.join(self.methods)}: each once, of {', '.join((*METHODS, *RIVALS))}")
         if min(self.steps, self.repeat) < 1 or self.kills < 0:
             raise ValueError("steps and repeats must be at least one, kills at least zero")
         ring_sizes(self.hosts, self.replicas)
@@ -95,6 +96,9 @@ def run(benchmark: CheckpointBenchmark, on_progress: OnProgress) -> dict[str, An
     for module in ("overhead", "recovery", "dcp"):
         preload(f"thinwire.lab.bench.checkpoint.{module}")
     data = benchmark.work.load()
+    absent = {method: reason for method in benchmark.methods if (reason := unavailable(method))}
+    rows_of_absent = [{**dict.fromkeys(ROW), "method": method, "unavailable": absent[method]} for method in absent]
+    benchmark = replace(benchmark, methods=tuple(method for method in benchmark.methods if method not in absent))
     with (
         tempfile.TemporaryDirectory(prefix="thinwire-checkpoint-") as directory,
         HolderHosts(benchmark.hosts, benchmark.link, directory) as hosts,
@@ -104,15 +108,21 @@ def run(benchmark: CheckpointBenchmark, on_progress: OnProgress) -> dict[str, An
             records = _overhead(benchmark, hosts, directory, data, sampler, on_progress)
         finally:
             sampler.stop()
-        recoveries = _recoveries(benchmark, hosts, directory, data, records, on_progress)
+        failed: dict[str, str] = {}
+        recoveries = _recoveries(benchmark, hosts, directory, data, records, on_progress, failed)
     link_mbit = hosts.link_mbit
     result: dict[str, Any] = {
         "environment": _environment(benchmark, records, link_mbit),
         "rows": [row_of(method, records, recoveries.get(method), link_mbit) for method in benchmark.methods],
     }
+    result["rows"] = [{**row, **_reason(failed.get(row["method"]))} for row in result["rows"]] + rows_of_absent
     if records[0].traced:
         result["timeline"] = timeline(sampler.samples, [record.traced for record in records])
     return result
+
+
+def _reason(text: str | None) -> dict[str, str]:
+    return {} if text is None else {"unavailable": text}
 
 
 def _overhead(
@@ -159,7 +169,9 @@ def _recoveries(
     data: Data | None,
     records: list[OverheadRecord],
     on_progress: OnProgress,
+    failed: dict[str, str],
 ) -> dict[str, Recovery]:
+    """Recoveries by method; the reasons of rivals that fail are added to ``failed``."""
     if not benchmark.recovering:
         return {}
     campaign = Campaign(
@@ -173,9 +185,14 @@ def _recoveries(
         on_kill=lambda method, kills: on_progress(f"{method}, run {kills} of {benchmark.kills + 2}"),
     )
     undisturbed = campaign.undisturbed()
-    found = {}
+    found: dict[str, Recovery] = {}
     for method in benchmark.recovering:
-        found[method] = campaign.recover(method, undisturbed)
+        try:
+            found[method] = campaign.recover(method, undisturbed)
+        except RanksFailed as error:
+            if method not in RIVALS:
+                raise
+            failed[method] = f"no recovery: {str(error).strip().splitlines()[-1]}"
         hosts.forget(f"{campaign.place.run_id}-{method}")
     return found
 

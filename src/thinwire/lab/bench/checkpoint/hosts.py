@@ -7,9 +7,11 @@ import ctypes
 import json
 import os
 import secrets
+import shutil
 import signal
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -30,8 +32,8 @@ class HolderHosts:
         ValueError: a holder did not start, with its reason.
     """
 
-    def __init__(self, hosts: int, link: Link, directory: str) -> None:
-        self.hosts, self._directory = hosts, Path(directory)
+    def __init__(self, hosts: int, link: Link, directory: str, memory_budget: str = "") -> None:
+        self.hosts, self._directory, self._budget = hosts, Path(directory), memory_budget
         self.network = None if link.mbit is None else EmulatedNetwork(hosts, link)
         self.link_mbit: float | None = None
         self._threads: list[ThreadPoolExecutor] = []
@@ -69,6 +71,7 @@ class HolderHosts:
         options = HolderOptions(
             bind=address, socket=self.sockets[host], secret_file=f"{self.sockets[host]}.secret", drain_seconds=0.0
         )
+        options = replace(options, memory_budget=self._budget) if self._budget else options
         self._processes[host] = self._threads[host].submit(_start, command(options)).result()
         output = self._processes[host].stdout
         assert output is not None
@@ -81,6 +84,7 @@ class HolderHosts:
         process = self._processes.pop(host)
         process.kill()
         process.communicate()
+        shutil.rmtree(self._directory / f"host-{host}.disk", ignore_errors=True)  # of rivals that write there
 
     def connect(self, host: int) -> HolderClient:
         """Connect to the holder like a process of that host."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 from thinwire.checkpoint import Checkpointer
@@ -11,7 +13,9 @@ from thinwire.holder.start import load_secret, socket_path
 from thinwire.lab.bench.checkpoint.work import Trainer
 
 NONE, DCP_SYNC, DCP_ASYNC, BLOCKING, THINWIRE = "none", "dcp_sync", "dcp_async", "blocking", "thinwire"
+LM_RESILIENCY, NVRX = "lm_resiliency", "nvrx"
 METHODS = (NONE, DCP_SYNC, DCP_ASYNC, BLOCKING, THINWIRE)
+RIVALS = (LM_RESILIENCY, NVRX)  # of other packages
 IN_PEERS = (BLOCKING, THINWIRE)
 
 
@@ -70,7 +74,29 @@ def make(method: str, trainer: Trainer, place: Place, rank: int) -> CheckpointMe
 
     if method in (DCP_SYNC, DCP_ASYNC):
         return (DcpSync if method == DCP_SYNC else DcpAsync)(trainer.training, place, rank)
-    raise ValueError(f"unknown method {method!r}; legal are {', '.join(METHODS)}")
+    from thinwire.lab.bench.checkpoint.rivals import LmResiliency, Nvrx
+
+    if method in RIVALS:
+        return (LmResiliency if method == LM_RESILIENCY else Nvrx)(trainer.training, place, rank)
+    raise ValueError(f"unknown method {method!r}; legal are {', '.join((*METHODS, *RIVALS))}")
+
+
+def cpu_seconds(place: Place, rank: int) -> float:
+    """Return the CPU time so far of this rank: of its process, its children, and the holder of its host."""
+    socket = socket_path(place.sockets[rank])
+    with HolderClient.connect(socket, load_secret(socket)) as holder:
+        used = float(holder.holder_status()["cpu_seconds"])
+    pending = [os.getpid()]
+    while pending:
+        pid = pending.pop()
+        try:
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                pending += [int(child) for child in (task / "children").read_text().split()]
+            user, system = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
+        except (OSError, ValueError):  # it has ended
+            continue
+        used += (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+    return used
 
 
 class NoCheckpoints:
@@ -97,6 +123,7 @@ class InPeers:
     """The method of `thinwire.checkpoint.Checkpointer`, which sends in the gaps of the lane."""
 
     name = THINWIRE
+    _max_overhead: float | None = 0.05
 
     def __init__(self, trainer: Trainer, place: Place, rank: int) -> None:
         training, socket = trainer.training, socket_path(place.sockets[rank])
@@ -109,6 +136,7 @@ class InPeers:
             replicas=place.replicas,
             run_id=self._run_id,
             holder_socket=socket,
+            max_overhead=self._max_overhead,
         )
         self._holder = HolderClient.connect(socket, load_secret(socket))
 
@@ -118,7 +146,8 @@ class InPeers:
     def step(self, step: int) -> bool:
         del step
         self.checkpointer.step()
-        return not self.checkpointer.records()[-1].skipped
+        records = self.checkpointer.records()
+        return bool(records) and records[-1].step == self.checkpointer.steps and not records[-1].skipped
 
     def finish(self) -> float | None:
         """Wait until all peers have acknowledged the version, and return the seconds until it was safe."""
@@ -131,8 +160,13 @@ class InPeers:
 
     def account(self, calls: list[Call]) -> list[Call]:
         """Return the calls including the time for which the next ``optimizer.step`` waited for the copy."""
-        records = self.checkpointer.records()[-len(calls) :]
-        return [Call(record.blocking_seconds, not record.skipped) for record in records]
+        first = self.checkpointer.steps - len(calls) + 1
+        found = {record.step: record for record in self.checkpointer.records()[-len(calls) :]}
+        records = [found.get(step) for step in range(first, first + len(calls))]
+        return [
+            call if record is None else Call(record.blocking_seconds, not record.skipped)
+            for call, record in zip(calls, records, strict=True)
+        ]
 
     def _shard(self) -> dict[str, Any]:
         names = (self._run_id, self._rank)
@@ -152,6 +186,7 @@ class Blocking(InPeers):
     16): the baseline for gaps and for the holder's sending beside the training."""
 
     name = BLOCKING
+    _max_overhead = None
 
     def _synchronizer(self, synchronizer: Any) -> Any:
         return StateOnly(synchronizer)

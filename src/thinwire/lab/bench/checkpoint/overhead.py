@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
 from thinwire.checkpoint.state.encode import flatten
-from thinwire.lab.bench.checkpoint.methods import THINWIRE, Call, CheckpointMethod, InPeers, Place, make
+from thinwire.lab.bench.checkpoint.methods import (
+    THINWIRE,
+    Call,
+    CheckpointMethod,
+    InPeers,
+    Place,
+    cpu_seconds,
+    make,
+)
 from thinwire.lab.bench.checkpoint.work import Trainer, TrainingWork
 from thinwire.lab.bench.jobs.job import Data
 from thinwire.lab.testbed.rank import RankContext
 
 WARM_UP_STEPS = 3
-SETTLED_STEPS = 20 + 24  # of thinwire, until it has profiled, and knows how often it may make a checkpoint
+SETTLED_STEPS = 20 + 32  # of thinwire, until it has profiled, and knows how often it may make a checkpoint
 TRACED_STEPS = 5
 
 
@@ -40,6 +48,7 @@ class Block:
         blocking: the part of each in which training stood still for the method.
         versions: number of checkpoints made, not skipped.
         checkpoint_seconds: seconds from the last call to a safe checkpoint; None if the call itself made it safe.
+        cpu_seconds: CPU time of the rank, with that of its holder, until then.
     """
 
     method: str
@@ -48,6 +57,7 @@ class Block:
     blocking: tuple[float, ...]
     versions: int
     checkpoint_seconds: float | None
+    cpu_seconds: float = 0.0
 
 
 @dataclass
@@ -79,7 +89,7 @@ def measure(context: RankContext, plan: Overhead, data: Data | None) -> Overhead
     record = OverheadRecord(layout.payload_bytes)
     # The Checkpointer that listens to the lane comes last: a lane has one listener.
     methods = {method: make(method, trainer, plan.place, context.rank) for method in sorted(plan.methods, key=_late)}
-    runner = _Runner(trainer, methods)
+    runner = _Runner(trainer, methods, lambda: cpu_seconds(plan.place, context.rank))
     for method in plan.methods:
         runner.block(method, SETTLED_STEPS if method == THINWIRE else WARM_UP_STEPS)
         context.send(("progress", method, -1))
@@ -103,15 +113,17 @@ def _late(method: str) -> bool:
 
 
 class _Runner:
-    def __init__(self, trainer: Trainer, methods: dict[str, CheckpointMethod]) -> None:
-        self._trainer, self._methods, self._steps = trainer, methods, 0
+    def __init__(
+        self, trainer: Trainer, methods: dict[str, CheckpointMethod], cpu_seconds: Callable[[], float]
+    ) -> None:
+        self._trainer, self._methods, self._steps, self._cpu_seconds = trainer, methods, 0, cpu_seconds
 
     def block(self, name: str, steps: int, turn: int = -1) -> Block:
         """A block of ``steps`` iterations after one that is not counted: it sends nothing of a checkpoint before it."""
         method = self._methods[name]
         dist.barrier()
         self._step(method)
-        iterations, calls = [], []
+        iterations, calls, cpu_seconds = [], [], self._cpu_seconds()
         ended = time.perf_counter()
         for _ in range(steps):
             called, returned, made = self._step(method)
@@ -119,9 +131,10 @@ class _Runner:
             calls.append(Call(returned - called, made))
             ended = returned
         seconds = method.finish()
+        cpu_seconds = self._cpu_seconds() - cpu_seconds
         calls = method.account(calls)
         blocking = tuple(call.blocking_seconds for call in calls)
-        return Block(name, turn, tuple(iterations), blocking, sum(call.made for call in calls), seconds)
+        return Block(name, turn, tuple(iterations), blocking, sum(call.made for call in calls), seconds, cpu_seconds)
 
     def _step(self, method: CheckpointMethod) -> tuple[float, float, bool]:
         """When the method was called, when it returned, and whether it made a checkpoint."""

@@ -17,6 +17,12 @@ from thinwire.lab.studies.checkpoint_bounds import (
     wasted_seconds,
 )
 
+ROW = (
+    "method", "hosts", "link_mbit", "state_bytes", "iteration_seconds_median", "overhead_ratio", "overhead_spread",
+    "interval_iterations", "cpu_seconds", "blocking_ms_per_gb", "wasted_seconds", "recovery_seconds_processes",
+    "recovery_seconds_host", "recovery_link_share", "iterations_lost", "restore_bitwise_equal",
+)  # fmt: skip
+
 
 def row_of(
     method: str, records: Sequence[OverheadRecord], recovery: Recovery | None, link_mbit: float | None
@@ -32,6 +38,9 @@ def row_of(
         "state_bytes": state_bytes,
         "iteration_seconds_median": statistics.median(_flat(seconds)),
         "overhead_ratio": overhead_ratio(seconds, _seconds(records, NONE, "iterations")),
+        "overhead_spread": overhead_spread(seconds, _seconds(records, NONE, "iterations")),
+        "interval_iterations": interval_iterations(method, records),
+        "cpu_seconds": cpu_seconds_of_one(method, records),
         "blocking_ms_per_gb": None if blocking is None else 1e3 * blocking / (state_bytes / 1e9),
         "wasted_seconds": _wasted(method, records, recovery),
         "recovery_seconds_processes": _median(recovery.processes_seconds) if recovery else None,
@@ -43,19 +52,38 @@ def row_of(
 
 
 def overhead_ratio(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> float | None:
-    """Return iteration time over that without checkpoints: the median over turns of the ratio of their medians.
+    """Return iteration time over that without checkpoints: the median over turns of the ratio of their means.
 
-    Turn by turn, disturbances of the machine longer than a turn cancel out. None without the plain turns.
+    Turn by turn, disturbances of the machine longer than a turn cancel out. Means, because not every iteration need
+    have a checkpoint. None without the plain turns.
 
     Example:
         >>> overhead_ratio([[1.1, 1.1], [2.2, 2.4]], [[1.0, 1.0], [2.0, 2.0]])
         1.125
     """
-    if not plain:
+    return statistics.median(_ratios(turns, plain)) if plain else None
+
+
+def overhead_spread(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> list[float] | None:
+    """Return the least and the greatest ratio of a turn."""
+    return [min(_ratios(turns, plain)), max(_ratios(turns, plain))] if plain else None
+
+
+def _ratios(turns: Sequence[Sequence[float]], plain: Sequence[Sequence[float]]) -> list[float]:
+    return [statistics.fmean(own) / statistics.fmean(other) for own, other in zip(turns, plain, strict=True)]
+
+
+def cpu_seconds_of_one(method: str, records: Sequence[OverheadRecord]) -> float | None:
+    """Return the CPU time of one checkpoint of a rank: what a turn takes more than one without, over its versions."""
+    turns, plain = _turns(records, method), _turns(records, NONE)
+    versions = sum(min(block.versions for block in turn) for turn in turns)
+    if not plain or not versions:
         return None
-    return statistics.median(
-        statistics.fmean(own) / statistics.fmean(other) for own, other in zip(turns, plain, strict=True)
-    )
+    more = [
+        statistics.fmean(block.cpu_seconds for block in own) - statistics.fmean(block.cpu_seconds for block in other)
+        for own, other in zip(turns, plain, strict=True)
+    ]
+    return statistics.median(more) * len(turns) / versions
 
 
 def checkpoint_seconds(method: str, records: Sequence[OverheadRecord]) -> float | None:

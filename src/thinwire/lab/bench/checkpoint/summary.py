@@ -5,12 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-COLUMNS = ("method", "s/step", "ratio", "blocked", "wasted", "killed", "host", "link", "lost", "equal")
+COLUMNS = (
+    "method",
+    "s/step",
+    "ratio",
+    "least-most",
+    "every",
+    "cpu",
+    "blocked",
+    "wasted",
+    "killed",
+    "host",
+    "link",
+    "lost",
+    "equal",
+)
 CAPTION = (
-    "s/step: median iteration; ratio: to none, paired; blocked: ms that training stands still for a checkpoint; wasted:"
-    " seconds, by a failure, on average; killed: seconds until ready after all trainers died; host: after a host was"
-    " lost too; link: share of it in fetching that host's state; lost: iterations, at most; equal: losses and"
-    " parameters bitwise as if nothing had happened."
+    "s/step: median iteration; ratio: to none, paired by turns, and its least and most; every: iterations between two"
+    " checkpoints; cpu: seconds of a core for one, with the holder's; blocked: ms that training stands still for a"
+    " checkpoint; wasted: seconds, by a failure, on average; killed: seconds until ready after all trainers died; host:"
+    " after a host was lost too; link: share of it in fetching that host's state; lost: iterations, at most; equal:"
+    " losses and parameters bitwise as if nothing had happened."
 )
 
 
@@ -18,9 +33,12 @@ def table_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
     """Return the cells under `COLUMNS`."""
     return [
         [
-            row["method"],
+            row["method"] + (f": {row['unavailable']}" if row.get("unavailable") else ""),
             _text(row["iteration_seconds_median"], ".4f"),
             _text(row["overhead_ratio"], ".3f"),
+            "-" if row["overhead_spread"] is None else "-".join(f"{each:.2f}" for each in row["overhead_spread"]),
+            _text(row["interval_iterations"], ".1f"),
+            _text(row["cpu_seconds"], ".3f"),
             _text(_blocked_ms(row), ",.1f"),
             _text(row["wasted_seconds"], ".2f"),
             _text(row["recovery_seconds_processes"], ".2f"),

@@ -169,6 +169,18 @@ def test_a_round_number_is_never_given_twice_even_by_another_board() -> None:
     assert agents.claims["a"].round == first + 1
 
 
+def test_a_place_from_an_earlier_start_attracts_nobody_but_is_given_again() -> None:
+    """A host that was away since a longer run of that name must join the others, and not have them join it."""
+    agents = Agents(2, 2)
+    word = {"run": "run", "hosts": [2, 2], "want": "join", "fresh": True, "where": ["a", 1, "a"]}
+    agents.board.sync("b", {**word, "claim": [50, 2, 0]}, agents.now)
+    assert agents.board.look()["round"] == 0
+    agents.board.sync("a", {**word, "claim": None}, agents.now)
+    view = agents.board.sync("b", {**word, "claim": [50, 2, 0]}, agents.now)
+    assert (view["round"], view["place"]) == (51, 0)
+    assert agents.board.look()["round"] == 51
+
+
 def test_values_are_those_of_the_round() -> None:
     agents = Agents(2, 2)
     agents.join("a", "b")

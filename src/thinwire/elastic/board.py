@@ -90,8 +90,9 @@ class Board:
         self._arrivals = 0
 
     def look(self) -> dict[str, Any]:
-        """Return how far the run is here, by which agents choose among boards."""
-        claims = [agent.claim.round for agent in self._agents.values() if agent.claim is not None]
+        """Return how far the run is here, by which agents choose among boards; what an agent has from an earlier start
+        of the run does not count."""
+        claims = [agent.claim.round for agent in self._agents.values() if agent.claim is not None and not agent.fresh]
         return {"run": self.run_id, "round": max([self.round, *claims]), "closed": self.closed}
 
     def sync(self, name: str, request: Mapping[str, Any], now: float) -> dict[str, Any]:
@@ -172,6 +173,6 @@ class Board:
         if len(ready) < high and now < self._ready[1] + call:
             return
         chosen = sorted(ready, key=lambda name: (-(ready[name].claim or (0,))[0], ready[name].arrival))[:high]
-        self.round = self.look()["round"] + 1
+        self.round = 1 + max([self.round, *(agent.claim.round for agent in ready.values() if agent.claim is not None)])
         self._places = assign_places({name: ready[name].claim for name in chosen})
         self._values = {}

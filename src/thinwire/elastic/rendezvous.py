@@ -122,10 +122,10 @@ class ElasticRendezvous(RendezvousHandler):
         while True:
             try:
                 view = self._sync(choose=True)
-            except LostPeerError as error:
-                reason, view = str(error), None
             except (PeerError, ValueError) as error:
-                raise RendezvousConnectionError(str(error)) from error
+                if self._fresh and type(error) is not LostPeerError:
+                    raise RendezvousConnectionError(str(error)) from error
+                reason, view = str(error), None
             now = time.monotonic()
             if view is not None:
                 if view["place"] is not None and (self._claim is None or view["round"] > self._claim.round):

@@ -39,21 +39,20 @@ def used(hosts: Hosts, names: str) -> list[int]:
     return found
 
 
-def replace_one_by_one(directory: Path, names: str, times: int, seed: int, replicas: int = 2) -> None:
-    """Any host, by one of any name, so that the ranks are numbered anew in every way; killed in between at any point.
+def replace_one_by_one(directory: Path, names: str, replaced: list[tuple[int, str]], drawn: random.Random) -> None:
+    """The host at an index by one of another name, so that ranks are numbered anew; ranks are killed in between too.
 
-    Each has memory for two slots of each shard and replica, and not a byte more.
+    Each host has memory for two slots of its shard and of its replica, and not a byte more.
     """
-    drawn, budget = random.Random(seed), f"{2 * replicas * SLOT_BYTES}"
+    budget = f"{4 * SLOT_BYTES}"
     with Hosts(directory) as hosts:
         hosts.start(names, budget=budget)
         steps = 2
         assert restart(Job(hosts.sockets(names), steps=steps)).ended == "fresh"
-        for number in range(times):
-            victim, new = drawn.choice(names), drawn.choice(sorted(set("abcdefghijklmnopqrstuvwxyz") - set(names)))
-            hosts.kill(victim)
+        for number, (victim, new) in enumerate(replaced):
+            hosts.kill(names[victim])
             hosts.start(new, budget=budget)
-            names = "".join(sorted(names.replace(victim, "") + new))
+            names = "".join(sorted(names.replace(names[victim], "") + new))
             if number % 2 == 0:  # and killed before it is done
                 fault = Faults().kill(drawn.randrange(len(names)), 0, at=drawn.choice(("survey", "load")))
                 with pytest.raises(RuntimeError, match="a rank died"):
@@ -65,14 +64,17 @@ def replace_one_by_one(directory: Path, names: str, times: int, seed: int, repli
 
 
 def test_replaced_hosts_fit_into_the_memory_that_the_guide_names(tmp_path: Path) -> None:
-    replace_one_by_one(tmp_path, "dhl", times=1, seed=5)
+    """The first one by a last one, so that all shards belong elsewhere."""
+    replace_one_by_one(tmp_path, "dhl", [(0, "z")], random.Random(5))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.timeout(400)
 def test_ten_successive_replacements(tmp_path: Path, seed: int) -> None:
-    replace_one_by_one(tmp_path, "dhlp", times=10, seed=seed)
+    drawn = random.Random(seed)
+    letters = drawn.sample(sorted(set("abcdefghijklmnopqrstuvwxyz") - set("dhlp")), 10)
+    replace_one_by_one(tmp_path, "dhlp", [(drawn.randrange(4), letter) for letter in letters], drawn)
 
 
 def lives(context: RankContext, socket: str, run_id: str, until: str = "") -> str:
@@ -180,7 +182,8 @@ def grows(context: RankContext, socket: str, late: int, steps: int) -> tuple[int
     optimizer = torch.optim.Adam(model.parameters())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        with Checkpointer(model, optimizer, run_id="run", holder_socket=socket) as checkpointer:
+        options: dict[str, Any] = {"run_id": "run", "holder_socket": socket, "domain": "rack 1"}
+        with Checkpointer(model, optimizer, **options) as checkpointer:
             first = checkpointer.restore()
             found = [entry["exp_avg"].numpy().tobytes() for entry in optimizer.state_dict()["state"].values()]
             for step in range(first or 0, steps):
@@ -217,7 +220,9 @@ def _grows_on(context: RankContext, sockets: tuple[str, ...], late: int, steps: 
 def test_a_state_that_outgrows_the_budget_warns_with_bytes(tmp_path: Path) -> None:
     with Hosts(tmp_path) as hosts:
         hosts.start("ab", budget="30MB")
-        for outcome in run_ranks(_grows_on, hosts.sockets("ab"), 4, 8, world_size=2, timeout_seconds=60):
+        outcomes = run_ranks(_grows_on, hosts.sockets("ab"), 4, 8, world_size=2, timeout_seconds=60)
+        assert ["one failure domain" in outcome.value[3] for outcome in outcomes] == [True, False], "once"
+        for outcome in outcomes:
             _, skipped, _, warned = outcome.value
             assert skipped[:4] == [""] * 4
             assert all(skipped[4:])

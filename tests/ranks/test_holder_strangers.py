@@ -328,7 +328,9 @@ while True:
 """
 
 
-@pytest.mark.parametrize("frames_said", [1000, pytest.param(100_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "frames_said", [300, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])]
+)
 def test_whatever_is_said_memory_stays_and_nobody_is_kept_out(tmp_path: Path, frames_said: int) -> None:
     chance = random.Random(frames_said)
 
@@ -343,7 +345,7 @@ def test_whatever_is_said_memory_stays_and_nobody_is_kept_out(tmp_path: Path, fr
             count += babble(address, chance, knows_secret=chance.random() < 0.95, sentences=50)
             if before == 0 and count > frames_said // 3:
                 before = resident()
-            if count > looked + 1000:
+            if count > looked + 100:
                 looked = count
                 assert seconds_to_connect(tmp_path / "a") < 1.0
         assert resident() < before + 20_000, "KB"

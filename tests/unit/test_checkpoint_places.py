@@ -92,6 +92,12 @@ class Cluster:
         self.stores.pop(name).close()
         self.lost += 1
 
+    def rename(self, random: Random) -> None:
+        """The same hosts, and all ranks on others of them."""
+        names, stores = list(self.stores), list(self.stores.values())
+        random.shuffle(stores)
+        self.stores = dict(zip(names, stores, strict=True))
+
     def check(self) -> None:
         for store in self.stores.values():
             assert store.used_bytes <= store.budget_bytes
@@ -185,7 +191,8 @@ def run_for(job: Iterator[int | None], turns: int, cluster: Cluster) -> None:
         cluster.check()
 
 
-SHAPES = [(2, 2, 1), (3, 2, 1), (4, 2, 2), (5, 2, 1), (3, 3, 1), (5, 3, 1), (4, 3, 2), (6, 2, 1)]
+SHAPES = [(2, 2, 1), (3, 2, 1), (4, 2, 2), (5, 2, 1), (3, 3, 1), (5, 3, 1), (4, 3, 2), (6, 2, 1), (8, 2, 1)]
+TURNS = st.integers(0, 40) | st.integers(30, 150)  # until the trainers are killed: before all is in its place, or after
 
 
 @settings(max_examples=20, deadline=None)
@@ -199,10 +206,23 @@ def test_ten_replacements_fit_into_the_budget(shape: tuple[int, int, int], rando
         job = cluster.job()
         run_for(job, each, cluster)
         cluster.kill()
-        cluster.lose(random.choice(sorted(cluster.stores)))
-        cluster.add(f"h{random.randrange(10_000):04}-{number}")
+        if random.random() < 0.5:
+            cluster.lose(random.choice(sorted(cluster.stores)))
+            cluster.add(f"h{random.randrange(10_000):04}-{number}")
+        else:
+            cluster.rename(random)
     job = cluster.job()
     run_for(job, 400, cluster)
     assert cluster.safe is not None, "training goes on"
     for store in cluster.stores.values():
         store.close()
+
+
+def test_copies_are_in_other_domains_than_the_state() -> None:
+    holders = ["a:1", "a:1", "b:1", "b:1", "c:1", "d:1"]  # two ranks on a and b, one on c and d
+    domains = ["rack 1"] * 4 + ["rack 2"] * 2
+    assert [held[1] for held in places_of(holders, 2)] == ["b:1", "b:1", "a:1", "a:1", "d:1", "c:1"]
+    places = places_of(holders, 2, domains)
+    assert all({"a:1", "b:1"} & set(held) and {"c:1", "d:1"} & set(held) for held in places)
+    for holder in ("a:1", "b:1", "c:1", "d:1"):
+        assert placed_at(holder, holders, 2, domains) == [rank for rank in range(6) if holder in places[rank]]

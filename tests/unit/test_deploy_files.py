@@ -73,7 +73,10 @@ def test_the_holder_of_a_node_is_reachable_for_its_peers_only() -> None:
     assert options["port"] == HOLDER_CONTAINER["ports"][0]["containerPort"] == PORT
     assert options["bind"] == "$(POD_IP)", "the one that Kubernetes puts in the environment"
     assert environment(HOLDER_CONTAINER)["POD_IP"] == {"fieldRef": {"fieldPath": "status.podIP"}}
-    (rule,) = POLICY["spec"]["ingress"]
+    rule, monitoring = POLICY["spec"]["ingress"]
+    assert options["metrics"] == f"$(POD_IP):{HOLDER_CONTAINER['ports'][1]['containerPort']}"
+    assert [port["port"] for port in monitoring["ports"]] == [HOLDER_CONTAINER["ports"][1]["containerPort"]]
+    assert [list(peer) for peer in monitoring["from"]] == [["namespaceSelector"]]
     assert [port["port"] for port in rule["ports"]] == [PORT]
     label = HOLDER["spec"]["template"]["metadata"]["labels"]
     assert label == HOLDER["spec"]["selector"]["matchLabels"] == POLICY["spec"]["podSelector"]["matchLabels"]

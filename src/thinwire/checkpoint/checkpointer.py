@@ -64,6 +64,8 @@ class Checkpointer:
         overlap: copy parameters and the optimizer's state while the next iteration computes; ``optimizer.step`` waits
             for it. Pass False if anything else writes to them between `step` and the next ``optimizer.step``; a version
             that was written to meanwhile is dropped, if torch notices (it does not with ``.data``).
+        domain: name of what this host may be lost together with, such as its rack or its zone; default
+            $THINWIRE_DOMAIN. Copies of a state go to hosts of other domains; a warning names those that cannot.
 
     Raises:
         ValueError: on all ranks: a state that cannot be stored, no run_id, a host without a holder, or fewer machines
@@ -100,6 +102,7 @@ class Checkpointer:
         max_age_steps: int | None = None,
         on_divergence: str = "raise",
         overlap: bool = True,
+        domain: str | None = None,
     ) -> None:
         if every < 1 or persistent_keep < 1:
             raise ValueError(f"every={every}, persistent_keep={persistent_keep}: both are 1, 2, ...")
@@ -122,7 +125,7 @@ class Checkpointer:
             failed = failures_of(refusal, self._group)
             if failed:
                 raise ValueError(failed)
-            registration = Registration(holder_socket, run_id, about, replicas, num_tensors, self._group)
+            registration = Registration(holder_socket, run_id, about, replicas, num_tensors, self._group, domain)
         except Exception:
             dist.destroy_process_group(self._group)
             raise

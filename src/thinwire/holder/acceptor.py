@@ -22,7 +22,7 @@ _ACCEPTS = 32  # before those who are here already are looked at again
 _CREDENTIALS = struct.Struct("3i")  # process, user and group of SO_PEERCRED
 
 
-class Exchange(Protocol):
+class Preamble(Protocol):
     """What is said before a connection is admitted: ``feed`` takes ``wanted`` bytes at most, 0 at the end, and returns
     what to answer. It raises ThinwireError for a caller that is to be refused."""
 
@@ -33,11 +33,11 @@ class Exchange(Protocol):
 
 @dataclass(eq=False)
 class _Stranger:
-    """A connection whose exchange is not over. ``name``: its host's address, or its process on this host."""
+    """A connection whose preamble is not over. ``name``: its host's address, or its process on this host."""
 
     sock: socket.socket
     name: str
-    exchange: Exchange
+    preamble: Preamble
     deadline: float
     outgoing: bytes = b""
 
@@ -45,7 +45,7 @@ class _Stranger:
 class Acceptor:
     """A thread that accepts from one listening socket until ``close``.
 
-    Every connection has HANDSHAKE_SECONDS for its ``exchange``, all together, and is then handed to ``admit``. Of
+    Every connection has HANDSHAKE_SECONDS for its ``preamble``, all together, and is then handed to ``admit``. Of
     MAX_STRANGERS waiting ones, the oldest of the host, or process, that has the most makes room for the next; so
     neither slow callers nor many can keep out others. ``refuse`` is told the name and the reason.
     """
@@ -53,12 +53,12 @@ class Acceptor:
     def __init__(
         self,
         listener: socket.socket,
-        exchange: Callable[[], Exchange],
+        preamble: Callable[[], Preamble],
         admit: Callable[[socket.socket, Any, str], None],
         refuse: Callable[[str, object], None],
         tls: Any = None,
     ) -> None:
-        self._listener, self._exchange, self._admit, self._refuse, self._tls = listener, exchange, admit, refuse, tls
+        self._listener, self._preamble, self._admit, self._refuse, self._tls = listener, preamble, admit, refuse, tls
         self._again: tuple[type[OSError], ...] = (BlockingIOError,)
         if tls is not None:
             import ssl
@@ -122,7 +122,7 @@ class Acceptor:
                 except OSError:
                     sock.close()
                     continue
-            stranger = _Stranger(sock, name, self._exchange(), time.monotonic() + HANDSHAKE_SECONDS)
+            stranger = _Stranger(sock, name, self._preamble(), time.monotonic() + HANDSHAKE_SECONDS)
             self._strangers[sock.fileno()] = stranger
             self._selector.register(sock, selectors.EVENT_READ)
 
@@ -143,15 +143,15 @@ class Acceptor:
         del self._strangers[stranger.sock.fileno()]
 
     def _talk(self, stranger: _Stranger) -> None:
-        sock, exchange = stranger.sock, stranger.exchange
+        sock, preamble = stranger.sock, stranger.preamble
         try:
-            while stranger.outgoing or exchange.wanted:
+            while stranger.outgoing or preamble.wanted:
                 if stranger.outgoing:
                     stranger.outgoing = stranger.outgoing[sock.send(stranger.outgoing) :]
                     continue
-                if not (data := sock.recv(exchange.wanted)):
+                if not (data := sock.recv(preamble.wanted)):
                     return self._drop(stranger)
-                stranger.outgoing = exchange.feed(data)
+                stranger.outgoing = preamble.feed(data)
         except self._again:
             events = selectors.EVENT_WRITE if stranger.outgoing else selectors.EVENT_READ
             self._selector.modify(sock, events)
@@ -159,7 +159,7 @@ class Acceptor:
             self._drop(stranger, error)
         else:
             self._forget(stranger)
-            self._admit(sock, exchange, stranger.name)
+            self._admit(sock, preamble, stranger.name)
 
 
 def _process(sock: socket.socket) -> str:

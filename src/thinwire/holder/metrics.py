@@ -72,7 +72,7 @@ def _escaped(text: str) -> str:
 
 
 class HttpRequest:
-    """One request for `/metrics` or `/healthz`, as an exchange of an acceptor; the connection ends with the answer."""
+    """One request for `/metrics` or `/healthz`, as the preamble of a connection that ends with the answer."""
 
     def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
         self._status, self._data = status, b""

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark, run
+from thinwire.lab.bench.checkpoint.faults import FaultCampaign
 from thinwire.lab.bench.checkpoint.methods import METHODS, NONE, THINWIRE
 from thinwire.lab.bench.checkpoint.work import TrainingWork
 
@@ -53,3 +54,13 @@ def test_all_methods_on_all_jobs(job: str) -> None:
     assert [row["method"] for row in result["rows"]] == list(METHODS)
     for row in result["rows"][1:]:
         check(row, kills=1)
+
+
+@pytest.mark.slow
+def test_random_kills_end_in_restores_that_are_right() -> None:
+    lines: list[str] = []
+    result = FaultCampaign(4, seed=3, on_fault=lines.append).run()
+    assert result["problems"] == []
+    assert sum(result["faults"].values()) == 4
+    assert sum(result["verdict"].values()) == 0
+    assert all("seed 3" in line for line in lines)

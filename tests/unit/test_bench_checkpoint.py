@@ -16,11 +16,14 @@ from typer.testing import CliRunner
 
 from thinwire.cli.bench import app as bench
 from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
+from thinwire.lab.bench.checkpoint.faults import Killer, Told
 from thinwire.lab.bench.checkpoint.methods import METHODS, NONE, THINWIRE
 from thinwire.lab.bench.checkpoint.overhead import Block, OverheadRecord, order_of
 from thinwire.lab.bench.checkpoint.recovery import RankRestored, RankStarted, Recovery, Stepped, Watcher
 from thinwire.lab.bench.checkpoint.report import build_report, write_picture
+from thinwire.lab.bench.checkpoint.rivals import unavailable
 from thinwire.lab.bench.checkpoint.rows import (
+    ROW,
     baselines,
     bounds_of,
     checkpoint_seconds,
@@ -276,3 +279,52 @@ def test_the_command_refuses_before_it_starts_anything(tmp_path: Path) -> None:
         ended = CliRunner().invoke(bench, ["checkpoint", *arguments])
         assert ended.exit_code == 2
         assert reason in re.sub(r"[│\s]+", " ", ended.output)
+
+
+class TestKiller:
+    """The campaign of kills sees a wrong state, and loses a host only when its copies are elsewhere."""
+
+    def killer(self, kind: str, killed: list[str]) -> Killer:
+        made = Killer(
+            [["a0", "a1", "a2", "a3"], ["b0", "b1", "b2", "b3"]], kind, 0, 1, 0.0, lambda: killed.append("lost")
+        )
+        made.kill = lambda *ranks: killed.append(f"killed {sorted(ranks)}")  # type: ignore[method-assign]
+        return made
+
+    def test_a_state_of_another_step_is_wrong(self) -> None:
+        killer = self.killer("", [])
+        killer(0, Told("restored", 2, "a2"))
+        assert killer.wrong == []
+        killer(1, Told("restored", 2, "b1"))
+        killer(0, Told("state", 3, "a2"))
+        assert [text[:5] for text in killer.wrong] == ["wrong", "wrong"]
+        assert "rank 1 is in another state after step 2" in killer.wrong[0]
+
+    def test_a_host_is_lost_when_a_newer_version_is_everywhere(self) -> None:
+        done: list[str] = []
+        killer = self.killer("host", done)
+        for rank, name in enumerate("ab"):
+            killer(rank, Told("pid", 100 + rank))
+            killer(rank, Told("restored", 1, f"{name}1"))
+        for rank, name in enumerate("ab"):
+            killer(rank, Told("state", 2, f"{name}2"))
+            killer(rank, Told("kept", 1))
+        assert done == [], "only the version that was restored is everywhere"
+        killer(0, Told("kept", 2))
+        assert done == ["killed [0, 1]", "lost", "killed [0, 1]"]
+
+    def test_trainers_are_killed_while_they_restore(self) -> None:
+        done: list[str] = []
+        killer = self.killer("restore", done)
+        killer(0, Told("pid", 100))
+        assert done == []
+        killer(1, Told("pid", 101))
+        assert done == ["killed [0, 1]"]
+
+
+def test_a_method_without_its_package_has_a_row_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert unavailable("lm_resiliency") == "pip install lm-resiliency"
+    assert unavailable(THINWIRE) == ""
+    row = {**dict.fromkeys(ROW), "method": "nvrx", "unavailable": unavailable("nvrx")}
+    assert table_rows([row])[0][0] == "nvrx: pip install nvidia-resiliency-ext"

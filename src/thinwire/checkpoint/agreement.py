@@ -50,7 +50,6 @@ class Turn:
         skipped: reason why there is none, else empty; ``writer`` is None then.
         writer: writer of the slot of this rank.
         registers: whether all ranks have to call `Agreement.register` first.
-        persists: whether the version also goes to the disk.
         stride: multiples of ``every`` until the next checkpoint; 0 if that is to be tried again at once.
         raises: error for `Checkpointer.step` to raise, on all ranks.
     """
@@ -58,7 +57,6 @@ class Turn:
     skipped: str = ""
     writer: SlotWriter | None = None
     registers: bool = False
-    persists: bool = False
     stride: int = 0
     raises: Exception | None = None
 
@@ -132,6 +130,7 @@ class Agreement:
         self.keep, self.attempt, self.obstacle, self.refusal = -1, -1, "", ""
         self.status: dict[str, Any] = {}
         self._register_at, self._offered_until = 0, 0
+        self._persisting: int | None = None  # step that all ranks will pass to the persistent tier
         self.payload_bytes, self._short = 0, ""
         self._reconnecting: threading.Thread | None = None
 
@@ -183,9 +182,12 @@ class Agreement:
         if not free:
             self._offer(0)
             return self._skip(step, "no slot is free on all ranks: older versions are still on their way")
+        self._persisting = step if due else None
         writer = self._slot(step)
+        if writer is None:
+            self._persist(step, "the holder gave no slot")
         skipped = "" if writer is not None else self._skip(step, "the holder gave no slot").skipped
-        return Turn(skipped, writer, False, bool(due), -stride)
+        return Turn(skipped, writer, False, -stride)
 
     def _release(self) -> None:
         try:
@@ -210,7 +212,8 @@ class Agreement:
         """
         writer = turn.writer
         assert writer is not None
-        layout, registration = encoded.to_bytes(about), self._registration
+        registration = self._registration
+        layout = encoded.to_bytes({**about, "holders": registration.holders})  # where to look for the other shards
         if len(layout) > registration.layout_bytes:
             registration.layout_bytes = 2 * len(layout)  # so there is no room, and slots are registered anew
         try:
@@ -220,15 +223,28 @@ class Agreement:
             return str(error)
         except FAILURES as error:
             self.lose(error)
+            self._persist(writer.step, "it was not published")
             return f"it was not published: {error}"
         self._offer(encoded.payload_bytes)
-        if turn.persists and self._tier is not None:
-            client, step, attempt = self._registration.client, writer.step, self.attempt
-            self._tier.save(step, attempt, lambda: copy_of(client, step, attempt))
+        self._persist(writer.step)
         return ""
+
+    def _persist(self, step: int, failure: str = "") -> None:
+        """Have the version of a turn saved, or tell the waiting ranks why there is none; once for each turn."""
+        if self._tier is None or self._persisting != step:
+            return
+        client, attempt, self._persisting = self._registration.client, self.attempt, None
+
+        def take() -> tuple[bytes, memoryview]:
+            if failure:
+                raise ThinwireError(failure)
+            return copy_of(client, step, attempt)
+
+        self._tier.save(step, attempt, take)
 
     def abandon(self, writer: SlotWriter) -> None:
         """Give a slot back, empty."""
+        self._persist(writer.step, "it was given up")
         try:
             writer.abandon()
         except FAILURES as error:

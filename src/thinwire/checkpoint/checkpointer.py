@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import time
+import warnings
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch import nn
 from thinwire.checkpoint.agreement import FAILURES, Agreement, Divergence
 from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.dcp.tier import PersistentTier, parse_seconds
-from thinwire.checkpoint.group import failures_of, new_group, run_id_of
+from thinwire.checkpoint.group import PrivateGroup, failures_of, private_group, restart_hint, run_id_of
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import AgeAlarm, Notices, VersionRecord
@@ -28,9 +29,8 @@ from thinwire.comm.lane import Group
 from thinwire.errors import ThinwireError
 from thinwire.holder.version import topology_digest
 
-logger = logging.getLogger("thinwire")
-
 _FLUSH_POLL_SECONDS = 0.002
+_EXIT_SECONDS = 10.0
 
 
 class Checkpointer:
@@ -117,7 +117,8 @@ class Checkpointer:
             state = training.describe()
         except ValueError as error:
             refusal = str(error)
-        self._group: Any = new_group(process_group, timeout)
+        own = private_group(process_group, timeout)
+        self._group = own.process_group
         self._rank = dist.get_rank(self._group)
         about = {"world_size": dist.get_world_size(self._group), "state": state}
         num_tensors = len(training.module.state_dict())
@@ -127,25 +128,29 @@ class Checkpointer:
                 raise ValueError(failed)
             registration = Registration(holder_socket, run_id, about, replicas, num_tensors, self._group, domain)
         except Exception:
-            dist.destroy_process_group(self._group)
+            own.destroy()
             raise
         self._training, self._registration, self._tier = training, registration, None
+        self._notices = Notices(self._rank)
         if persistent is not None:
-            named, group = {**about, "topology": topology_digest(about)}, new_group(process_group, timeout)
-            self._tier = PersistentTier(persistent, every_seconds, persistent_keep, named, group)
+            named, group = {**about, "topology": topology_digest(about)}, private_group(process_group, timeout)
+            self._tier = PersistentTier(persistent, every_seconds, persistent_keep, named, group, self._notices)
         self._governor = governor
         watched = hasattr(synchronizer, "watch_lane")
         sampler = None if watched else registration.sampler()
         self._pacer = Pacer(self._grant, every, watched, lambda: self._agreement.revoke(), sampler)
         if watched:
             synchronizer.watch_lane(self._pacer.note_busy)
-        self._notices = Notices(self._rank)
         raises = on_divergence == "raise"
         self._agreement = Agreement(registration, self._group, self._tier, self._pacer, self._notices, governor, raises)
-        self._restorer = Restorer(training, registration, self._tier, self._group, run_id, about, self._notices)
+        self._restorer = Restorer(training, registration, self._tier, self._group, run_id, about, self._notices, every)
         self._cycle = Cycle(training, self._agreement, self._notices, about, governor, overlap)
         self._run_id, self._max_age_steps, self._first = run_id, max_age_steps, 0
         self._alarm = AgeAlarm(every)
+        # Also at the exit of the process: a thread that comes back from C++ after Python has gone aborts the process.
+        self._end = weakref.finalize(self, _end, self._cycle, self._pacer, self._tier, registration, synchronizer, own)
+        if self._rank == 0 and (hint := restart_hint()):
+            warnings.warn(hint, stacklevel=2)
 
     def __repr__(self) -> str:
         newest = self._agreement.keep
@@ -163,28 +168,39 @@ class Checkpointer:
         """Optimizer steps of the run so far, those before a restore included."""
         return self._cycle.step
 
-    def restore(self) -> int | None:
+    def restore(self, fresh: bool = False, step: int | None = None) -> int | None:
         """Restore the newest step of which every rank's state is available, and return the steps done until then.
 
-        It loads in place, the same step on all ranks. None if there is no version, so that training starts afresh; a
-        warning says why if versions of the run cannot be used. Call it on all ranks, before the first `step`.
+        It loads in place, the same step on all ranks. None if there is nothing of this run, so that training starts
+        afresh; also, with a warning, if the run was at its first two checkpoints and they are not complete. Call it on
+        all ranks, before the first `step`.
 
         The number of ranks may differ from before: docs/guides/checkpoints.md describes the state of each.
 
+        Args:
+            fresh: start afresh, whatever there is. A warning says which steps are given up: those in the memory of
+                these hosts are freed, those on the disk are set aside under the names ``step-*.given-up``.
+            step: restore this step, from the memory or the disk. Newer ones are given up.
+
         Raises:
-            ValueError: there are only versions of another model, or too few shards of those of another number of ranks.
+            ValueError: on all ranks: there are versions of the run, and none can be restored; there is none of
+                ``step``; or another trainer uses the versions to give up.
             ThinwireError: the versions could not be loaded.
         """
+        if fresh and step is not None:
+            raise ValueError(f"restore(fresh=True, step={step}): pass one of them")
         cycle, agreement = self._cycle, self._agreement
         cycle.settle()
         cycle.drop_turn()
         agreement.keep, agreement.divergence = -1, Divergence()  # training from here on is another history
-        restored = self._restorer.restore()  # the worker has nothing to do now, so the group is free
-        agreement.attempt, cycle.started = restored.attempt, True
-        if restored.step is not None:
-            cycle.step = self._first = restored.step
-            agreement.keep = restored.step if restored.in_slots else -1
-        self._notices.deliver(stacklevel=2)
+        try:  # the worker has nothing to do now, so the group is free
+            restored = self._restorer.start_afresh() if fresh else self._restorer.restore(step)
+            agreement.attempt, cycle.started = restored.attempt, True
+            if restored.step is not None:
+                cycle.step = self._first = restored.step
+                agreement.keep = restored.step if restored.in_slots else -1
+        finally:
+            self._notices.deliver(stacklevel=2)
         return restored.step
 
     def step(self) -> None:
@@ -194,7 +210,8 @@ class Checkpointer:
         ``optimizer.step``, which waits until they are copied (see ``overlap``).
 
         Raises:
-            ValueError: on all ranks, in the same step: the state of a rank cannot be stored.
+            ValueError: on all ranks: the state of a rank cannot be stored; or this is the first step, there was no
+                `restore`, and there are versions of the run.
             ThinwireError: the newest checkpoint that all ranks have is more than ``max_age_steps`` old; or, on all
                 ranks, they have not the same parameters any more (``on_divergence``).
         """
@@ -204,7 +221,7 @@ class Checkpointer:
         if seconds is not None:
             self._governor.note_iteration(seconds)
         if not cycle.started:
-            self._agreement.attempt = cycle.do(self._restorer.survey).attempt
+            self._agreement.attempt = cycle.do(self._restorer.begin).attempt
             cycle.started = True
         cycle.checkpoint()
         newest, reason = max(self._agreement.keep, self._first), cycle.broken or cycle.records.last_reason
@@ -219,6 +236,25 @@ class Checkpointer:
                 f"the newest checkpoint that all ranks have is {age} steps old, and max_age_steps is"
                 f" {self._max_age_steps}: {reason}"
             )
+
+    def persist_now(self) -> None:
+        """Save the state as it is to the persistent directory, and return when it is on the disk; on all ranks.
+
+        Call it between two steps, after `restore` or a first `step`: before a planned stop, for instance.
+
+        Raises:
+            ValueError: there is no persistent directory, or neither `restore` nor `step` was called.
+            ThinwireError: on all ranks, with the reason: a rank has nothing to save, or cannot write it.
+
+        Example:
+            >>> checkpointer.persist_now()                         # doctest: +SKIP
+        """
+        if self._tier is None or not self._cycle.started:
+            raise ValueError("persist_now needs Checkpointer(persistent=DIRECTORY), and restore() or step() before it")
+        self._cycle.settle()
+        self._tier.join()
+        if reason := self._tier.save_now(self.steps, self._agreement.attempt, self._cycle.copy):
+            raise ThinwireError(reason)
 
     def flush(self, timeout_seconds: float = 60.0) -> bool:
         """Send pending versions without regard for gaps, wait, and return whether all peers have them.
@@ -273,23 +309,37 @@ class Checkpointer:
         }
 
     def close(self) -> None:
-        """Close the connection. The holders keep their versions and send them on; a second call does nothing."""
-        if self._group is None:
-            return
-        synchronizer = self._training.synchronizer
-        if hasattr(synchronizer, "watch_lane"):
-            synchronizer.watch_lane(None)
-        self._cycle.close()
-        self._pacer.close()
-        if self._tier is not None:
-            self._tier.close()
-        self._registration.close()
-        group, self._group = self._group, None
-        try:
-            dist.destroy_process_group(group)
-        except (RuntimeError, ValueError, AssertionError) as error:
-            logger.debug("the group of the checkpointer: %s", error)
+        """Close the connection. The holders keep their versions and send them on; a second call does nothing.
+
+        It waits for a running save to the persistent directory. At the exit of the process it is done too, but then
+        waits for 10 s at most.
+        """
+        if self._end.alive and self._tier is not None:
+            self._tier.join()
+        self._end()
 
     def _grant(self, num_bytes: int) -> None:
         """On the pacer's thread."""
         self._agreement.grant(num_bytes)
+
+
+def _end(
+    cycle: Cycle,
+    pacer: Pacer,
+    tier: PersistentTier | None,
+    registration: Registration,
+    synchronizer: Any,
+    group: PrivateGroup,
+) -> None:
+    """End the threads of a Checkpointer, in bounded time: those that wait for another rank are broken off."""
+    if hasattr(synchronizer, "watch_lane"):
+        synchronizer.watch_lane(None)
+    ended = cycle.close()
+    group.shut_down()  # other ranks do not wait for this one any more
+    if not ended:
+        cycle.close()
+    pacer.close()
+    if tier is not None:
+        tier.close(_EXIT_SECONDS)
+    registration.close()
+    group.destroy()

@@ -52,6 +52,7 @@ def choose(
     run_id: str,
     topology: str,
     placed: Mapping[str, Collection[int]] | None = None,
+    only: int | None = None,
 ) -> Choice:
     """Return the newest step of which every owner's shard is held, of the newest attempt that has such a step.
 
@@ -68,6 +69,7 @@ def choose(
         run_id: only versions of this run count.
         topology: only versions of this topology count (`topology_digest`).
         placed: for each holder, the owners whose shards it keeps from now on.
+        only: the step to choose; None for the newest.
 
     Example:
         >>> has = [Version(ShardId("run", "a1", owner), 7, 0, 100, "0123456789abcdef") for owner in (0, 1)]
@@ -78,7 +80,7 @@ def choose(
     copies, unlike, left_out = _sift(inventories, len(holders), run_id, topology)
     reasons.extend(left_out)
     newest: Choice | None = None
-    for attempt, step in sorted(copies, reverse=True):
+    for attempt, step in sorted((order for order in copies if only in (None, order[1])), reverse=True):
         of_step = copies[attempt, step]
         missing = [owner for owner in range(len(holders)) if owner not in of_step]
         differing = sorted(unlike[attempt, step])

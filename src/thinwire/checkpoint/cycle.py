@@ -21,12 +21,14 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import torch
+
 from thinwire.checkpoint.agreement import FAILURES, Agreement, Turn
 from thinwire.checkpoint.copier import Copier, Copy
 from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices, Records, VersionRecord
 from thinwire.checkpoint.state.encode import Encoded, StateEncoder
-from thinwire.checkpoint.state.layout import TensorSlice
+from thinwire.checkpoint.state.layout import TensorSlice, view_of
 from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import ThinwireError
 
@@ -149,6 +151,16 @@ class Cycle:
             self._notices.add(f"a checkpoint was not copied: {skipped}")
         self.records.amend(copy_seconds, time.perf_counter() - started, skipped)
 
+    def copy(self) -> tuple[bytes, memoryview]:
+        """Return layout and payload of the state now, outside of the slots. Raises an error for a state that cannot be
+        stored."""
+        encoded = self._encoder.encode(self._training.capture(self.step))
+        payload = memoryview(bytearray(encoded.payload_bytes))
+        with torch.no_grad():
+            for where, tensor in zip(encoded.slices, encoded.tensors, strict=True):
+                view_of(payload, where).copy_(tensor)
+        return encoded.to_bytes(self._about), payload
+
     @property
     def cpu_seconds(self) -> float:
         """CPU time of this process for all checkpoints so far."""
@@ -165,14 +177,17 @@ class Cycle:
                 if writer is not None:
                     self.do(lambda: self._agreement.abandon(writer))
 
-    def close(self) -> None:
-        """Publish the last checkpoint and stop; the ranks' next agreement is that there is none."""
+    def close(self) -> bool:
+        """Publish the last checkpoint and stop, without waiting for the ranks' next agreement.
+
+        Return whether the thread has ended; if not, it waits for other ranks.
+        """
         self.settle()
         if self._unhook is not None:
             self._unhook()
         self._closing = True
         self._needed.set()
-        self._worker.close(_CLOSE_SECONDS)
+        return self._worker.close(_CLOSE_SECONDS)
 
     def _hook(self) -> Callable[[], None] | None:
         """None if there is no optimizer, or one of them cannot be made to wait: one around another."""

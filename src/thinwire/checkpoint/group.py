@@ -10,8 +10,14 @@ from typing import Any
 import torch.distributed as dist
 
 from thinwire.comm import agree
+from thinwire.comm.connections import PrivateGroup
 from thinwire.comm.lane import Group, resolve_group
 from thinwire.comm.process_group import Exchange
+
+
+def private_group(parent: Group, timeout: timedelta) -> PrivateGroup:
+    """Create a Gloo group of the same ranks that can be shut down under a thread that waits in it; collective."""
+    return PrivateGroup(lambda: new_group(parent, timeout))
 
 
 def new_group(parent: Group, timeout: timedelta) -> dist.ProcessGroup:
@@ -22,6 +28,21 @@ def new_group(parent: Group, timeout: timedelta) -> dist.ProcessGroup:
     group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=some)
     assert isinstance(group, dist.ProcessGroup), "this rank is in it"
     return group
+
+
+def restart_hint() -> str:
+    """Return what to set so that workers which torchrun restarts find each other, or an empty text.
+
+    The store of torchrun (torch 2.13) stays for all starts of the workers, and has no prefix for each: restarted ones
+    find the addresses of the dead there, and `init_process_group` fails or hangs.
+    """
+    most, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    if most <= done or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return ""
+    return (
+        "torchrun shares one store between all starts of the workers, so restarted ones do not find each other: export"
+        " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 before torchrun, and start it with --standalone or --rdzv-backend c10d"
+    )
 
 
 def run_id_of(given: str | None) -> str:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from thinwire.checkpoint.choice import Choice
+from thinwire.checkpoint.choice import Choice, choose
 from thinwire.checkpoint.dcp.disk import DiskShards
 from thinwire.checkpoint.dcp.tier import PersistentTier
 from thinwire.checkpoint.foreign import ForeignShards, ForeignVersion, foreign_versions, gather_layouts, is_whole
-from thinwire.checkpoint.group import least
+from thinwire.checkpoint.group import failures_of, least
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.recovery import Survey, load_shard, survey
 from thinwire.checkpoint.registration import Registration
@@ -22,12 +23,14 @@ from thinwire.checkpoint.state.reshard import fill, plan_moves
 from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import ThinwireError
 from thinwire.holder.faultpoint import reach
-from thinwire.holder.version import NONCE_BITS, next_attempt, start_order, topology_digest
+from thinwire.holder.version import NONCE_BITS, Version, next_attempt, start_order, topology_digest
 
 logger = logging.getLogger("thinwire")
 
 _TRIES = 3  # of versions in memory, each with those left after the failure before
 _MEMORY, _DISK = 1, 0
+_UNFINISHED = 2  # checkpoints that a crash may cost at any time: a shard has two slots
+_RELEASE_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -38,13 +41,11 @@ class Restored:
         step: the restored step; None for a fresh start.
         attempt: number of this start of the run, for new versions.
         in_slots: whether the version is in the slots of all ranks now.
-        foreign: the topology of the restored versions, if it was another one.
     """
 
     step: int | None
     attempt: int
     in_slots: bool = False
-    foreign: str | None = None
 
 
 @dataclass(frozen=True)
@@ -75,9 +76,10 @@ class Restorer:
         run_id: str,
         topology: dict[str, Any],
         notices: Notices,
+        every: int = 1,
     ) -> None:
         self._training, self._registration, self._tier, self._group = training, registration, tier, group
-        self._run_id, self._topology, self._notices = run_id, topology, notices
+        self._run_id, self._topology, self._notices, self._every = run_id, topology, notices, every
         self._rank, self._world_size = dist.get_rank(group), dist.get_world_size(group)
         self._attempt: int | None = None
 
@@ -86,38 +88,118 @@ class Restorer:
         registration, topology = self._registration, topology_digest(self._topology)
         placed = registration.placed()
         found = survey(registration.client, registration.holders, self._run_id, topology, self._group, placed)
-        registration.wanted = {holder: found.choice.wanted_at(holder, placed[holder]) for holder in placed}
-        registration.chosen = None if found.choice.step is None else (found.choice.attempt, found.choice.step)
+        self._want(found.choice)
         return found
 
-    def restore(self) -> Restored:
-        """Load the newest state that all ranks can have, in place; collective.
+    def _want(self, choice: Choice) -> None:
+        """Have the holders keep the versions of a choice while they make room."""
+        registration = self._registration
+        registration.wanted = {h: choice.wanted_at(h, owners) for h, owners in registration.placed().items()}
+        registration.chosen = None if choice.step is None else (choice.attempt, choice.step)
 
-        Raises ValueError if there are only versions of another model or of too few shards, ThinwireError if none of
-        them can be loaded.
+    def begin(self) -> Survey:
+        """Survey for a training that begins without a restore; collective.
+
+        Raises ValueError if there is something to restore.
+        """
+        found = self.survey()
+        candidates, reasons, on_disk = self._candidates(found, None)
+        if candidates:
+            newest = max(candidates, key=lambda candidate: candidate.order)
+            raise ValueError(
+                f"run {self._run_id!r} has a checkpoint of step {newest.step}, which the first step would overwrite:"
+                " call restore() before it, restore(fresh=True) to give it up, or take another run_id"
+            )
+        self._begin_anew(found, reasons, on_disk)
+        return found
+
+    def start_afresh(self) -> Restored:
+        """Give up all versions of the run that this job can reach, saying which; collective.
+
+        Raises ValueError if a trainer uses one of them, ThinwireError if those on the disk cannot be set aside.
+        """
+        found = self.survey()
+        on_disk, unreadable = self._tier.survey() if self._tier is not None else ([], [])
+        steps = sorted({version.step for version in self._seen(found)} | {about["step"] for about in on_disk})
+        if steps or unreadable:
+            self._tell(f"the run {self._run_id!r} starts anew, and gives up its steps {_listed(steps)}")
+        self._want(Choice(None))
+        self._forget()
+        if self._tier is not None:
+            self._tier.give_up()
+        return Restored(None, found.attempt)
+
+    def _forget(self) -> None:
+        """Free the versions of the run on the hosts of this job; collective. Raises ValueError if one is in use."""
+        registration, reason = self._registration, ""
+        if registration.registered:
+            registration.lost()
+        registration.reconnect()
+        deadline = time.monotonic() + _RELEASE_SECONDS  # in which a holder notices that a trainer is gone
+        while registration.client is not None and registration.holders.index(registration.here) == self._rank:
+            try:
+                registration.client.forget(self._run_id)
+            except (ThinwireError, ValueError) as error:
+                reason = str(error)
+                if time.monotonic() < deadline:
+                    time.sleep(0.05)
+                    continue
+            else:
+                reason = ""
+            break
+        if failed := failures_of(reason, self._group):
+            raise ValueError(f"the versions of run {self._run_id!r} cannot be given up: {failed}")
+
+    def restore(self, step: int | None = None) -> Restored:
+        """Load the newest state that all ranks can have, or that of ``step``, in place; collective.
+
+        Raises ValueError if there are only versions that cannot be restored, or none of ``step``; ThinwireError if none
+        of them can be loaded.
         """
         self._attempt, failure, spoiled, tries = None, "", set(), 0
         while tries < _TRIES:
             found = self.survey()
             if self._attempt is None:
                 self._attempt = found.attempt
-            candidates, reasons = self._candidates(found)
-            left = [candidate for candidate in candidates if candidate.where not in spoiled]
+            candidates, reasons, on_disk = self._candidates(found, step)
+            left = [each for each in candidates if each.where not in spoiled and step in (None, each.step)]
             if not left:
+                if step is not None and not failure:
+                    steps = _listed(sorted({candidate.step for candidate in candidates}))
+                    raise ValueError(f"run {self._run_id!r} has no step {step} to restore; it has {steps}")
                 if not candidates:
-                    self._refuse(found, reasons)
+                    self._begin_anew(found, reasons, on_disk)
                 break
             newest = max(left, key=lambda candidate: candidate.order)
             failure = self._load(newest)
             if not failure:
+                self._say_what_is_left(newest, found, reasons)
                 attempt = max(self._attempt, next_attempt([newest.attempt], self._attempt % (1 << NONCE_BITS)))
                 in_slots = not newest.on_disk and newest.foreign is None
-                return Restored(newest.step, attempt, in_slots, newest.foreign)
+                return Restored(newest.step, attempt, in_slots)
             tries += not newest.on_disk
             spoiled |= {newest.where} if newest.on_disk else set()
         if failure:  # not a fresh start any more: some of it may be loaded
             raise ThinwireError(f"a checkpoint of run {self._run_id!r} was not restored: {failure}")
         return Restored(None, self._attempt or 0)
+
+    def _say_what_is_left(self, restored: _Candidate, found: Survey, reasons: list[str]) -> None:
+        """Report newer versions that the training will overwrite, beyond those that any crash leaves unfinished."""
+        order = restored.order[0]
+        newer = {v.step for v in self._seen(found) if start_order(v.attempt, v.step) > order}
+        if newer and max(newer) - restored.step > _UNFINISHED * self._every:
+            self._tell(
+                f"step {restored.step} was restored {restored.where}; newer ones are given up, steps"
+                f" {_listed(sorted(newer))}: {'; '.join(reasons) or 'another one was asked for'}"
+            )
+
+    def _tell(self, text: str) -> None:
+        """Once for the job."""
+        if self._rank == 0:
+            self._notices.add(text)
+
+    def _seen(self, found: Survey) -> list[Version]:
+        return [v for versions in found.inventories.values() for v in versions if v.shard.run_id == self._run_id]
 
     def _load(self, candidate: _Candidate) -> str:
         """Why one of the ranks could not, or empty; collective."""
@@ -130,29 +212,38 @@ class Restorer:
         done = least([not failure], self._group) == [1]
         return "" if done else failure or "another rank failed"
 
-    def _candidates(self, found: Survey) -> tuple[list[_Candidate], list[str]]:
-        """All versions that can be restored, and why others cannot; collective."""
+    def _candidates(self, found: Survey, step: int | None) -> tuple[list[_Candidate], list[str], list[str]]:
+        """All versions that can be restored, and why others cannot, in memory and on the disk; collective.
+
+        Of those of other topologies only the newest that is newer than all of this one, unless a ``step`` is asked for.
+        """
         candidates, reasons = [], list(found.choice.reasons)
-        choice = found.choice
-        if choice.step is not None:
-            order = start_order(choice.attempt, choice.step)
-            load = self._loader(choice)
-            candidates.append(_Candidate((order, _MEMORY), choice.attempt, choice.step, "from memory", load))
-        newest = candidates[0].order[0] if candidates else (-1, -1)
-        for version in foreign_versions(found.inventories, self._run_id, topology_digest(self._topology)):
-            if version.order > newest:
+        topology, holders = topology_digest(self._topology), self._registration.holders
+        placed = self._registration.placed()
+        steps = sorted({version.step for version in self._seen(found)}) if step is not None else []
+        choices = [choose(found.inventories, holders, self._run_id, topology, placed, each) for each in steps]
+        for choice in choices if step is not None else [found.choice]:
+            if choice.step is not None:
+                order, load = start_order(choice.attempt, choice.step), self._loader(choice)
+                candidates.append(_Candidate((order, _MEMORY), choice.attempt, choice.step, "from memory", load))
+        newest = max((candidate.order[0] for candidate in candidates), default=(-1, -1))
+        for version in foreign_versions(found.inventories, self._run_id, topology):
+            if version.order > newest or step is not None:
                 layouts = gather_layouts(version, self._registration, self._group)
                 if is_whole(layouts, self._topology):
                     candidates.append(self._foreign_candidate(version, layouts))
-                    break
-                reasons.append(self._why_not(version, layouts))
+                    if step is None:
+                        break
+                else:
+                    reasons.append(self._why_not(version, layouts))
         disk, others = self._on_disk()
-        return candidates + disk, reasons + others
+        return candidates + disk, reasons, others
 
     def _loader(self, choice: Choice) -> Callable[[], None]:
         def load() -> None:
             registration, attempt = self._registration, self._attempt
             assert attempt is not None
+            self._want(choice)
             registration.register(choice.versions[self._rank].payload_bytes, attempt)
             assert registration.client is not None
             load_shard(registration.client, choice, self._rank, registration.here, self._training)
@@ -193,7 +284,8 @@ class Restorer:
 
     def _on_disk(self) -> tuple[list[_Candidate], list[str]]:
         candidates, reasons = [], []
-        for about in self._tier.survey() if self._tier is not None else []:
+        readable, unreadable = self._tier.survey() if self._tier is not None else ([], [])
+        for about in readable:
             assert self._tier is not None
             if about["state"] == self._topology["state"]:
                 order = (start_order(about["attempt"], about["step"]), _DISK)
@@ -203,6 +295,8 @@ class Restorer:
                 )
             else:
                 reasons.append(f"step {about['step']} in {self._tier.directory} is of another model")
+        if unreadable and self._tier is not None:
+            reasons.append(f"steps {_listed(unreadable)} in {self._tier.directory} cannot be read")
         return candidates, reasons
 
     def _read(self, about: dict[str, Any]) -> None:
@@ -254,15 +348,43 @@ class Restorer:
             f" has shard {', '.join(map(str, missing[:8]))} of it"
         )
 
-    def _refuse(self, found: Survey, reasons: list[str]) -> None:
-        """There is no version to restore; report it if that is a surprise."""
-        if not found.seen and not any("another model" in reason for reason in reasons):
+    def _begin_anew(self, found: Survey, reasons: list[str], on_disk: list[str]) -> None:
+        """Decide on a fresh start, where nothing can be restored; collective. Raises ValueError if it loses something.
+
+        A run whose newest step anywhere is the first or the second that it keeps is at its beginning: before all ranks
+        have a step everywhere there is no third one, because each shard has two slots. A crash costs as many steps at
+        any time, so such a run starts anew with a notice. Whether one of these steps was complete is not asked: only
+        the ranks that died know.
+        """
+        seen, why = self._seen(found), "; ".join(reasons + on_disk)
+        if not why and not seen:
             return
-        text = f"no checkpoint of run {self._run_id!r} can be restored: {'; '.join(reasons)}"
-        lost = any("nobody has" in reason for reason in reasons)  # of this very topology
-        if not lost and any("topology" in reason or "another model" in reason for reason in reasons):
-            raise ValueError(
-                f"{text}. Start as many ranks of the same model as before, on the same hosts; or have the run start"
-                f" anew: thinwire holder --forget {self._run_id}, and give another persistent directory"
-            )
-        self._notices.add(f"{text}. Training starts anew")
+        text = f"no checkpoint of run {self._run_id!r} can be restored: {why}"
+        if seen and not on_disk and max(version.step for version in seen) <= _UNFINISHED * self._every:
+            self._tell(f"{text}. It was at its beginning, so training starts anew")
+            self._forget()
+            return
+        raise ValueError(
+            f"{text}. {self._where_else(found)}Training does not start anew by itself, because that would overwrite"
+            " what is left. Start as many ranks of the same model as before, on the same hosts; or restore(step=...)"
+            " an older step where there is one; or give the run up with restore(fresh=True)"
+        )
+
+    def _where_else(self, found: Survey) -> str:
+        """Where the missing shards of the newest step were, as its other shards tell; collective."""
+        for version in foreign_versions(found.inventories, self._run_id, "")[:1]:
+            layouts = gather_layouts(version, self._registration, self._group)
+            told = next(iter(layouts.values())).about if layouts else {}
+            holders, here = told.get("holders", []), set(self._registration.holders)
+            missing = [(owner, holder) for owner, holder in enumerate(holders) if owner not in layouts]
+            away = sorted({holder for _, holder in missing if holder not in here})
+            if missing:
+                where = f"the hosts at {', '.join(away[:8])}, which are not part of this job" if away else "lost hosts"
+                shards = _listed([owner for owner, _ in missing])
+                return f"Shards {shards} of step {version.step} were on {where}. "
+        return ""
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    more = f" ... {numbers[-1]}" if len(numbers) > 8 else ""
+    return ", ".join(map(str, numbers[:8])) + more or "none"

@@ -19,6 +19,8 @@ def statistics(
         "checkpoint/dropped": float(agreement.status.get("dropped", 0)),
         "checkpoint/replicated_step": float(agreement.keep),
         "checkpoint/persistent_step": float(tier.saved_step if tier is not None else -1),
+        "checkpoint/persistent_errors": float(tier.errors if tier is not None else 0),
+        "checkpoint/persistent_error": tier.last_error if tier is not None else "",
         "checkpoint/certified_step": float(agreement.divergence.certified),
         "checkpoint/diverged_ranks": float(len(agreement.divergence.diverged)),
         "checkpoint/replicas": float(registration.replicas),

@@ -14,6 +14,7 @@ loaded.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -25,12 +26,16 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
 from thinwire.checkpoint.group import gather_json
 from thinwire.checkpoint.state.chunks import PartsPlanner, Wanted, read_chunks
 from thinwire.checkpoint.state.layout import DTYPES, StateLayout
-from thinwire.errors import CorruptMessageError
+from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.holder.slots import parse_json
 from thinwire.holder.version import field
 
@@ -41,25 +46,74 @@ _FIELDS = (
 
 
 def write_shards(
-    directory: Path, about: dict[str, Any], layout: StateLayout, tensors: Sequence[Tensor], group: dist.ProcessGroup
-) -> None:
-    """Write the state of each rank to an empty directory that all ranks see; collective.
+    directory: Path, layout: StateLayout, tensors: Sequence[Tensor], group: dist.ProcessGroup
+) -> list[str]:
+    """Write the state of each rank to an empty directory that all ranks see, and return digests for `write_about`;
+    collective.
 
-    ``about`` has step, attempt, topology, state and world_size. Its file, which rank 0 writes last, makes the other
-    files a checkpoint.
+    Raises ThinwireError on all ranks, with the error of the system, if one cannot write.
     """
     rank = dist.get_rank(group)
     state = _named(layout, tensors, rank, group)
     parts = {name: item.part for name, item in zip(_names(layout), layout.slices, strict=True) if item.part is not None}
-    dcp.save(state, checkpoint_id=str(directory), process_group=group, planner=PartsPlanner(parts))
-    digests = gather_json(_digest(state[_own(rank, "digests")]), group)
-    if rank != 0:
-        return
+    try:
+        dcp.save(state, storage_writer=_Writer(str(directory)), process_group=group, planner=PartsPlanner(parts))
+    except CheckpointException as error:
+        raise ThinwireError(_why_not(error, directory, state, parts, group)) from error
+    return gather_json(_digest(state[_own(rank, "digests")]), group)
+
+
+def write_about(directory: Path, about: dict[str, Any], digests: list[str]) -> None:
+    """Write the file that makes the others a checkpoint, last and once; not collective.
+
+    ``about`` has step, attempt, topology, state and world_size.
+    """
     about |= {"metadata": _digest_of((directory / _METADATA).read_bytes()), "digests": digests}
     with (directory / _ABOUT).open("w") as file:
         file.write(json.dumps({**about, "digest": _digest_of(_canonical(about))}))
         file.flush()
         os.fsync(file.fileno())
+
+
+class _Writer(dcp.FileSystemWriter):
+    """DCP's writer. It raises the error of the system, which torch has in the context of one of its own: DCP pickles
+    errors for the other ranks, and the context gets lost."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__cause__ or cause.__context__
+            raise cause or error from None
+
+
+def describe(error: BaseException) -> str:
+    """Return an error as one line for people, with the system's name for it, such as ENOSPC."""
+    name = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
+    return (str(error) if isinstance(error, ThinwireError) else f"{name}: {error}").splitlines()[0]
+
+
+def _why_not(
+    error: CheckpointException,
+    directory: Path,
+    state: dict[str, Tensor],
+    parts: dict[str, Any],
+    group: dist.ProcessGroup,
+) -> str:
+    """Why nothing was written, for people. Other ranks are taken to have as many bytes of their own as this one."""
+    alone = _own(dist.get_rank(group), "")
+    shares = [
+        tensor.nbytes * (dist.get_world_size(group) if name in parts or name.startswith(alone) else 1)
+        for name, tensor in state.items()
+    ]
+    failed = "; ".join(f"rank {rank}: {describe(each)}" for rank, (each, _) in sorted(error.failures.items())[:4])
+    free = os.statvfs(directory.parent)
+    return (
+        f"{failed} (about {sum(shares):,} bytes are needed; {free.f_bavail * free.f_frsize:,} bytes and"
+        f" {free.f_favail:,} files were free beside what was written)"
+    )
 
 
 def _named(layout: StateLayout, tensors: Sequence[Tensor], rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:

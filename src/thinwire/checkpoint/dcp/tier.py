@@ -1,24 +1,31 @@
 """The persistent tier: a checkpoint on a disk at long intervals, in the background.
 
-DIRECTORY/step-00000042/    plain torch.distributed.checkpoint, see `disk`
+DIRECTORY/step-00000042/            plain torch.distributed.checkpoint, see `disk`
+DIRECTORY/step-00000042.partial/    one that is being written
+DIRECTORY/step-00000042.given-up/   one that a fresh start has set aside; nothing reads it any more
+DIRECTORY/run                       as old as the run; locked while a job writes here
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
+import os
 import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from thinwire.checkpoint.dcp.disk import DiskShards, read_about, write_shards
-from thinwire.checkpoint.group import failures_of, gather_json
+from thinwire.checkpoint.dcp.disk import DiskShards, describe, read_about, write_about, write_shards
+from thinwire.checkpoint.group import PrivateGroup, failures_of, gather_json
+from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.state.layout import StateLayout, views
 from thinwire.errors import ThinwireError
 from thinwire.holder.faultpoint import reach
@@ -26,6 +33,7 @@ from thinwire.holder.version import start_order
 
 logger = logging.getLogger("thinwire")
 
+_RETRY_SECONDS = 60.0  # at most, until a save that failed is tried again
 _UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 Take = Callable[[], tuple[bytes, memoryview]]
@@ -51,60 +59,133 @@ class PersistentTier:
 
     Args:
         directory: directory used by this training alone.
-        every_seconds: seconds between two checkpoints, by the clock of rank 0.
+        every_seconds: seconds between two checkpoints, by the clock of rank 0. They count from the newest checkpoint in
+            the directory, or from the first start of the run, so that a job that fails more often still saves.
         keep: number of checkpoints to keep; older ones are deleted.
         about: names of the training: ``topology``, ``state`` and ``world_size``.
-        group: Gloo group of all ranks, used only by the thread that saves.
+        group: Gloo group of all ranks, used only by the thread that saves, or while it does not run.
+        notices: gets the failures, from rank 0.
     """
 
     def __init__(
-        self, directory: str | Path, every_seconds: float, keep: int, about: dict[str, Any], group: dist.ProcessGroup
+        self,
+        directory: str | Path,
+        every_seconds: float,
+        keep: int,
+        about: dict[str, Any],
+        group: PrivateGroup,
+        notices: Notices,
     ) -> None:
         self.directory = Path(directory)
-        self._every_seconds, self._keep, self._about, self._group = every_seconds, keep, about, group
-        self._rank = dist.get_rank(group)
+        self._every_seconds, self._keep, self._about, self._notices = every_seconds, keep, about, notices
+        self._own, self._group = group, group.process_group
+        self._rank = dist.get_rank(self._group)
         self._thread: threading.Thread | None = None
-        self._last = time.monotonic()
+        self._due_at: float | None = None  # of time.monotonic, on rank 0
         self.obstacle = ""  # why no slot may be overwritten now
         self.saved_step = -1
-        self.last_error = ""
+        self.errors, self.last_error = 0, ""
 
     def is_due(self) -> bool:
         """Return whether this rank would save now: the last save is done, and on rank 0 the interval is over."""
+        if self._rank == 0 and self._due_at is None:
+            self._due_at = time.monotonic() + self._every_seconds - self._age_seconds()
         busy = self._thread is not None and self._thread.is_alive()
-        return not busy and (self._rank != 0 or time.monotonic() - self._last >= self._every_seconds)
+        return not busy and (self._rank != 0 or time.monotonic() >= (self._due_at or 0.0))
+
+    def _age_seconds(self) -> float:
+        """Of the newest checkpoint on the disk, or else of the run; at most an interval, whatever the clocks say."""
+        with contextlib.suppress(OSError):
+            written = [path.stat().st_mtime for path in (*map(self._path, self._steps()), self.directory / "run")]
+            return min(max(0.0, time.time() - max(written[:-1] or written)), self._every_seconds)
+        return 0.0
 
     def save(self, step: int, attempt: int, take: Take) -> None:
         """Save the result of ``take``, layout and payload of the slot, in the background.
 
-        Call it on all ranks, for the same step. Until ``take`` has returned, ``obstacle`` says that slots must be left
-        alone.
+        Call it on all ranks, for the same step; a rank that has nothing to save passes a ``take`` that raises. Until it
+        has returned, ``obstacle`` says that slots must be left alone.
         """
-        self._last = time.monotonic()
         self.obstacle = f"step {step} is being copied for the disk"
-        self._thread = threading.Thread(target=self._save, args=(step, attempt, take), name="persist", daemon=True)
+
+        def save() -> None:
+            reason = self.save_now(step, attempt, take)
+            if reason and self._rank == 0:
+                self._notices.add(reason)
+
+        self._thread = threading.Thread(target=save, name="persist", daemon=True)
         self._thread.start()
 
-    def _save(self, step: int, attempt: int, take: Take) -> None:
-        partial, final = self.directory / f"step-{step:08d}.partial", self._path(step)
+    def save_now(self, step: int, attempt: int, take: Take) -> str:
+        """Save like `save`, and return why it failed, the same on all ranks, or an empty text; collective."""
+        self._due_at = time.monotonic() + self._every_seconds
+        reason = ""
         try:
-            text, payload = self._taken(take)
-            layout = StateLayout.from_bytes(text)
-            if self._rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir(parents=True)
-            dist.barrier(self._group)
-            about = {**self._about, "step": step, "attempt": attempt}
-            write_shards(partial, about, layout, views(layout, payload), self._group)
-            if self._rank == 0:
-                shutil.rmtree(final, ignore_errors=True)
-                partial.rename(final)
-                for old in self._expired():
-                    shutil.rmtree(self._path(old), ignore_errors=True)
+            self._save(step, attempt, take)
             self.saved_step = step
         except (Exception, CheckpointException) as error:  # a full disk is no reason to stop training
-            self.last_error = f"step {step} was not saved to {self.directory}: {type(error).__name__}: {error}"
-            logger.warning("%s", self.last_error)
+            reason = f"no checkpoint was saved to {self.directory}: {describe(error)}"
+            self.errors, self.last_error = self.errors + 1, f"step {step}: {reason}"
+            self._due_at = time.monotonic() + min(self._every_seconds, _RETRY_SECONDS)
+        return reason
+
+    def _save(self, step: int, attempt: int, take: Take) -> None:
+        partial, final = self._path(step, ".partial"), self._path(step)
+        text, payload = self._taken(take)
+        layout, about = StateLayout.from_bytes(text), {**self._about, "step": step, "attempt": attempt}
+        with contextlib.ExitStack() as stack:
+            self._on_rank_0(lambda: [stack.enter_context(self._locked()), self._remove_partial(), partial.mkdir()])
+            try:
+                digests = write_shards(partial, layout, views(layout, payload), self._group)
+                self._on_rank_0(lambda: [write_about(partial, about, digests), self._put_in_place(partial, final)])
+            finally:
+                if self._rank == 0:
+                    shutil.rmtree(partial, ignore_errors=True)
+
+    def _on_rank_0(self, do: Callable[[], Any]) -> None:
+        """Raises ThinwireError on all ranks if rank 0 fails; they do not wait for it in vain."""
+        reason = ""
+        try:
+            if self._rank == 0:
+                do()
+        except OSError as error:
+            reason = describe(error)
+        if failed := failures_of(reason, self._group):
+            raise ThinwireError(failed)
+
+    def _put_in_place(self, partial: Path, final: Path) -> None:
+        if final.exists():  # of the same step, trained once more
+            final.rename(self._path(0, ".old.partial"))
+        partial.rename(final)
+        descriptor = os.open(self.directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        self._remove_partial()
+        for old in self._expired():
+            shutil.rmtree(self._path(old), ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Lock the directory as long as this process writes to it, so that what others left half-written can go.
+
+        Raises BlockingIOError if another process writes to it. A file system without locks is taken as it is.
+        """
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / "run").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise BlockingIOError(error.errno, f"another job writes to {self.directory}") from error
+            except OSError as error:
+                logger.info("%s cannot be locked: %s", self.directory, error)
+            yield
+
+    def _remove_partial(self) -> None:
+        """Remove what a killed job left half-written; under the lock."""
+        for path in self.directory.glob("step-*.partial"):
+            shutil.rmtree(path, ignore_errors=True)
 
     def _taken(self, take: Take) -> tuple[bytes, memoryview]:
         """Raises ThinwireError on all ranks if one of them has nothing to save."""
@@ -120,8 +201,8 @@ class PersistentTier:
             raise ThinwireError(failed)
         return taken
 
-    def _path(self, step: int) -> Path:
-        return self.directory / f"step-{step:08d}"
+    def _path(self, step: int, suffix: str = "") -> Path:
+        return self.directory / f"step-{step:08d}{suffix}"
 
     def _steps(self) -> list[int]:
         """Steps of complete checkpoints, newest first."""
@@ -143,17 +224,49 @@ class PersistentTier:
                 logger.warning("%s is not a checkpoint: %s", self._path(step), error)
         return abouts
 
-    def survey(self) -> list[dict[str, Any]]:
-        """Return the descriptions of the checkpoints that rank 0 sees, highest step first; collective."""
-        return gather_json(self._readable() if self._rank == 0 else [], self._group)[0]
+    def survey(self) -> tuple[list[dict[str, Any]], list[int]]:
+        """Return the descriptions of the checkpoints that rank 0 sees, highest step first, and the steps of those that
+        it cannot read; collective. It waits for a running save, and starts the clock of the run."""
+        self.join()
+        readable = []
+        if self._rank == 0:
+            try:
+                with self._locked():
+                    self._remove_partial()
+            except OSError as error:
+                self._notices.add(f"nothing can be saved to {self.directory}: {describe(error)}")
+            readable = self._readable()
+        known = {about["step"] for about in readable}
+        return tuple(gather_json([readable, [step for step in self._steps() if step not in known]], self._group)[0])
+
+    def give_up(self) -> None:
+        """Set all checkpoints aside, so that no later start goes back to them; collective.
+
+        Raises ThinwireError on all ranks.
+        """
+        self._on_rank_0(self._set_aside)
+
+    def _set_aside(self) -> None:
+        with self._locked():
+            for step in self._steps():
+                aside = self._path(step, ".given-up")
+                shutil.rmtree(aside, ignore_errors=True)
+                self._path(step).rename(aside)
+            os.utime(self.directory / "run")
 
     def open(self, about: dict[str, Any]) -> DiskShards:
         """Open the states of a checkpoint listed by `survey`; not collective. Raises ThinwireError for altered ones."""
         reach("disk", self._rank, about["step"])
         return DiskShards(self._path(about["step"]), about)
 
-    def close(self) -> None:
-        """Wait until the running save is done, then close."""
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until the running save is done."""
         if self._thread is not None:
-            self._thread.join()
-        dist.destroy_process_group(self._group)
+            self._thread.join(seconds)
+
+    def close(self, seconds: float | None = None) -> None:
+        """Wait until the running save is done, then close; after ``seconds``, break it off."""
+        self.join(seconds)
+        self._own.shut_down()
+        self.join(seconds)
+        self._own.destroy()

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from checkpoint_faults.hosts import SECRET, Hosts
-from checkpoint_faults.kind import Expected, Kind, Outcome, fresh, refused, restored
+from checkpoint_faults.kind import Expected, Kind, Outcome, refused, restored
 from checkpoint_faults.training import STEPS, Job, restart, run
 from thinwire.lab.testbed.faults import Faults
 
@@ -172,11 +172,11 @@ KINDS = (
     _kind("stale run", "another run of the same model on the same hosts, further on", stale_run,
           restored("memory", STEPS), slow=True),
     _kind("same name twice", "two trainings of one name that did not see each other, one host of each",
-          same_name, fresh("nobody has a copy"), slow=True),
+          same_name, refused("nobody has a copy"), slow=True),
     _kind("training, ranks renumbered", "4 ranks, each on the next host", partial(moved, places="bcda"),
           restored("peer", STEPS), slow=True),
     _kind("training, group lost", "2 of 4 hosts, which had each other's copies",
-          partial(moved, places="abcd", lost="ab"), fresh("nobody has a copy of shard 0, 1.*anew"), slow=True),
+          partial(moved, places="abcd", lost="ab"), refused("nobody has a copy of shard 0, 1.*fresh=True"), slow=True),
     _kind("another model", "the same run with another model", another_model, refused("topology"), slow=True),
     _kind("more ranks", "3 ranks instead of 2, then 2 again", partial(another_world_size, before="ab", after="abb"),
           restored("memory", STEPS), slow=True),

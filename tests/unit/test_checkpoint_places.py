@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from thinwire.checkpoint.choice import choose
 from thinwire.checkpoint.registration import placed_at, places_of
 from thinwire.holder.slots import SlotSize
-from thinwire.holder.store import Holding, Plan, Shard, Store
+from thinwire.holder.store import Holding, Places, Shard, Store
 from thinwire.holder.version import Manifest, ShardId, Version, next_attempt
 
 SIZE = SlotSize(100, 10)
@@ -120,7 +120,7 @@ class Cluster:
         for name, store in self.stores.items():
             shards = frozenset(ShardId(RUN, TOPOLOGY, owner) for owner in placed[name])
             chosen = (choice.attempt, choice.step) if choice.step is not None else (-1, -1)
-            store.place(RUN, Plan(shards, frozenset(choice.wanted_at(name, placed[name])), attempt, chosen))
+            store.place(RUN, Places(shards, frozenset(choice.wanted_at(name, placed[name])), attempt, chosen))
             yield choice.step
         own: list[tuple[Store, Shard]] = []
         for rank, held_at in enumerate(places_of(holders, self.replicas)):

@@ -225,7 +225,8 @@ class Checkpointer:
             cycle.started = True
         cycle.checkpoint()
         newest, reason = max(self._agreement.keep, self._first), cycle.broken or cycle.records.last_reason
-        old = self._alarm.check(cycle.step, newest, self._pacer.iterations_needed)
+        spread = max(self._pacer.iterations_needed, self._governor.every)
+        old = self._alarm.check(cycle.step, newest, spread)
         if old:
             self._notices.add(f"{old}: {reason}")
         self._notices.deliver(stacklevel=2)

@@ -87,7 +87,7 @@ class ElasticRendezvous(RendezvousHandler):
         self._boards = Boards(
             endpoints,
             load_secret(path, self._holder.secret_file),
-            max(0.5, self._patience / 2),
+            max(0.5, self._patience / 3),
             lambda: Board(self._run_id, (low, high), self._patience, last_call),
         )
         self._hosts = [low, high]

@@ -22,6 +22,7 @@ from thinwire.holder.version import field
 
 logger = logging.getLogger("thinwire")
 
+_LOST_SECONDS = 0.2  # for another look at the board that was just lost, where others answer
 _IDLE_SECONDS = 60.0  # an agent speaks every second
 
 
@@ -179,12 +180,15 @@ class Boards:
             except (ThinwireError, OSError, ValueError) as error:
                 failed[endpoint] = error
 
-        threads = [threading.Thread(target=look, args=(endpoint,), daemon=True) for endpoint in self.endpoints]
+        lost = self._endpoint if self._connection is None else None
+        ordered = sorted(self.endpoints, key=lambda endpoint: endpoint == lost)
+        threads = [threading.Thread(target=look, args=(endpoint,), daemon=True) for endpoint in ordered]
         for thread in threads:
             thread.start()
         deadline = time.monotonic() + self._timeout
-        for thread in threads:  # a stopped process accepts connections and never answers
-            thread.join(max(0.0, deadline - time.monotonic()))
+        for endpoint, thread in zip(ordered, threads, strict=True):  # a stopped process accepts and never answers
+            seconds = _LOST_SECONDS if endpoint == lost and found else self._timeout
+            thread.join(max(0.0, min(seconds, deadline - time.monotonic())))
         answered = dict(found)
         if not answered:
             reasons = dict(failed)

@@ -16,7 +16,7 @@ from thinwire.errors import CorruptMessageError, LostPeerError, ThinwireError
 from thinwire.holder.frames import Connection, Frame, FrameKind
 from thinwire.holder.replication import Grants, Replicator, parse_address, receive_payload, send_payload
 from thinwire.holder.slots import SlotSize
-from thinwire.holder.store import BudgetError, Holding, Plan, Shard
+from thinwire.holder.store import BudgetError, Holding, Places, Shard
 from thinwire.holder.version import MAX_LAYOUT_BYTES, MAX_PAYLOAD_BYTES, Manifest, ShardId, Version
 from thinwire.holder.version import field as get
 
@@ -187,7 +187,7 @@ class TrainerSession(Session):
         if not all(isinstance(digest, str) for digest in wanted):
             raise CorruptMessageError("a digest is no text")
         chosen = _order(request.get("chosen")) or (-1, -1)
-        self.store.place(run_id, Plan(placed, frozenset(wanted), get(request, "attempt", int), chosen))
+        self.store.place(run_id, Places(placed, frozenset(wanted), get(request, "attempt", int), chosen))
         return Reply()
 
     def release(self, request: dict[str, Any], _: bytes) -> Reply:

@@ -105,7 +105,7 @@ class Holding:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Places:
     """Agreement of the ranks of a run on what this host keeps, from the versions that all of them have surveyed.
 
     Args:
@@ -222,7 +222,7 @@ class Store:
         self.budget_bytes = budget_bytes
         self.shards: dict[ShardId, Shard] = {}
         self.bytes_sent = 0  # to all peers
-        self.plans: dict[str, Plan] = {}
+        self.plans: dict[str, Places] = {}
         self.changed = threading.Condition()
         self._registering = threading.Lock()
         self._fetching: set[str] = set()
@@ -233,7 +233,7 @@ class Store:
         with self.changed:
             return sum(shard.total_bytes for shard in self.shards.values())
 
-    def place(self, run_id: str, plan: Plan) -> None:
+    def place(self, run_id: str, plan: Places) -> None:
         """Adopt what the ranks of a run agreed on, and stop sending what trainers before them left here."""
         with self.changed:
             self.plans[run_id] = plan
@@ -270,8 +270,8 @@ class Store:
         """Return whether a shard belongs here, as far as the ranks of its run have said where shards do."""
         return shard_id.run_id not in self.plans or shard_id in self._plan(shard_id.run_id).placed
 
-    def _plan(self, run_id: str) -> Plan:
-        return self.plans.get(run_id, Plan())
+    def _plan(self, run_id: str) -> Places:
+        return self.plans.get(run_id, Places())
 
     def register(self, shard_id: ShardId, size: SlotSize, evict: bool = True) -> Shard:
         """Return the shard, with room for at least that size in its slots; versions in smaller ones stay for now.

@@ -43,7 +43,7 @@ class Governor:
         self._most = max(1, (most_steps or _MOST) // every)
         self._free: deque[float] = deque(maxlen=_FREE)
         self._costs: deque[float] = deque(maxlen=_VERSIONS)
-        self._spans: deque[int] = deque(maxlen=_VERSIONS)  # loaded iterations of each version
+        self._spans: deque[int] = deque(maxlen=_FEW)  # loaded iterations of each version
         self._loaded, self._loaded_seconds = 0, 0.0  # iterations since the last version began, and their lengths
         self._iterations, self._versions, self._wanted, self._told = 0, 0, 1, False
         self._in_flight = threading.Event()

@@ -176,6 +176,11 @@ def test_what_is_wrong_is_said(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) ->
     hosts.joined("a")
     with pytest.raises(RendezvousConnectionError, match=r"--rdzv-id=run --nnodes=1:1.*--rdzv-id=other"):
         hosts.start("b", (1, 1), run_id="other").next_rendezvous()
+    impatient = hosts.start("b", (1, 1))
+    hosts.join("b")
+    time.sleep(0.3)
+    impatient.shutdown()  # as by Ctrl-C on a standby, which ends nothing but itself
+    assert not first._sync(choose=False)["closed"]
     spare = hosts.start("c", (1, 1))
     hosts.join("c")
     time.sleep(0.3)

@@ -152,13 +152,19 @@ class ElasticRendezvous(RendezvousHandler):
         return self._closed
 
     def set_closed(self) -> None:
+        self._part("close")
+
+    def _part(self, want: str) -> None:
         with contextlib.suppress(ThinwireError, ValueError):
-            self._boards.request("sync", self._word("close"))
+            self._boards.request("sync", self._word(want))
 
     def shutdown(self) -> bool:
-        """End the run for all. The agent that serves it stays a little longer, so that standbys hear of it."""
+        """End the run for all, unless this host only waited for a place: then the others go on without it.
+
+        The agent that serves the run stays a little longer, so that standbys hear of its end.
+        """
         self._ended.set()
-        self.set_closed()
+        self._part("close" if self._want == "run" else "leave")
         if self._boards.serving:
             time.sleep(2 * self._interval)
         self._boards.close()

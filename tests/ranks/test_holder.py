@@ -566,7 +566,7 @@ def test_peers_cannot_do_what_trainers_can(host: Callable[..., Holder]) -> None:
     assert not here.stopping.is_set()
 
 
-@pytest.mark.parametrize("bind", ["0.0.0.0", "::", "192.0.2.1", "no such host"])
+@pytest.mark.parametrize("bind", ["0.0.0.0", "0", "::", "::0", "", "192.0.2.1", "no such host"])
 def test_an_address_that_is_not_ours_alone_is_refused(host: Callable[..., Holder], bind: str) -> None:
     with pytest.raises(ValueError, match="bind"):
         host("a", bind=bind)

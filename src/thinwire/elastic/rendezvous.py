@@ -29,7 +29,14 @@ from thinwire.elastic.board import Board, Claim
 from thinwire.elastic.service import Boards, is_local
 from thinwire.errors import LostPeerError, PeerError, ThinwireError
 from thinwire.holder.replication import parse_address
-from thinwire.holder.start import SOCKET_VARIABLE, HolderOptions, ensure_holder, load_secret, socket_path
+from thinwire.holder.start import (
+    AGENT_VARIABLE,
+    SOCKET_VARIABLE,
+    HolderOptions,
+    ensure_holder,
+    load_secret,
+    socket_path,
+)
 
 logger = logging.getLogger("thinwire")
 
@@ -81,7 +88,7 @@ class ElasticRendezvous(RendezvousHandler):
         )
         self._holder_pid = 0
         self._ensure_holder()
-        os.environ[SOCKET_VARIABLE] = str(path)
+        os.environ[SOCKET_VARIABLE], os.environ[AGENT_VARIABLE] = str(path), str(os.getpid())
         self._address, self._file = params.local_addr or bind, Path(f"{path}.place")
         self._name = f"{self._address} {os.getpid()} {secrets.token_hex(4)}"
         self._boards = Boards(

@@ -306,6 +306,33 @@ def test_a_peer_that_accepts_and_says_nothing_is_given_up(says: bytes) -> None:
         thread.join()
 
 
+def test_a_full_queue_of_callers_is_waited_for(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as stack:
+        listener.bind(str(tmp_path / "a"))
+        listener.listen(0)
+        listener.settimeout(5.0)
+        waiting = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
+                waiting[-1].setblocking(False)
+                waiting[-1].connect(str(tmp_path / "a"))
+
+        def serve() -> None:
+            time.sleep(0.2)
+            for _ in waiting[:-1]:
+                listener.accept()[0].close()
+            with contextlib.closing(frames.Connection(listener.accept()[0], 5.0)) as connection:
+                connection.welcome(SECRET)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            HolderClient.connect(tmp_path / "a", SECRET).close()
+        finally:
+            thread.join()
+
+
 def test_a_flood_keeps_nobody_out(tmp_path: Path) -> None:
     with process(tmp_path, "a") as said:
         flood = [subprocess.Popen([sys.executable, "-c", _FLOOD, *said["address"].split(":")]) for _ in range(2)]

@@ -9,9 +9,6 @@ COLUMNS = (
     "method",
     "s/step",
     "ratio",
-    "least-most",
-    "every",
-    "cpu",
     "blocked",
     "wasted",
     "killed",
@@ -21,9 +18,7 @@ COLUMNS = (
     "equal",
 )
 CAPTION = (
-    "s/step: median iteration; ratio: to none, paired by turns, and its least and most; every: iterations between two"
-    " checkpoints; cpu: seconds of a core for one, with the holder's; blocked: ms that training stands still for a"
-    " checkpoint; wasted: seconds, by a failure, on average; killed: seconds until ready after all trainers died; host:"
+    "s/step: median iteration; ratio: to none, paired by turns; blocked: ms that training stands still for a checkpoint; wasted: seconds, by a failure, on average; killed: seconds until ready after all trainers died; host:"
     " after a host was lost too; link: share of it in fetching that host's state; lost: iterations, at most; equal:"
     " losses and parameters bitwise as if nothing had happened."
 )
@@ -36,9 +31,6 @@ def table_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
             row["method"] + (f": {row['unavailable']}" if row.get("unavailable") else ""),
             _text(row["iteration_seconds_median"], ".4f"),
             _text(row["overhead_ratio"], ".3f"),
-            "-" if row.get("overhead_spread") is None else "-".join(f"{each:.2f}" for each in row["overhead_spread"]),
-            _text(row.get("interval_iterations"), ".1f"),
-            _text(row.get("cpu_seconds"), ".3f"),
             _text(_blocked_ms(row), ",.1f"),
             _text(row["wasted_seconds"], ".2f"),
             _text(row["recovery_seconds_processes"], ".2f"),
@@ -73,8 +65,22 @@ def conditions(result: dict[str, Any]) -> str:
 
 
 def sentences(result: dict[str, Any]) -> list[str]:
-    """Return sentences on the bound and the measured values, and on the cost of rarer checkpoints."""
-    return [*_bound(result["environment"]["bounds"]), *_baselines(result)]
+    """Return sentences on the costs, on the bound and the measured values, and on the cost of rarer checkpoints."""
+    return [*_costs(result["rows"]), *_bound(result["environment"]["bounds"]), *_baselines(result)]
+
+
+def _costs(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """How often a checkpoint was made, its seconds of a core with those of the holder, and the spread of the ratio."""
+    texts = []
+    for row in rows:
+        spread, every, cpu = (row.get(name) for name in ("overhead_spread", "interval_iterations", "cpu_seconds"))
+        if spread is not None and every is not None:
+            core = "" if cpu is None else f", {cpu:.3f} s of a core for one"
+            texts.append(
+                f"{row['method']}: a checkpoint every {every:.1f} iterations{core}, ratio {spread[0]:.2f} to"
+                f" {spread[1]:.2f} by turns."
+            )
+    return texts
 
 
 def _bound(bound: dict[str, Any] | None) -> list[str]:

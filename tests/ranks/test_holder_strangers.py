@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from checkpoint_faults.wire import Frame, Proxy, babble, connect, header
 from clocks import wait_until
+from thinwire.cli import holder as command
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
-from thinwire.holder import acceptor, daemon, frames, mac, server
+from thinwire.holder import acceptor, daemon, frames, mac, server, sessions
 from thinwire.holder.client import HolderClient
 from thinwire.holder.frames import FrameKind
 from thinwire.holder.metrics import prometheus_text
@@ -304,6 +306,33 @@ def test_a_peer_that_accepts_and_says_nothing_is_given_up(says: bytes) -> None:
         thread.join()
 
 
+def test_a_full_queue_of_callers_is_waited_for(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as stack:
+        listener.bind(str(tmp_path / "a"))
+        listener.listen(0)
+        listener.settimeout(5.0)
+        waiting = []
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                waiting.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
+                waiting[-1].setblocking(False)
+                waiting[-1].connect(str(tmp_path / "a"))
+
+        def serve() -> None:
+            time.sleep(0.2)
+            for _ in waiting[:-1]:
+                listener.accept()[0].close()
+            with contextlib.closing(frames.Connection(listener.accept()[0], 5.0)) as connection:
+                connection.welcome(SECRET)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            HolderClient.connect(tmp_path / "a", SECRET).close()
+        finally:
+            thread.join()
+
+
 def test_a_flood_keeps_nobody_out(tmp_path: Path) -> None:
     with process(tmp_path, "a") as said:
         flood = [subprocess.Popen([sys.executable, "-c", _FLOOD, *said["address"].split(":")]) for _ in range(2)]
@@ -350,6 +379,42 @@ def test_whatever_is_said_memory_stays_and_nobody_is_kept_out(tmp_path: Path, fr
                 assert seconds_to_connect(tmp_path / "a") < 1.0
         assert resident() < before + 20_000, "KB"
         assert read(client, 1) == payload
+
+
+def said_by_a_stranger(number: int, text: bytes) -> bytes:
+    """A frame of a handshake, which has a tag that anybody can make."""
+    head = frames._HEADER.pack(frames._MAGIC, FrameKind.GREETING, len(text), 0, number)
+    return head + mac.Tags().of_frame(head + text) + text
+
+
+GREETING = b'{"nonce": "%s", "macs": ["hmac"]}'
+
+
+@pytest.mark.parametrize(
+    "greetings",
+    [[GREETING % (rb"\ud800" * 32)], [GREETING % (b"a" * 32), b'{"proof": "%s"}' % (rb"\u00e9" * 64)]],
+    ids=["nonce", "proof"],
+)
+def test_no_stranger_can_end_the_thread_that_accepts(host: Callable[..., Holder], greetings: list[bytes]) -> None:
+    here = host("a")
+    for where in (here.address, str(here.config.socket_path)):
+        with connect(where) as sock:
+            for number, text in enumerate(greetings):
+                sock.sendall(said_by_a_stranger(number, text))
+                said = sock.recv(4096)
+            assert not said, "it is refused"
+    call(here.address, SECRET, 2.0).close()
+    assert seconds_to_connect(here.config.socket_path) < 2.0
+    assert here.refused == 2
+
+
+def test_a_peer_whose_nonce_is_no_number_counts_as_unreachable() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs, contextlib.closing(frames.Connection(ours, 2.0)) as connection:
+        answer = b'{"nonce": "%s", "mac": "hmac", "proofs": []}' % (rb"\ud800" * 32)
+        theirs.sendall(said_by_a_stranger(0, answer))
+        with pytest.raises(CorruptMessageError, match="nonce"):
+            connection.greet(SECRET)
 
 
 def test_another_release_is_named(host: Callable[..., Holder], caplog: pytest.LogCaptureFixture) -> None:
@@ -428,6 +493,24 @@ def test_names_with_brackets_are_shown_as_they_are(tmp_path: Path) -> None:
         assert "a[/b][red]" in run(tmp_path, "--forget", "a[/b][red]")
 
 
+def test_names_that_no_terminal_can_show_are_escaped(tmp_path: Path) -> None:
+    """Half a surrogate pair is what Python makes of a THINWIRE_RUN_ID that is no UTF-8."""
+    with process(tmp_path, "a"):
+        for name in ("caf\udce9", "\x1b[31mred"):
+            with HolderClient.connect(tmp_path / "a", SECRET) as client:
+                hello(client, run_id=name)
+        shown = run(tmp_path, "--status")
+        assert r"caf\udce9" in shown
+        assert r"\x1b[31mred" in shown
+        assert r"run caf\udce9" in run(tmp_path, "--forget", "caf\udce9")
+
+
+def test_an_address_with_brackets_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    status = {"address": "[fd00::1]:7411", "pid": 1, "used_bytes": 0, "budget_bytes": 0, "shards": []}
+    command._print(status, Console())
+    assert "Holder at [fd00::1]:7411, process 1" in capsys.readouterr().out
+
+
 def test_a_deleted_socket_comes_back_with_all_that_was_held(tmp_path: Path) -> None:
     """With its directory, its lock and the generated secret; and while it cannot come back, that is said."""
     directory = tmp_path / "run"
@@ -469,6 +552,30 @@ def _is_zombie(pid: int) -> bool:
     return True
 
 
+def test_a_directory_in_place_of_the_socket_ends_nothing(host: Callable[..., Holder], tmp_path: Path) -> None:
+    here = host("a")
+    with HolderClient.connect(tmp_path / "a", SECRET) as client:
+        (tmp_path / "a").unlink()
+        (tmp_path / "a").mkdir()
+        for _ in range(2):
+            here.keep_socket()
+            assert "no socket" in client.holder_status()["socket_error"]
+        (tmp_path / "a").rmdir()
+        here.keep_socket()
+        assert not client.holder_status()["socket_error"]
+    assert _connects(tmp_path / "a", SECRET)
+
+
+@pytest.mark.parametrize("where", ["socket", "metrics"])
+def test_a_file_that_is_no_socket_is_not_replaced(tmp_path: Path, where: str) -> None:
+    (tmp_path / "weights.pt").write_text("weights")
+    path = tmp_path / ("weights.pt" if where == "socket" else "a")
+    metrics = str(tmp_path / "weights.pt") if where == "metrics" else None
+    with pytest.raises(ValueError, match="no socket"):
+        Holder(HolderConfig(path, SECRET, 1 << 20, metrics=metrics))
+    assert (tmp_path / "weights.pt").read_text() == "weights"
+
+
 def test_the_socket_of_another_holder_is_left_to_it(host: Callable[..., Holder], tmp_path: Path) -> None:
     here = host("a")
     (tmp_path / "a").unlink()
@@ -481,6 +588,21 @@ def test_the_socket_of_another_holder_is_left_to_it(host: Callable[..., Holder],
     here.stop()
     with HolderClient.connect(tmp_path / "a", SECRET) as client:
         assert client.holder_status()["address"] == other.address
+
+
+def test_a_living_job_in_a_container_keeps_its_run(
+    host: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where processes are not seen from the holder, all of them have the number 0."""
+    monkeypatch.setattr(frames.Connection, "peer_pid", 0)
+    monkeypatch.setattr(sessions, "_TAKEOVER_SECONDS", 0.2)
+    path = host("a").config.socket_path
+    with HolderClient.connect(path, SECRET) as first, HolderClient.connect(path, SECRET) as second:
+        first.join("run", "first")
+        with pytest.raises(ValueError, match="a process in a container"):
+            second.join("run", "second")
+        first.close()
+        second.join("run", "second")
 
 
 def test_a_process_that_is_no_holder_is_not_ended(tmp_path: Path) -> None:

@@ -168,7 +168,7 @@ class Restorer:
                 if step is not None and not failure:
                     steps = _listed(sorted({candidate.step for candidate in candidates}))
                     raise ValueError(f"run {self._run_id!r} has no step {step} to restore; it has {steps}")
-                if not candidates:
+                if not (candidates or failure):
                     self._begin_anew(found, reasons, on_disk)
                 break
             newest = max(left, key=lambda candidate: candidate.order)

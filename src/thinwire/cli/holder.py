@@ -120,14 +120,14 @@ def _talk(
 
     with _connect(options) as client:
         if forget is not None:
-            text = f"Forgot {client.forget(forget)} shards of run {forget}."
+            text = f"Forgot {client.forget(forget)} shards of run {_printable(forget)}."
             console.print(text, highlight=False, markup=False)
         if reload:
             console.print(f"Secrets that the holder accepts now: {client.reload()}", highlight=False)
         status = client.holder_status()
         if stop:
             stop_holder(client)
-            console.print(f"Stopped the holder at {status['address']}.", highlight=False)
+            console.print(f"Stopped the holder at {status['address']}.", highlight=False, markup=False)
         elif not reload:
             _print(status, console)
     write_json(status, json_path)
@@ -148,7 +148,9 @@ def _start(options: HolderOptions, console: Console, json_path: Path | None) -> 
     from thinwire.holder.start import start_holder
 
     said = start_holder(options)
-    console.print(f"Holder at {said['address']}, process {said['pid']}, socket {said['socket']}", highlight=False)
+    console.print(
+        f"Holder at {said['address']}, process {said['pid']}, socket {said['socket']}", highlight=False, markup=False
+    )
     write_json(said, json_path)
 
 
@@ -167,10 +169,17 @@ def _become(options: HolderOptions, json_path: Path | None) -> None:
     os.execv(line[0], line)
 
 
+def _printable(text: str) -> str:
+    """The text with what no terminal should get escaped: halves of surrogate pairs, sequences that control it."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
 def _print(status: dict[str, Any], console: Console) -> None:
     used, budget = status["used_bytes"] / 1e9, status["budget_bytes"] / 1e9
     console.print(
-        f"Holder at {status['address']}, process {status['pid']}: {used:.2f} of {budget:.2f} GB", highlight=False
+        f"Holder at {status['address']}, process {status['pid']}: {used:.2f} of {budget:.2f} GB",
+        highlight=False,
+        markup=False,
     )
     table = plain_table()
     for column in ("run", "owner", "role", "steps", "replicated", "age", "pending", "replicas", "last error"):
@@ -181,7 +190,7 @@ def _print(status: dict[str, Any], console: Console) -> None:
             for address, replica in shard["replicas"].items()
         ]
         table.add_row(
-            escape(shard["shard"]["run_id"]),
+            escape(_printable(shard["shard"]["run_id"])),
             str(shard["shard"]["owner"]),
             shard["role"],
             ", ".join(str(version["step"]) for version in shard["versions"]) or "none",
@@ -189,7 +198,7 @@ def _print(status: dict[str, Any], console: Console) -> None:
             "none" if shard["newest_age_seconds"] is None else f"{shard['newest_age_seconds']:.0f} s",
             f"{shard['bytes_pending'] / 1e6:.1f} MB",
             "\n".join(speeds),
-            escape(shard["last_error"]),
+            escape(_printable(shard["last_error"])),
         )
     if status["shards"]:
         console.print(table)

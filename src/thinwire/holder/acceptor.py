@@ -14,7 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from thinwire.errors import ThinwireError
 from thinwire.holder.frames import HANDSHAKE_SECONDS
 
 MAX_STRANGERS = 64
@@ -155,7 +154,7 @@ class Acceptor:
         except self._again:
             events = selectors.EVENT_WRITE if stranger.outgoing else selectors.EVENT_READ
             self._selector.modify(sock, events)
-        except (OSError, ThinwireError) as error:
+        except Exception as error:  # of any kind: without this thread nobody would be accepted any more
             self._drop(stranger, error)
         else:
             self._forget(stranger)

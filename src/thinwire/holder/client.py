@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import threading
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -109,7 +110,9 @@ class HolderClient:
         Raises LostPeerError if no holder listens there, PeerError if it has another secret.
         """
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.settimeout(timeout_seconds)
+        # with a timeout of Python's own, a full queue of callers would be an error at once
+        limit = struct.pack("ll", *divmod(int(timeout_seconds * 1e6), 10**6))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         try:
             sock.connect(str(socket_path))
         except OSError as error:

@@ -99,7 +99,7 @@ class Handshake:
             self.wanted = _HEADER.size + TAG_BYTES
             proofs = [_proof(secret, b"listener", self._nonces) for secret in self._secrets]
             return _packed(FrameKind.GREETING, {"nonce": self._nonce, "mac": mac, "proofs": proofs}, 0, 0, Tags())
-        proof = field(greeting, "proof", str, 64, 64)
+        proof = _digits(greeting, "proof", 64)
         for secret in self._secrets:
             if hmac.compare_digest(_proof(secret, b"caller", self._nonces), proof):
                 self.tags = _tags(secret, self._nonces, b"listener", b"caller")
@@ -363,7 +363,14 @@ class Connection:
 
 
 def _nonce(content: dict[str, Any]) -> str:
-    return field(content, "nonce", str, _NONCE_DIGITS, _NONCE_DIGITS)
+    return _digits(content, "nonce", _NONCE_DIGITS)
+
+
+def _digits(content: dict[str, Any], name: str, count: int) -> str:
+    text = field(content, name, str, count, count)
+    if not text.isascii():  # which neither `encode` nor `compare_digest` would forgive
+        raise CorruptMessageError(f"{name!r} is no hexadecimal number")
+    return text
 
 
 def _proof(secret: bytes, who: bytes, nonces: bytes) -> str:

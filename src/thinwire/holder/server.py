@@ -28,7 +28,7 @@ log = logging.getLogger("thinwire.holder")
 
 _MAX_CONNECTIONS = 512  # of trainers, and as many of peers
 _BACKLOG = 1024  # connections that the kernel keeps until they are accepted
-_WILDCARDS = {"0.0.0.0", "::", ""}
+_WILDCARDS = {"0.0.0.0", "::", "::ffff:0.0.0.0"}
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,6 @@ class Holder:
     """
 
     def __init__(self, config: HolderConfig) -> None:
-        if config.bind in _WILDCARDS:
-            raise ValueError("bind to one address, that of the interface on which peers reach this host, not to all")
         if not config.secret:
             raise ValueError("a holder needs a secret: give --secret-file, or set THINWIRE_SECRET")
         self.config, self.secret, self.store = config, config.secret, Store(config.budget_bytes)
@@ -82,6 +80,9 @@ class Holder:
         self._claim = _claim(config.socket_path)
         try:
             listener, self.address = _listen_tcp(config.bind, config.port)
+            if listener.getsockname()[0] in _WILDCARDS:  # which has many names: 0, ::0, ...
+                listener.close()
+                raise ValueError("bind to one address, on which peers reach this host, not to all of them")
             self._accept("peer", listener)
             self._listen_unix()
             if config.metrics is not None:
@@ -156,7 +157,7 @@ class Holder:
             if secret is not None and not secret.exists():
                 with os.fdopen(os.open(secret, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                     file.write(self.secret)
-            self._acceptors.pop("trainer").close()
+            self._acceptors["trainer"].close()  # which stays in its place if the next line fails
             self._listen_unix()
             log.warning("%s was deleted and is there again", path)
             self.socket_error = ""
@@ -373,8 +374,9 @@ def _claim(socket_path: Path) -> int:
 
 
 def _listen_unix(path: Path) -> socket.socket:
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()  # of a holder that was killed: the lock says that it is gone
+    if path.exists() and not path.is_socket():
+        raise ValueError(f"cannot listen at {path}: what is there is no socket, so it is not replaced")
+    path.unlink(missing_ok=True)  # of a holder that was killed: the lock says that it is gone
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         old = os.umask(0o177)

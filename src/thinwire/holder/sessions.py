@@ -168,14 +168,16 @@ class TrainerSession(Session):
 
         def rivals() -> list[TrainerSession]:
             other = [session for session in self.holder.joined if session.lease != (run_id, job)]
-            return [session for session in other if session.lease[0] == run_id and session._pid != self._pid]
+            foreign = [session for session in other if session._pid != self._pid or not self._pid]  # 0: in a container
+            return [session for session in foreign if session.lease[0] == run_id]
 
         with self.store.changed:
             rival = self._wait_for(rivals)
             if rival is not None:
+                process = f"process {rival._pid}" if rival._pid else "a process in a container"
                 raise ValueError(
-                    f"run {run_id!r} is in use by another job, or by another Checkpointer of this one: process"
-                    f" {rival._pid} on {os.uname().nodename}; pass another run_id, or end that process"
+                    f"run {run_id!r} is in use by another job, or by another Checkpointer of this one: {process}"
+                    f" on {os.uname().nodename}; pass another run_id, or end that process"
                 )
             self.lease = run_id, job
             self.holder.joined.add(self)
@@ -220,7 +222,9 @@ class TrainerSession(Session):
         with self.store.changed:
             if self._wait_for(lambda: [shard.trainer] if shard.trainer is not None else []) is not None:
                 raise ValueError(f"{shard_id} belongs to another trainer that is connected; end that one first")
-            shard.trainer, shard.role, shard.keep = self, "own", None
+            shard.trainer, shard.role, shard.keep = self, "own", self.store.chosen(shard_id.run_id, attempt)
+            if shard.keep is not None:  # what is left of before is not sent: it would hold the only slot
+                shard.attempt = attempt
             shard.unmap()
             self._end_receiver(shard)
         self.shard, self.attempt = shard, attempt

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
-from thinwire.checkpoint.agreement import Agreement
+from thinwire.checkpoint.agreement import Agreement, Turn
+from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices
@@ -70,3 +73,21 @@ def test_it_is_time_when_training_needs_it() -> None:
 )
 def test_nobody_waits_for_a_holder_that_is_not_there(registration: FakeRegistration) -> None:
     assert not waits_until_needed(registration, needed_after=20.0)
+
+
+@pytest.mark.parametrize("has_slot", [False, True])
+def test_a_save_that_is_given_up_has_begun_when_the_step_is_over(has_slot: bool) -> None:
+    """`persist_now` after the step used the group of the disk at the same time: one rank failed, the others waited."""
+    told: list[int] = []
+    agreement = Agreement(
+        cast(Registration, FakeRegistration(None)), cast(Any, None), None, cast(Pacer, FakePacer()), Notices(rank=0)
+    )
+    slow = SimpleNamespace(save=lambda step, attempt, take: (time.sleep(0.1), told.append(step)))
+    agreement._tier, agreement._persisting = cast(Any, slow), 1
+    optimizer_free = SimpleNamespace(optimizers=list, is_replicated=None)
+    cycle = Cycle(cast(Any, optimizer_free), agreement, Notices(rank=0), {}, Governor(), overlap=True)
+    cycle.step = 1
+    writer = SimpleNamespace(step=1, payload=b"", abandon=lambda: None) if has_slot else None
+    record = cycle._begin(Turn(writer=cast(Any, writer)), None)
+    assert (told, record.step) == ([1], 1)
+    cycle.close()

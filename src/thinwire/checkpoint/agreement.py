@@ -184,8 +184,6 @@ class Agreement:
             return self._skip(step, "no slot is free on all ranks: older versions are still on their way")
         self._persisting = step if due else None
         writer = self._slot(step)
-        if writer is None:
-            self._persist(step, "the holder gave no slot")
         skipped = "" if writer is not None else self._skip(step, "the holder gave no slot").skipped
         return Turn(skipped, writer, False, -stride)
 
@@ -223,14 +221,17 @@ class Agreement:
             return str(error)
         except FAILURES as error:
             self.lose(error)
-            self._persist(writer.step, "it was not published")
+            self.persist(writer.step, "it was not published")
             return f"it was not published: {error}"
         self._offer(encoded.payload_bytes)
-        self._persist(writer.step)
+        self.persist(writer.step)
         return ""
 
-    def _persist(self, step: int, failure: str = "") -> None:
-        """Have the version of a turn saved, or tell the waiting ranks why there is none; once for each turn."""
+    def persist(self, step: int, failure: str = "") -> None:
+        """Have the version of a turn saved, or tell the waiting ranks why there is none; once for each turn.
+
+        The training's thread waits for the call, or makes it: no other save of this rank begins meanwhile.
+        """
         if self._tier is None or self._persisting != step:
             return
         client, attempt, self._persisting = self._registration.client, self.attempt, None
@@ -244,7 +245,7 @@ class Agreement:
 
     def abandon(self, writer: SlotWriter) -> None:
         """Give a slot back, empty."""
-        self._persist(writer.step, "it was given up")
+        self.persist(writer.step, "it was given up")
         try:
             writer.abandon()
         except FAILURES as error:

@@ -176,6 +176,7 @@ class Cycle:
                 writer = turn.result().writer
                 if writer is not None:
                     self.do(lambda: self._agreement.abandon(writer))
+                self._agreement.persist(self.step + 1, "it was given up")
 
     def close(self) -> bool:
         """Publish the last checkpoint and stop, without waiting for the ranks' next agreement.
@@ -232,11 +233,12 @@ class Cycle:
             self._governor.agree(self.step, turn.stride)
         writer, obstacle = turn.writer, self._agreement.obstacle
         if writer is None:
+            self._agreement.persist(self.step, turn.skipped)
             return VersionRecord(self.step, skipped=turn.skipped)
         if encoded is not None and encoded.payload_bytes > len(writer.payload):
             obstacle = f"the state has grown beyond its slots of {len(writer.payload):,} bytes: they grow next"
         if encoded is None or obstacle:
-            self._worker.submit(lambda: self._agreement.abandon(writer))
+            self.do(lambda: self._agreement.abandon(writer))
             return VersionRecord(self.step, skipped=obstacle)
         copy = self._copier.begin(encoded, writer.payload, writer.slot)
         self._copying = self._worker.submit(lambda: self._finish(turn, copy, encoded))

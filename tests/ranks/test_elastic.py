@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -176,6 +178,11 @@ def test_what_is_wrong_is_said(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) ->
     hosts.joined("a")
     with pytest.raises(RendezvousConnectionError, match=r"--rdzv-id=run --nnodes=1:1.*--rdzv-id=other"):
         hosts.start("b", (1, 1), run_id="other").next_rendezvous()
+    impatient = hosts.start("b", (1, 1))
+    hosts.join("b")
+    time.sleep(0.3)
+    impatient.shutdown()  # as by Ctrl-C on a standby, which ends nothing but itself
+    assert not first._sync(choose=False)["closed"]
     spare = hosts.start("c", (1, 1))
     hosts.join("c")
     time.sleep(0.3)
@@ -200,6 +207,20 @@ def test_a_stranger_is_not_admitted(hosts: Hosts, monkeypatch: pytest.MonkeyPatc
     stranger._boards._secret = b"another secret of that length"
     with pytest.raises(RendezvousConnectionError, match="another secret"):
         stranger.next_rendezvous()
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_dies_with_its_agent() -> None:
+    worker = "import time; from thinwire.holder.start import *; end_with_agent(); print(1, flush=True); time.sleep(600)"
+    agent = (
+        "import os, subprocess, sys; os.environ['THINWIRE_AGENT'] = str(os.getpid());"
+        f"subprocess.run([sys.executable, '-c', {worker!r}])"
+    )
+    with subprocess.Popen([sys.executable, "-c", agent], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"1\n"
+        process.kill()
+        assert process.stdout.read() == b""  # which comes when the last process that has the other end is gone
 
 
 @pytest.mark.slow

@@ -137,6 +137,27 @@ def test_a_host_that_joins_gets_its_shards_before_any_trainer_runs(host: Callabl
         assert "available are" in found["missing"][0]
 
 
+def test_an_old_version_that_waits_for_grants_makes_room_for_the_one_to_go_back_to(host: Callable[..., Holder]) -> None:
+    """While copies move a shard has one slot. Its old version must not hold that for a sender that nobody lets send."""
+    here, there, joined = host("a"), host("b"), host("c", budget_bytes=8 << 20)
+    with client_of(here) as client:
+        assert write(client, 1)
+        assert write(client, 2, keep_step=1)
+        old, new = sorted(client.inventory("run"), key=lambda version: version.step)
+    for start, version in enumerate((old, new), start=1):
+        with client_of(joined, hello=False) as client:
+            chosen = version.attempt, version.step
+            client.place("run", [version.shard], [version.digest], attempt=start << 32, chosen=chosen)
+            peers = [there.address] if version is new else []
+            client.hello("run", TOPOLOGY, 0, NUM_BYTES, peers, attempt=start << 32)
+            if version is new:
+                (shard,) = joined.store.shards.values()
+                assert len(shard.holdings) == 1
+                time.sleep(0.2)  # so that a sender takes it up, if one would
+            client.fetch(version, here.address)
+            check(client, version.step)
+
+
 def test_the_version_that_all_have_is_never_overwritten(host: Callable[..., Holder]) -> None:
     here, there = host("a"), host("b")
     with client_of(here, replicas=[there.address]) as client:

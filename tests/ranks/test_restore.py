@@ -117,6 +117,16 @@ def test_what_other_hosts_can_bring_back_is_not_overwritten_unasked(sockets: lis
     assert steps_at(b) == {(1, 1)}, "what was given up is freed"
 
 
+def test_a_restart_that_finds_nothing_says_so(sockets: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A holder that died together with the workers leaves nothing that would tell of the run."""
+    assert start(sockets[:1], 3, replicas=1)[:2] == (None, ""), "the first start of a run is none"
+    restart(sockets[0])
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    restored, warned, _ = start(sockets[:1], 1, replicas=1)
+    assert restored is None
+    assert "the workers were started again, and nobody has a checkpoint of run 'run'" in warned
+
+
 def test_a_step_of_choice(sockets: list[str]) -> None:
     """The one before the newest; others are refused with those that exist. Then it is the newest."""
     hosts = sockets[:2]

@@ -85,6 +85,17 @@ def test_a_state_that_is_written_to_while_it_is_copied_is_none() -> None:
     assert bytes(slot[: len(expected)]) == expected
 
 
+def test_data_that_is_exchanged_while_it_is_copied_does_not_get_in() -> None:
+    """As code does that evaluates averaged weights; torch does not count it."""
+    copier, state, slot = begun()
+    expected, weights = payload_of(state), state["large"].data
+    copy = copier.begin(StateEncoder().encode(state), memoryview(slot), "slot")
+    state["large"].data = torch.zeros(LARGE)
+    assert copy.finish()
+    assert bytes(slot[: len(expected)]) == expected
+    state["large"].data = weights
+
+
 def test_a_slot_that_is_too_small_is_refused() -> None:
     copier, state, _ = begun()
     with pytest.raises(ValueError, match="a slot of 9 bytes"):

@@ -190,7 +190,9 @@ class Copier:
                 self._begin_download(device, numbers, encoded, set(split.later))
                 for device, numbers in split.on_device.items()
             ]
-        later = [(views[number], tensors[number]) for number in split.later if tensors[number].device.type != "cuda"]
+        # Detached, they keep their memory: code may exchange ``.data`` meanwhile, to evaluate averaged weights.
+        kept = {number: tensors[number].detach() for number in split.later}
+        later = [(views[number], tensor) for number, tensor in kept.items() if tensor.device.type != "cuda"]
         watched = [(originals[number], originals[number]._version) for number in split.later]
         return Copy(time.perf_counter() - started, later, watched, downloads, payload)
 
@@ -239,7 +241,7 @@ class Copier:
         tensors = [
             (
                 encoded.slices[number].offset,
-                encoded.tensors[number] if number in waiting else encoded.tensors[number].clone(),
+                encoded.tensors[number].detach() if number in waiting else encoded.tensors[number].clone(),
             )
             for number in numbers
         ]

@@ -36,7 +36,8 @@ def restart_hint() -> str:
     The store of torchrun (torch 2.13) stays for all starts of the workers, and has no prefix for each: restarted ones
     find the addresses of the dead there, and `init_process_group` fails or hangs.
     """
-    most, done = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    done = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if most <= done or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return ""
     return (

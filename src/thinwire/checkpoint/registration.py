@@ -20,7 +20,7 @@ from thinwire.comm.hosts import boot_id
 from thinwire.errors import ThinwireError
 from thinwire.holder.client import DEFAULT_LAYOUT_BYTES, HolderClient
 from thinwire.holder.replication import parse_address
-from thinwire.holder.start import HolderOptions, ensure_holder, load_secret, socket_path
+from thinwire.holder.start import HolderOptions, end_with_agent, ensure_holder, load_secret, socket_path
 from thinwire.holder.version import ShardId, topology_digest
 
 logger = logging.getLogger("thinwire")
@@ -114,6 +114,7 @@ class Registration:
         self.replicas = replicas
         first = gather_json(_JOBS.setdefault(os.getpid(), secrets.token_hex(8)), group)[0]
         self._job = f"{first}/{topology_digest(topology)}" if leases else ""
+        end_with_agent()
         try:
             self._connect_all()
         except BaseException:

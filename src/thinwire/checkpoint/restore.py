@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -167,7 +168,7 @@ class Restorer:
                 if step is not None and not failure:
                     steps = _listed(sorted({candidate.step for candidate in candidates}))
                     raise ValueError(f"run {self._run_id!r} has no step {step} to restore; it has {steps}")
-                if not candidates:
+                if not (candidates or failure):
                     self._begin_anew(found, reasons, on_disk)
                 break
             newest = max(left, key=lambda candidate: candidate.order)
@@ -358,6 +359,11 @@ class Restorer:
         """
         seen, why = self._seen(found), "; ".join(reasons + on_disk)
         if not why and not seen:
+            if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":  # perhaps the holders died with the workers
+                self._tell(
+                    f"the workers were started again, and nobody has a checkpoint of run {self._run_id!r}, so training"
+                    " starts anew: what it did before is lost if there were checkpoints (persistent= outlives holders)"
+                )
             return
         text = f"no checkpoint of run {self._run_id!r} can be restored: {why}"
         if seen and not on_disk and max(version.step for version in seen) <= _UNFINISHED * self._every:

@@ -29,7 +29,14 @@ from thinwire.elastic.board import Board, Claim
 from thinwire.elastic.service import Boards, is_local
 from thinwire.errors import LostPeerError, PeerError, ThinwireError
 from thinwire.holder.replication import parse_address
-from thinwire.holder.start import SOCKET_VARIABLE, HolderOptions, ensure_holder, load_secret, socket_path
+from thinwire.holder.start import (
+    AGENT_VARIABLE,
+    SOCKET_VARIABLE,
+    HolderOptions,
+    ensure_holder,
+    load_secret,
+    socket_path,
+)
 
 logger = logging.getLogger("thinwire")
 
@@ -81,7 +88,7 @@ class ElasticRendezvous(RendezvousHandler):
         )
         self._holder_pid = 0
         self._ensure_holder()
-        os.environ[SOCKET_VARIABLE] = str(path)
+        os.environ[SOCKET_VARIABLE], os.environ[AGENT_VARIABLE] = str(path), str(os.getpid())
         self._address, self._file = params.local_addr or bind, Path(f"{path}.place")
         self._name = f"{self._address} {os.getpid()} {secrets.token_hex(4)}"
         self._boards = Boards(
@@ -152,13 +159,19 @@ class ElasticRendezvous(RendezvousHandler):
         return self._closed
 
     def set_closed(self) -> None:
+        self._part("close")
+
+    def _part(self, want: str) -> None:
         with contextlib.suppress(ThinwireError, ValueError):
-            self._boards.request("sync", self._word("close"))
+            self._boards.request("sync", self._word(want))
 
     def shutdown(self) -> bool:
-        """End the run for all. The agent that serves it stays a little longer, so that standbys hear of it."""
+        """End the run for all, unless this host only waited for a place: then the others go on without it.
+
+        The agent that serves the run stays a little longer, so that standbys hear of its end.
+        """
         self._ended.set()
-        self.set_closed()
+        self._part("close" if self._want == "run" else "leave")
         if self._boards.serving:
             time.sleep(2 * self._interval)
         self._boards.close()

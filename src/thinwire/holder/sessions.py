@@ -222,7 +222,9 @@ class TrainerSession(Session):
         with self.store.changed:
             if self._wait_for(lambda: [shard.trainer] if shard.trainer is not None else []) is not None:
                 raise ValueError(f"{shard_id} belongs to another trainer that is connected; end that one first")
-            shard.trainer, shard.role, shard.keep = self, "own", None
+            shard.trainer, shard.role, shard.keep = self, "own", self.store.chosen(shard_id.run_id, attempt)
+            if shard.keep is not None:  # what is left of before is not sent: it would hold the only slot
+                shard.attempt = attempt
             shard.unmap()
             self._end_receiver(shard)
         self.shard, self.attempt = shard, attempt

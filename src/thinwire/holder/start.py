@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import secrets
+import signal
 import stat
 import subprocess
 import sys
@@ -21,7 +23,9 @@ from thinwire.holder.client import HolderClient
 from thinwire.holder.store import BudgetError, available_bytes, parse_bytes
 
 SECRET_VARIABLE, SOCKET_VARIABLE = "THINWIRE_SECRET", "THINWIRE_HOLDER"
+AGENT_VARIABLE = "THINWIRE_AGENT"  # the process of the elastic agent, for its workers
 _LOOPBACK = ("127.", "::1", "localhost")
+_PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
 @dataclass(frozen=True)
@@ -210,3 +214,9 @@ def stop_holder(client: HolderClient, timeout_seconds: float = 20.0) -> None:
         if time.monotonic() > deadline:
             raise ThinwireError(f"the holder, process {status['pid']}, has not ended after {timeout_seconds} seconds")
         time.sleep(0.02)
+
+
+def end_with_agent() -> None:
+    """Have the kernel kill this worker when its agent dies in any way: others would train on beside an orphan."""
+    if os.environ.get(AGENT_VARIABLE) == str(os.getppid()):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -266,6 +266,11 @@ class Store:
         """Return whether the ranks go back to that version and it stays here, or comes."""
         return version.digest in self._plan(version.shard.run_id).wanted
 
+    def chosen(self, run_id: str, attempt: int) -> tuple[int, int] | None:
+        """Return the attempt and step that trainers in their ``attempt`` go back to, while copies of it move."""
+        plan = self._plan(run_id)
+        return plan.chosen if plan.wanted and plan.attempt == attempt else None
+
     def is_placed(self, shard_id: ShardId) -> bool:
         """Return whether a shard belongs here, as far as the ranks of its run have said where shards do."""
         return shard_id.run_id not in self.plans or shard_id in self._plan(shard_id.run_id).placed

@@ -14,6 +14,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -94,10 +95,16 @@ class PersistentTier:
         return not busy and (self._rank != 0 or time.monotonic() >= (self._due_at or 0.0))
 
     def _age_seconds(self) -> float:
-        """Of the newest checkpoint on the disk, or else of the run; at most an interval, whatever the clocks say."""
+        """Of the newest checkpoint on the disk, or else of the run; at most an interval. Hosts' clocks differ: it is by
+        that of the file system, the time of a file that is made now."""
         with contextlib.suppress(OSError):
             written = [path.stat().st_mtime for path in (*map(self._path, self._steps()), self.directory / "run")]
-            return min(max(0.0, time.time() - max(written[:-1] or written)), self._every_seconds)
+            try:
+                with tempfile.TemporaryFile(dir=self.directory) as clock:
+                    now = os.fstat(clock.fileno()).st_mtime
+            except OSError:  # nothing can be written: try to save, which says why
+                return self._every_seconds
+            return min(max(0.0, now - max(written[:-1] or written)), self._every_seconds)
         return 0.0
 
     def save(self, step: int, attempt: int, take: Take) -> None:

@@ -235,7 +235,7 @@ KINDS = (
     _kind("altered while recovering", "a host is lost, and a bit flipped on the way back",
           partial(fetching, make_tamper=_data(flipped("payload"))), _PEER),
     _kind("altered while recovering, always", "and so at every try",
-          partial(fetching, make_tamper=_always_flipped), refused("altered on the way")),
+          partial(fetching, make_tamper=_always_flipped), refused("altered or forged on the way")),
     _kind("cut while recovering", "a host is lost, and the connection to its peer breaks off in a frame",
           partial(fetching, make_tamper=_data(lambda _: None)), _PEER),
     _kind("conversation replayed", "all that a sender said is said again by somebody else", replayed_elsewhere,

@@ -233,6 +233,7 @@ class FaultCampaign:
                 killer = self._killer(kind, reference, machines, successive)
                 if kind == "replacement":
                     killer.lose()  # while no trainer runs; the restart that is killed replaces it
+                known = len(self._problems)
                 done = self._start(killer, machines, places, work, training, kept)
                 kept, restarted = max(kept, killer.kept, *killer.restored.values(), -1), True
                 protected = killer.kept > max(killer.restored.values(), default=STEPS)
@@ -241,7 +242,7 @@ class FaultCampaign:
                 if kind and killer.killed:
                     self._done[kind] += 1
                     self._replaced += kind in _HOST_LOST
-                if done or (self._problems and self._problems[-1].startswith("failed")):
+                if done or any(problem.startswith("failed") for problem in self._problems[known:]):
                     return
 
     def _killer(self, kind: str, reference: list[list[str]], machines: HolderHosts, successive: int) -> Killer:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import zlib
 from dataclasses import replace
 from pathlib import Path
@@ -265,3 +267,9 @@ def test_a_directory_says_what_it_cannot_do(tmp_path: Path) -> None:
             slots.fetch(version, "10.0.0.1:1")
         with pytest.raises(ThinwireError, match="no such"):
             slots.open(version)
+
+
+def test_no_trainer_can_cut_the_memory_that_the_holder_reads() -> None:
+    slot = Slot.allocate(SlotSize(5000, 100))
+    with contextlib.closing(slot), pytest.raises(PermissionError):
+        os.ftruncate(slot.descriptor, 4096)

@@ -9,6 +9,7 @@ changes and returns to it after the last one, so a crash at any point leaves the
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import mmap
@@ -100,9 +101,10 @@ class Slot:
     @classmethod
     def allocate(cls, size: SlotSize) -> Slot:
         """Allocate an empty slot in anonymous shared memory. Raises OSError if there is none left."""
-        descriptor = os.memfd_create("thinwire-slot", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("thinwire-slot", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(descriptor, 0, size.total_bytes)  # a full memory shows here, not as SIGBUS in a trainer
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # so no trainer causes one in the holder
             return cls(descriptor, size)
         except BaseException:
             os.close(descriptor)

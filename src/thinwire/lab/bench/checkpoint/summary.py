@@ -18,9 +18,10 @@ COLUMNS = (
     "equal",
 )
 CAPTION = (
-    "s/step: median iteration; ratio: to none, paired by turns; blocked: ms that training stands still for a checkpoint; wasted: seconds, by a failure, on average; killed: seconds until ready after all trainers died; host:"
-    " after a host was lost too; link: share of it in fetching that host's state; lost: iterations, at most; equal:"
-    " losses and parameters bitwise as if nothing had happened."
+    "s/step: median iteration; ratio: to none, paired by turns; blocked: ms that training stands still for a checkpoint;"
+    " wasted: seconds, by a failure, on average; killed: seconds until ready after all trainers died; host: after a host"
+    " was lost too; link: share of it in fetching that host's state; lost: iterations, at most; equal: losses and"
+    " parameters bitwise as if nothing had happened."
 )
 
 
@@ -65,8 +66,8 @@ def conditions(result: dict[str, Any]) -> str:
 
 
 def sentences(result: dict[str, Any]) -> list[str]:
-    """Return sentences on the costs, on the bound and the measured values, and on the cost of rarer checkpoints."""
-    return [*_costs(result["rows"]), *_bound(result["environment"]["bounds"]), *_baselines(result)]
+    """Return sentences on the bound and the measured values, the cost of rarer checkpoints, and what each one costs."""
+    return [*_bound(result["environment"]["bounds"]), *_baselines(result), *_costs(result["rows"])]
 
 
 def _costs(rows: Sequence[dict[str, Any]]) -> list[str]:

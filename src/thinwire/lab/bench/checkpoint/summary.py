@@ -18,10 +18,10 @@ COLUMNS = (
     "equal",
 )
 CAPTION = (
-    "s/step: median iteration; ratio: to none, paired by turns; blocked: ms that training stands still for a checkpoint;"
-    " wasted: seconds, by a failure, on average; killed: seconds until ready after all trainers died; host: after a host"
-    " was lost too; link: share of it in fetching that host's state; lost: iterations, at most; equal: losses and"
-    " parameters bitwise as if nothing had happened."
+    "s/step: median iteration; ratio: to none, paired by turns; blocked: ms that training stands still for one; wasted:"
+    " seconds, by a failure, on average; killed: seconds until ready after all trainers died; host: after a host was"
+    " lost too; link: share of it in fetching that host's state; lost: iterations, at most; equal: losses and parameters"
+    " bitwise as if nothing had happened."
 )
 
 

@@ -20,7 +20,7 @@ COLUMNS = (
 CAPTION = (
     "s/step: median iteration; ratio: to none, paired by turns; blocked: ms that training stands still for one; wasted:"
     " seconds, by a failure, on average; killed: seconds until ready after all trainers died; host: after a host was"
-    " lost too; link: share of it in fetching that host's state; lost: iterations, at most; equal: losses and parameters"
+    " lost too; link: share of it in fetching its state; lost: iterations, at most; equal: losses and parameters"
     " bitwise as if nothing had happened."
 )
 

@@ -101,19 +101,21 @@ def test_what_other_hosts_can_bring_back_is_not_overwritten_unasked(sockets: lis
     """Host a has shard 0, and b shard 1; the job starts again on c and b."""
     a, b, c = sockets
     _, _, trained = start([a, b], 8, replicas=1)
+    kept = steps_at(b)
+    assert (1, 8) in kept, "and mostly the one before, if that was not left out"
     for restore in ({}, {"never": True}):  # a first step without a restore overwrites as well
         refused, _, _ = start([c, b], 3, restore, replicas=1)
         assert refused.startswith("ValueError: no checkpoint of run 'run' can be restored: step 8")
         for said in ("Shards 0 of step 8 were on the hosts at 127", "not part of this job", "restore(fresh=True)"):
             assert said in refused
-    assert steps_at(b) == {(1, 7), (1, 8)}
+    assert steps_at(b) == kept
     refused, _, _ = start([a, b], 3, {"never": True}, replicas=1)
     assert "has a checkpoint of step 8, which the first step would overwrite: call restore()" in refused
     restored, warned, weights = start([a, b], 0, replicas=1)
     assert (restored, weights) == (8, trained)
     restored, warned, _ = start([c, b], 1, {"fresh": True}, replicas=1)
     assert restored is None
-    assert re.search("starts anew, and gives up its steps (7, )?8", warned)
+    assert re.search("starts anew, and gives up its steps ([67], )?8", warned)
     assert steps_at(b) == {(1, 1)}, "what was given up is freed"
 
 

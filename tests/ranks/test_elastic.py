@@ -44,7 +44,8 @@ class Hosts:
 
     def start(self, name: str, nodes: tuple[int, int], run_id: str = "run", **more: Any) -> ElasticRendezvous:
         self._patch.setenv("THINWIRE_HOLDER", str(self._directory / f"{name}.sock"))
-        conf = {"keep_alive_interval": "0.2", "last_call_timeout": "0.5", "memory_budget": "8MiB", **more}
+        conf = {"keep_alive_interval": "0.2", "keep_alive_max_attempt": "15", "last_call_timeout": "2"}
+        conf |= {"memory_budget": "8MiB", **more}
         params = RendezvousParameters("thinwire", self.endpoint, run_id, *nodes, local_addr="127.0.0.1", **conf)
         self.agents[name] = ElasticRendezvous(params)
         return self.agents[name]

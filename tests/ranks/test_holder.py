@@ -295,6 +295,19 @@ def test_a_paused_peer_costs_a_version_not_the_training(host: Callable[..., Hold
         wait_for(lambda: client.status()["newest_replicated"] == 3 or client.status()["dropped"] == 2)
 
 
+def test_a_stopped_holder_is_named_with_what_wakes_it(tmp_path: Path) -> None:
+    with holder_process(tmp_path, "a") as said:
+        pause(said["pid"])
+        try:
+            with pytest.raises(
+                LostPeerError, match=f"process {said['pid']}, does not answer.* kill -CONT {said['pid']}$"
+            ):
+                HolderClient.connect(said["socket"], SECRET, timeout_seconds=0.5)
+        finally:
+            os.kill(said["pid"], signal.SIGCONT)
+        HolderClient.connect(said["socket"], SECRET).close()
+
+
 def test_a_lost_host_gets_its_shard_back_and_its_replica_is_rebuilt(host: Callable[..., Holder]) -> None:
     here, there, third = host("a"), host("b"), host("c")
     with client_of(here, replicas=[there.address]) as client:

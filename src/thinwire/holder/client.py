@@ -119,8 +119,15 @@ class HolderClient:
             sock.close()
             raise LostPeerError(f"no holder at {socket_path} ({error}); start one with: thinwire holder") from error
         connection = Connection(sock, timeout_seconds, take_descriptors=True)
+        pid = connection.peer_pid
         try:
             connection.greet(secret)
+        except LostPeerError as error:
+            connection.close()
+            hint = f"; if it is stopped: kill -CONT {pid}" if pid else ""
+            raise LostPeerError(
+                f"the holder at {socket_path}, process {pid}, does not answer: {error}{hint}"
+            ) from error
         except BaseException:
             connection.close()
             raise

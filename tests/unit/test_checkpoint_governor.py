@@ -16,7 +16,13 @@ BASE = 0.2
 
 
 def train(
-    governors: list[Governor], steps: int, cost: float, span: int = 1, noise: float = 0.0, first: int = 1
+    governors: list[Governor],
+    steps: int,
+    cost: float,
+    span: int = 1,
+    noise: float = 0.0,
+    first: int = 1,
+    base: float = BASE,
 ) -> tuple[list[int], float]:
     """Steps with a version, and the mean iteration; each version makes ``span`` iterations longer, ``cost`` in all."""
     draw, made, left, lengths = random.Random(0), [], 0, []
@@ -28,7 +34,7 @@ def train(
                 governor.note_begun()
             made.append(step)
             left = span
-        lengths.append(BASE + (cost / span if left else 0.0))
+        lengths.append(base + (cost / span if left else 0.0))
         left = max(0, left - 1)
         pause = draw.choice([0.0] * 19 + [1.0]) if noise else 0.0
         for governor in governors:
@@ -54,6 +60,17 @@ def test_the_cost_stays_below_the_share(cost: float, span: int, share: float, ev
 def test_the_first_versions_are_made_at_every_step() -> None:
     made, _ = train([Governor(0.05)], 20, cost=1.0)
     assert made == list(range(1, 21))
+
+
+def test_small_states_are_kept_at_nearly_every_step_of_fast_iterations() -> None:
+    """8 ms for a version of 5 ms iterations: a share of 5 % would leave 38 steps unprotected."""
+    made, _ = train([Governor("auto")], 1000, cost=0.008, base=0.005)
+    assert max(later - earlier for earlier, later in pairwise(made)) <= 2
+    assert len(made) > 800
+    made, _ = train([Governor(0.05)], 1000, cost=0.008, base=0.005)
+    assert len(made) < 100
+    with pytest.raises(ValueError, match="max_overhead='never': a share"):
+        Governor("never")
 
 
 def test_without_a_limit_every_step_has_one() -> None:

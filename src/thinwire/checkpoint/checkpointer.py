@@ -45,8 +45,9 @@ class Checkpointer:
             ``load_state_dict``: ``scheduler``, ``scaler``, the ``synchronizer`` that `thinwire.attach` returned, and
             ``data``, the position in the data.
         every: steps between two checkpoints, at least.
-        max_overhead: share of the time of training that checkpoints may cost. Where one after every step costs more,
-            as measured while training, they are made less often; None: never.
+        max_overhead: share of the time of training that checkpoints may cost, such as 0.02. Where one after every step
+            costs more, as measured while training, they are made less often. "auto" is 5 % or 10 ms a step, whichever
+            is more; None never makes them less often.
         replicas: copies of each state, including the one on its own machine.
         run_id: names the run, the same after a restart. Default: the environment's THINWIRE_RUN_ID, or that of
             ``torchrun --rdzv-id``.
@@ -90,7 +91,7 @@ class Checkpointer:
         synchronizer: Any = None,
         data: Any = None,
         every: int = 1,
-        max_overhead: float | None = 0.05,
+        max_overhead: float | str | None = "auto",
         replicas: int = 2,
         run_id: str | None = None,
         persistent: str | Path | None = None,

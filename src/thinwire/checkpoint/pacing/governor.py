@@ -22,6 +22,7 @@ _PROBE_VERSIONS = 10  # one of so many is left out where no iteration would be f
 _AIM = 0.8  # of the share is used: costs vary by a fifth from one version to the next
 _MARGIN = 2.0  # a version may become that much cheaper before more of them are made
 _MOST = 10_000
+_SHARE, _LEAST_SECONDS = 0.05, 0.01  # of "auto"
 
 
 class Governor:
@@ -31,15 +32,20 @@ class Governor:
     the next checkpoint, the same on all ranks, which agree on the greatest `stride` of theirs (`agree`).
 
     Args:
-        max_overhead: share of the time of training that checkpoints may cost; None for no limit.
+        max_overhead: share of the time of training that checkpoints may cost; None for no limit, "auto" for 5 % of an
+            iteration, or 10 ms if that is more: small states are then kept at every step of fast iterations.
         every: steps between two checkpoints at least; a stride counts multiples of it.
         most_steps: steps between two checkpoints at most.
     """
 
-    def __init__(self, max_overhead: float | None = None, every: int = 1, most_steps: int | None = None) -> None:
-        if max_overhead is not None and not max_overhead > 0:
-            raise ValueError(f"max_overhead={max_overhead}: a share of the training's time such as 0.05, or None")
-        self.max_overhead, self._every = max_overhead, every
+    def __init__(self, max_overhead: float | str | None = None, every: int = 1, most_steps: int | None = None) -> None:
+        self._least_seconds = _LEAST_SECONDS if max_overhead == "auto" else 0.0
+        share = _SHARE if max_overhead == "auto" else max_overhead
+        if share is not None and (isinstance(share, str) or not share > 0):
+            raise ValueError(
+                f"max_overhead={max_overhead!r}: a share of the training's time such as 0.05, 'auto' or None"
+            )
+        self.max_overhead, self._every = share, every
         self._most = max(1, (most_steps or _MOST) // every)
         self._free: deque[float] = deque(maxlen=_FREE)
         self._costs: deque[float] = deque(maxlen=_VERSIONS)
@@ -96,7 +102,7 @@ class Governor:
         """The interval that this rank wants now, in multiples of ``every``."""
         cost, wanted = self.cost_seconds, 1
         if self.max_overhead is not None and cost is not None:
-            budget = self.max_overhead * self._every * median(self._free)
+            budget = max(self.max_overhead * median(self._free), self._least_seconds) * self._every
             if not cost <= budget * self._wanted <= _MARGIN * cost + budget:
                 self._wanted = max(1, min(math.ceil(cost / budget / _AIM), self._most))
             wanted = self._wanted

@@ -123,7 +123,7 @@ class InPeers:
     """The method of `thinwire.checkpoint.Checkpointer`, which sends in the gaps of the lane."""
 
     name = THINWIRE
-    _max_overhead: float | None = 0.05
+    _max_overhead: str | None = "auto"
 
     def __init__(self, trainer: Trainer, place: Place, rank: int) -> None:
         training, socket = trainer.training, socket_path(place.sockets[rank])

@@ -39,7 +39,7 @@ def checkpoint(
     compute_ms: float = typer.Option(
         1000.0, help="Of a step, asleep: the time of an accelerator, which takes no core of this machine."
     ),
-    methods: str = option("--methods", CHECKPOINT_METHODS, ", lm_resiliency, nvrx; a checkpoint in every iteration"),
+    methods: str = option("--methods", CHECKPOINT_METHODS, "; also lm_resiliency and nvrx, if they are installed"),
     hosts: int = option("--hosts", 8, ", one rank and one holder each"),
     link: str = option("--link", "100mbit", "; none for loopback"),
     replicas: int = typer.Option(2, help="Copies of each host's state, its own one included."),

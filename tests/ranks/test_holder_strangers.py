@@ -480,7 +480,7 @@ def run(directory: Path, *options: str) -> str:
     from thinwire.cli.main import app
 
     given = ["holder", "--socket", str(directory / "a"), "--secret-file", str(directory / "secret"), *options]
-    result = CliRunner().invoke(app, given)
+    result = CliRunner().invoke(app, given, env={"COLUMNS": "200"})  # so that no name is folded
     assert result.exit_code == 0, result.output
     return result.output
 

@@ -162,8 +162,9 @@ class Connection:
         handshake, self._deadline = Handshake(secret), time.monotonic() + seconds
         while handshake.wanted:
             answer = handshake.feed(self._read(handshake.wanted))
-            with self._lost_peer("send"):
-                self._socket.sendall(answer)
+            if answer:  # after its proof the caller may be gone
+                with self._lost_peer("send"):
+                    self._socket.sendall(answer)
         self._trust(handshake.tags, 1, 2)
         self._deadline = None
 

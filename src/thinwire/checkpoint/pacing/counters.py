@@ -1,7 +1,7 @@
 """Times in which the network is busy, from the counters of bytes that this host has sent.
 
-They show whatever sends: DDP, FSDP and NCCL too. A look every 2 ms costs 1 to 2 % of a core, only while iterations are
-profiled (20 of them), and only those count in which no checkpoint is on its way.
+They show whatever sends: DDP, FSDP and NCCL too. They are read every 2 ms, only while
+iterations are profiled (20 of them), and only those count in which no checkpoint is on its way.
 """
 
 from __future__ import annotations

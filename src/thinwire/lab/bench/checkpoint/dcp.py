@@ -24,14 +24,14 @@ from thinwire.checkpoint.group import new_group
 from thinwire.checkpoint.state.encode import flatten
 from thinwire.checkpoint.state.layout import StateLayout
 from thinwire.checkpoint.state.snapshot import TrainingState
-from thinwire.lab.bench.checkpoint.methods import Call, Place
+from thinwire.lab.bench.checkpoint.methods import CheckpointMethod, Place
 
 _KEPT = 2
 _TIMEOUT = timedelta(minutes=30)
 _METADATA = ".metadata"  # written last: without it there is no checkpoint
 
 
-class DcpSync:
+class DcpSync(CheckpointMethod):
     """A synchronous checkpoint: every rank waits for its end."""
 
     name = "dcp_sync"
@@ -46,12 +46,6 @@ class DcpSync:
         dcp.save(self._state(step), checkpoint_id=self._path(step), process_group=self._group)
         self._remove_old(before=step)
         return True
-
-    def finish(self) -> float | None:
-        return None
-
-    def account(self, calls: list[Call]) -> list[Call]:
-        return calls
 
     def restore(self) -> int | None:
         newest: list[int | None] = [max(self._steps(), default=None) if self._rank == 0 else None]

@@ -49,11 +49,11 @@ class CheckpointMethod(Protocol):
 
     def finish(self) -> float | None:
         """Wait until the last checkpoint is safe, and return the seconds from its call of `step` until then."""
-        ...
+        return None
 
     def account(self, calls: list[Call]) -> list[Call]:
         """Return the last calls of `step`, completed with the results known after `finish`."""
-        ...
+        return calls
 
     def restore(self) -> int | None:
         """Restore the newest checkpoint and return the number of steps before it; None if there is none."""
@@ -99,18 +99,12 @@ def cpu_seconds(place: Place, rank: int) -> float:
     return used
 
 
-class NoCheckpoints:
+class NoCheckpoints(CheckpointMethod):
     """A method without checkpoints: the training by itself."""
 
     def step(self, step: int) -> bool:
         del step
         return False
-
-    def finish(self) -> float | None:
-        return None
-
-    def account(self, calls: list[Call]) -> list[Call]:
-        return calls
 
     def restore(self) -> int | None:
         return None

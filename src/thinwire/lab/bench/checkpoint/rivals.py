@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from thinwire.checkpoint.state.snapshot import TrainingState
-from thinwire.lab.bench.checkpoint.methods import LM_RESILIENCY, NVRX, Call, Place
+from thinwire.lab.bench.checkpoint.methods import LM_RESILIENCY, NVRX, CheckpointMethod, Place
 
 _PACKAGES = {
     LM_RESILIENCY: ("lm_resiliency", "lm-resiliency"),
@@ -37,7 +37,7 @@ def host_directory(place: Place, rank: int) -> Path:
     return Path(place.directory) / f"host-{rank}.disk"
 
 
-class LmResiliency:
+class LmResiliency(CheckpointMethod):
     """lm-resiliency's GEMINI: two own versions and two of the peer in the memory of the trainer, copied by a thread.
 
     A killed trainer loses them. Its disk tier is written every 100 steps, as by default.
@@ -69,9 +69,6 @@ class LmResiliency:
         self._manager.finalize_replication()
         return time.perf_counter() - self._started
 
-    def account(self, calls: list[Call]) -> list[Call]:
-        return calls
-
     def restore(self) -> int | None:
         found = self._manager.load()
         return None if found is None else self._training.adopt(found[0])
@@ -81,7 +78,7 @@ class LmResiliency:
         self._manager.close()
 
 
-class Nvrx:
+class Nvrx(CheckpointMethod):
     """NVRx's local checkpoints with clique replication, to a directory of each host.
 
     They are synchronous: the asynchronous ones wait for CUDA, even where there is none.
@@ -101,12 +98,6 @@ class Nvrx:
     def step(self, step: int) -> bool:
         self._manager.save(CpuState(self._training.capture(step)), step, is_async=False)
         return True
-
-    def finish(self) -> float | None:
-        return None
-
-    def account(self, calls: list[Call]) -> list[Call]:
-        return calls
 
     def restore(self) -> int | None:
         newest = self._manager.find_latest()

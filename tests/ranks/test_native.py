@@ -49,6 +49,42 @@ def test_dense_gradients_by_the_group_of_the_model() -> None:
     run_ranks(_as_stock, world_size=3, timeout_seconds=60)
 
 
+LOOKS = (0, 2, 5)
+"""Steps in which the rows of a table are looked at, of which all are non-zero."""
+
+
+def _full_table(context: RankContext, scheme: str, how: str) -> None:
+    """Every step looks up all rows, so there is nothing to leave out."""
+    synchronizer.is_native = lambda group, device: True
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(600, 16), nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 3))
+    trained = DistributedDataParallel(model) if how == "DDP" else model
+    sync = thinwire.attach(trained, scheme)
+    reduced: list[int] = []
+    jobs: list[int] = []
+    all_reduce = torch.distributed.all_reduce
+    torch.distributed.all_reduce = lambda tensor, *args, **kw: reduced.append(tensor.numel()) or all_reduce(tensor, *args, **kw)  # fmt: skip # noqa: E501
+    sync._lane.submit = lambda job, submit=sync._lane.submit: jobs.append(0) or submit(job)
+    try:
+        for step in range(9):
+            reduced.clear(), jobs.clear(), model.zero_grad()
+            trained(torch.arange(600).roll(context.rank)).square().mean().backward()
+            if (scheme == "dense" or step not in LOOKS) and (how == "DDP" or step):
+                assert not jobs, "the lane has nothing to do"
+                assert len(reduced) == 1, "one fragment, the table with its neighbours"
+        assert sync.stats()["comm/bytes_sent"] == sum(int(row["total_bytes"]) for row in sync.table())
+        assert {row["scheme"] for row in sync.table()} <= {"NCCL", "native"}
+    finally:
+        torch.distributed.all_reduce = all_reduce
+        sync.detach()
+
+
+@pytest.mark.parametrize(("scheme", "how"), [("auto", "DDP"), ("dense", "DDP"), ("auto", "plain"), ("dense", "plain")])
+def test_a_dense_table_goes_with_its_bucket(scheme: str, how: str) -> None:
+    """By the group of the model, from the hook, and not over the lane, where it would be copied to the host."""
+    run_ranks(partial(_full_table, scheme=scheme, how=how), world_size=2, timeout_seconds=60)
+
+
 def _large(context: RankContext, how: str) -> tuple[Tensor, dict[str, float], int]:
     """Three steps without a table: parameters, statistics, and how many jobs a backward submitted."""
     torch.manual_seed(0)

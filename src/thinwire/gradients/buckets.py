@@ -97,7 +97,8 @@ class Buckets:
     ) -> None:
         self._staging = staging or Staging()
         self._native = native
-        gradients.may_leave = native is not None and self._staging.is_host
+        gradients.is_own = native is not None and native.is_own
+        gradients.may_leave = gradients.is_own or (native is not None and self._staging.is_host)
         self._gradients = gradients
         self._lookups = lookups
         self._names = names
@@ -135,11 +136,11 @@ class Buckets:
         return future
 
     def _start(self, bucket: dist.GradBucket, name: str) -> Pending | None:
-        """All-reduce a bucket that travels as a whole, beside the lane; None for any other, and for those of a GPU.
+        """All-reduce a bucket that travels as a whole, beside the lane; None for any other, and for a model's own group.
 
         Stock DDP spends no time in Python on it, so this creates nothing that is not needed.
         """
-        if self._native is None or not self._staging.is_host:
+        if self._native is None or self._native.is_own or not self._staging.is_host:
             return None
         buffer = bucket.buffer()
         if buffer.is_sparse:
@@ -277,8 +278,11 @@ class Buckets:
             else:
                 compressed.append((parameter_name, gradient))
         others += _between(bucket, done, buffer.numel())
-        of_tables = {table.name for table in tables}
-        self._formed[bucket.index()] = tuple(name for name in parameters if name not in of_tables)
+        self._formed[bucket.index()] = tuple(
+            name
+            for parameter, name in zip(bucket.parameters(), parameters, strict=True)
+            if id(parameter) not in self._tables
+        )
         return Contents(buffer, tuple(tables), tuple(others), compressed=tuple(compressed), name=name)
 
 

@@ -18,6 +18,9 @@ from thinwire import kernels
 from thinwire.lab.demo import corpus
 from thinwire.lab.testbed import launch
 
+pytest_plugins = ["last_words"]
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # what tests start says where it crashed: ranks, holders, commands
+
 # Nightly there are more of them: see the Makefile.
 EXAMPLES = int(os.environ.get("THINWIRE_EXAMPLES", "100"))
 settings.register_profile(

@@ -280,9 +280,10 @@ class Synchronizer:
         plain modules: their ranks may freeze or use different parameters, which only the lane's headers reveal.
         """
         group = group if self._sharding is None else self._sharding.dimension()
-        if is_native(group, device) or self._is_left_to_ddp:
-            scheme = "NCCL" if is_native(group, device) else name_of(DENSE)
-            return NativeAllReduce(group, self._gradients, OTHERS, scheme)
+        if is_native(group, device):
+            return NativeAllReduce(group, self._gradients, OTHERS, "NCCL", is_own=True)
+        if self._is_left_to_ddp:
+            return NativeAllReduce(group, self._gradients, OTHERS, name_of(DENSE))
         is_alike = isinstance(self._model, DistributedDataParallel) or self._sharding is not None
         if device.type != "cpu" or self._intent is not None or not is_alike:
             return None

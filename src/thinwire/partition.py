@@ -41,6 +41,14 @@ class Partition:
         places = kernels.group_by_owner(self.owners(ids), self.world_size)
         return [(part.positions(ids[place]), place) for part, place in zip(self.parts, places, strict=True)]
 
+    def positions(self, ids: Tensor) -> Tensor:
+        """Return the position of each id in the part of its owner, without a table and without waiting for a device."""
+        raise NotImplementedError
+
+    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
+        """Return the id of each (owner, position): the inverse of `owners` and `positions`."""
+        raise NotImplementedError
+
     def join(self, positions: Sequence[Tensor]) -> Tensor:
         """Return the ids at the given positions of each part, one part after the other."""
         return torch.cat([part.ids(of_part) for part, of_part in zip(self.parts, positions, strict=True)])
@@ -56,6 +64,12 @@ class Contiguous(Partition):
 
     def owners(self, ids: Tensor) -> Tensor:
         return torch.div(ids, max(1, self.range_rows), rounding_mode="floor")
+
+    def positions(self, ids: Tensor) -> Tensor:
+        return ids % max(1, self.range_rows)
+
+    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
+        return owners * self.range_rows + positions
 
     @cached_property
     def parts(self) -> tuple[Range, ...]:
@@ -91,6 +105,12 @@ class BlockCyclic(Partition):
 
     def owners(self, ids: Tensor) -> Tensor:
         return ids % self.world_size
+
+    def positions(self, ids: Tensor) -> Tensor:
+        return torch.div(ids, self.world_size, rounding_mode="floor")
+
+    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
+        return positions * self.world_size + owners
 
     @cached_property
     def parts(self) -> tuple[Strided, ...]:
@@ -141,8 +161,10 @@ class Permutation(Partition):
         """Return the rotation of each group of ids, int64 in [0, world_size)."""
         return kernels.owner_by_hash(groups, self.world_size, self.seed)
 
-    def ids(self, owners: Tensor | int, positions: Tensor) -> Tensor:
-        """Return the id of each (owner, position)."""
+    def positions(self, ids: Tensor) -> Tensor:
+        return torch.div(ids, self.world_size, rounding_mode="floor")
+
+    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
         return positions * self.world_size + (owners - self.rotation(positions)) % self.world_size
 
     @cached_property
@@ -244,6 +266,12 @@ class FirstRanks(Partition):
 
     def owners(self, ids: Tensor) -> Tensor:
         return self.owned.owners(ids)
+
+    def positions(self, ids: Tensor) -> Tensor:
+        return self.owned.positions(ids)
+
+    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
+        return self.owned.ids(owners, positions)
 
     @property
     def parts(self) -> tuple[Part, ...]:

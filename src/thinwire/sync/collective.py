@@ -18,14 +18,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
 from thinwire.comm.channel import first_difference
-from thinwire.comm.collectives import Collectives, gathered_bytes
+from thinwire.comm.collectives import Collectives, Numbers, gathered_bytes
 from thinwire.comm.process_group import check_fits, ring_all_reduce_bytes
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, MismatchError, PeerError, in_exchange, told
 from thinwire.partition import Partition
@@ -38,8 +38,7 @@ from thinwire.wire import FormatChoice, digest64
 
 TABLES_OF_A_RECORD = 64
 """Records have room for a multiple of this many tables, so that ranks that sum other tables can tell each other so."""
-_STEP, _DIGEST, _FAILED, _INVALID, _MISSING, _LATE, _FIXED = range(7)
-_SUM_STEP, _SUM_FAILED, _SUM_CORRUPT, _SUM_FIXED = range(4)
+_CHECK, _STEP, _FAILED, _INVALID, _CORRUPT, _DIGEST, _MISSING, _FIXED = range(8)
 SLACK_ROWS = 256
 
 T = TypeVar("T")
@@ -153,7 +152,7 @@ def sent_bytes(
         return 0
     peers = [peer for peer in range(world_size) if peer != rank]
     room = _room(len(plans))
-    total = len(peers) * 8 * (_FIXED + 2 * room + _SUM_FIXED + room)
+    total = len(peers) * 8 * (2 * _FIXED + 3 * room)
     whole, sums = [0] * world_size, [0] * world_size
     for table, rows, union in zip(plans, pushed, unions, strict=True):
         if table.scheme.is_dense:
@@ -434,33 +433,23 @@ class _Call:
     def agree_on_counts(self) -> None:
         """Phase 2: ``self.counts_out`` and ``counts_in`` are the rows of each table for and from each rank."""
         for _ in range(2):
-            numbers = self.exchange.numbers(self._record())
-            sent, received = numbers.sent.tolist(), numbers.received.tolist()
-            self._check_agreement(sent, received)
-            if not any(record[_MISSING] for record in received):
+            numbers = self._exchanged(self._counts_record(), "in the last call, and got nan for them")
+            if not numbers.received[:, _MISSING].any():
                 break
-            found = sent[self.rank][_FIXED + 1 :: 2]
-            self.attempt(partial(self._find_again, found), None)
+            self.attempt(partial(self._find_again, numbers.sent[0, _FIXED + 1 :: 2].tolist()), None)
         else:
             raise told(CorruptHeaderError(f"{self.where()}: ranks miss rows that they have found"), self.world_size)
-        self.counts_out = [[record[_FIXED + 2 * place] for record in sent] for place in range(self.num_tables)]
-        self.counts_in = [[record[_FIXED + 2 * place] for record in received] for place in range(self.num_tables)]
-        self.held = [[record[_FIXED + 2 * place + 1] for record in received] for place in range(self.num_tables)]
+        last = _FIXED + 2 * self.num_tables
+        self.counts_out = numbers.sent[:, _FIXED:last:2].T.tolist()
+        self.counts_in = numbers.received[:, _FIXED:last:2].T.tolist()
+        self.held = numbers.received[:, _FIXED + 1 : last : 2].T.tolist()
         self.counts_on_device = numbers.on_device[:, _FIXED::2]
         for job, counts, held in zip(self.jobs, self.counts_in, self.held, strict=True):
-            most = job.plan.sizes[self.rank if job.is_owned else 0]
-            for peer, (count, rows) in enumerate(zip(counts, held, strict=True)):
-                if (
-                    not 0 <= count <= min(most, rows)
-                    or rows > job.plan.num_rows
-                    or (not job.is_owned and count != rows)
-                ):
-                    raise in_exchange(
-                        CorruptHeaderError(
-                            f"{self.where()}: rank {self.exchange.global_ranks[peer]} announces {count} of {rows} rows"
-                            f" of {job.table.name}, where at most {most} make sense"
-                        )
-                    )
+            size = job.plan.sizes[self.rank if job.is_owned else 0]
+            for count, rows in zip(counts, held, strict=True):
+                if not 0 <= count <= min(size, rows) or rows > job.plan.num_rows or (not job.is_owned and count < rows):
+                    announced = f"{count} of {rows} rows of {job.table.name} are announced, of {size}"
+                    raise in_exchange(CorruptHeaderError(f"{self.where()}: {announced}"))
 
     def _find_again(self, found: Sequence[int]) -> None:
         for job, held in zip(self.jobs, found, strict=False):
@@ -468,13 +457,11 @@ class _Call:
                 job.capacity = held
                 job.find()
 
-    def _record(self) -> Tensor:
-        room = _room(self.num_tables)
-        record = torch.zeros(self.world_size, _FIXED + 2 * room, dtype=torch.int64, device=self.device)
-        record[:, _STEP], record[:, _DIGEST] = self.step, digest64(self.text.encode()) - (1 << 63)
-        record[:, _FAILED] = self.failure is not None
+    def _counts_record(self) -> Tensor:
+        record = self._record(_FIXED + 2 * _room(self.num_tables))
+        record[:, _DIGEST] = digest64(self.text.encode()) - (1 << 63)
         if self.late is not None:
-            record[:, _LATE] = self.late
+            record[:, _CORRUPT] = self.late
         if self.jobs and self.failure is None:
             record[:, _INVALID] = torch.stack([job.invalid for job in self.jobs]).any()
             found = torch.stack([job.count for job in self.jobs])
@@ -484,50 +471,61 @@ class _Call:
             tables[:, :, 1] = found.sum(1)
         return record
 
-    def _check_agreement(self, sent: list[list[int]], received: list[list[int]]) -> None:
-        """Raise on all ranks alike what any of them reported."""
-        if sent[0][_INVALID]:
-            bad = [job.table.name for job in self.jobs if bool(job.invalid)]
-            self.failure = ValueError(f"{', '.join(bad)}: a row id is out of range")
-        self._raise_failures([bool(record[_FAILED] or record[_INVALID]) for record in received])
-        mine = self.step, sent[0][_DIGEST]
-        if any((record[_STEP], record[_DIGEST]) != mine for record in received):
-            texts = self.exchange.texts(f"call {self.step}\n{self.text}", self.device)
-            peer = next(peer for peer, text in enumerate(texts) if text != texts[self.rank])
-            ours, theirs = first_difference(texts[self.rank], texts[peer])
-            error = MismatchError(
-                f"{self.where()}: ranks disagree about what is summed.\n  rank {self._global(self.rank)}: {ours}\n"
-                f"  rank {self._global(peer)}: {theirs}\nAll ranks must make the same calls in the same order, with the"
-                " same tables, schemes and scale."
-            )
-            raise told(error, self.world_size)
-        self._raise_corrupt([bool(record[_LATE]) for record in received], "in the last call, and got nan for them")
+    def _record(self, num_columns: int) -> Tensor:
+        record = torch.zeros(self.world_size, num_columns, dtype=torch.int64, device=self.device)
+        record[:, _STEP], record[:, _FAILED] = self.step, self.failure is not None
+        return record
 
-    def _raise_failures(self, failed: Sequence[bool]) -> None:
-        """Raise if a rank failed: its own error there, PeerError with the reason on the others."""
-        if not any(failed):
-            return
-        reason = "" if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
-        texts = self.exchange.texts(reason, self.device)
-        peer = failed.index(True)
-        error = self.failure or PeerError(f"{self.where()}: rank {self._global(peer)} reports: {texts[peer]}")
-        raise told(error, self.world_size)
+    def _exchanged(self, record: Tensor, when: str) -> Numbers:
+        """Exchange a record, and raise on all ranks alike what any of them reports in it.
 
-    def _raise_corrupt(self, corrupt: Sequence[bool], when: str = "") -> None:
+        The columns of a record add up to zero, so a record that was altered ends this rank before it acts on it.
+        """
+        record[:, _CHECK] = -record.sum(1)
+        numbers = self.exchange.numbers(record)
+        received = numbers.received
+        if received.sum(1).any():
+            raise in_exchange(CorruptHeaderError(f"{self.where()}: a record whose checksum does not match"))
+        if numbers.sent[0, _INVALID] and self.failure is None:
+            self.failure = ValueError("a row id is out of range")
+        failed = (received[:, _FAILED] | received[:, _INVALID]).tolist()
+        if any(failed):
+            reason = "" if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
+            texts, peer = self.exchange.texts(reason, self.device), failed.index(1)
+            error = PeerError(f"{self.where()}: rank {self._global(peer)} reports: {texts[peer]}")
+            raise told(self.failure or error, self.world_size)
+        alike = received[:, [_STEP, _DIGEST]] == numbers.sent[0, [_STEP, _DIGEST]]
+        if not alike.all():
+            self._raise_mismatch()
+        corrupt = received[:, _CORRUPT].tolist()
         if any(corrupt):
             ranks = ", ".join(str(self._global(rank)) for rank, is_corrupt in enumerate(corrupt) if is_corrupt)
             error = CorruptMessageError(f"{self.where()}: ranks {ranks} received ids that no rank can have sent {when}")
             raise told(error, self.world_size)
+        return numbers
+
+    def _raise_mismatch(self) -> NoReturn:
+        texts = self.exchange.texts(f"call {self.step}\n{self.text}", self.device)
+        peer = next((peer for peer, text in enumerate(texts) if text != texts[self.rank]), self.rank)
+        ours, theirs = first_difference(texts[self.rank], texts[peer])
+        error = MismatchError(
+            f"{self.where()}: ranks disagree about what is summed.\n  rank {self._global(self.rank)}: {ours}\n"
+            f"  rank {self._global(peer)}: {theirs}\nAll ranks must make the same calls in the same order, with the"
+            " same tables, schemes and scale."
+        )
+        raise told(error, self.world_size)
 
     def all_reduce_dense(self) -> None:
         """Sum tables that go dense by the group's own algorithm, scaled before, as DDP does: it adds in the dtype."""
         for job, held in zip(self.jobs, self.held, strict=True):
             if job.is_native:
-                dense = job.dense()
+                dense = self.attempt(job.dense, None)
+                if dense is None:
+                    dense = job.gradient.new_zeros(job.plan.num_rows, job.plan.push.width, layout=torch.strided)
                 if self.scale != 1.0:
                     dense.mul_(self.scale)
                 self.exchange.all_reduce(dense)
-                job.take_dense(dense, sum(held))
+                self.attempt(partial(job.take_dense, dense, sum(held)), None)
 
     def gather(self) -> None:
         """Phases 3 and 4 under centralization."""
@@ -577,20 +575,14 @@ class _Call:
 
     def agree_on_sums(self) -> None:
         """Phase 5: ``self.sizes`` are the rows of each sum on each rank."""
-        record = torch.zeros(_SUM_FIXED + _room(self.num_tables), dtype=torch.int64, device=self.device)
-        record[_SUM_STEP], record[_SUM_FAILED] = self.step, self.failure is not None
+        record = self._record(_FIXED + _room(self.num_tables))
         if self.wrong:
-            record[_SUM_CORRUPT] = torch.stack(self.wrong).any()
+            record[:, _CORRUPT] = torch.stack(self.wrong).any()
         if self.jobs and self.failure is None:
-            record[_SUM_FIXED : _SUM_FIXED + self.num_tables] = torch.cat([job.size for job in self.jobs])
-        numbers = self.exchange.numbers(record.expand(self.world_size, -1).contiguous())
-        received = numbers.received.tolist()
-        if any(record[_SUM_STEP] != self.step for record in received):
-            raise in_exchange(CorruptHeaderError(f"{self.where()}: a rank is in another call"))
-        self._raise_failures([bool(record[_SUM_FAILED]) for record in received])
-        self._raise_corrupt([bool(record[_SUM_CORRUPT]) for record in received])
-        self.sizes = [[record[_SUM_FIXED + place] for record in received] for place in range(self.num_tables)]
-        self.sizes_on_device = numbers.on_device[:, _SUM_FIXED:]
+            record[:, _FIXED : _FIXED + self.num_tables] = torch.cat([job.size for job in self.jobs])
+        numbers = self._exchanged(record, "in this call")
+        self.sizes = numbers.received[:, _FIXED : _FIXED + self.num_tables].T.tolist()
+        self.sizes_on_device = numbers.on_device[:, _FIXED:]
         for job, sizes in zip(self.jobs, self.sizes, strict=True):
             if job.is_owned and any(not 0 <= size <= part for size, part in zip(sizes, job.plan.sizes, strict=True)):
                 raise told(

@@ -38,7 +38,7 @@ from thinwire.wire import FormatChoice, digest64
 
 TABLES_OF_A_RECORD = 64
 """Records have room for a multiple of this many tables, so that ranks that sum other tables can tell each other so."""
-_STEP, _DIGEST, _FAILED, _INVALID, _MISSING, _LATE, _FIXED = range(7)
+_STEP, _DIGEST, _FAILED, _INVALID, _MISSING, _LATE, _NOTE, _FIXED = range(8)
 _SUM_STEP, _SUM_FAILED, _SUM_CORRUPT, _SUM_FIXED = range(4)
 SLACK_ROWS = 256
 
@@ -337,6 +337,8 @@ class CollectiveSum:
 
     Attributes:
         counts: rows of each table in the last call, by name.
+        note: a number, not negative, that the next call tells all ranks.
+        notes: the number that each rank told in the last call.
 
     Example:
         >>> total = CollectiveSum(Collectives(dist.group.WORLD))          # doctest: +SKIP
@@ -349,6 +351,7 @@ class CollectiveSum:
         self._step = 0
         self._late: Tensor | None = None  # whether sums of the last call were corrupt, bool [], on the device
         self._capacities: dict[str, int] = {}
+        self.note, self.notes = 0, [0] * exchange.world_size
 
     def all_reduce(
         self, tables: Sequence[NamedGradient], scheme: Scheme | Sequence[Scheme], scale: float = 1.0
@@ -372,10 +375,11 @@ class CollectiveSum:
             LostPeerError, CorruptHeaderError: the ranks are out of step, and the group is of no more use.
         """
         self._step = self._step + 1 & 0xFFFFFFFF
-        call = _Call(self.exchange, self._step, self._late, scale)
+        call = _Call(self.exchange, self._step, self._late, scale, self.note)
         self._late = None
         call.find(tables, scheme, self._capacities)
         call.agree_on_counts()
+        self.notes = call.notes
         for job, held in zip(call.jobs, call.held, strict=True):
             self._capacities[job.table.name] = max(held) * 3 // 2 + SLACK_ROWS
         call.all_reduce_dense()
@@ -394,8 +398,8 @@ class _Call:
     bytes of the size that they expect go out in between.
     """
 
-    def __init__(self, exchange: Collectives, step: int, late: Tensor | None, scale: float) -> None:
-        self.exchange, self.step, self.scale, self.late = exchange, step, scale, late
+    def __init__(self, exchange: Collectives, step: int, late: Tensor | None, scale: float, note: int) -> None:
+        self.exchange, self.step, self.scale, self.late, self.note = exchange, step, scale, late, note
         self.rank, self.world_size = exchange.rank, exchange.world_size
         self.failure: Exception | None = None
         self.jobs: list[_Job] = []
@@ -443,6 +447,7 @@ class _Call:
             self.attempt(partial(self._find_again, found), None)
         else:
             raise told(CorruptHeaderError(f"{self.where()}: ranks miss rows that they have found"), self.world_size)
+        self.notes = [record[_NOTE] for record in received]
         self.counts_out = [[record[_FIXED + 2 * place] for record in sent] for place in range(self.num_tables)]
         self.counts_in = [[record[_FIXED + 2 * place] for record in received] for place in range(self.num_tables)]
         self.held = [[record[_FIXED + 2 * place + 1] for record in received] for place in range(self.num_tables)]
@@ -472,7 +477,7 @@ class _Call:
         room = _room(self.num_tables)
         record = torch.zeros(self.world_size, _FIXED + 2 * room, dtype=torch.int64, device=self.device)
         record[:, _STEP], record[:, _DIGEST] = self.step, digest64(self.text.encode()) - (1 << 63)
-        record[:, _FAILED] = self.failure is not None
+        record[:, _FAILED], record[:, _NOTE] = self.failure is not None, self.note
         if self.late is not None:
             record[:, _LATE] = self.late
         if self.jobs and self.failure is None:

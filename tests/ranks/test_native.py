@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -47,6 +48,49 @@ def _as_stock(context: RankContext) -> None:
 def test_dense_gradients_by_the_group_of_the_model() -> None:
     """As over NCCL: here it is Gloo's."""
     run_ranks(_as_stock, world_size=3, timeout_seconds=60)
+
+
+def _in_parts(context: RankContext, dtypes: tuple[torch.dtype, ...]) -> None:
+    synchronizer.is_native = lambda group, device: True
+    parts: list[tuple[int, int]] = []
+    start = exact.NativeAllReduce.start
+
+    def counted(native: exact.NativeAllReduce, gradients: Sequence[Tensor]) -> tuple[exact.Started, ...]:
+        started = start(native, gradients)
+        parts.append((len(gradients), len(started)))
+        return started
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact.NativeAllReduce, "start", counted)
+        results = []
+        for attached in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential()
+            for dtype in dtypes:
+                model.extend([nn.Embedding(500, 16, dtype=dtype), nn.Linear(16, 5, dtype=dtype)])
+            ddp = DistributedDataParallel(model)
+            sync = thinwire.attach(ddp, "zen") if attached else None
+            data = torch.Generator().manual_seed(context.rank)
+            for step in range(3):
+                words = torch.randint(0, 500, (20 + 10 * step,), generator=data)
+                loss = sum(model[place + 1](model[place](words)).double().square().mean() for place in range(0, 6, 2))
+                ddp.zero_grad()
+                with patch.context() as through:
+                    through.setattr(ddp.module, "forward", lambda loss: loss)
+                    ddp(loss).backward()
+            results.append([parameter.grad for parameter in model.parameters()])
+            if sync is not None:
+                sync.detach()
+    for mine, stock in zip(results[1], results[0], strict=True):
+        assert torch.equal(mine, stock), "of two ranks the sum has one order"
+    tables = len(dtypes)
+    assert max(parts)[0] >= tables - len(set(dtypes)) + 1, "a table lies between two parts"
+    assert all(started == min(1, given) for given, started in parts), "one all-reduce for each bucket"
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.float32, torch.float64, torch.float32)], ids=str)
+def test_the_parts_of_a_bucket_are_all_reduced_at_once(dtypes: tuple[torch.dtype, ...]) -> None:
+    run_ranks(partial(_in_parts, dtypes=dtypes), world_size=2, timeout_seconds=60)
 
 
 LOOKS = (0, 2, 5)

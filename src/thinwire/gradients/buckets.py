@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -16,6 +17,7 @@ from torch.futures import Future
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Handover, Staging
+from thinwire.errors import ThinwireError
 from thinwire.gradients.collective import CollectiveTables
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.exact import DenseBucket, GradientSync, NativeAllReduce, Started
@@ -297,8 +299,14 @@ class Buckets:
         """Run a job of the lane; see `_fail` for errors."""
         with self._staging.taking(handover):
             results = self._synchronize(lane, [contents for contents, _ in batch], job)
-            for (_, future), result in zip(batch, results, strict=True):
-                future.set_result(result)
+            started = [one for contents, _ in batch for one in contents.started]
+            # The lane's own stream must not wait for these: it has the next buckets to copy to the host.
+            with self._staging.completing() if started else nullcontext():
+                for one in started:
+                    one.wait()
+                self._clock.end(job)
+                for (_, future), result in zip(batch, results, strict=True):
+                    future.set_result(result)
 
     def _synchronize(self, lane: Lane, batch: Sequence[Contents], job: JobTimes) -> list[Tensor]:
         tables = [staged(table, self._staging) for contents in batch for table in contents.tables]
@@ -306,9 +314,6 @@ class Buckets:
         self._clock.run(job)
         for contents in batch:
             self._synchronize_dense(lane, contents)
-            for one in contents.started:
-                one.wait()
-        self._clock.end(job)
         return [means[contents.tables[0].name] if contents.buffer.is_sparse else contents.buffer for contents in batch]
 
     def _synchronize_dense(self, lane: Lane, contents: Contents) -> None:
@@ -379,8 +384,12 @@ def _fail(batch: Sequence[tuple[Contents, Future[Tensor]]], done: Future[None]) 
         done.value()
     except Exception as error:
         for _, future in batch:
-            if not future.done():
+            if future.done():
+                continue
+            try:
                 future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
+            except RuntimeError:  # one of a device pickles it, to find tensors; uncompleted, DDP would wait for ever
+                future.set_exception(ThinwireError(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
 
 
 def _between(bucket: dist.GradBucket, begin: int, stop: int) -> list[tuple[str, Tensor]]:

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from thinwire.checkpoint.foreign import foreign_versions, is_whole
+from thinwire.checkpoint.recovery import foreign_versions, is_whole
 from thinwire.checkpoint.state.decode import load_into, prepare
 from thinwire.checkpoint.state.encode import flatten
 from thinwire.checkpoint.state.layout import ShardPart, StateLayout, TensorSlice, views, write
-from thinwire.checkpoint.state.reshard import fill, plan_moves
+from thinwire.checkpoint.state.sharding import fill, plan_moves
 from thinwire.holder.version import ShardId, Version
 
 

@@ -15,12 +15,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from thinwire.checkpoint.choice import Choice, choose
 from thinwire.checkpoint.dcp.disk import DiskShards
 from thinwire.checkpoint.dcp.tier import PersistentTier
-from thinwire.checkpoint.foreign import ForeignShards, ForeignVersion, foreign_versions, gather_layouts, is_whole
 from thinwire.checkpoint.group import failures_of, least
 from thinwire.checkpoint.records import Notices
-from thinwire.checkpoint.recovery import Survey, load_shard, survey
+from thinwire.checkpoint.recovery import (
+    ForeignShards,
+    ForeignVersion,
+    Survey,
+    foreign_versions,
+    gather_layouts,
+    is_whole,
+    load_shard,
+    survey,
+)
 from thinwire.checkpoint.registration import Registration
-from thinwire.checkpoint.state.reshard import fill, plan_moves
+from thinwire.checkpoint.state.sharding import fill, plan_moves
 from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import ThinwireError
 from thinwire.holder.faultpoint import reach

@@ -5,8 +5,9 @@ A version that another number of ranks stored is *foreign*: its shards are fetch
 
 from __future__ import annotations
 
+import contextlib
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire.checkpoint.choice import Choice, choose
-from thinwire.checkpoint.group import failures_of, gather_json
+from thinwire.checkpoint.group import gather_json, on_all
 from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.state.layout import StateLayout, view_of, views
 from thinwire.checkpoint.state.snapshot import TrainingState
@@ -62,7 +63,7 @@ def gather_layouts(
 ) -> dict[int, StateLayout]:
     """Gather the layouts of the shards of a version on all ranks; collective. Unreadable ones are left out."""
     mine: dict[str, str] = {}
-    if registration.client is not None and registration.holders.index(registration.here) == registration.rank:
+    if registration.client is not None and registration.is_first:
         for owner, copies in version.copies.items():
             if min(copies) == registration.here:
                 try:
@@ -84,39 +85,21 @@ def is_whole(layouts: Mapping[int, StateLayout], about: Mapping[str, Any]) -> bo
 class ForeignShards:
     """The shards of a version that each rank needs, fetched to its host.
 
-    The constructor is collective. It raises ThinwireError on all ranks if one of them cannot get its shards, or has an
-    ``error`` to report instead.
+    The constructor is collective. It raises ThinwireError on all ranks if one of them cannot get its shards.
     """
 
     def __init__(
-        self,
-        version: ForeignVersion,
-        needed: set[int],
-        registration: Registration,
-        group: dist.ProcessGroup,
-        error: str = "",
+        self, version: ForeignVersion, needed: set[int], registration: Registration, group: dist.ProcessGroup
     ) -> None:
         self._readers: dict[int, SlotReader] = {}
         self._layouts: dict[int, StateLayout] = {}
-        self._group = group
-        self._agree(error)
         needs = gather_json(sorted(needed), group)
-        self._all(lambda: self._fetch(version, needs, registration))
-        self._all(lambda: self._open(version, needed, registration))
-
-    def _all(self, do: Callable[[], None]) -> None:
-        reason = ""
         try:
-            do()
-        except (ThinwireError, ValueError, OSError) as error:
-            reason = str(error)
-        self._agree(reason)
-
-    def _agree(self, reason: str) -> None:
-        failed = failures_of(reason, self._group)
-        if failed:
+            on_all(group, lambda: self._fetch(version, needs, registration))
+            on_all(group, lambda: self._open(version, needed, registration))
+        except BaseException:
             self.close()
-            raise ThinwireError(failed)
+            raise
 
     @staticmethod
     def _fetch(version: ForeignVersion, needs: list[list[int]], registration: Registration) -> None:
@@ -161,19 +144,16 @@ class Survey:
     Args:
         choice: the step to go back to, and the source of each shard.
         attempt: the attempt of new versions, above all that were seen, and different each time.
-        seen: number of versions of the run, of any topology.
         inventories: for each holder that answered, its versions.
     """
 
     choice: Choice
     attempt: int
-    seen: int
     inventories: dict[str, list[Version]]
 
 
 def survey(
-    client: HolderClient | None,
-    holders: Sequence[str],
+    registration: Registration,
     run_id: str,
     topology: str,
     group: dist.ProcessGroup,
@@ -185,23 +165,20 @@ def survey(
     The first rank of each host asks, because the holder then compares all bytes with their digests. ``placed``: as in
     `choose`.
     """
-    rank = dist.get_rank(group)
-    mine: list[dict[str, Any]] | None = None
-    if client is not None and holders.index(holders[rank]) == rank:
-        try:
-            mine = [version.to_json() for version in client.inventory(run_id)]
-        except ThinwireError:
-            mine = None
+    holders, mine = registration.holders, None
+    if registration.client is not None and registration.is_first:
+        with contextlib.suppress(ThinwireError):
+            mine = [version.to_json() for version in registration.client.inventory(run_id)]
     told = gather_json({"versions": mine, "nonce": secrets.randbits(NONCE_BITS)}, group)
     inventories = {
-        holder: [Version.from_json(version) for version in told[first]["versions"]]
-        for first, holder in enumerate(holders)
-        if holders.index(holder) == first and told[first]["versions"] is not None
+        holder: [Version.from_json(version) for version in each["versions"]]
+        for holder, each in zip(holders, told, strict=True)
+        if each["versions"] is not None
     }
     of_run = [version for versions in inventories.values() for version in versions if version.shard.run_id == run_id]
     attempt = next_attempt((version.attempt for version in of_run), told[0]["nonce"])
     reach("survey")
-    return Survey(choose(inventories, holders, run_id, topology, placed), attempt, len(of_run), inventories)
+    return Survey(choose(inventories, holders, run_id, topology, placed), attempt, inventories)
 
 
 def load_shard(client: HolderClient, choice: Choice, rank: int, here: str, training: TrainingState) -> int:

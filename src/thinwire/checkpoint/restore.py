@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from thinwire.checkpoint.choice import Choice, choose
 from thinwire.checkpoint.dcp.disk import DiskShards
 from thinwire.checkpoint.dcp.tier import PersistentTier
-from thinwire.checkpoint.group import failures_of, least
+from thinwire.checkpoint.group import least, on_all
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.recovery import (
     ForeignShards,
@@ -28,7 +28,7 @@ from thinwire.checkpoint.recovery import (
     survey,
 )
 from thinwire.checkpoint.registration import Registration
-from thinwire.checkpoint.state.sharding import fill, plan_moves
+from thinwire.checkpoint.state.sharding import Move, fill, plan_moves
 from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import ThinwireError
 from thinwire.holder.faultpoint import reach
@@ -96,7 +96,7 @@ class Restorer:
         """Gather the versions in the memory of all hosts; collective."""
         registration, topology = self._registration, topology_digest(self._topology)
         placed = registration.placed()
-        found = survey(registration.client, registration.holders, self._run_id, topology, self._group, placed)
+        found = survey(registration, self._run_id, topology, self._group, placed)
         self._want(found.choice)
         return found
 
@@ -140,24 +140,26 @@ class Restorer:
 
     def _forget(self) -> None:
         """Free the versions of the run on the hosts of this job; collective. Raises ValueError if one is in use."""
-        registration, reason = self._registration, ""
+        registration = self._registration
         if registration.registered:
             registration.lost()
         registration.reconnect()
         deadline = time.monotonic() + _RELEASE_SECONDS  # in which a holder notices that a trainer is gone
-        while registration.client is not None and registration.holders.index(registration.here) == self._rank:
-            try:
-                registration.client.forget(self._run_id)
-            except (ThinwireError, ValueError) as error:
-                reason = str(error)
-                if time.monotonic() < deadline:
+
+        def forget() -> None:
+            while registration.client is not None and registration.is_first:
+                try:
+                    registration.client.forget(self._run_id)
+                    return
+                except (ThinwireError, ValueError):
+                    if time.monotonic() >= deadline:
+                        raise
                     time.sleep(0.05)
-                    continue
-            else:
-                reason = ""
-            break
-        if failed := failures_of(reason, self._group):
-            raise ValueError(f"the versions of run {self._run_id!r} cannot be given up: {failed}")
+
+        try:
+            on_all(self._group, forget)
+        except ThinwireError as error:
+            raise ValueError(f"the versions of run {self._run_id!r} cannot be given up: {error}") from error
 
     def restore(self, step: int | None = None) -> Restored:
         """Load the newest state that all ranks can have, or that of ``step``, in place; collective.
@@ -267,19 +269,18 @@ class Restorer:
         like = self._like(len(layouts))
 
         def load() -> None:
-            state, moves, error = {}, [], ""
-            try:
+            def prepare() -> tuple[dict[str, Any], list[Move]]:
                 state, targets = self._training.prepare(layouts[like])
-                moves = plan_moves(targets, layouts, like)
-            except (ThinwireError, ValueError) as reason:
-                error = str(reason)
+                return state, plan_moves(targets, layouts, like)
+
+            state, moves = on_all(self._group, prepare)
             needed = {move.owner for move in moves}
             copies = [version.digest for copy in version.copies.values() for version in copy.values()]
             self._registration.wanted = dict.fromkeys(self._registration.holders, copies)
             self._registration.chosen, self._registration.left = (version.attempt, version.step), version.topology
             assert self._attempt is not None
             self._registration.place(self._attempt)
-            shards = ForeignShards(version, needed, self._registration, self._group, error)
+            shards = ForeignShards(version, needed, self._registration, self._group)
             try:
                 fill(moves, shards)
                 shards.verify()

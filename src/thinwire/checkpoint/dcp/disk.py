@@ -15,7 +15,6 @@ loaded.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import io
 import json
@@ -49,7 +48,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from thinwire.checkpoint.group import gather_json
+from thinwire.checkpoint.group import describe, gather_json
 from thinwire.checkpoint.state.layout import DTYPES, ShardPart, StateLayout
 from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.holder.slots import parse_json
@@ -172,12 +171,6 @@ class _Writer(dcp.FileSystemWriter):
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__cause__ or cause.__context__
             raise cause or error from None
-
-
-def describe(error: BaseException) -> str:
-    """Return an error as one line for people, with the system's name for it, such as ENOSPC."""
-    name = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
-    return (str(error) if isinstance(error, ThinwireError) else f"{name}: {error}").splitlines()[0]
 
 
 def _why_not(

@@ -41,7 +41,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from thinwire.checkpoint.agreement import Agreement, Turn
-from thinwire.checkpoint.group import failures_of, gather_json, new_group, run_id_of
+from thinwire.checkpoint.group import failures_of, gather_json, new_group, on_all, run_id_of
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.recovery import (
@@ -162,15 +162,8 @@ class MemoryWriter(MemoryStorage, StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        encoded, reason = None, ""
-        try:
-            encoded = self._encoder.encode(_state_of(plan, planner))
-            self._agreement.payload_bytes = encoded.payload_bytes
-        except Exception as error:
-            reason = f"{type(error).__name__}: {error}"
-        failed = failures_of(reason, self._group)
-        if failed or encoded is None:
-            raise ValueError(failed)
+        encoded = on_all(self._group, lambda: self._encoder.encode(_state_of(plan, planner)), ValueError)
+        self._agreement.payload_bytes = encoded.payload_bytes
         self._write(encoded)
         future: Future[list[WriteResult]] = Future()
         future.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
@@ -187,7 +180,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
     def _write(self, encoded: Encoded) -> None:
         registration = self._registration
         if self._step is None:
-            found = survey(registration.client, registration.holders, self._run_id, "", self._group)
+            found = survey(registration, self._run_id, "", self._group)
             steps = [version.step for versions in found.inventories.values() for version in versions]
             self._agreement.attempt, self._step = found.attempt, max(steps, default=0)
         step = self._step + 1 if self._given is None else self._given
@@ -329,7 +322,7 @@ class MemoryReader(MemoryStorage, StorageReader):
         """Build the metadata from the layouts of all ranks; collective."""
         registration, reasons = self._registration, []
         given, self._given = self._given, None  # DCP says nothing when it wants the newest
-        found = survey(registration.client, registration.holders, self._run_id, "", self._group)
+        found = survey(registration, self._run_id, "", self._group)
         for version in foreign_versions(found.inventories, self._run_id, ""):
             if given in (None, version.step):
                 layouts = gather_layouts(version, registration, self._group)

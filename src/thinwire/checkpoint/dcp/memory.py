@@ -88,7 +88,17 @@ class MemoryStorage:
         self._given: int | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        self._given = None if checkpoint_id is None else _step_of(checkpoint_id)
+        if checkpoint_id is not None and not self.validate_checkpoint_id(checkpoint_id):
+            raise ValueError(
+                f"checkpoint_id={str(checkpoint_id)!r}: in memory a checkpoint is named by its step, a number"
+            )
+        self._given = None if checkpoint_id is None else int(str(checkpoint_id))
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        return plans
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -100,14 +110,6 @@ class MemoryStorage:
         if group is not None:
             self._registration.close()
             dist.destroy_process_group(group)
-
-
-def _step_of(checkpoint_id: str | os.PathLike[str]) -> int:
-    """Raises ValueError for a text that is no number."""
-    text = str(checkpoint_id)
-    if not text.isdecimal():
-        raise ValueError(f"checkpoint_id={text!r}: in memory a checkpoint is named by its step, a number")
-    return int(text)
 
 
 _TURN_SECONDS = 60.0
@@ -154,12 +156,6 @@ class MemoryWriter(MemoryStorage, StorageWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: all ranks do the same, so there is nothing to set up."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         encoded = on_all(self._group, lambda: self._encoder.encode(_state_of(plan, planner)), ValueError)
@@ -336,12 +332,6 @@ class MemoryReader(MemoryStorage, StorageReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: `read_metadata` has set up the reader on every rank."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         assert self._version is not None, "DCP reads the metadata first"

@@ -22,45 +22,19 @@ from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.holder.client import HolderClient, SlotReader
 from thinwire.holder.faultpoint import reach
-from thinwire.holder.version import NONCE_BITS, Version, next_attempt, start_order
+from thinwire.holder.version import NONCE_BITS, StoredStep, Version, next_attempt, stored_steps
 
 
-@dataclass(frozen=True)
-class ForeignVersion:
-    """A step of another topology. ``copies``: for each owner, its shard's copies by the address of the holder."""
-
-    topology: str
-    attempt: int
-    step: int
-    copies: Mapping[int, Mapping[str, Version]]
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return start_order(self.attempt, self.step)
+def foreign_steps(inventories: Mapping[str, Sequence[Version]], run_id: str, topology: str) -> list[StoredStep]:
+    """Return all steps of a run that were stored in other topologies than this one, newest first."""
+    foreign = {
+        holder: [each for each in versions if each.shard.run_id == run_id and each.shard.topology != topology]
+        for holder, versions in inventories.items()
+    }
+    return sorted(stored_steps(foreign), key=lambda stored: (*stored.order, stored.topology), reverse=True)
 
 
-def foreign_versions(inventories: Mapping[str, Sequence[Version]], run_id: str, topology: str) -> list[ForeignVersion]:
-    """Return all steps of a run that were stored in other topologies than this one, newest first.
-
-    Shards of which copies differ are left out.
-    """
-    copies: dict[tuple[str, int, int], dict[int, dict[str, Version]]] = {}
-    for holder, versions in sorted(inventories.items()):
-        for version in versions:
-            shard = version.shard
-            if shard.run_id == run_id and shard.topology != topology:
-                of_step = copies.setdefault((shard.topology, version.attempt, version.step), {})
-                of_step.setdefault(shard.owner, {})[holder] = version
-    found = []
-    for (other, attempt, step), of_step in copies.items():
-        alike = {owner: c for owner, c in of_step.items() if len({version.digest for version in c.values()}) == 1}
-        found.append(ForeignVersion(other, attempt, step, alike))
-    return sorted(found, key=lambda version: (*version.order, version.topology), reverse=True)
-
-
-def gather_layouts(
-    version: ForeignVersion, registration: Registration, group: dist.ProcessGroup
-) -> dict[int, StateLayout]:
+def gather_layouts(version: StoredStep, registration: Registration, group: dist.ProcessGroup) -> dict[int, StateLayout]:
     """Gather the layouts of the shards of a version on all ranks; collective. Unreadable ones are left out."""
     mine: dict[str, str] = {}
     if registration.client is not None and registration.is_first:
@@ -89,7 +63,7 @@ class ForeignShards:
     """
 
     def __init__(
-        self, version: ForeignVersion, needed: set[int], registration: Registration, group: dist.ProcessGroup
+        self, version: StoredStep, needed: set[int], registration: Registration, group: dist.ProcessGroup
     ) -> None:
         self._readers: dict[int, SlotReader] = {}
         self._layouts: dict[int, StateLayout] = {}
@@ -102,7 +76,7 @@ class ForeignShards:
             raise
 
     @staticmethod
-    def _fetch(version: ForeignVersion, needs: list[list[int]], registration: Registration) -> None:
+    def _fetch(version: StoredStep, needs: list[list[int]], registration: Registration) -> None:
         """Ranks of a host share the fetching of its missing shards."""
         here = [rank for rank, holder in enumerate(registration.holders) if holder == registration.here]
         lacking = sorted(
@@ -115,7 +89,7 @@ class ForeignShards:
             reach("fetch")
             registration.client.fetch(version.copies[owner][source], source)
 
-    def _open(self, version: ForeignVersion, needed: set[int], registration: Registration) -> None:
+    def _open(self, version: StoredStep, needed: set[int], registration: Registration) -> None:
         for owner in sorted(needed):
             if registration.client is None:
                 raise ThinwireError("the holder of this host is gone")

@@ -19,9 +19,8 @@ from thinwire.checkpoint.group import least, on_all
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.recovery import (
     ForeignShards,
-    ForeignVersion,
     Survey,
-    foreign_versions,
+    foreign_steps,
     gather_layouts,
     is_whole,
     load_shard,
@@ -32,7 +31,7 @@ from thinwire.checkpoint.state.sharding import Move, fill, plan_moves
 from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import ThinwireError
 from thinwire.holder.faultpoint import reach
-from thinwire.holder.version import NONCE_BITS, Version, next_attempt, start_order, topology_digest
+from thinwire.holder.version import NONCE_BITS, StoredStep, Version, next_attempt, start_order, topology_digest
 
 logger = logging.getLogger("thinwire")
 
@@ -238,7 +237,7 @@ class Restorer:
                 order, load = start_order(choice.attempt, choice.step), self._loader(choice)
                 candidates.append(_Candidate((order, _MEMORY), choice.attempt, choice.step, "from memory", load))
         newest = max((candidate.order[0] for candidate in candidates), default=(-1, -1))
-        for version in foreign_versions(found.inventories, self._run_id, topology):
+        for version in foreign_steps(found.inventories, self._run_id, topology):
             if version.order > newest or step is not None:
                 layouts = gather_layouts(version, self._registration, self._group)
                 if is_whole(layouts, self._topology):
@@ -265,7 +264,7 @@ class Restorer:
 
         return load
 
-    def _foreign_candidate(self, version: ForeignVersion, layouts: dict[int, Any]) -> _Candidate:
+    def _foreign_candidate(self, version: StoredStep, layouts: dict[int, Any]) -> _Candidate:
         like = self._like(len(layouts))
 
         def load() -> None:
@@ -347,7 +346,7 @@ class Restorer:
         self._training.adopt(state, keep)
         logger.info("rank %s of %s: restored from %s ranks", self._rank, self._world_size, world_size)
 
-    def _why_not(self, version: ForeignVersion, layouts: dict[int, Any]) -> str:
+    def _why_not(self, version: StoredStep, layouts: dict[int, Any]) -> str:
         states = {layout.about.get("state") for layout in layouts.values()}
         sizes = {layout.about.get("world_size") for layout in layouts.values()}
         if states != {self._topology["state"]}:
@@ -387,7 +386,7 @@ class Restorer:
 
     def _where_else(self, found: Survey) -> str:
         """Where the missing shards of the newest step were, as its other shards tell; collective."""
-        for version in foreign_versions(found.inventories, self._run_id, "")[:1]:
+        for version in foreign_steps(found.inventories, self._run_id, "")[:1]:
             layouts = gather_layouts(version, self._registration, self._group)
             told = next(iter(layouts.values())).about if layouts else {}
             holders, here = told.get("holders", []), set(self._registration.holders)

@@ -46,8 +46,7 @@ from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.recovery import (
     ForeignShards,
-    ForeignVersion,
-    foreign_versions,
+    foreign_steps,
     gather_layouts,
     is_whole,
     survey,
@@ -59,6 +58,7 @@ from thinwire.checkpoint.state.layout import DTYPES, StateLayout, view_of
 from thinwire.checkpoint.state.sharding import narrow
 from thinwire.comm.lane import Group
 from thinwire.errors import CorruptMessageError, ThinwireError
+from thinwire.holder.version import StoredStep
 
 STATE = "dcp"  # in the layout's ``about``, where a Checkpointer has the digest of its model
 
@@ -305,7 +305,7 @@ class MemoryReader(MemoryStorage, StorageReader):
         timeout: timedelta | None = None,
     ) -> None:
         super().__init__(run_id, 1, holder_socket, process_group, timeout, leases=False)
-        self._version: ForeignVersion | None = None
+        self._version: StoredStep | None = None
         self._saved: Mapping[int, _Saved] = {}
         self._places: dict[MetadataIndex, tuple[int, int]] = {}  # owner, index of the slice
 
@@ -319,7 +319,7 @@ class MemoryReader(MemoryStorage, StorageReader):
         registration, reasons = self._registration, []
         given, self._given = self._given, None  # DCP says nothing when it wants the newest
         found = survey(registration, self._run_id, "", self._group)
-        for version in foreign_versions(found.inventories, self._run_id, ""):
+        for version in foreign_steps(found.inventories, self._run_id, ""):
             if given in (None, version.step):
                 layouts = gather_layouts(version, registration, self._group)
                 if is_whole(layouts, {"state": STATE}):

@@ -168,7 +168,6 @@ def test_blocks_of_a_gradient_are_found_on_its_device() -> None:
 # --- whole steps
 
 Reports = dict[str, list[Report]]
-RACES = {"plain, tables alone": "the future of a group without dense gradients is completed with a tensor of the host"}
 
 
 @pytest.fixture(scope="module")
@@ -178,13 +177,7 @@ def reports() -> Reports:
     return {name: [outcome.value[place] for outcome in outcomes] for place, name in enumerate(names)}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.xfail(strict=True, reason=RACES[name]) if name in RACES else ())
-        for name in SCENARIOS
-    ],
-)
+@pytest.mark.parametrize("name", SCENARIOS)
 def test_steps_have_no_races_and_right_means(reports: Reports, name: str) -> None:
     for report in reports[name]:
         assert report.found == []
@@ -199,6 +192,5 @@ def test_training_waits_for_the_device_nowhere(reports: Reports, name: str) -> N
         assert not gloo or name == "ddp, layers"
 
 
-@pytest.mark.xfail(strict=True, reason="the lane's thread starts on device 0, and goes back to it after each job")
 def test_a_rank_makes_no_context_on_the_device_of_another(reports: Reports) -> None:
     assert [report.contexts for name in SCENARIOS for report in reports[name] if report.contexts] == []

@@ -138,7 +138,7 @@ class Buckets:
         return future
 
     def _start(self, bucket: dist.GradBucket, name: str) -> Pending | None:
-        """All-reduce a bucket that travels as a whole, beside the lane; None for any other, and for a model's own group.
+        """All-reduce a bucket that travels as a whole, beside the lane; None for others, and for a model's own group.
 
         Stock DDP spends no time in Python on it, so this creates nothing that is not needed.
         """

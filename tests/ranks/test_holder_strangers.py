@@ -25,6 +25,7 @@ from rich.console import Console
 
 from checkpoint_faults.wire import Frame, Proxy, babble, connect, header
 from clocks import wait_until
+from handshakes import welcome
 from thinwire.cli import holder as command
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
 from thinwire.holder import acceptor, daemon, frames, mac, server, sessions
@@ -323,7 +324,7 @@ def test_a_full_queue_of_callers_is_waited_for(tmp_path: Path) -> None:
             for _ in waiting[:-1]:
                 listener.accept()[0].close()
             with contextlib.closing(frames.Connection(listener.accept()[0], 5.0)) as connection:
-                connection.welcome(SECRET)
+                welcome(connection, SECRET)
 
         thread = threading.Thread(target=serve)
         thread.start()

@@ -11,10 +11,11 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -82,17 +83,43 @@ class Block:
 class Stream:
     """What ``torch.cuda.Stream`` is under simulation."""
 
-    def __init__(self, device: object = None, priority: int = 0, **_: object) -> None:
+    def __init__(self, device: object = None, priority: int = 0, *, kind: str = "") -> None:
         self.world = current()
         self.device_index = index_of(device)
         self.device = torch.device("cuda", self.device_index)
         self.priority = priority
-        self.world.use(self.device_index, "a stream is made")
-        self.name = f"cuda:{self.device_index} stream {next(self.world.numbers)}"
-        self.queue: list[Callable[[], None]] = []
+        if not kind:
+            self.world.use(self.device_index, "a stream is made")
+        self.name = f"cuda:{self.device_index} {kind or f'stream {next(self.world.numbers)}'}"
+        self._queue: deque[Callable[[], None]] = deque()
+        self._added = self._done = 0
+        self.world.streams[self.name] = self
 
     def wait_event(self, event: Event) -> None:
-        self.world.stream_waits(self.name, event.clock)
+        if event.stream is not None:
+            with self.world.lock:
+                join(self.world.clocks[self.name], event.clock)
+                self.put(partial(event.stream.run, event.position))
+
+    def put(self, work: Callable[[], None]) -> int:
+        """Queue what is done as late as possible; return the number of works so far."""
+        self._queue.append(work)
+        self._added += 1
+        return self._added
+
+    def copies_from(self, memory: np.ndarray) -> bool:
+        """Whether a queued copy reads this memory."""
+        return any(
+            isinstance(work, partial) and work.func is np.copyto and np.may_share_memory(work.args[1], memory)
+            for work in self._queue
+        )
+
+    def run(self, until: int | None = None) -> None:
+        """Do the queued works, or those up to a number."""
+        while self._queue and (until is None or self._done < until):
+            work = self._queue.popleft()
+            self._done += 1
+            work()
 
     def wait_stream(self, other: Stream) -> None:
         self.wait_event(other.record_event())
@@ -103,7 +130,7 @@ class Stream:
         return event
 
     def synchronize(self) -> None:
-        self.world.host_waits("stream.synchronize", self.world.clocks[self.name])
+        self.world.host_waits("stream.synchronize", self.world.clocks[self.name], self)
 
     def query(self) -> bool:
         return False
@@ -129,20 +156,23 @@ class Event:
     def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: object):
         self.clock: Clock = {}
         self.device_index = -1
+        self.stream: Stream | None = None
+        self.position = 0
         self.enable_timing, self.blocking = enable_timing, blocking
         self._moment = 0
 
     def record(self, stream: Stream | None = None) -> None:
         world = current()
         stream = stream or world.stream()
-        self.device_index, self.clock = stream.device_index, world.point(stream)
+        self.stream, self.device_index, self.position = stream, stream.device_index, stream._added
+        self.clock = world.point(stream)
         self._moment = next(world.numbers)
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current().stream()).wait_event(self)
 
     def synchronize(self) -> None:
-        current().host_waits("event.synchronize", self.clock)
+        current().host_waits("event.synchronize", self.clock, self.stream, self.position)
 
     def query(self) -> bool:
         """Whether it is known to be over; a device that is as slow as it may be has not reached any other."""
@@ -216,12 +246,13 @@ class World:
         self.pool: dict[tuple[int, str, int], list[Block]] = defaultdict(list)
         self.delayed: list[tuple[Block, Clock]] = []  # freed blocks that recorded streams may still use
         self.defaults: dict[int, Stream] = {}
+        self.streams: dict[str, Stream] = {}
         self.races: list[str] = []
         self.errors: list[str] = []
         self.waits: Counter[tuple[str, str, str]] = Counter()  # thread, what, where
         self.launches: Counter[tuple[str, str]] = Counter()  # stream, what
         self.issued_nccl: dict[int, set[str]] = defaultdict(set)
-        self.is_capturing = False
+        self.is_capturing = self.has_nccl = False
         self.reused = 0
         self._local = threading.local()
         self._threads = count(1)
@@ -264,10 +295,7 @@ class World:
         if index in host.streams:
             return host.streams[index]
         if index not in self.defaults:
-            stream = Stream.__new__(Stream)
-            stream.world, stream.device_index, stream.device = self, index, torch.device("cuda", index)
-            stream.name, stream.priority, stream.queue = f"cuda:{index} default", 0, []
-            self.defaults[index] = stream
+            self.defaults[index] = Stream(torch.device("cuda", index), kind="default")
         return self.defaults[index]
 
     def set_stream(self, stream: Stream) -> None:
@@ -286,24 +314,28 @@ class World:
             join(self.clocks[stream.name], self.clocks[self.host().name])
             return dict(self.clocks[stream.name])
 
-    def stream_waits(self, stream: str, clock: Clock) -> None:
-        with self.lock:
-            join(self.clocks[stream], clock)
-
-    def host_waits(self, what: str, clock: Clock) -> None:
+    def host_waits(self, what: str, clock: Clock, stream: Stream | None = None, until: int | None = None) -> None:
+        """Let the calling thread wait for a point of a stream."""
         with self.lock:
             self.count_wait(what)
             join(self.clocks[self.host().name], clock)
+            if stream is not None:
+                stream.run(until)
 
     def count_wait(self, what: str) -> None:
         self.waits[self.host().name, what, where()] += 1
 
-    def launch(self, device: int, what: str) -> Stream:
-        """Book an operation on the current stream of a device."""
+    def launch(self, device: int, what: str, is_late: bool = False, stream: Stream | None = None) -> Stream:
+        """Book an operation on a stream, by default the current one of a device, before it is done.
+
+        What the stream has to do before is done now, unless this is put into its queue too (``is_late``).
+        """
         if self.is_capturing and not what.startswith("captured"):
             self.error(f"{what} is launched while a graph is captured")
         self.use(device, f"{what} is launched")
-        stream = self.stream(device)
+        stream = stream or self.stream(device)
+        if not is_late:
+            stream.run()
         self.tick(self.host().name)
         join(self.clocks[stream.name], self.clocks[self.host().name])
         self.tick(stream.name)

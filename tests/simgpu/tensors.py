@@ -8,11 +8,12 @@ aliases are simulated too.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -176,9 +177,14 @@ def _run(
     if name not in COPIES and asked is None:
         _check_devices(world, func, given, blocks, devices)
     target = asked if asked is not None else next(iter(devices))
-    out = func(*args, **kwargs)
+    late = _late_copy(world, name, args, kwargs, blocks)
     if name not in EMPTY:
-        actor = world.launch(target, name).name
+        stream = world.launch(target, name, is_late=late is not None)
+        actor = stream.name
+        if late is not None:
+            stream.put(late)
+    out = args[0] if late is not None else func(*args, **kwargs)
+    if name not in EMPTY:
         for tensor, block in zip(given, blocks, strict=True):
             if block is not None:
                 touch(world, actor, tensor, id(tensor) in written, here)
@@ -199,6 +205,32 @@ def _run(
         out = tree_map(placed, out)
     _waits_of(world, name, args, kwargs, given, blocks, target)
     return out
+
+
+def _late_copy(
+    world: World, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], blocks: list[Block | None]
+) -> Callable[[], None] | None:
+    """A copy between pinned memory and a device, which is done when somebody waits for it; None for others.
+
+    Until then the target holds garbage. It keeps no tensor alive, as the device does not.
+    """
+    if name != "copy_" or not _is_non_blocking(name, args, kwargs) or None in blocks or len(blocks) < 2:
+        return None
+    (target, source), (there, here) = args[:2], blocks[:2]
+    assert there is not None
+    assert here is not None
+    is_plain = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
+    if PINNED not in (there.device, here.device) or target.numel() != source.numel() or not is_plain:
+        return None
+    (start, end), (first, last) = span(target), span(source)
+    stream = world.stream(max(there.device, here.device))
+    if not stream.copies_from(there.memory[start:end]):
+        there.memory[start:end] = 0xAB
+    return partial(np.copyto, there.memory[start:end], here.memory[first:last])
+
+
+def _is_non_blocking(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return bool(kwargs.get("non_blocking") or (name in ("copy_", "_foreach_copy_") and len(args) > 2 and args[2]))
 
 
 def _check_devices(world: World, func: Any, given: list[Tensor], blocks: list[Block | None], devices: set[int]) -> None:
@@ -233,9 +265,7 @@ def _waits_of(
         elif any(block is None for block in blocks[1:]) and any(t.dim() for t in given[1:]):
             world.count_wait("index by ids of the host")
     elif name in COPIES:
-        non_blocking = bool(kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2]))
-        if name == "_foreach_copy_":
-            non_blocking = bool(kwargs.get("non_blocking") or (len(args) > 2 and args[2]))
+        non_blocking = _is_non_blocking(name, args, kwargs)
         crosses = any(block is None or block.device == PINNED for block in blocks)
         pageable = any(block is None and tensor.numel() > 0 for tensor, block in zip(given, blocks, strict=True))
         if crosses and (pageable or not non_blocking):

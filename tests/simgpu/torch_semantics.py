@@ -9,8 +9,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import queue
+import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent import futures
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -204,6 +206,95 @@ def _event_waits(self: Any, timeout: float | None = None) -> bool:
     return found
 
 
+_set_outcome = {name: getattr(futures.Future, name) for name in ("set_result", "set_exception")}
+_result = futures.Future.result
+
+
+def _completes(name: str) -> Callable[..., None]:
+    def complete(self: Any, value: Any) -> None:
+        if simulated_device._current:
+            self.sim_clock = current().tell()
+        _set_outcome[name](self, value)
+
+    return complete
+
+
+def _gives(self: Any, timeout: float | None = None) -> Any:
+    try:
+        return _result(self, timeout)
+    finally:
+        if hasattr(self, "sim_clock") and simulated_device._current:
+            current().learn(self.sim_clock)
+
+
+# --- NCCL: one stream for each communicator, which all collectives of a process issue from one thread
+
+
+class Work:
+    """A collective of NCCL: `wait` makes the current stream wait, and not the host."""
+
+    def __init__(self, stream: Stream, tensors: list[Tensor]) -> None:
+        self._stream, self._tensors = stream, tensors
+        self._event = stream.record_event()
+
+    def wait(self, timeout: Any = None) -> bool:
+        current().stream(self._stream.device_index).wait_event(self._event)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._event.query()
+
+    def get_future(self) -> Any:
+        future: Any = Future(devices=[self._stream.device])
+        with StreamContext(self._stream):
+            future.set_result(self._tensors)
+        return future
+
+
+_COLLECTIVES = (
+    "all_reduce", "all_to_all_single", "all_gather_into_tensor", "all_gather", "broadcast", "reduce_scatter_tensor",
+)  # fmt: skip
+_PLACE = {"all_reduce": 2, "all_to_all_single": 4, "all_gather_into_tensor": 2, "all_gather": 2, "broadcast": 2}
+"""Where the group is among the positional arguments."""
+
+
+def _over_nccl(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective that the network of NCCL does for tensors of a device, if the world has it; bits are Gloo's."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        world = current()
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not world.has_nccl or not any(map(is_simulated, tensors)):
+            return real(*args, **kwargs)
+        if not all(map(is_simulated, tensors)):
+            raise RuntimeError(f"No backend type associated with device type cpu ({name} over NCCL)")
+        is_async = kwargs.pop("async_op", False)
+        group = kwargs.get("group") or (args[_PLACE[name]] if name in _PLACE and len(args) > _PLACE[name] else None)
+        index = device_of(tensors[0]) or 0
+        threads = world.issued_nccl[index]
+        threads.add(world.host().name)
+        if len(threads) > 1:
+            world.error(f"NCCL on cuda:{index} is issued by several threads ({', '.join(sorted(threads))})")
+        with world.lock:
+            key = f"nccl {id(group) if group is not None and group is not dist.group.WORLD else 'default'}"
+            stream = world.streams.get(f"cuda:{index} {key}") or Stream(torch.device("cuda", index), kind=key)
+            stream.wait_stream(world.stream(index))
+            world.launch(index, f"nccl {name}", stream=stream)
+            here = f"{name} of NCCL at {where()}"
+            for tensor in tensors:
+                touch(world, stream.name, tensor, True, here)
+                tensor.record_stream(stream)
+        with world.blind():
+            real(*args, **kwargs)
+        work = Work(stream, tensors)
+        if is_async:
+            return work
+        work.wait()
+        return None
+
+    return call
+
+
 # --- torch.cuda
 
 
@@ -214,6 +305,10 @@ def _synchronize(device: Any = None) -> None:
         if name.startswith(f"cuda:{index} "):
             simulated_device.join(clock, known)
     world.host_waits("torch.cuda.synchronize", clock)
+    with world.lock:
+        for stream in list(world.streams.values()):
+            if stream.device_index == index:
+                stream.run()
 
 
 def _current_stream(device: Any = None) -> Stream:
@@ -263,7 +358,7 @@ def has_interpreter() -> bool:
 
 def _launcher(real: Callable[..., None]) -> Callable[..., None]:
     def launch(kernel: Any, num_programs: int, on: Tensor, *args: Any, **constants: Any) -> None:
-        """Triton reads and writes what its pointers point to: all arguments count as read and written."""
+        """Book a kernel: it reads all of its arguments, and writes to those whose memory is another afterwards."""
         if not num_programs:
             return
         world, name = current(), getattr(getattr(kernel, "fn", kernel), "__name__", "kernel")
@@ -271,18 +366,25 @@ def _launcher(real: Callable[..., None]) -> Callable[..., None]:
             real(kernel, num_programs, on, *args, **constants)
             return
         here = f"{name} at {where()}"
-        for argument in args:
-            if isinstance(argument, Tensor) and not is_simulated(argument):
+        tensors = [argument for argument in args if isinstance(argument, Tensor)]
+        for tensor in tensors:
+            if device_of(tensor) != device_of(on):
                 world.error(f"Pointer argument cannot be accessed from Triton (cpu tensor?) in {name}")
         with world.lock:
             actor = world.launch(device_of(on) or 0, f"triton {name}").name
-            for argument in args:
-                if isinstance(argument, Tensor):
-                    touch(world, actor, argument, False, here)
-        with world.blind():
-            real(kernel, num_programs, on, *args, **constants)
+            held = [peek(tensor) for tensor in tensors]
+            with world.blind():
+                real(kernel, num_programs, on, *args, **constants)
+            for tensor, before in zip(tensors, held, strict=True):
+                is_written = not _same_bits(before, peek(tensor))
+                touch(world, actor, tensor, is_written, here)
 
     return launch
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    with torch._C._DisableTorchDispatch():
+        return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
 
 
 def _kernels(cleanup: ExitStack) -> None:
@@ -296,18 +398,17 @@ def _kernels(cleanup: ExitStack) -> None:
     from thinwire.kernels.gpu import jit
 
     real = jit.launch
-    import sys
-
     for name, module in list(sys.modules.items()):
         if name.startswith("thinwire.kernels.gpu.") and hasattr(module, "launch"):
             cleanup.enter_context(patch.object(module, "launch", _launcher(real)))
 
 
 @contextmanager
-def simulated(own: tuple[int, ...] = (0, 1)) -> Iterator[World]:
-    """Simulate CUDA devices in this process; ``own`` are those that it may use."""
+def simulated(own: tuple[int, ...] = (0, 1), nccl: bool = False) -> Iterator[World]:
+    """Simulate CUDA devices in this process; ``own`` are those that it may use, ``nccl`` is whether groups have it."""
     assert simulated_device._current is None, "a device is simulated already"
     world = World(own)
+    world.has_nccl = nccl
     with ExitStack() as cleanup:
         if has_interpreter():
             import thinwire.kernels.gpu.rows  # noqa: F401  # all modules, so that their `launch` can be replaced
@@ -319,6 +420,14 @@ def simulated(own: tuple[int, ...] = (0, 1)) -> Iterator[World]:
         for name, value in _FUTURE.items():
             cleanup.enter_context(patch.object(Future, name, value))
         cleanup.enter_context(patch.object(dist, "_register_comm_hook", _register_comm_hook))
+        for name in _COLLECTIVES:
+            cleanup.enter_context(patch.object(dist, name, _over_nccl(name, getattr(dist, name))))
+        config = dist.get_backend_config
+        named = lambda group=None: "cpu:gloo,cuda:nccl" if world.has_nccl else config(group)  # noqa: E731
+        cleanup.enter_context(patch.object(dist, "get_backend_config", named))
+        for name in _set_outcome:
+            cleanup.enter_context(patch.object(futures.Future, name, _completes(name)))
+        cleanup.enter_context(patch.object(futures.Future, "result", _gives))
         cleanup.enter_context(patch.object(queue, "SimpleQueue", SimpleQueue))
         cleanup.enter_context(patch.object(threading.Thread, "start", _start))
         cleanup.enter_context(patch.object(threading.Thread, "join", _join))

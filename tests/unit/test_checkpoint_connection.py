@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from clocks import FakeClock, wait_until
+from handshakes import welcome
 from thinwire.checkpoint.pacing import gaps
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.errors import LostPeerError
@@ -27,7 +28,7 @@ def pair() -> Iterator[tuple[Connection, Connection]]:
         called = Connection(listener.accept()[0], TIMEOUT_SECONDS)
     greeting = threading.Thread(target=caller.greet, args=(b"secret",))
     greeting.start()
-    called.welcome(b"secret")
+    welcome(called, b"secret")
     greeting.join()
     yield caller, called
     caller.close()

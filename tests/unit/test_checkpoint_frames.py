@@ -7,11 +7,13 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from handshakes import welcome
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
 from thinwire.holder.frames import Connection, FrameKind
 
@@ -56,7 +58,7 @@ def shake(caller: Connection, listener: Connection, secrets: tuple[bytes, bytes]
             errors.append(error)
             connection.close()
 
-    thread = threading.Thread(target=run, args=(listener.welcome, secrets[1], listener))
+    thread = threading.Thread(target=run, args=(partial(welcome, listener), secrets[1], listener))
     thread.start()
     run(caller.greet, secrets[0], caller)
     thread.join()
@@ -136,7 +138,7 @@ def test_garbage_before_the_handshake_is_refused(garbage: bytes) -> None:
         ends.raw_caller.sendall(garbage)
         ends.raw_caller.shutdown(socket.SHUT_WR)
         with pytest.raises(ThinwireError):
-            ends.listener.welcome(SECRET)
+            welcome(ends.listener, SECRET)
 
 
 @pytest.mark.parametrize(("content", "payload"), [({"x": "a" * 5000}, b""), ({}, b"payload")])
@@ -144,7 +146,7 @@ def test_a_stranger_cannot_make_us_allocate(content: dict[str, str], payload: by
     with connected(trusted=False) as ends:
         ends.caller.send(FrameKind.GREETING, content, payload)
         with pytest.raises(CorruptMessageError, match="limits"):
-            ends.listener.welcome(SECRET)
+            welcome(ends.listener, SECRET)
 
 
 def test_a_frame_that_stops_in_the_middle_is_given_up() -> None:

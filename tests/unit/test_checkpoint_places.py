@@ -28,7 +28,7 @@ class Link:
         if not store.is_placed(shard_id):
             raise ValueError("not placed here")
         shard = store.register(shard_id, SIZE)
-        self.held = {h.manifest.version.digest for h in shard.complete() if h.manifest}
+        self.held = {manifest.version.digest for _, manifest in shard.complete()}
 
     def has(self, digest: str) -> bool:
         return digest in self.held
@@ -43,7 +43,7 @@ class Link:
         manifest = holding.manifest
         assert manifest is not None
         shard = self.store.shards[self.shard_id]
-        if not any(h.manifest == manifest for h in shard.complete()):
+        if not any(held == manifest for _, held in shard.complete()):
             if shard.is_superseded(manifest.order) and not self.store.wants(manifest.version):
                 return False
             if not put(self.store, shard, manifest, keep, before=manifest.order):
@@ -140,7 +140,7 @@ class Cluster:
     def fetch(self, store: Store, shard: Shard, version: Version, source: Store) -> None:
         with source.reading(version) as holding:
             assert holding.manifest is not None
-            if not any(h.manifest == holding.manifest for h in shard.complete()):
+            if not any(held == holding.manifest for _, held in shard.complete()):
                 assert put(store, shard, holding.manifest, recovering=True), "a slot for the version to go back to"
 
     def train(self, own: list[tuple[Store, Shard]], attempt: int, step: int) -> Iterator[int | None]:
@@ -148,8 +148,8 @@ class Cluster:
         while True:
             for _, shard in own:
                 for link in shard.replicas.values():
-                    for holding in shard.complete():
-                        if holding.manifest and shard.is_wanted(holding.manifest):
+                    for holding, manifest in shard.complete():
+                        if shard.is_wanted(manifest):
                             assert isinstance(link, Link)
                             link.send(holding, shard.keep)
                             yield step

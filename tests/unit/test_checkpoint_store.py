@@ -60,7 +60,7 @@ def write(
 
 
 def orders(shard: Shard) -> list[Order]:
-    return [holding.manifest.order for holding in shard.complete() if holding.manifest]
+    return [manifest.order for _, manifest in shard.complete()]
 
 
 def test_an_older_version_never_takes_the_place_of_a_newer_one(store: Store) -> None:

@@ -205,8 +205,7 @@ class HolderClient:
             for freed in set(self._slots) - set(numbers):
                 self._slots.pop(freed).close()
             for descriptor in frame.descriptors:
-                size = SlotSize(field(answer, "payload_bytes", int), field(answer, "layout_bytes", int))
-                self._slots[number] = Slot(descriptor, size)
+                self._slots[number] = Slot(descriptor, SlotSize.from_json(answer))
             return SlotWriter(self, self._slots[number], number, step)
 
     def grant(self, num_bytes: int) -> None:
@@ -360,8 +359,7 @@ class HolderClient:
             if len(frame.descriptors) != 1 or frame.payload_bytes:
                 _close_all(frame)
                 raise CorruptMessageError("the holder did not hand over the slot")
-            size = SlotSize(field(frame.json, "payload_bytes", int), field(frame.json, "layout_bytes", int))
-            slot = Slot(frame.descriptors[0], size, writable=False)
+            slot = Slot(frame.descriptors[0], SlotSize.from_json(frame.json), writable=False)
         handle = field(frame.json, "handle", int)
 
         def on_close() -> None:

@@ -153,21 +153,6 @@ class Connection:
         self._trust(_tags(common, nonces, b"caller", b"listener"), 2, 1)
         self._deadline = None
 
-    def welcome(self, secret: bytes, seconds: float = HANDSHAKE_SECONDS) -> None:
-        """Shake hands as the side that was connected to, waiting for the caller; a holder does not wait (`Handshake`).
-
-        Raises PeerError if the caller proves no line of ``secret``, LostPeerError if all of it takes longer than
-        ``seconds``.
-        """
-        handshake, self._deadline = Handshake(secret), time.monotonic() + seconds
-        while handshake.wanted:
-            answer = handshake.feed(self._read(handshake.wanted))
-            if answer:  # after its proof the caller may be gone
-                with self._lost_peer("send"):
-                    self._socket.sendall(answer)
-        self._trust(handshake.tags, 1, 2)
-        self._deadline = None
-
     def _trust(self, tags: tuple[Tags, Tags], sent: int, received: int) -> None:
         (self._send_tags, self._receive_tags), self._sent, self._received = tags, sent, received
         self._max_json, self._max_payload = MAX_JSON_BYTES, MAX_PAYLOAD_BYTES

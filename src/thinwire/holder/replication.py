@@ -201,20 +201,14 @@ class Replicator:
 
     def bytes_pending(self) -> int:
         """Return the bytes still to be sent; call it with the store's lock held."""
-        pending = 0
-        for manifest in [holding.manifest for holding in self._lacking() if holding.manifest]:
-            sent = self._sending[1] if self._sending and self._sending[0] == manifest.version.digest else 0
-            pending += manifest.payload_bytes - sent
-        return pending
+        digest, sent = self._sending or ("", 0)
+        lacking = [manifest for _, manifest in self._lacking()]
+        return sum(each.payload_bytes - (sent if each.version.digest == digest else 0) for each in lacking)
 
-    def _lacking(self) -> list[Holding]:
+    def _lacking(self) -> list[tuple[Holding, Manifest]]:
         """The versions that the peer should get, oldest first."""
-        found = [(holding, holding.manifest) for holding in self._shard.complete()]
-        return [
-            holding
-            for holding, manifest in found
-            if manifest and not self.is_settled(manifest.version.digest) and self._shard.is_wanted(manifest)
-        ]
+        found, shard = self._shard.complete(), self._shard
+        return [(h, m) for h, m in found if not self.is_settled(m.version.digest) and shard.is_wanted(m)]
 
     def _counts(self) -> tuple[int, float]:
         """Bytes acknowledged, and seconds in which some were on their way, over all connections so far."""
@@ -254,10 +248,9 @@ class Replicator:
         Raises ValueError if it has no room, ThinwireError if it is lost.
         """
         connection = self._call(self.address)
-        size = self._shard.size
-        room = {"payload_bytes": size.payload_bytes, "layout_bytes": size.layout_bytes}
         try:
-            answer = connection.request("register", {"shard": self._shard.id.to_json(), **room}).json
+            asked = {"shard": self._shard.id.to_json(), **self._shard.size.to_json()}
+            answer = connection.request("register", asked).json
             held = {Version.from_json(version).digest for version in field(answer, "versions", list)}
         except BaseException:
             connection.close()
@@ -278,37 +271,31 @@ class Replicator:
     def _run(self) -> None:
         while not self._stopping.is_set():
             if self._connection is None:
-                self._retry_to_connect()
-            holding = self._next()
-            if holding is None:
-                if self._connection is not None and self._connection.lost:
-                    self._disconnect()
-                continue
-            try:
-                self._supply(holding)
-            finally:
-                self._store.unpin(holding)
+                try:
+                    self.connect()
+                except (ThinwireError, ValueError) as error:
+                    self.last_error = f"{self.address}: {error}"
+            if (found := self._next()) is not None:
+                try:
+                    self._supply(*found)
+                finally:
+                    self._store.unpin(found[0])
+            elif self._connection is not None and self._connection.lost:
+                self._disconnect()
         self._disconnect()
 
-    def _retry_to_connect(self) -> None:
-        try:
-            self.connect()
-        except (ThinwireError, ValueError) as error:
-            self.last_error = f"{self.address}: {error}"
-
-    def _next(self) -> Holding | None:
+    def _next(self) -> tuple[Holding, Manifest] | None:
         """The oldest version that the peer lacks, pinned; None after a while without one."""
         with self._store.changed:
             self._store.changed.wait_for(lambda: self._lacking() or self._stopping.is_set(), _IDLE_SECONDS)
             found = [] if self._stopping.is_set() else self._lacking()
             if found:
-                found[0].readers += 1
+                found[0][0].readers += 1
             return found[0] if found else None
 
-    def _supply(self, holding: Holding) -> None:
+    def _supply(self, holding: Holding, manifest: Manifest) -> None:
         """Send until the peer has it, or until there was no progress for the deadline."""
-        assert holding.manifest is not None
-        manifest, digest = holding.manifest, holding.manifest.version.digest
+        digest = manifest.version.digest
         backoff, best, progress_at = _BACKOFF_SECONDS[0], 0, time.monotonic()
         while not self._stopping.is_set() and self._shard.is_wanted(manifest):
             try:
@@ -340,7 +327,7 @@ class Replicator:
     def _note(self, held: str | None = None, given_up: str | None = None) -> None:
         with self._store.changed:
             self._sending = None
-            here = {holding.manifest.version.digest for holding in self._shard.complete() if holding.manifest}
+            here = {manifest.version.digest for _, manifest in self._shard.complete()}
             self._held = (self._held | {held} if held else self._held) & here
             self._given_up = (self._given_up | {given_up} if given_up else self._given_up) & here
             self._store.changed.notify_all()

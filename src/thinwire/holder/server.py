@@ -19,7 +19,7 @@ from thinwire.errors import ThinwireError
 from thinwire.holder.acceptor import Acceptor
 from thinwire.holder.frames import Connection, Handshake
 from thinwire.holder.metrics import HttpRequest
-from thinwire.holder.replication import PeerTimes, Replicator, call, parse_address, tune
+from thinwire.holder.replication import PeerTimes, call, parse_address, tune
 from thinwire.holder.sessions import PeerSession, TrainerSession
 from thinwire.holder.store import Holding, Shard, Store
 from thinwire.holder.version import Manifest
@@ -71,7 +71,7 @@ class Holder:
         self._tls = None if config.tls is None else _tls_contexts(*config.tls)
         self.stopping = threading.Event()
         self.sealing = ThreadPoolExecutor(4, thread_name_prefix="seal")
-        self.refused, self._received, self._served, self._fetched = 0, (0, 0.0), (0, 0.0), (0, 0.0)
+        self.refused, self._traffic = 0, dict.fromkeys(("received", "served", "fetched"), (0, 0.0))
         self._started_at, self._refused_at, self.socket_error = time.monotonic(), -1.0, ""
         self._sessions: dict[Connection, str] = {}
         self.joined: set[TrainerSession] = set()
@@ -221,24 +221,17 @@ class Holder:
         finally:
             self.store.abandon(holding)
 
-    def note_received(self, num_bytes: int, seconds: float) -> None:
+    def note(self, what: str, num_bytes: int, seconds: float) -> None:
+        """Count bytes that were "received" as replicas, "served" to peers that recover, or "fetched" from peers."""
         with self._lock:
-            self._received = (self._received[0] + num_bytes, self._received[1] + seconds)
-
-    def note_served(self, num_bytes: int, seconds: float) -> None:
-        with self._lock:
-            self._served = (self._served[0] + num_bytes, self._served[1] + seconds)
-
-    def note_fetched(self, num_bytes: int, seconds: float) -> None:
-        with self._lock:
-            self._fetched = (self._fetched[0] + num_bytes, self._fetched[1] + seconds)
+            self._traffic[what] = self._traffic[what][0] + num_bytes, self._traffic[what][1] + seconds
 
     def shard_status(self, shard: Shard) -> dict[str, Any]:
         """Return the status of one shard: its versions here, those of its replicas, and the progress of sending."""
         with self.store.changed:
-            replicas = {a: r.status() for a, r in shard.replicas.items() if isinstance(r, Replicator)}
-            versions = [h.manifest.listed(shard.role).to_json() for h in shard.complete() if h.manifest]
-            rates = [r.bytes_per_second() or 0.0 for r in shard.replicas.values() if isinstance(r, Replicator)]
+            replicas = {address: replica.status() for address, replica in shard.replicas.items()}
+            versions = [manifest.listed(shard.role).to_json() for _, manifest in shard.complete()]
+            rates = [replica.bytes_per_second() or 0.0 for replica in shard.replicas.values()]
             errors = [shard.last_error, *(str(replica["last_error"]) for replica in replicas.values())]
             return {
                 "shard": shard.id.to_json(),
@@ -278,9 +271,7 @@ class Holder:
             "budget_bytes": self.config.budget_bytes,
             "used_bytes": self.store.used_bytes,
             "bytes_sent": self.store.bytes_sent,
-            **_traffic("received", self._received),
-            **_traffic("served", self._served),
-            **_traffic("fetched", self._fetched),
+            **{key: value for each in self._traffic.items() for key, value in _traffic(*each).items()},
             "refused_connections": self.refused,
             "connections": {**{kind: kinds.count(kind) for kind in ("trainer", "peer")}, "unauthenticated": strangers},
             "secrets": len(self.secret.splitlines()),
@@ -331,7 +322,7 @@ def _traffic(name: str, total: tuple[int, float]) -> dict[str, Any]:
 
 def _age(shard: Shard, step: int | None) -> float | None:
     """Seconds since the shard's newest version of a step was complete here."""
-    found = [h.sealed_at for h in shard.complete() if h.manifest and h.manifest.step == step]
+    found = [holding.sealed_at for holding, manifest in shard.complete() if manifest.step == step]
     return round(time.monotonic() - found[-1], 3) if found else None
 
 

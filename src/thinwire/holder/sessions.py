@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,17 +31,8 @@ _LOOK_SECONDS = 0.1  # between looks at whether it lives
 _EXITING = 0x4  # in the flags of a process (PF_EXITING of <linux/sched.h>): its memory may take long to free
 
 
-@dataclass(frozen=True)
-class Reply:
-    """An answer to a request. Descriptors stay the holder's unless ``close_descriptors``."""
-
-    json: dict[str, Any] = field(default_factory=dict)
-    payload: bytes = b""
-    descriptors: tuple[int, ...] = ()
-    close_descriptors: bool = False
-
-
-Operation = Callable[[Any, dict[str, Any], bytes], "Reply | None"]
+Operation = Callable[[Any, dict[str, Any], bytes], "dict[str, Any] | None"]
+"""It returns the JSON of the reply, or None if it has replied itself."""
 
 
 class Session:
@@ -88,21 +79,13 @@ class Session:
                 raise
             return self.connection.send_error(error)
         if reply is not None:
-            self._send(reply)
+            self.connection.send(FrameKind.REPLY, reply)
         return None
 
-    def _send(self, reply: Reply) -> None:
-        try:
-            self.connection.send(FrameKind.REPLY, reply.json, reply.payload, reply.descriptors)
-        finally:
-            for descriptor in reply.descriptors if reply.close_descriptors else ():
-                os.close(descriptor)
-
-
-def _size(request: dict[str, Any]) -> SlotSize:
-    return SlotSize(
-        get(request, "payload_bytes", int, 0, MAX_PAYLOAD_BYTES), get(request, "layout_bytes", int, 0, MAX_LAYOUT_BYTES)
-    )
+    def inventory(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
+        verify = isinstance(self, TrainerSession) and get(request, "verify", bool)  # a peer does it when it reads one
+        versions = self.store.verified(get(request, "run_id", str, 1, 256), verify)
+        return {"versions": [version.to_json() for version in versions]}
 
 
 def _birth(pid: int) -> str:
@@ -162,7 +145,7 @@ class TrainerSession(Session):
                     return next(iter(living), None)
                 self.store.changed.wait(_LOOK_SECONDS)
 
-    def join(self, request: dict[str, Any], _: bytes) -> Reply:
+    def join(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         """Take a lease of a run for a job, as long as one of its trainers is connected."""
         run_id, job = get(request, "run_id", str, 1, 256), get(request, "job", str, 1, 256)
 
@@ -181,21 +164,21 @@ class TrainerSession(Session):
                 )
             self.lease = run_id, job
             self.holder.joined.add(self)
-        return Reply()
+        return {}
 
-    def place(self, request: dict[str, Any], _: bytes) -> Reply:
+    def place(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         run_id, wanted = get(request, "run_id", str, 1, 256), get(request, "wanted", list)
         placed = frozenset(ShardId.from_json(shard) for shard in get(request, "placed", list))
         if not all(isinstance(digest, str) for digest in wanted):
             raise CorruptMessageError("a digest is no text")
         chosen = _order(request.get("chosen")) or (-1, -1)
         self.store.place(run_id, Places(placed, frozenset(wanted), get(request, "attempt", int), chosen))
-        return Reply()
+        return {}
 
-    def release(self, request: dict[str, Any], _: bytes) -> Reply:
+    def release(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         topologies = [str(topology) for topology in get(request, "topologies", list)]
         self.store.release(get(request, "run_id", str, 1, 256), topologies)
-        return Reply()
+        return {}
 
     def cast(self, content: dict[str, Any]) -> None:
         if content.get("op") == "grant":
@@ -212,13 +195,13 @@ class TrainerSession(Session):
             raise ValueError("no shard is registered on this connection: call hello first")
         return self.shard
 
-    def hello(self, request: dict[str, Any], _: bytes) -> Reply:
+    def hello(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         shard_id, attempt = ShardId.from_json(get(request, "shard", dict)), get(request, "attempt", int)
         addresses = get(request, "replicas", list, 0, 64)
         self._check_peers(addresses)
         if self.shard is not None:
             raise ValueError(f"this connection already belongs to {self.shard.id}")
-        shard = self.store.register(shard_id, _size(request))
+        shard = self.store.register(shard_id, SlotSize.from_json(request))
         with self.store.changed:
             if self._wait_for(lambda: [shard.trainer] if shard.trainer is not None else []) is not None:
                 raise ValueError(f"{shard_id} belongs to another trainer that is connected; end that one first")
@@ -234,7 +217,7 @@ class TrainerSession(Session):
         except ValueError:
             self._resign(shard)
             raise
-        return Reply({"payload_bytes": shard.size.payload_bytes, "unreachable": unreachable})
+        return {"payload_bytes": shard.size.payload_bytes, "unreachable": unreachable}
 
     def _end_receiver(self, shard: Shard) -> None:
         """End a peer's sending that is left over from when the owner lived there: it would hold a slot."""
@@ -281,7 +264,7 @@ class TrainerSession(Session):
         if not shard.complete():
             self.store.remove(shard)
 
-    def slot(self, request: dict[str, Any], _: bytes) -> Reply:
+    def slot(self, request: dict[str, Any], _: bytes) -> dict[str, Any] | None:
         shard, keep_step = self.own(), request.get("keep_step")
         get(request, "step", int)
         if self.writing is not None:
@@ -296,14 +279,14 @@ class TrainerSession(Session):
         except BudgetError as error:
             shard.last_error = str(error)
         if self.writing is None:
-            return Reply({"slot": None})
-        size, descriptors = self.writing.slot.size, () if self.writing.mapped else (self.writing.slot.descriptor,)
+            return {"slot": None}
+        slot, descriptors = self.writing.slot, () if self.writing.mapped else (self.writing.slot.descriptor,)
         self.writing.mapped = True
         content = {"slot": self.writing.number, "slots": [holding.number for holding in shard.holdings]}
-        room = {"payload_bytes": size.payload_bytes, "layout_bytes": size.layout_bytes}
-        return Reply(content | room, descriptors=descriptors)
+        self.connection.send(FrameKind.REPLY, content | slot.size.to_json(), descriptors=descriptors)
+        return None
 
-    def publish(self, request: dict[str, Any], layout: bytes) -> Reply:
+    def publish(self, request: dict[str, Any], layout: bytes) -> dict[str, Any]:
         shard, holding = self.own(), self.writing
         if holding is None or holding.number != get(request, "slot", int):
             raise ValueError("that slot is not being written by this trainer")
@@ -316,8 +299,8 @@ class TrainerSession(Session):
             manifest = sealed.result()
             if manifest is None:
                 raise ThinwireError(f"step {step} was not published: {shard.last_error}")
-            return Reply({"version": manifest.listed("own").to_json()})
-        return Reply()
+            return {"version": manifest.listed("own").to_json()}
+        return {}
 
     def _seal(
         self, shard: Shard, holding: Holding, step: int, payload_bytes: int, layout: bytes, shared_bytes: int
@@ -332,69 +315,61 @@ class TrainerSession(Session):
             self.store.abandon(holding)
             return None
 
-    def abandon(self, request: dict[str, Any], _: bytes) -> Reply:
+    def abandon(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         if self.writing is not None and self.writing.number == get(request, "slot", int):
             self.store.abandon(self.writing)
             self.writing = None
-        return Reply()
+        return {}
 
-    def status(self, request: dict[str, Any], _: bytes) -> Reply:
+    def status(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         shard = self.own()
         short = self.store.fill_up(shard)
-        return Reply({**self.holder.shard_status(shard), "safe": shard.is_safe(self.attempt), "short": short})
+        return {**self.holder.shard_status(shard), "safe": shard.is_safe(self.attempt), "short": short}
 
-    def inventory(self, request: dict[str, Any], _: bytes) -> Reply:
-        versions = self.store.verified(get(request, "run_id", str, 1, 256), get(request, "verify", bool))
-        return Reply({"versions": [version.to_json() for version in versions]})
-
-    def look(self, request: dict[str, Any], _: bytes) -> Reply:
+    @contextlib.contextmanager
+    def _calling(self, source: str) -> Iterator[Connection]:
+        """Call another holder. Raises ThinwireError if it is lost: this trainer's connection is not."""
         try:
-            connection = self.holder.call(get(request, "source", str, 1, 300))
-            try:
-                asked = {"run_id": get(request, "run_id", str, 1, 256)}
-                return Reply({"versions": get(connection.request("inventory", asked).json, "versions", list)})
-            finally:
-                connection.close()
-        except LostPeerError as error:  # of the other holder, not of this trainer
-            raise ThinwireError(f"holder {request['source']}: {error}") from error
+            with contextlib.closing(self.holder.call(source)) as connection:
+                yield connection
+        except LostPeerError as error:
+            raise ThinwireError(f"holder {source}: {error}") from error
 
-    def fetch(self, request: dict[str, Any], _: bytes) -> Reply:
+    def look(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
+        with self._calling(get(request, "source", str, 1, 300)) as connection:
+            asked = {"run_id": get(request, "run_id", str, 1, 256)}
+            return {"versions": get(connection.request("inventory", asked).json, "versions", list)}
+
+    def fetch(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         version, source = Version.from_json(get(request, "version", dict)), get(request, "source", str, 1, 300)
         with self.store.fetching(version.digest):
             if self.store.verify(version):
-                return Reply({"bytes": 0, "seconds": 0.0})
+                return {"bytes": 0, "seconds": 0.0}
             started = time.monotonic()
-            try:
-                self._fetch(version, source, request.get("evict") is not False)
-            except LostPeerError as error:  # of the other holder, not of this trainer
-                raise ThinwireError(f"holder {source}: {error}") from error
+            with self._calling(source) as connection:
+                self._fetch(connection, version, source, request.get("evict") is not False)
             seconds = time.monotonic() - started
-        self.holder.note_fetched(version.payload_bytes, seconds)
-        return Reply({"bytes": version.payload_bytes, "seconds": seconds})
+        self.holder.note("fetched", version.payload_bytes, seconds)
+        return {"bytes": version.payload_bytes, "seconds": seconds}
 
-    def _fetch(self, version: Version, source: str, evict: bool) -> None:
-        timeout_seconds = self.holder.config.times.timeout_seconds
-        connection = self.holder.call(source)
-        try:
-            frame = connection.request("read", {"version": version.to_json()})
-            manifest = Manifest.from_json(get(frame.json, "manifest", dict))
-            layout = connection.read_payload(frame, MAX_LAYOUT_BYTES)
-            if manifest.version.digest != version.digest:
-                raise CorruptMessageError(f"holder {source} offers another version than the one that was asked for")
-            shard = self.store.register(version.shard, _size(get(frame.json, "room", dict)), evict)
-            with self.holder.into(shard, None, manifest, layout, recovering=True) as holding:
-                receive_payload(connection, holding.slot, manifest, timeout_seconds)
-        finally:
-            connection.close()
+    def _fetch(self, connection: Connection, version: Version, source: str, evict: bool) -> None:
+        frame = connection.request("read", {"version": version.to_json()})
+        manifest = Manifest.from_json(get(frame.json, "manifest", dict))
+        layout = connection.read_payload(frame, MAX_LAYOUT_BYTES)
+        if manifest.version.digest != version.digest:
+            raise CorruptMessageError(f"holder {source} offers another version than the one that was asked for")
+        shard = self.store.register(version.shard, SlotSize.from_json(get(frame.json, "room", dict)), evict)
+        with self.holder.into(shard, None, manifest, layout, recovering=True) as holding:
+            receive_payload(connection, holding.slot, manifest, self.holder.config.times.timeout_seconds)
 
-    def keep(self, request: dict[str, Any], _: bytes) -> Reply:
+    def keep(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         version, shard = Version.from_json(get(request, "version", dict)), self.own()
         with self.store.reading(version), self.store.changed:
             if version.shard != shard.id:
                 raise ValueError(f"this connection belongs to {shard.id}, not to {version.shard}")
             shard.keep = version.attempt, version.step
             self._free_unwanted(shard)
-        return Reply()
+        return {}
 
     def _free_unwanted(self, shard: Shard) -> None:
         """Wait for useless versions that are being sent: each would keep its slot from the next version."""
@@ -404,7 +379,7 @@ class TrainerSession(Session):
             _UNWANTED_SECONDS,
         )
 
-    def open(self, request: dict[str, Any], _: bytes) -> Reply:
+    def open(self, request: dict[str, Any], _: bytes) -> None:
         version = Version.from_json(get(request, "version", dict))
         holding = self.store.pin(version)
         try:
@@ -414,35 +389,37 @@ class TrainerSession(Session):
             raise
         handle = max(self.opened, default=0) + 1
         self.opened[handle] = holding
-        size = holding.slot.size
-        content = {"handle": handle, "payload_bytes": size.payload_bytes, "layout_bytes": size.layout_bytes}
-        return Reply(content, descriptors=(descriptor,), close_descriptors=True)
+        content = {"handle": handle, **holding.slot.size.to_json()}
+        try:
+            self.connection.send(FrameKind.REPLY, content, descriptors=(descriptor,))
+        finally:
+            os.close(descriptor)
 
-    def close(self, request: dict[str, Any], _: bytes) -> Reply:
+    def close(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         holding = self.opened.pop(get(request, "handle", int), None)
         if holding is not None:
             self.store.unpin(holding)
-        return Reply()
+        return {}
 
-    def forget(self, request: dict[str, Any], _: bytes) -> Reply:
+    def forget(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         topology = get(request, "topology", str, 1, 256) if request.get("topology") is not None else None
-        return Reply({"shards": self.store.forget(get(request, "run_id", str, 1, 256), topology)})
+        return {"shards": self.store.forget(get(request, "run_id", str, 1, 256), topology)}
 
-    def holder_status(self, request: dict[str, Any], _: bytes) -> Reply:
-        return Reply(self.holder.status())
+    def holder_status(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
+        return self.holder.status()
 
-    def reload(self, request: dict[str, Any], _: bytes) -> Reply:
-        return Reply({"secrets": self.holder.reload()})
+    def reload(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
+        return {"secrets": self.holder.reload()}
 
-    def stop(self, request: dict[str, Any], _: bytes) -> Reply:
+    def stop(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         self.holder.stopping.set()
-        return Reply()
+        return {}
 
     operations: ClassVar[dict[str, Operation]] = {
         "join": join, "place": place, "release": release, "hello": hello, "slot": slot, "publish": publish,
-        "abandon": abandon, "status": status, "inventory": inventory, "look": look, "fetch": fetch, "keep": keep,
-        "open": open, "close": close, "forget": forget, "holder_status": holder_status, "reload": reload,
-        "stop": stop,
+        "abandon": abandon, "status": status, "inventory": Session.inventory, "look": look, "fetch": fetch,
+        "keep": keep, "open": open, "close": close, "forget": forget, "holder_status": holder_status,
+        "reload": reload, "stop": stop,
     }  # fmt: skip
 
 
@@ -451,16 +428,16 @@ class PeerSession(Session):
 
     with_layout: ClassVar[set[str]] = {"receive"}
 
-    def register(self, request: dict[str, Any], _: bytes) -> Reply:
+    def register(self, request: dict[str, Any], _: bytes) -> dict[str, Any]:
         shard_id = ShardId.from_json(get(request, "shard", dict))
         if not self.store.is_placed(shard_id):
             raise ValueError(f"{shard_id} is not placed on this host any more")
-        shard = self.store.register(shard_id, _size(request))
+        shard = self.store.register(shard_id, SlotSize.from_json(request))
         with self.store.changed:
-            versions = [h.manifest.version.to_json() for h in shard.complete() if h.manifest]
-        return Reply({"versions": versions})
+            versions = [manifest.version.to_json() for _, manifest in shard.complete()]
+        return {"versions": versions}
 
-    def receive(self, request: dict[str, Any], layout: bytes) -> Reply:
+    def receive(self, request: dict[str, Any], layout: bytes) -> dict[str, Any]:
         manifest = Manifest.from_json(get(request, "manifest", dict))
         if (manifest.layout_bytes, manifest.layout_crc) != (len(layout), zlib.crc32(layout)):
             raise CorruptMessageError("the layout was altered on the way here")
@@ -469,18 +446,17 @@ class PeerSession(Session):
             raise ThinwireError(f"{manifest.shard} is not registered here")
         self._take_over(shard)
         try:
-            digest = manifest.version.digest
-            if any(h.manifest and h.manifest.version.digest == digest for h in shard.complete()):
-                return Reply({"have": True})
+            if shard.find(manifest.version.digest) is not None:
+                return {"have": True}
             wanted = shard.trainer is None and self.store.wants(manifest.version)
             if shard.is_superseded(manifest.order) and not wanted:
-                return Reply({"superseded": True})
+                return {"superseded": True}
             started = time.monotonic()
             with self.holder.into(shard, _order(request.get("keep")), manifest, layout) as holding:
                 self.connection.send(FrameKind.REPLY, {"have": False})
                 receive_payload(self.connection, holding.slot, manifest, None)
-            self.holder.note_received(manifest.payload_bytes, time.monotonic() - started)
-            return Reply()
+            self.holder.note("received", manifest.payload_bytes, time.monotonic() - started)
+            return {}
         finally:
             with self.store.changed:
                 shard.receiver = None
@@ -498,19 +474,14 @@ class PeerSession(Session):
     def read(self, request: dict[str, Any], _: bytes) -> None:
         with self.store.reading(Version.from_json(get(request, "version", dict))) as holding:
             manifest, layout = holding.slot.read()
-            size = holding.slot.size
-            room = {"payload_bytes": size.payload_bytes, "layout_bytes": size.layout_bytes}
-            self.connection.send(FrameKind.REPLY, {"manifest": manifest.to_json(), "room": room}, layout)
+            content = {"manifest": manifest.to_json(), "room": holding.slot.size.to_json()}
+            self.connection.send(FrameKind.REPLY, content, layout)
             started = time.monotonic()
             send_payload(self.connection, holding.slot, manifest)
-        self.holder.note_served(manifest.payload_bytes, time.monotonic() - started)
-
-    def inventory(self, request: dict[str, Any], _: bytes) -> Reply:
-        versions = self.store.verified(get(request, "run_id", str, 1, 256), verify=False)  # whoever reads one does it
-        return Reply({"versions": [version.to_json() for version in versions]})
+        self.holder.note("served", manifest.payload_bytes, time.monotonic() - started)
 
     operations: ClassVar[dict[str, Operation]] = {
-        "register": register, "receive": receive, "read": read, "inventory": inventory,
+        "register": register, "receive": receive, "read": read, "inventory": Session.inventory,
     }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ from functools import cache
 
 from thinwire.errors import CorruptMessageError
 from thinwire.holder.faultpoint import reach
-from thinwire.holder.version import CHUNK_BYTES, Manifest, ShardId, chunk_count
+from thinwire.holder.version import CHUNK_BYTES, Manifest, Record, ShardId, chunk_count
 
 _HEADER = struct.Struct("<8sII QI QI QQ")  # magic, format, state, manifest, layout, payload offset, payload capacity
 _CRC = struct.Struct("<I")
@@ -43,7 +43,7 @@ class State(IntEnum):
 
 
 @dataclass(frozen=True)
-class SlotSize:
+class SlotSize(Record):
     """Room of a slot: ``payload_bytes`` of payload, and a layout of ``layout_bytes`` beside the manifest."""
 
     payload_bytes: int

@@ -13,11 +13,14 @@ import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.holder.slots import Slot, SlotSize, SlotView, choose_slot
 from thinwire.holder.version import Manifest, ShardId, Version
+
+if TYPE_CHECKING:
+    from thinwire.holder.replication import Replicator
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -72,14 +75,6 @@ def _left(limit: Path, usage: Path) -> list[int]:
 SLOTS_PER_SHARD = 2
 
 
-class Replica(Protocol):
-    """Interface between a shard and a sender of its versions to a peer."""
-
-    def is_settled(self, digest: str) -> bool: ...
-    def has(self, digest: str) -> bool: ...
-    def stop(self) -> None: ...
-
-
 @dataclass(eq=False)
 class Holding:
     """A slot and its content. ``manifest`` is set exactly while the slot is complete, since ``sealed_at``.
@@ -100,8 +95,10 @@ class Holding:
     def busy(self) -> bool:
         return self.writing or self.readers > 0
 
-    def is_any_of(self, digests: frozenset[str]) -> bool:
-        return self.manifest is not None and self.manifest.version.digest in digests
+    @property
+    def digest(self) -> str:
+        """Name of its version; empty if there is none."""
+        return self.manifest.version.digest if self.manifest is not None else ""
 
 
 @dataclass(frozen=True)
@@ -139,7 +136,7 @@ class Shard:
     receiver: Any = None
     keep: tuple[int, int] | None = None
     attempt: int = 0
-    replicas: dict[str, Replica] = field(default_factory=dict)
+    replicas: dict[str, Replicator] = field(default_factory=dict)
     last_error: str = ""
 
     @property
@@ -147,25 +144,29 @@ class Shard:
         """Bytes of memory that it has, or is promised."""
         return sum(max(self.size.total_bytes, holding.slot.size.total_bytes) for holding in self.holdings)
 
-    def complete(self) -> list[Holding]:
+    def complete(self) -> list[tuple[Holding, Manifest]]:
         """Return the complete versions, newest last."""
-        found = [holding for holding in self.holdings if holding.manifest is not None]
-        return sorted(found, key=lambda holding: holding.manifest.order if holding.manifest else ())
+        found = [(holding, holding.manifest) for holding in self.holdings if holding.manifest is not None]
+        return sorted(found, key=lambda each: each[1].order)
+
+    def find(self, digest: str) -> Holding | None:
+        return next((holding for holding in self.holdings if digest and holding.digest == digest), None)
+
+    def is_everywhere(self, manifest: Manifest) -> bool:
+        """Return whether all replicas have a version."""
+        return all(replica.has(manifest.version.digest) for replica in self.replicas.values())
 
     def newest(self, replicated: bool = False) -> int | None:
         """Return the step of the newest complete version, or of the newest that all replicas have too."""
-        for holding in reversed(self.complete()):
-            manifest = holding.manifest
-            if manifest and (not replicated or all(r.has(manifest.version.digest) for r in self.replicas.values())):
-                return manifest.step
-        return None
+        steps = (m.step for _, m in reversed(self.complete()) if not replicated or self.is_everywhere(m))
+        return next(steps, None)
 
     def order_of(self, step: int, attempt: int) -> tuple[int, int] | None:
         """Return the order of the version that a trainer in its ``attempt`` means: its own, or the one it went on from.
 
         There may be others of that step: of an attempt that was given up.
         """
-        orders = [holding.manifest.order for holding in self.complete() if holding.manifest]
+        orders = [manifest.order for _, manifest in self.complete()]
         meant = [(attempt, step), self.keep] if self.keep is not None and self.keep[1] == step else [(attempt, step)]
         return next((order for order in meant if order in orders), None)
 
@@ -176,9 +177,11 @@ class Shard:
 
     def is_safe(self, attempt: int) -> bool:
         """Return whether all replicas have a version that a trainer in its ``attempt`` wrote, or went on from."""
-        manifests = [holding.manifest for holding in self.complete() if holding.manifest]
-        meant = [each for each in manifests if each.order == self.keep or each.attempt == attempt]
-        return any(all(r.has(each.version.digest) for r in self.replicas.values()) for each in meant)
+        return any(
+            self.is_everywhere(manifest)
+            for _, manifest in self.complete()
+            if manifest.order == self.keep or manifest.attempt == attempt
+        )
 
     def is_superseded(self, order: tuple[int, int]) -> bool:
         """Return whether a version from a peer is useless here: its owner lives here, or all slots hold newer ones.
@@ -191,11 +194,7 @@ class Shard:
 
     def is_free(self) -> bool:
         """Return whether a version could be written now if all owners had everywhere the versions that this one has."""
-        orders = [
-            holding.manifest.order
-            for holding in self.complete()
-            if holding.manifest and all(r.has(holding.manifest.version.digest) for r in self.replicas.values())
-        ]
+        orders = [manifest.order for _, manifest in self.complete() if self.is_everywhere(manifest)]
         keep = [self.keep] if self.keep is not None else []
         return choose_slot(self.views(), max(orders + keep, default=None)) is not None
 
@@ -210,8 +209,7 @@ class Shard:
     def _view(self, holding: Holding) -> SlotView:
         if holding.manifest is None:
             return SlotView(None, holding.busy)
-        digest = holding.manifest.version.digest
-        settled = all(replica.is_settled(digest) for replica in self.replicas.values())
+        settled = all(replica.is_settled(holding.digest) for replica in self.replicas.values())
         return SlotView(holding.manifest.order, holding.busy, settled or not self.is_wanted(holding.manifest))
 
 
@@ -341,7 +339,7 @@ class Store:
             placed = shard.id in plan.placed
             if shard.id.run_id != run_id or run_id not in self.plans or (shard.trainer is not None and not placed):
                 continue
-            free = [h for h in shard.holdings if not (h.busy or h.mapped or h.is_any_of(plan.wanted))]
+            free = [h for h in shard.holdings if not (h.busy or h.mapped or h.digest in plan.wanted)]
             if placed:
                 old = [h for h in free if h.manifest is None or h.manifest.attempt < plan.attempt]
                 free = old if plan.wanted and len(shard.holdings) == SLOTS_PER_SHARD else []
@@ -387,7 +385,7 @@ class Store:
         """
         with self.changed:
             wanted, views = self._plan(shard.id.run_id).wanted, shard.views()
-            kept = [holding.is_any_of(wanted) for holding in shard.holdings]
+            kept = [holding.digest in wanted for holding in shard.holdings]
             if digest in wanted:
                 orders = {i: views[i].order or (-1, -1) for i in range(len(views)) if not (kept[i] or views[i].busy)}
                 index = min(orders, key=lambda i: orders[i], default=None)
@@ -456,10 +454,10 @@ class Store:
     def pin(self, version: Version) -> Holding:
         with self.changed:
             shard = self.shards.get(version.shard)
-            for holding in shard.holdings if shard else []:
-                if holding.manifest is not None and holding.manifest.version.digest == version.digest:
-                    holding.readers += 1
-                    return holding
+            holding = shard.find(version.digest) if shard is not None else None
+            if holding is not None:
+                holding.readers += 1
+                return holding
         raise ThinwireError(f"{version.shard}, step {version.step}: no such complete version here")
 
     def unpin(self, holding: Holding) -> None:
@@ -471,7 +469,7 @@ class Store:
         """Return the complete versions of a run; with ``verify``, only those whose slots match their digests."""
         with self.changed:
             shards = [shard for shard in self.shards.values() if shard.id.run_id == run_id]
-            listed = [h.manifest.listed(shard.role) for shard in shards for h in shard.complete() if h.manifest]
+            listed = [manifest.listed(shard.role) for shard in shards for _, manifest in shard.complete()]
         return [version for version in listed if not verify or self.verify(version)]
 
     def verify(self, version: Version) -> bool:
@@ -491,10 +489,10 @@ class Store:
     def discard(self, version: Version, reason: str) -> None:
         with self.changed:
             shard = self.shards.get(version.shard)
-            for holding in shard.holdings if shard else []:
-                if shard and holding.manifest and holding.manifest.version.digest == version.digest:
-                    holding.manifest, shard.last_error = None, reason
-                    holding.slot.clear()
+            holding = shard.find(version.digest) if shard is not None else None
+            if shard is not None and holding is not None:
+                holding.manifest, shard.last_error = None, reason
+                holding.slot.clear()
             self.changed.notify_all()
 
     def forget(self, run_id: str, topology: str | None = None) -> int:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Self
 
 from thinwire.errors import CorruptMessageError
 
@@ -53,39 +53,47 @@ def field(values: Any, name: str, kind: type, low: int = 0, high: int = 1 << 62)
     return value
 
 
+class Record:
+    """A named thing that crosses a process boundary as JSON: a frozen dataclass whose fields are all in _FIELDS."""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields; `dataclasses.asdict` costs ten times as much, and a holder needs this at every turn."""
+        values = {name: getattr(self, name) for name in _fields_of(type(self))}
+        return {name: value.to_json() if isinstance(value, Record) else value for name, value in values.items()}
+
+    @classmethod
+    def from_json(cls, values: Any) -> Self:
+        """Parse one. Raises CorruptMessageError if a field is missing, of another type, or out of range."""
+        found = {name: field(values, name, *_FIELDS[name]) for name in _fields_of(cls)}
+        if "shard" in found:
+            found["shard"] = ShardId.from_json(found["shard"])
+        return cls(**found)
+
+
+def _fields_of(kind: Any) -> Iterable[str]:
+    return kind.__dataclass_fields__
+
+
 @dataclass(frozen=True)
-class ShardId:
+class ShardId(Record):
     """The state of one rank, named by run, topology (see ``topology_digest``), and global rank in it."""
 
     run_id: str
     topology: str
     owner: int
 
-    def to_json(self) -> dict[str, Any]:
-        return {"run_id": self.run_id, "topology": self.topology, "owner": self.owner}
-
-    @classmethod
-    def from_json(cls, values: Any) -> ShardId:
-        """Parse a shard's name. Raises CorruptMessageError for anything else."""
-        return cls(
-            field(values, "run_id", str, 1, _MAX_NAME),
-            field(values, "topology", str, 1, _MAX_NAME),
-            field(values, "owner", int, 0, 1 << 31),
-        )
-
     def __str__(self) -> str:
         return f"shard {self.owner} of run {self.run_id!r}, topology {self.topology}"
 
 
 @dataclass(frozen=True)
-class Version:
+class Version(Record):
     """One complete copy as an inventory lists it.
 
     ``attempt`` names the start of the run that wrote it (``next_attempt``; later ones are larger), so that a step that
-    was trained twice is not taken for one version.
-    ``digest`` names the bytes: copies with the same digest are the same; ``shared`` those that all owners should have
-    alike, or empty. ``role`` is ``own`` on the host of a
-    registered trainer, else ``replica``.
+    was trained twice is not taken for one version. ``digest`` names the bytes: copies with the same digest are the
+    same; ``shared`` those that all owners should have alike, or empty. ``role`` is ``own`` on the host of a registered
+    trainer, else ``replica``.
     """
 
     shard: ShardId
@@ -96,28 +104,13 @@ class Version:
     role: str = "replica"
     shared: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return _to_json(self)
-
-    @classmethod
-    def from_json(cls, values: Any) -> Version:
-        """Parse a version. Raises CorruptMessageError for anything else."""
-        return cls(
-            ShardId.from_json(field(values, "shard", dict)),
-            field(values, "step", int),
-            field(values, "attempt", int),
-            field(values, "payload_bytes", int, 0, MAX_PAYLOAD_BYTES),
-            field(values, "digest", str, 16, 16),
-            field(values, "role", str, 1, 16),
-            field(values, "shared", str, 0, 16),
-        )
-
 
 @dataclass(frozen=True)
-class Manifest:
+class Manifest(Record):
     """All data needed to check a copy: lengths in bytes, and the CRC-32 of the layout and of each payload chunk.
 
-    ``shared`` is a digest of the first bytes of the payload, those that all owners should have alike.
+    ``shared`` is a digest of the first bytes of the payload, those that all owners should have alike. Without all of
+    its digests there is no manifest: it fails closed.
     """
 
     shard: ShardId
@@ -130,29 +123,15 @@ class Manifest:
     layout_crc: int
     shared: str = ""
 
-    def to_json(self) -> dict[str, Any]:
-        return _to_json(self)
-
     @classmethod
     def from_json(cls, values: Any) -> Manifest:
-        """Parse a manifest. Raises CorruptMessageError if anything is missing, above all a digest: it fails closed."""
-        crcs = field(values, "chunk_crcs", list)
+        manifest = super().from_json(values)
+        crcs = tuple(manifest.chunk_crcs)
         if not all(type(crc) is int and 0 <= crc < 1 << 32 for crc in crcs):
             raise CorruptMessageError("a digest is not a CRC-32")
-        manifest = cls(
-            ShardId.from_json(field(values, "shard", dict)),
-            field(values, "step", int),
-            field(values, "attempt", int),
-            field(values, "payload_bytes", int, 0, MAX_PAYLOAD_BYTES),
-            field(values, "chunk_bytes", int, 1, 1 << 30),
-            tuple(crcs),
-            field(values, "layout_bytes", int, 0, MAX_LAYOUT_BYTES),
-            field(values, "layout_crc", int, 0, (1 << 32) - 1),
-            field(values, "shared", str, 0, 16),
-        )
         if len(crcs) != chunk_count(manifest.payload_bytes, manifest.chunk_bytes):
             raise CorruptMessageError(f"{len(crcs)} digests for {manifest.payload_bytes} bytes: some are missing")
-        return manifest
+        return replace(manifest, chunk_crcs=crcs)
 
     @cached_property
     def version(self) -> Version:
@@ -169,10 +148,13 @@ class Manifest:
         return self.attempt, self.step
 
 
-def _to_json(named: Version | Manifest) -> dict[str, Any]:
-    """Its fields; `dataclasses.asdict` costs ten times as much, and a holder needs this at every turn."""
-    values = {name: getattr(named, name) for name in named.__dataclass_fields__}
-    return values | {"shard": named.shard.to_json()}
+_FIELDS: dict[str, tuple[Any, ...]] = {
+    "run_id": (str, 1, _MAX_NAME), "topology": (str, 1, _MAX_NAME), "owner": (int, 0, 1 << 31),
+    "shard": (dict,), "step": (int,), "attempt": (int,), "payload_bytes": (int, 0, MAX_PAYLOAD_BYTES),
+    "digest": (str, 16, 16), "role": (str, 1, 16), "shared": (str, 0, 16), "chunk_bytes": (int, 1, 1 << 30),
+    "chunk_crcs": (list,), "layout_bytes": (int, 0, MAX_LAYOUT_BYTES), "layout_crc": (int, 0, (1 << 32) - 1),
+}  # fmt: skip
+"""Type and range of each field, as `field` takes them."""
 
 
 def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:

@@ -18,9 +18,8 @@ _GROUP = "memory"
 def slot_of(shards: Shards, host: int, owner: int, step: int) -> SlotFile:
     """The complete version of a shard that a host has, as it lies in memory."""
     for shard in shards.holders[host].store.shards.values():
-        for holding in shard.complete():
-            manifest = holding.manifest
-            if manifest is not None and (manifest.shard.owner, manifest.step) == (owner, step):
+        for holding, manifest in shard.complete():
+            if (manifest.shard.owner, manifest.step) == (owner, step):
                 return SlotFile.of(Path(f"/proc/self/fd/{holding.slot.descriptor}"))
     raise ValueError(f"host {host} has no step {step} of owner {owner}")
 

@@ -14,6 +14,7 @@ from checkpoint_faults.hosts import SECRET
 from checkpoint_faults.kind import Expected, Kind, Outcome, refused, restored
 from checkpoint_faults.shards import Shards
 from checkpoint_faults.wire import Proxy, Tamper, babble, connect, flipped, header, once, say
+from handshakes import welcome
 from thinwire.errors import PeerError, ThinwireError
 from thinwire.holder.client import HolderClient
 from thinwire.holder.frames import Connection, FrameKind
@@ -138,7 +139,7 @@ def impostor(serve: Callable[[Connection], None], secret: bytes = SECRET.encode(
                 sock, _ = listener.accept()
                 connection = Connection(sock, 2.0)
                 with contextlib.closing(connection), contextlib.suppress(ThinwireError, OSError):
-                    connection.welcome(secret)
+                    welcome(connection, secret)
                     serve(connection)
 
     thread = threading.Thread(target=accept, daemon=True)

@@ -281,13 +281,15 @@ def _over_nccl(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         world = current()
+        is_method = name == "allreduce_coalesced"
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not world.has_nccl or not any(map(is_simulated, tensors)):
             return real(*args, **kwargs)
         if not all(map(is_simulated, tensors)):
             raise RuntimeError(f"No backend type associated with device type cpu ({name} over NCCL)")
-        is_async = kwargs.pop("async_op", False)
-        group = kwargs.get("group") or (args[_PLACE[name]] if name in _PLACE and len(args) > _PLACE[name] else None)
+        is_async = is_method or kwargs.pop("async_op", False)
+        place = 0 if is_method else _PLACE.get(name, len(args))
+        group = kwargs.get("group") or (args[place] if len(args) > place else None)
         index = device_of(tensors[0]) or 0
         threads = world.issued_nccl[index]
         threads.add(world.host().name)
@@ -303,7 +305,9 @@ def _over_nccl(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
                 touch(world, stream.name, tensor, True, here)
                 tensor.record_stream(stream)
         with world.blind():
-            real(*args, **kwargs)
+            done = real(*args, **kwargs)
+            if is_method:
+                done.wait()
         work = Work(stream, tensors)
         if is_async:
             return work
@@ -441,6 +445,8 @@ def simulated(own: tuple[int, ...] = (0, 1), nccl: bool = False) -> Iterator[Wor
         cleanup.enter_context(patch.object(dist, "_register_comm_hook", _register_comm_hook))
         for name in _COLLECTIVES:
             cleanup.enter_context(patch.object(dist, name, _over_nccl(name, getattr(dist, name))))
+        coalesced = _over_nccl("allreduce_coalesced", dist.ProcessGroup.allreduce_coalesced)
+        cleanup.enter_context(patch.object(dist.ProcessGroup, "allreduce_coalesced", coalesced))
         config = dist.get_backend_config
         named = lambda group=None: "cpu:gloo,cuda:nccl" if world.has_nccl else config(group)  # noqa: E731
         cleanup.enter_context(patch.object(dist, "get_backend_config", named))

@@ -13,11 +13,13 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from simgpu.scenarios import SCENARIOS, Report, copy_of_a_state, run_one, staging_alone
 from thinwire.checkpoint import copier, cycle
+from thinwire.comm import collectives
 from thinwire.comm.process_group import Handover
 from thinwire.cuda import arena, device, staging
 from thinwire.gradients import buckets, exact, parameters, tables
@@ -126,12 +128,12 @@ def _a_future_is_completed_on_another_stream(right: Function) -> Function:
     return synchronize
 
 
-@fault(NCCL, device.CudaDevice, "completing")
+@fault("nccl, over the lane", device.CudaDevice, "completing")
 def _the_stream_of_completion_does_not_follow_the_lane(right: Function) -> Function:
     return lambda self: torch.cuda.stream(self._completion)
 
 
-@fault(NCCL, exact.Started, "wait")
+@fault("nccl, over the lane", exact.Started, "wait")
 def _nobody_waits_for_nccl(right: Function) -> Function:
     return nothing
 
@@ -162,6 +164,23 @@ def _means_are_uploaded_on_another_stream(right: Function) -> Function:
             return right(self, *tensors)
 
     return to_device
+
+
+@fault(NCCL, collectives.Collectives, "_all_to_all")
+def _rows_are_used_while_nccl_sends_them(right: Function) -> Function:
+    def all_to_all(self: Any, *args: Any) -> None:
+        dist.all_to_all_single(*args, group=self.process_group, async_op=True)
+
+    return all_to_all
+
+
+@fault(NCCL, collectives.Collectives, "numbers")
+def _counts_are_read_while_they_are_copied(right: Function) -> Function:
+    def numbers(self: Any, *args: Any) -> Any:
+        with patch.object(Tensor, "cpu", lambda tensor: tensor.to("cpu", non_blocking=True)):
+            return right(self, *args)
+
+    return numbers
 
 
 # --- waits of the host
@@ -276,7 +295,7 @@ def _the_lane_works_on_the_stream_of_training(right: Function) -> Function:
     return lambda self: self.selected()
 
 
-@fault("nccl, small buckets", exact.NativeAllReduce, "start")
+@fault("nccl, over the lane", exact.NativeAllReduce, "start")
 def _nccl_is_issued_by_the_lane(right: Function) -> Function:
     class Later:
         def __init__(self, native: Any, gradients: Any) -> None:

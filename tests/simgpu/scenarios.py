@@ -106,6 +106,7 @@ class Report:
     Args:
         wrong: parameters whose mean was wrong, with the step.
         waits: how often the training's thread waited for the device, by what and where, in the last step.
+        num_waits: how often it did so in each step, in lines of thinwire other than of reference kernels.
         lane_waits: the same of all other threads.
         launches: operations on each stream in the last step.
         reused: how often memory was handed out again.
@@ -117,6 +118,7 @@ class Report:
     errors: list[str]
     wrong: list[str] = field(default_factory=list)
     waits: dict[str, int] = field(default_factory=dict)
+    num_waits: list[int] = field(default_factory=list)
     lane_waits: dict[str, int] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
     reused: int = 0
@@ -270,11 +272,18 @@ def _wrong(
             yield f"WRONG MEAN of {name} in step {step}: off by {float((got.double() - right).abs().max()):.1e}"
 
 
+def is_ours(wait: str) -> bool:
+    """Whether a wait is thinwire's, and not one of DDP, or of a reference kernel that has none in Triton."""
+    return " at kernels/" not in wait and "scenarios.py" not in wait
+
+
 def _note(report: Report, waits: Counter[Any], launches: Counter[Any]) -> None:
     report.waits, report.lane_waits, report.launches = {}, {}, {}
     for (thread, what, where), count in waits.items():
         into = report.waits if thread == "main" else report.lane_waits
         into[f"{what} at {where}"] = into.get(f"{what} at {where}", 0) + count
+    ours = [count for wait, count in report.waits.items() if is_ours(wait)]
+    report.num_waits.append(sum(ours))
     for (_, stream, _), count in launches.items():
         report.launches[stream] = report.launches.get(stream, 0) + count
 
@@ -312,6 +321,14 @@ SCENARIOS = {
         Scenario("nccl, small buckets", layers=(40, 40, 40), ddp={"bucket_cap_mb": 0.002}, nccl=True),
         Scenario("nccl, sparse", tables=(600, 50), sparse=True, ddp={}, nccl=True),
         Scenario("nccl, plain", nccl=True),
+        Scenario("nccl, over the lane", scheme="two_level:zen", ddp={}, nccl=True),
+        Scenario("nccl, tables alone", tables=(600, 300), layers=(), nccl=True),
+        Scenario("nccl, growing", tables=(600, 300), batch=(2, 60, 1), steps=6, ddp={}, nccl=True),
+        Scenario("nccl, unused", tables=(600, 400), optional=True, steps=6, nccl=True),
+        Scenario("nccl, half", dtype=torch.bfloat16, ddp={}, nccl=True),
+        Scenario("nccl, agsparse", scheme="agsparse", ddp={"gradient_as_bucket_view": True}, nccl=True),
+        Scenario("nccl, auto", scheme="auto", steps=12, ddp={}, nccl=True),
+        Scenario("nccl, compressed", layers=(64, 7), compress=("top_k", 0.3), ddp={}, nccl=True, is_exact=False),
     )
 }
 

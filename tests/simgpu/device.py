@@ -254,7 +254,7 @@ class World:
         self.races: list[str] = []
         self.errors: list[str] = []
         self.waits: Counter[tuple[str, str, str]] = Counter()  # thread, what, where
-        self.launches: Counter[tuple[str, str]] = Counter()  # stream, what
+        self.launches: Counter[tuple[str, str, str]] = Counter()  # thread, stream, what
         self.issued_nccl: dict[int, set[str]] = defaultdict(set)
         self.is_capturing = self.has_nccl = False
         self.is_computed = False  # whether the running backward pass has nothing left to compute
@@ -345,7 +345,7 @@ class World:
         self.tick(self.host().name)
         join(self.clocks[stream.name], self.clocks[self.host().name])
         self.tick(stream.name)
-        self.launches[stream.name, what] += 1
+        self.launches[self.host().name, stream.name, what] += 1
         return stream
 
     # --- accesses
@@ -420,18 +420,24 @@ class World:
         with self.lock:
             block.is_live = False
             owner, host = self.clocks[block.stream], self.clocks[self.host().name]
-            for old in block.accesses if block.device != PINNED else ():
-                ordered = owner.get(old.actor, 0) >= old.tick or host.get(old.actor, 0) >= old.tick
-                if old.actor not in (block.stream, *block.recorded) and not ordered:
-                    text = (
-                        f"FREED IN USE: memory of {block.stream} (made in {block.made_in}), which {old.actor} uses"
-                        f" ({old.where}): the next tensor of {block.stream} gets it, and no record_stream prevents that"
-                    )
-                    if text not in self.races:
-                        self.races.append(text)
+            waited_for = [
+                old
+                for old in block.accesses
+                if old.actor != block.stream
+                and owner.get(old.actor, 0) < old.tick
+                and host.get(old.actor, 0) < old.tick
+            ]
+            for old in waited_for if block.device != PINNED else ():
+                text = (
+                    f"FREED IN USE: memory of {block.stream} (made in {block.made_in}), which {old.actor} uses"
+                    f" ({old.where}): the next tensor of {block.stream} gets it, and no record_stream prevents that"
+                )
+                if old.actor not in block.recorded and text not in self.races:
+                    self.races.append(text)
             needed = {name: self.clocks[name].get(name, 0) for name in block.recorded - {block.stream}}
             if block.device == PINNED:  # the allocator of pinned memory records events of the streams that copied
-                needed = {old.actor: old.tick for old in block.accesses if old.actor.startswith("cuda")}
+                needed = {old.actor: old.tick for old in waited_for if old.actor.startswith("cuda")}
+            block.accesses = waited_for  # whoever gets the memory next is ordered behind the others by this thread
             if any(needed.values()):
                 self.delayed.append((block, needed))
             else:

@@ -256,6 +256,7 @@ class Buckets:
         job = self._clock.submit(Load(f"sum of {', '.join(table.name for table in tables)}"))
         job.started = time.perf_counter()
         started = [work for one in collected for work in one.contents.started]
+        self._staging.hand_over(())  # which refuses to be captured in a CUDA graph
         try:
             means = dict(zip((table.name for table in tables), self._collective.means(tables, started), strict=True))
             for one in collected:

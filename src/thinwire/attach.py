@@ -22,6 +22,7 @@ from thinwire.fuse.named import default_policies
 from thinwire.fuse.policy import Policy
 from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression, check_scaler
 from thinwire.gradients.ddp import check_buckets
+from thinwire.gradients.exact import route_asked_for
 from thinwire.gradients.fsdp import sharding_of
 from thinwire.gradients.model import (
     check_mesh,
@@ -114,6 +115,7 @@ def attach(
     _check_arguments(scheme, timeout, grad_scaler)
     group = _group_of(model, process_group)
     with telling_peers(group, timeout):
+        route_asked_for()
         leave_out(model, exclude)
         check_parameters(model)
         check_mesh(model, group)

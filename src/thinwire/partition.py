@@ -49,6 +49,17 @@ class Partition:
         """Return the id of each (owner, position): the inverse of `owners` and `positions`."""
         raise NotImplementedError
 
+    def deal(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Deal increasing ids int64 [k] to owners as `thinwire.kernels.deal_rows`, without waiting for a device.
+
+        Returns the ids of one owner after the other, their indices in ``ids``, and how many each owner has. Padding,
+        ids from ``num_rows`` on, is last and not counted.
+        """
+        owners = self.owners(ids).masked_fill(ids >= self.num_rows, self.world_size).to(torch.int32)
+        owners, places = owners.sort(stable=True)
+        ends = torch.arange(self.world_size + 1, dtype=torch.int32, device=ids.device)
+        return ids[places], places, torch.searchsorted(owners, ends).diff()
+
     def join(self, positions: Sequence[Tensor]) -> Tensor:
         """Return the ids at the given positions of each part, one part after the other."""
         return torch.cat([part.ids(of_part) for part, of_part in zip(self.parts, positions, strict=True)])
@@ -178,6 +189,9 @@ class Permutation(Partition):
 
     def split(self, ids: Tensor) -> list[Placed]:
         return kernels.deal(ids, self.world_size, self.seed)
+
+    def deal(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return kernels.deal_rows(ids, self.num_rows, self.world_size, self.seed)
 
 
 @dataclass(frozen=True)

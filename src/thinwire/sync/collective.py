@@ -18,31 +18,32 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
 from thinwire.comm.channel import first_difference
-from thinwire.comm.collectives import Collectives, gathered_bytes
+from thinwire.comm.collectives import Collectives, Numbers, gathered_bytes
 from thinwire.comm.process_group import check_fits, ring_all_reduce_bytes
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, MismatchError, PeerError, in_exchange, told
 from thinwire.partition import Partition
 from thinwire.sparse import SUPPORTED_DTYPES, Layout, SparseRows
 from thinwire.sync.named import NAMED
-from thinwire.sync.pieces import FORMATS, CodedPiece, Coding, Rows
+from thinwire.sync.pieces import FORMATS, CodedPiece, Coding
 from thinwire.sync.scheme import Aggregation, Communication, Ownership, Scheme, Unit
 from thinwire.sync.two_level import TwoLevel
 from thinwire.wire import FormatChoice, digest64
 
 TABLES_OF_A_RECORD = 64
 """Records have room for a multiple of this many tables, so that ranks that sum other tables can tell each other so."""
-_STEP, _DIGEST, _FAILED, _INVALID, _MISSING, _LATE, _FIXED = range(7)
-_SUM_STEP, _SUM_FAILED, _SUM_CORRUPT, _SUM_FIXED = range(4)
+_CHECK, _STEP, _FAILED, _INVALID, _CORRUPT, _DIGEST, _MISSING, _NOTE, _FIXED = range(9)
 SLACK_ROWS = 256
 
 T = TypeVar("T")
+Pieces = Sequence[Sequence[CodedPiece]]
+"""For each table, the piece of each rank, or for each rank."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,7 +154,7 @@ def sent_bytes(
         return 0
     peers = [peer for peer in range(world_size) if peer != rank]
     room = _room(len(plans))
-    total = len(peers) * 8 * (_FIXED + 2 * room + _SUM_FIXED + room)
+    total = len(peers) * 8 * (2 * _FIXED + 3 * room)
     whole, sums = [0] * world_size, [0] * world_size
     for table, rows, union in zip(plans, pushed, unions, strict=True):
         if table.scheme.is_dense:
@@ -169,12 +170,12 @@ def sent_bytes(
 
 
 class _Job:
-    """One table in one step, on its way through the phases of `CollectiveSum.all_reduce`.
+    """One table in one step, on its way through the phases of `_Call`.
 
     Attributes:
-        count: int64 [2], on the device: the rows of this rank that fit into the memory for them, and those that do not.
-        dealt: int64 [world_size], on the device: those that fit, for each rank that gets them.
-        ids, places: int64: ids of these rows, in the order in which they are sent, and their indices in ``source``.
+        ids, places: int64: the rows of this rank, in the order in which they are sent, and their indices in ``source``.
+        held, dealt: their number, int64 [1], and that for each rank, int64 [world_size], on the device. More than
+            ``capacity`` where not all fit, and then ``ids`` and ``dealt`` lack some.
         union, total, size: ids (or positions) of the sum of this rank's part, its rows, and their number, int64 [1].
     """
 
@@ -187,115 +188,96 @@ class _Job:
         self.is_native = plan.scheme.is_dense or (world_size == 1 and not self.is_sparse)
         self.is_owned = plan.partition is not None and not self.is_native
         self.capacity = plan.num_rows if capacity is None else min(plan.num_rows, capacity)
-        self.invalid = torch.zeros((), dtype=torch.bool, device=self.gradient.device)
+        self.is_invalid = torch.zeros((), dtype=torch.bool, device=self.gradient.device)
         self.size = torch.zeros(1, dtype=torch.int64, device=self.gradient.device)
         self.find()
 
     def find(self) -> None:
         """Find the rows that are not zero, and deal them to ranks."""
-        self.count = torch.zeros(2, dtype=torch.int64, device=self.gradient.device)
+        self.held = torch.zeros_like(self.size)
         if self.is_sparse:
             self._coalesce()
         elif not self.is_native:
-            self.source = self.gradient.view(self.plan.num_rows, self.table.layout.width)
-            self.ids = self.count.new_full((self.capacity,), self.plan.num_rows)
-            kernels.nonzero_rows_into(self.source, self.ids, self.count)
+            self.source = self.dense()
+            self.ids, self.held = kernels.find_rows(self.source, self.capacity)
             self.places = self.ids
-        self.dealt = self.count[:1].expand(self.world_size)
+        self.dealt = self.held.expand(self.world_size)
         if self.is_owned:
-            self._deal()
+            assert self.plan.partition is not None
+            self.ids, order, self.dealt = self.plan.partition.deal(self.ids)
+            self.places = self.places[order]
 
     def _coalesce(self) -> None:
         """Add up rows of equal id in their order, as `SparseRows.from_pairs`, and check the ids."""
-        layout, indices, values = self.table.layout, self.gradient._indices(), self.gradient._values()
-        ids, values = torch.zeros_like(indices[0]), values.reshape(indices.shape[1], layout.width)
-        is_outside = torch.zeros_like(ids, dtype=torch.bool)
-        for index, size in zip(indices, layout.shape, strict=False):
+        indices, values = self.gradient._indices(), self.gradient._values()
+        self.ids, self.capacity = torch.zeros_like(indices[0]), indices.shape[1]
+        is_outside = torch.zeros_like(self.ids, dtype=torch.bool)
+        for index, size in zip(indices, self.table.layout.shape, strict=False):
             is_outside |= (index < 0) | (index >= size)
-            ids = ids * size + index
-        self.invalid = is_outside.any()
-        self.ids, self.source = ids.masked_fill(is_outside, self.plan.num_rows), values
-        self.capacity = self.count[0] = ids.numel()
+            self.ids = self.ids * size + index
+        self.is_invalid = is_outside.any()
+        self.ids = self.ids.masked_fill(is_outside, self.plan.num_rows)
+        self.source, self.held = values.reshape(self.capacity, self.plan.push.width), self.held + self.capacity
         if not self.gradient.is_coalesced():
-            self.ids, self.source, self.count[:1] = _add_up(self.ids, values, self.plan.num_rows)
-        self.places = torch.arange(self.capacity, device=ids.device)
+            self.ids, self.source, self.held = kernels.merge_rows(
+                self.ids, self.source, self.plan.num_rows, self.capacity
+            )
+        self.places = torch.arange(self.capacity, device=self.ids.device)
 
-    def _deal(self) -> None:
-        assert self.plan.partition is not None
-        is_padding = torch.arange(self.ids.numel(), device=self.ids.device) >= self.count[0]
-        owners = self.plan.partition.owners(self.ids).masked_fill(is_padding, self.world_size).to(torch.int32)
-        self.owners, order = owners.sort(stable=True)
-        self.ids, self.places = self.ids[order], self.places[order]
-        ends = torch.arange(self.world_size + 1, dtype=torch.int32, device=self.ids.device)
-        self.dealt = torch.searchsorted(self.owners, ends).diff()
-
-    def pushes(self, counts: Sequence[int]) -> list[CodedPiece]:
-        """Return the pieces of this rank, of so many rows: one for each owner, or under centralization one for all."""
-        return [self.plan.push.piece(count, size) for count, size in zip(counts, self.plan.sizes, strict=False)]
-
-    def encoded(self, pieces: Sequence[CodedPiece]) -> list[list[Tensor]]:
-        """Return the bytes of `pushes`."""
+    def encoded(self, pieces: Sequence[CodedPiece], counts: Tensor) -> list[list[Tensor]]:
+        """Return the bytes of this rank's pieces: one for each owner, or under centralization one for all ranks."""
         total = sum(piece.count for piece in pieces)
-        positions, owners = self.ids[:total], torch.zeros_like(self.ids[:total])
+        values = kernels.gather_rows(self.source, self.places[:total])
+        positions = self.ids[:total]
         if self.plan.partition is not None:
-            positions, owners = self.plan.partition.positions(positions), self.owners[:total].to(torch.int64)
-        return self.plan.push.encode(Rows(positions, _gathered(self.source, self.places[:total]), owners), pieces)
-
-    def arriving(self, counts: Sequence[int]) -> list[CodedPiece]:
-        """Return the pieces that each rank sends here, of so many rows."""
-        size = self.plan.sizes[self.rank if self.is_owned else 0]
-        return [self.plan.push.piece(count, size) for count in counts]
+            positions = self.plan.partition.positions(positions)
+        return self.plan.push.encode(positions, values, pieces, counts)
 
     def add(self, payloads: Sequence[Tensor], pieces: Sequence[CodedPiece], counts: Tensor, scale: float) -> Tensor:
         """Add up the pieces of all ranks; return whether one is corrupt, bool [], on the device."""
-        rows, wrong = self.plan.push.decode(payloads, pieces, counts)
-        if self.world_size == 1:
-            self.union, self.total, self.size = rows.positions, rows.values * scale, counts
-        else:
-            self.union, self.total, self.size = _add_up(rows.positions, rows.values, self.plan.num_rows, scale)
-        return wrong
+        positions, values, _, is_wrong = self.plan.push.decode(payloads, pieces, counts)
+        self.union, self.total, self.size = positions, values * scale, counts
+        if self.world_size > 1:
+            part = self.plan.sizes[self.rank if self.is_owned else 0]
+            self.union, self.total, self.size = kernels.merge_rows(positions, values, part, positions.numel(), scale)
+        return is_wrong
 
     def dense(self) -> Tensor:
         """Return the gradient as a dense matrix [num_rows, width]: its own memory, or a copy of a sparse one."""
-        num_rows, width = self.plan.num_rows, self.table.layout.width
+        num_rows, width = self.plan.num_rows, self.plan.push.width
         if not self.is_sparse:
             return self.gradient.view(num_rows, width)
-        return kernels.scatter_rows(self.source.new_zeros(num_rows + 1, width), self.ids, self.source)[:num_rows]
+        return kernels.put_rows(self.source.new_zeros(num_rows, width), self.ids, self.source)
 
     def take_dense(self, total: Tensor, most: int) -> None:
         """Note the sum of `dense`, of which up to ``most`` rows are not zero."""
         if self.is_sparse:
-            self.union, self.total = self.count.new_empty(min(self.plan.num_rows, most)), total
-            self.size = kernels.nonzero_rows_into(total, self.union, torch.zeros_like(self.count))[1][:1]
+            self.total = total
+            self.union, self.size = kernels.find_rows(total, min(self.plan.num_rows, most))
 
-    def pulls(self, sizes: Sequence[int]) -> list[CodedPiece]:
-        """Return the pieces of the sum, of so many rows, that the ranks send to all."""
-        return [self.plan.pull.piece(size, part) for size, part in zip(sizes, self.plan.sizes, strict=True)]
-
-    def encoded_sum(self, piece: CodedPiece) -> list[Tensor]:
-        """Return the bytes of this rank's one of `pulls`."""
-        positions = self.union[: piece.count]
-        rows = Rows(positions, self.total[: piece.count], torch.zeros_like(positions))
-        return self.plan.pull.encode(rows, [piece])[0]
+    def encoded_sum(self, piece: CodedPiece, sizes: Tensor) -> list[Tensor]:
+        """Return the bytes of the sum of this rank's part."""
+        positions, values = self.union[: piece.count], self.total[: piece.count]
+        return self.plan.pull.encode(positions, values, [piece], sizes[self.rank :][:1])[0]
 
     def joined(self, payloads: Sequence[Tensor], pieces: Sequence[CodedPiece], sizes: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient's sum from those of all parts, and whether one is corrupt: then it is filled with nan."""
         assert self.plan.partition is not None
-        rows, wrong = self.plan.pull.decode(payloads, pieces, sizes)
-        ids = self.plan.partition.ids(rows.pieces, rows.positions)
-        wrong = wrong | (ids >= self.plan.num_rows).any()
-        ids, values = ids.clamp(max=max(0, self.plan.num_rows - 1)), rows.values.masked_fill(wrong, torch.nan)
+        positions, values, owners, is_wrong = self.plan.pull.decode(payloads, pieces, sizes)
+        ids = self.plan.partition.ids(owners, positions)
+        is_wrong = is_wrong | (ids >= self.plan.num_rows).any()
+        ids, values = ids.clamp(max=max(0, self.plan.num_rows - 1)), values.masked_fill(is_wrong, torch.nan)
         if self.is_sparse:
             ids, order = ids.sort()
-            values = _gathered(values, order)
-        return self.stored(ids, values), wrong
+            values = kernels.gather_rows(values, order)
+        return self.stored(ids, values), is_wrong
 
     def whole(self, size: int) -> Tensor:
         """Return the gradient's sum where this rank has all of it, in ``size`` rows that are not zero."""
         if self.is_native and not self.is_sparse:
             return self.table.gradient
         ids = self.union[:size]
-        return self.stored(ids, _gathered(self.total, ids) if self.is_native else self.total[:size])
+        return self.stored(ids, kernels.gather_rows(self.total, ids) if self.is_native else self.total[:size])
 
     def stored(self, ids: Tensor, values: Tensor) -> Tensor:
         """Return the rows of the sum in the layout of the gradient: a dense one is written in place."""
@@ -303,27 +285,6 @@ class _Job:
             return self.table.layout.tensor(SparseRows.trusted(ids, values, self.plan.num_rows))
         kernels.scatter_rows(self.dense(), ids, values)
         return self.table.gradient
-
-
-def _gathered(values: Tensor, places: Tensor) -> Tensor:
-    return kernels.gather_rows(values, places)
-
-
-def _add_up(ids: Tensor, values: Tensor, padding: int, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Add up rows [k, width] of equal id in their order, without waiting for the number of sums.
-
-    Returns (sorted unique ids int64 [k], sums [k, width], their number int64 [1]). Behind the sums there are rows of
-    zeros with the id ``padding``.
-    """
-    total, width = values.shape
-    if total == 0:
-        return ids, values, ids.new_zeros(1)
-    ordered, order = ids.sort(stable=True)
-    places = torch.zeros_like(ids)
-    places[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)
-    unique = torch.full_like(ids, padding).scatter_(0, places, ordered)
-    rows = [(places, _gathered(values, order))]
-    return unique, kernels.sum_rows_at(rows, total, width, values.dtype, scale), places[-1:] + 1
 
 
 class CollectiveSum:
@@ -337,6 +298,8 @@ class CollectiveSum:
 
     Attributes:
         counts: rows of each table in the last call, by name.
+        note: a number, not negative, that the next call tells all ranks.
+        notes: the number that each rank told in the last call.
 
     Example:
         >>> total = CollectiveSum(Collectives(dist.group.WORLD))          # doctest: +SKIP
@@ -349,6 +312,7 @@ class CollectiveSum:
         self._step = 0
         self._late: Tensor | None = None  # whether sums of the last call were corrupt, bool [], on the device
         self._capacities: dict[str, int] = {}
+        self.note, self.notes = 0, [0] * exchange.world_size
 
     def all_reduce(
         self, tables: Sequence[NamedGradient], scheme: Scheme | Sequence[Scheme], scale: float = 1.0
@@ -372,10 +336,11 @@ class CollectiveSum:
             LostPeerError, CorruptHeaderError: the ranks are out of step, and the group is of no more use.
         """
         self._step = self._step + 1 & 0xFFFFFFFF
-        call = _Call(self.exchange, self._step, self._late, scale)
+        call = _Call(self.exchange, self._step, self._late, scale, self.note)
         self._late = None
         call.find(tables, scheme, self._capacities)
         call.agree_on_counts()
+        self.notes = call.notes
         for job, held in zip(call.jobs, call.held, strict=True):
             self._capacities[job.table.name] = max(held) * 3 // 2 + SLACK_ROWS
         call.all_reduce_dense()
@@ -394,8 +359,8 @@ class _Call:
     bytes of the size that they expect go out in between.
     """
 
-    def __init__(self, exchange: Collectives, step: int, late: Tensor | None, scale: float) -> None:
-        self.exchange, self.step, self.scale, self.late = exchange, step, scale, late
+    def __init__(self, exchange: Collectives, step: int, late: Tensor | None, scale: float, note: int) -> None:
+        self.exchange, self.step, self.scale, self.late, self.note = exchange, step, scale, late, note
         self.rank, self.world_size = exchange.rank, exchange.world_size
         self.failure: Exception | None = None
         self.jobs: list[_Job] = []
@@ -434,33 +399,24 @@ class _Call:
     def agree_on_counts(self) -> None:
         """Phase 2: ``self.counts_out`` and ``counts_in`` are the rows of each table for and from each rank."""
         for _ in range(2):
-            numbers = self.exchange.numbers(self._record())
-            sent, received = numbers.sent.tolist(), numbers.received.tolist()
-            self._check_agreement(sent, received)
-            if not any(record[_MISSING] for record in received):
+            numbers = self._exchanged(self._counts_record(), "in the last call, and got nan for them")
+            if not numbers.received[:, _MISSING].any():
                 break
-            found = sent[self.rank][_FIXED + 1 :: 2]
-            self.attempt(partial(self._find_again, found), None)
+            self.attempt(partial(self._find_again, numbers.sent[0, _FIXED + 1 :: 2].tolist()), None)
         else:
             raise told(CorruptHeaderError(f"{self.where()}: ranks miss rows that they have found"), self.world_size)
-        self.counts_out = [[record[_FIXED + 2 * place] for record in sent] for place in range(self.num_tables)]
-        self.counts_in = [[record[_FIXED + 2 * place] for record in received] for place in range(self.num_tables)]
-        self.held = [[record[_FIXED + 2 * place + 1] for record in received] for place in range(self.num_tables)]
+        last = _FIXED + 2 * self.num_tables
+        self.notes = numbers.received[:, _NOTE].tolist()
+        self.counts_out = numbers.sent[:, _FIXED:last:2].T.tolist()
+        self.counts_in = numbers.received[:, _FIXED:last:2].T.tolist()
+        self.held = numbers.received[:, _FIXED + 1 : last : 2].T.tolist()
         self.counts_on_device = numbers.on_device[:, _FIXED::2]
         for job, counts, held in zip(self.jobs, self.counts_in, self.held, strict=True):
-            most = job.plan.sizes[self.rank if job.is_owned else 0]
-            for peer, (count, rows) in enumerate(zip(counts, held, strict=True)):
-                if (
-                    not 0 <= count <= min(most, rows)
-                    or rows > job.plan.num_rows
-                    or (not job.is_owned and count != rows)
-                ):
-                    raise in_exchange(
-                        CorruptHeaderError(
-                            f"{self.where()}: rank {self.exchange.global_ranks[peer]} announces {count} of {rows} rows"
-                            f" of {job.table.name}, where at most {most} make sense"
-                        )
-                    )
+            size = job.plan.sizes[self.rank if job.is_owned else 0]
+            for count, rows in zip(counts, held, strict=True):
+                if not 0 <= count <= min(size, rows) or rows > job.plan.num_rows or (not job.is_owned and count < rows):
+                    announced = f"{count} of {rows} rows of {job.table.name} are announced, of {size}"
+                    raise in_exchange(CorruptHeaderError(f"{self.where()}: {announced}"))
 
     def _find_again(self, found: Sequence[int]) -> None:
         for job, held in zip(self.jobs, found, strict=False):
@@ -468,104 +424,113 @@ class _Call:
                 job.capacity = held
                 job.find()
 
-    def _record(self) -> Tensor:
-        room = _room(self.num_tables)
-        record = torch.zeros(self.world_size, _FIXED + 2 * room, dtype=torch.int64, device=self.device)
-        record[:, _STEP], record[:, _DIGEST] = self.step, digest64(self.text.encode()) - (1 << 63)
-        record[:, _FAILED] = self.failure is not None
+    def _counts_record(self) -> Tensor:
+        record = self._record(_FIXED + 2 * _room(self.num_tables))
+        record[:, _DIGEST], record[:, _NOTE] = digest64(self.text.encode()) - (1 << 63), self.note
         if self.late is not None:
-            record[:, _LATE] = self.late
+            record[:, _CORRUPT] = self.late
         if self.jobs and self.failure is None:
-            record[:, _INVALID] = torch.stack([job.invalid for job in self.jobs]).any()
-            found = torch.stack([job.count for job in self.jobs])
-            record[:, _MISSING] = found[:, 1].sum()
+            record[:, _INVALID] = torch.stack([job.is_invalid for job in self.jobs]).any()
+            record[:, _MISSING] = torch.stack([job.held > job.capacity for job in self.jobs]).any()
             tables = record[:, _FIXED : _FIXED + 2 * self.num_tables].view(self.world_size, -1, 2)
             tables[:, :, 0] = torch.stack([job.dealt for job in self.jobs], 1)
-            tables[:, :, 1] = found.sum(1)
+            tables[:, :, 1] = torch.cat([job.held for job in self.jobs])
         return record
 
-    def _check_agreement(self, sent: list[list[int]], received: list[list[int]]) -> None:
-        """Raise on all ranks alike what any of them reported."""
-        if sent[0][_INVALID]:
-            bad = [job.table.name for job in self.jobs if bool(job.invalid)]
-            self.failure = ValueError(f"{', '.join(bad)}: a row id is out of range")
-        self._raise_failures([bool(record[_FAILED] or record[_INVALID]) for record in received])
-        mine = self.step, sent[0][_DIGEST]
-        if any((record[_STEP], record[_DIGEST]) != mine for record in received):
-            texts = self.exchange.texts(f"call {self.step}\n{self.text}", self.device)
-            peer = next(peer for peer, text in enumerate(texts) if text != texts[self.rank])
-            ours, theirs = first_difference(texts[self.rank], texts[peer])
-            error = MismatchError(
-                f"{self.where()}: ranks disagree about what is summed.\n  rank {self._global(self.rank)}: {ours}\n"
-                f"  rank {self._global(peer)}: {theirs}\nAll ranks must make the same calls in the same order, with the"
-                " same tables, schemes and scale."
-            )
-            raise told(error, self.world_size)
-        self._raise_corrupt([bool(record[_LATE]) for record in received], "in the last call, and got nan for them")
+    def _record(self, num_columns: int) -> Tensor:
+        record = torch.zeros(self.world_size, num_columns, dtype=torch.int64, device=self.device)
+        record[:, _STEP], record[:, _FAILED] = self.step, self.failure is not None
+        return record
 
-    def _raise_failures(self, failed: Sequence[bool]) -> None:
-        """Raise if a rank failed: its own error there, PeerError with the reason on the others."""
-        if not any(failed):
-            return
-        reason = "" if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
-        texts = self.exchange.texts(reason, self.device)
-        peer = failed.index(True)
-        error = self.failure or PeerError(f"{self.where()}: rank {self._global(peer)} reports: {texts[peer]}")
-        raise told(error, self.world_size)
+    def _exchanged(self, record: Tensor, when: str) -> Numbers:
+        """Exchange a record, and raise on all ranks alike what any of them reports in it.
 
-    def _raise_corrupt(self, corrupt: Sequence[bool], when: str = "") -> None:
+        The columns of a record add up to zero, so a record that was altered ends this rank before it acts on it.
+        """
+        record[:, _CHECK] = -record.sum(1)
+        numbers = self.exchange.numbers(record)
+        received = numbers.received
+        if received.sum(1).any():
+            raise in_exchange(CorruptHeaderError(f"{self.where()}: a record whose checksum does not match"))
+        if numbers.sent[0, _INVALID] and self.failure is None:
+            self.failure = ValueError("a row id is out of range")
+        failed = (received[:, _FAILED] | received[:, _INVALID]).tolist()
+        if any(failed):
+            reason = "" if self.failure is None else f"{type(self.failure).__name__}: {self.failure}"
+            texts, peer = self.exchange.texts(reason, self.device), failed.index(1)
+            error = PeerError(f"{self.where()}: rank {self._global(peer)} reports: {texts[peer]}")
+            raise told(self.failure or error, self.world_size)
+        alike = received[:, [_STEP, _DIGEST]] == numbers.sent[0, [_STEP, _DIGEST]]
+        if not alike.all():
+            self._raise_mismatch()
+        corrupt = received[:, _CORRUPT].tolist()
         if any(corrupt):
             ranks = ", ".join(str(self._global(rank)) for rank, is_corrupt in enumerate(corrupt) if is_corrupt)
             error = CorruptMessageError(f"{self.where()}: ranks {ranks} received ids that no rank can have sent {when}")
             raise told(error, self.world_size)
+        return numbers
+
+    def _raise_mismatch(self) -> NoReturn:
+        texts = self.exchange.texts(f"call {self.step}\n{self.text}", self.device)
+        peer = next((peer for peer, text in enumerate(texts) if text != texts[self.rank]), self.rank)
+        ours, theirs = first_difference(texts[self.rank], texts[peer])
+        error = MismatchError(
+            f"{self.where()}: ranks disagree about what is summed.\n  rank {self._global(self.rank)}: {ours}\n"
+            f"  rank {self._global(peer)}: {theirs}\nAll ranks must make the same calls in the same order, with the"
+            " same tables, schemes and scale."
+        )
+        raise told(error, self.world_size)
 
     def all_reduce_dense(self) -> None:
         """Sum tables that go dense by the group's own algorithm, scaled before, as DDP does: it adds in the dtype."""
         for job, held in zip(self.jobs, self.held, strict=True):
             if job.is_native:
-                dense = job.dense()
+                dense = self.attempt(job.dense, None)
+                if dense is None:
+                    dense = job.gradient.new_zeros(job.plan.num_rows, job.plan.push.width, layout=torch.strided)
                 if self.scale != 1.0:
                     dense.mul_(self.scale)
                 self.exchange.all_reduce(dense)
-                job.take_dense(dense, sum(held))
+                self.attempt(partial(job.take_dense, dense, sum(held)), None)
 
     def gather(self) -> None:
         """Phases 3 and 4 under centralization."""
-        places = [place for place, job in enumerate(self.jobs) if not (job.is_native or job.is_owned)]
-        pieces = [self.jobs[place].arriving(self.counts_in[place]) for place in places]
+        jobs = [(place, job) for place, job in enumerate(self.jobs) if not (job.is_native or job.is_owned)]
+        pieces = [[job.plan.push.piece(held, job.plan.num_rows) for held in self.held[place]] for place, job in jobs]
         sizes = _sizes(pieces, self.world_size)
 
         def parts() -> list[list[Tensor]]:
-            return [self.jobs[place].encoded([mine[self.rank]])[0] for place, mine in zip(places, pieces, strict=True)]
+            own = [of_table[self.rank] for of_table in pieces]
+            return [job.encoded([piece], job.held)[0] for (_, job), piece in zip(jobs, own, strict=True)]
 
         incoming = self.exchange.all_gather(self._joined(parts, sizes[self.rank]), sizes)
-        self._add(places, pieces, _cut(incoming, pieces))
+        self._add(jobs, pieces, _cut(incoming, pieces))
 
     def push(self) -> None:
         """Phases 3 and 4 under parallelism."""
-        places = [place for place, job in enumerate(self.jobs) if job.is_owned]
-        if not places:
+        jobs = [(place, job) for place, job in enumerate(self.jobs) if job.is_owned]
+        if not jobs:
             return
-        outgoing = [self.jobs[place].pushes(self.counts_out[place]) for place in places]
-        arriving = [self.jobs[place].arriving(self.counts_in[place]) for place in places]
+        outgoing = [_pieces(job.plan.push, self.counts_out[place], job.plan.sizes) for place, job in jobs]
+        arriving = [
+            _pieces(job.plan.push, self.counts_in[place], [job.plan.sizes[self.rank]] * self.world_size)
+            for place, job in jobs
+        ]
         send, receive = _sizes(outgoing, self.world_size), _sizes(arriving, self.world_size)
         if self.device.type == "cpu":
             check_fits(sum(receive), self.where)
 
         def parts() -> list[list[Tensor]]:
-            encoded = [self.jobs[place].encoded(pieces) for place, pieces in zip(places, outgoing, strict=True)]
+            encoded = [job.encoded(pieces, job.dealt) for (_, job), pieces in zip(jobs, outgoing, strict=True)]
             return [of_table[peer] for peer in range(self.world_size) for of_table in encoded]
 
         incoming = self.exchange.all_to_all(self._joined(parts, sum(send)), send, receive)
-        self._add(places, arriving, _cut(incoming.split(receive), arriving))
+        self._add(jobs, arriving, _cut(incoming.split(receive), arriving))
 
-    def _add(
-        self, places: Sequence[int], pieces: Sequence[Sequence[CodedPiece]], payloads: Sequence[Sequence[Tensor]]
-    ) -> None:
+    def _add(self, jobs: Sequence[tuple[int, _Job]], pieces: Pieces, payloads: Sequence[Sequence[Tensor]]) -> None:
         def add() -> None:
-            for place, of_table, data in zip(places, pieces, payloads, strict=True):
-                counts = self.counts_on_device[:, place]
-                self.wrong.append(self.jobs[place].add(data, of_table, counts, self.scale))
+            for (place, job), of_table, data in zip(jobs, pieces, payloads, strict=True):
+                self.wrong.append(job.add(data, of_table, self.counts_on_device[:, place], self.scale))
 
         self.attempt(add, None)
 
@@ -577,20 +542,14 @@ class _Call:
 
     def agree_on_sums(self) -> None:
         """Phase 5: ``self.sizes`` are the rows of each sum on each rank."""
-        record = torch.zeros(_SUM_FIXED + _room(self.num_tables), dtype=torch.int64, device=self.device)
-        record[_SUM_STEP], record[_SUM_FAILED] = self.step, self.failure is not None
+        record = self._record(_FIXED + _room(self.num_tables))
         if self.wrong:
-            record[_SUM_CORRUPT] = torch.stack(self.wrong).any()
+            record[:, _CORRUPT] = torch.stack(self.wrong).any()
         if self.jobs and self.failure is None:
-            record[_SUM_FIXED : _SUM_FIXED + self.num_tables] = torch.cat([job.size for job in self.jobs])
-        numbers = self.exchange.numbers(record.expand(self.world_size, -1).contiguous())
-        received = numbers.received.tolist()
-        if any(record[_SUM_STEP] != self.step for record in received):
-            raise in_exchange(CorruptHeaderError(f"{self.where()}: a rank is in another call"))
-        self._raise_failures([bool(record[_SUM_FAILED]) for record in received])
-        self._raise_corrupt([bool(record[_SUM_CORRUPT]) for record in received])
-        self.sizes = [[record[_SUM_FIXED + place] for record in received] for place in range(self.num_tables)]
-        self.sizes_on_device = numbers.on_device[:, _SUM_FIXED:]
+            record[:, _FIXED : _FIXED + self.num_tables] = torch.cat([job.size for job in self.jobs])
+        numbers = self._exchanged(record, "in this call")
+        self.sizes = numbers.received[:, _FIXED : _FIXED + self.num_tables].T.tolist()
+        self.sizes_on_device = numbers.on_device[:, _FIXED:]
         for job, sizes in zip(self.jobs, self.sizes, strict=True):
             if job.is_owned and any(not 0 <= size <= part for size, part in zip(sizes, job.plan.sizes, strict=True)):
                 raise told(
@@ -599,12 +558,15 @@ class _Call:
 
     def pull(self) -> tuple[list[Tensor], Tensor | None]:
         """Gather the sums of all parts; return all results, and whether one is corrupt."""
-        owned = [place for place, job in enumerate(self.jobs) if job.is_owned]
-        pieces = [self.jobs[place].pulls(self.sizes[place]) for place in owned]
+        jobs = [(place, job) for place, job in enumerate(self.jobs) if job.is_owned]
+        pieces = [_pieces(job.plan.pull, self.sizes[place], job.plan.sizes) for place, job in jobs]
         sizes = _sizes(pieces, self.world_size)
 
         def parts() -> list[list[Tensor]]:
-            return [self.jobs[place].encoded_sum(mine[self.rank]) for place, mine in zip(owned, pieces, strict=True)]
+            return [
+                job.encoded_sum(of_table[self.rank], self.sizes_on_device[:, place])
+                for (place, job), of_table in zip(jobs, pieces, strict=True)
+            ]
 
         payloads = _cut(self.exchange.all_gather(self._joined(parts, sizes[self.rank]), sizes), pieces)
         if self.failure is not None:
@@ -614,8 +576,8 @@ class _Call:
             for job, sizes in zip(self.jobs, self.sizes, strict=True)
         ]
         wrong = []
-        for place, of_table, data in zip(owned, pieces, payloads, strict=True):
-            results[place], is_wrong = self.jobs[place].joined(data, of_table, self.sizes_on_device[:, place])
+        for (place, job), of_table, data in zip(jobs, pieces, payloads, strict=True):
+            results[place], is_wrong = job.joined(data, of_table, self.sizes_on_device[:, place])
             wrong.append(is_wrong)
         return results, torch.stack(wrong).any() if wrong else None
 
@@ -641,12 +603,16 @@ def _room(num_tables: int) -> int:
     return -(-num_tables // TABLES_OF_A_RECORD) * TABLES_OF_A_RECORD
 
 
-def _sizes(pieces: Sequence[Sequence[CodedPiece]], world_size: int) -> list[int]:
+def _pieces(coding: Coding, counts: Sequence[int], sizes: Sequence[int]) -> list[CodedPiece]:
+    return [coding.piece(count, size) for count, size in zip(counts, sizes, strict=True)]
+
+
+def _sizes(pieces: Pieces, world_size: int) -> list[int]:
     """Return the bytes of the pieces of all tables, for each rank."""
     return [sum(of_table[rank].num_bytes for of_table in pieces) for rank in range(world_size)]
 
 
-def _cut(incoming: Sequence[Tensor], pieces: Sequence[Sequence[CodedPiece]]) -> list[list[Tensor]]:
+def _cut(incoming: Sequence[Tensor], pieces: Pieces) -> list[list[Tensor]]:
     """Cut what each rank sent into its pieces; return those of each table, in rank order."""
     cut = [data.split([of_table[rank].num_bytes for of_table in pieces]) for rank, data in enumerate(incoming)]
     return [[of_rank[place] for of_rank in cut] for place in range(len(pieces))]

@@ -7,13 +7,14 @@ of a table are coded together, so the number of launches does not grow with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.wire import ALIGNMENT_BYTES, Format, FormatChoice, Whole, index_dtype, payload_bytes
 
 FORMATS = (Format.COO, Format.HASH_BITMAP, Format.DENSE)
@@ -28,21 +29,6 @@ class CodedPiece:
     size: int
     format: Format
     num_bytes: int
-
-
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """Rows of several pieces, one piece after the other.
-
-    Args:
-        positions: int64 [k], of each row in its part.
-        values: [k, width].
-        pieces: int64 [k], the index of the piece of each row.
-    """
-
-    positions: Tensor
-    values: Tensor
-    pieces: Tensor
 
 
 @dataclass(frozen=True)
@@ -62,133 +48,104 @@ class Coding:
         format = self.choice.smallest(count, self.row_bytes, Whole(size))
         return CodedPiece(count, size, format, payload_bytes(format, count, self.row_bytes, size, size))
 
-    def encode(self, rows: Rows, pieces: Sequence[CodedPiece]) -> list[list[Tensor]]:
-        """Return the bytes of each piece, as uint8 tensors that follow one another."""
+    def encode(
+        self, positions: Tensor, values: Tensor, pieces: Sequence[CodedPiece], counts: Tensor
+    ) -> list[list[Tensor]]:
+        """Return the bytes of each piece, as uint8 tensors that follow one another.
+
+        Args:
+            positions, values: int64 [k] and [k, width], of the rows of one piece after the other.
+            counts: the numbers of rows of the pieces, int64 [len(pieces)], on the device.
+        """
         ends = [*accumulate((piece.count for piece in pieces), initial=0)]
-        values = rows.values.contiguous().view(-1).view(torch.uint8)
-        indices = [
-            index
-            for (format, _), run, first in _runs(pieces)
-            for index in _WRITERS[format](_cut(rows, ends, first, len(run)), run)
-        ]
-        padding = values.new_zeros(ALIGNMENT_BYTES)
+        data = values.contiguous().view(-1).view(torch.uint8)
+        numbers = torch.repeat_interleave(counts, output_size=ends[-1])
+        indices = []
+        for format, run, first in _runs(pieces):
+            span = slice(ends[first], ends[first + len(run)])
+            indices += _WRITERS[format](positions[span], numbers[span] - first, run)
+        padding = data.new_zeros(ALIGNMENT_BYTES)
         encoded = []
-        for piece, index, start, end in zip(pieces, indices, ends, ends[1:], strict=False):
-            parts = [values[start * self.row_bytes : end * self.row_bytes], index]
+        for piece, index, start in zip(pieces, indices, ends, strict=False):
+            parts = [data[start * self.row_bytes :][: piece.count * self.row_bytes], index]
             parts.append(padding[: piece.num_bytes - sum(part.numel() for part in parts)])
             encoded.append([part for part in parts if part.numel()])
         return encoded
 
-    def decode(self, payloads: Sequence[Tensor], pieces: Sequence[CodedPiece], counts: Tensor) -> tuple[Rows, Tensor]:
-        """Return the rows of all pieces, and whether their ids are not what these pieces can hold, bool [].
+    def decode(
+        self, payloads: Sequence[Tensor], pieces: Sequence[CodedPiece], counts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what `encode` was given, from the bytes of each piece, each at a multiple of `ALIGNMENT_BYTES`.
 
-        Args:
-            payloads: the bytes of each piece, each starting at a multiple of `ALIGNMENT_BYTES`.
-            counts: the numbers of rows, int64 [len(pieces)], on the device.
-
-        Positions are brought into the range of the largest part, so that no row is written elsewhere; do not use
-        rows of which the second result is true.
+        Returns:
+            (positions, values, the index of the piece of each row, int64 [k], and whether the ids are not what these
+            pieces can hold, bool []). Positions are brought into the range of the largest part, so that no row is
+            written elsewhere; do not use rows of which the last result is true.
         """
-        total, device = sum(piece.count for piece in pieces), counts.device
-        values = torch.cat(
-            [payload[: piece.count * self.row_bytes] for payload, piece in zip(payloads, pieces, strict=True)]
-        )
         ends = [*accumulate((piece.count for piece in pieces), initial=0)]
-        numbers = torch.repeat_interleave(counts, output_size=total)
-        found = []
-        for (format, _), run, first in _runs(pieces):
-            tails = [
-                payload[piece.count * self.row_bytes :] for payload, piece in zip(payloads[first:], run, strict=False)
-            ]
-            mine = numbers[ends[first] : ends[first + len(run)]] - first
-            found.append(_READERS[format](tails, run, mine))
-        positions = torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=device)
-        stride = max((piece.size for piece in pieces), default=0)
-        wrong = ((positions < 0) | (positions >= stride)).any()
-        positions = positions.clamp(0, max(0, stride - 1))
-        keys = numbers * stride + positions
-        wrong = wrong | (keys[1:] <= keys[:-1]).any()
-        return Rows(positions, values.view(self.dtype).view(total, self.width), numbers), wrong
+        cuts = [piece.count * self.row_bytes for piece in pieces]
+        values = torch.cat([payload[:cut] for payload, cut in zip(payloads, cuts, strict=True)])
+        tails = [payload[cut:] for payload, cut in zip(payloads, cuts, strict=True)]
+        numbers = torch.repeat_interleave(counts, output_size=ends[-1])
+        found = [
+            _READERS[format](tails[first:], numbers[ends[first] : ends[first + len(run)]] - first, run)
+            for format, run, first in _runs(pieces)
+        ]
+        positions, largest = torch.cat(found), max(piece.size for piece in pieces)
+        is_wrong = ((positions < 0) | (positions >= largest)).any()
+        positions = positions.clamp(0, max(0, largest - 1))
+        keys = numbers * largest + positions
+        is_wrong = is_wrong | (keys[1:] <= keys[:-1]).any()
+        return positions, values.view(self.dtype).view(ends[-1], self.width), numbers, is_wrong
 
 
-def _runs(pieces: Sequence[CodedPiece]) -> Iterator[tuple[tuple[Format, object], list[CodedPiece], int]]:
-    """Yield pieces in a row that are coded alike, and the index of the first of them; empty ones are like any."""
+def _runs(pieces: Sequence[CodedPiece]) -> Iterator[tuple[Format, list[CodedPiece], int]]:
+    """Yield pieces in a row that are coded alike, and the index of the first of them."""
     first = 0
-    for key, group in groupby(pieces, lambda piece: (piece.format, index_dtype(piece.size))):
+    for (format, _), group in groupby(pieces, lambda piece: (piece.format, index_dtype(piece.size))):
         run = [*group]
-        yield key, run, first
+        yield format, run, first
         first += len(run)
 
 
-def _cut(rows: Rows, ends: Sequence[int], first: int, length: int) -> tuple[Tensor, Tensor]:
-    span = slice(ends[first], ends[first + length])
-    return rows.positions[span], rows.pieces[span] - first
-
-
-def _write_coo(rows: tuple[Tensor, Tensor], run: Sequence[CodedPiece]) -> list[Tensor]:
+def _write_coo(positions: Tensor, numbers: Tensor, run: Sequence[CodedPiece]) -> list[Tensor]:
     dtype = index_dtype(run[0].size)
-    index = rows[0].to(dtype).view(torch.uint8)
-    return list(index.split([piece.count * dtype.itemsize for piece in run]))
+    return list(positions.to(dtype).view(torch.uint8).split([piece.count * dtype.itemsize for piece in run]))
 
 
-def _read_coo(tails: Sequence[Tensor], run: Sequence[CodedPiece], pieces: Tensor) -> Tensor:
+def _read_coo(tails: Sequence[Tensor], numbers: Tensor, run: Sequence[CodedPiece]) -> Tensor:
     dtype = index_dtype(run[0].size)
-    cut = [tail[: piece.count * dtype.itemsize] for tail, piece in zip(tails, run, strict=True)]
+    cut = [tail[: piece.count * dtype.itemsize] for tail, piece in zip(tails, run, strict=False)]
     index = torch.cat(cut).view(dtype).to(torch.int64)
     return index & 0xFFFF if dtype == torch.int16 else index
 
 
-def _write_bitmaps(rows: tuple[Tensor, Tensor], run: Sequence[CodedPiece]) -> list[Tensor]:
-    positions, pieces = rows
-    stride = _bitmap_bytes(max(piece.size for piece in run))
-    bitmap = pack_bits(positions + pieces * (8 * stride), len(run) * stride)
-    lengths = [_bitmap_bytes(piece.size) if piece.count else 0 for piece in run]
-    return [bitmap[place * stride :][:length] for place, length in enumerate(lengths)]
+def _write_bitmaps(positions: Tensor, numbers: Tensor, run: Sequence[CodedPiece]) -> list[Tensor]:
+    stride = max(map(_bitmap_bytes, run))
+    bitmap = kernels.pack_bits(positions + numbers * (8 * stride), len(run) * 8 * stride)
+    return [bitmap[place * stride :][: _bitmap_bytes(piece)] for place, piece in enumerate(run)]
 
 
-def _read_bitmaps(tails: Sequence[Tensor], run: Sequence[CodedPiece], pieces: Tensor) -> Tensor:
-    stride = _bitmap_bytes(max(piece.size for piece in run))
-    bitmap = tails[0].new_zeros(len(run), stride)
-    for row, tail, piece in zip(bitmap, tails, run, strict=True):
-        if piece.count:
-            length = _bitmap_bytes(piece.size)
-            row[:length] = tail[:length]
-    return list_ones(bitmap.view(-1), pieces.numel()) - pieces * (8 * stride)
+def _read_bitmaps(tails: Sequence[Tensor], numbers: Tensor, run: Sequence[CodedPiece]) -> Tensor:
+    stride = max(map(_bitmap_bytes, run))
+    bitmap = numbers.new_zeros(len(run), stride, dtype=torch.uint8)
+    for row, tail, piece in zip(bitmap, tails, run, strict=False):
+        row[: _bitmap_bytes(piece)] = tail[: _bitmap_bytes(piece)]
+    ones, count = kernels.find_bits(bitmap.view(-1), numbers.numel())
+    return (ones - numbers * (8 * stride)).masked_fill(count != numbers.numel(), -1)
 
 
-def _bitmap_bytes(size: int) -> int:
-    return (size + 7) // 8
+def _bitmap_bytes(piece: CodedPiece) -> int:
+    return (piece.size + 7) // 8 if piece.count else 0
 
 
-def _write_nothing(rows: tuple[Tensor, Tensor], run: Sequence[CodedPiece]) -> list[Tensor]:
-    return [rows[0][:0].view(torch.uint8)] * len(run)
+def _write_nothing(positions: Tensor, numbers: Tensor, run: Sequence[CodedPiece]) -> list[Tensor]:
+    return [positions[:0].view(torch.uint8)] * len(run)
 
 
-def _read_all(tails: Sequence[Tensor], run: Sequence[CodedPiece], pieces: Tensor) -> Tensor:
-    return torch.cat([torch.arange(piece.count, device=pieces.device) for piece in run])
+def _read_all(tails: Sequence[Tensor], numbers: Tensor, run: Sequence[CodedPiece]) -> Tensor:
+    return torch.cat([torch.arange(piece.count, device=numbers.device) for piece in run])
 
 
-_WRITERS: dict[Format, Callable[[tuple[Tensor, Tensor], Sequence[CodedPiece]], list[Tensor]]] = {
-    Format.COO: _write_coo,
-    Format.HASH_BITMAP: _write_bitmaps,
-    Format.DENSE: _write_nothing,
-}
-_READERS: dict[Format, Callable[[Sequence[Tensor], Sequence[CodedPiece], Tensor], Tensor]] = {
-    Format.COO: _read_coo,
-    Format.HASH_BITMAP: _read_bitmaps,
-    Format.DENSE: _read_all,
-}
-
-
-def pack_bits(positions: Tensor, num_bytes: int) -> Tensor:
-    """Return a bitmap uint8 [num_bytes] with ones at unique positions, least significant bit first."""
-    bits = torch.zeros(8 * num_bytes, dtype=torch.uint8, device=positions.device)
-    bits[positions] = 1
-    return (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(1, dtype=torch.uint8)
-
-
-def list_ones(bitmap: Tensor, count: int) -> Tensor:
-    """Return the positions int64 [count] of the ones of a bitmap, increasing; not one of them if it has others."""
-    bits = (bitmap[:, None] >> torch.arange(8, dtype=torch.uint8, device=bitmap.device)) & 1
-    ones = torch.nonzero_static(bits.view(-1), size=count + 1, fill_value=-1).view(-1)
-    return torch.where(ones[-1] < 0, ones[:-1], -1)
+_WRITERS = {Format.COO: _write_coo, Format.HASH_BITMAP: _write_bitmaps, Format.DENSE: _write_nothing}
+_READERS = {Format.COO: _read_coo, Format.HASH_BITMAP: _read_bitmaps, Format.DENSE: _read_all}

@@ -78,6 +78,7 @@ class Block:
     accesses: list[Access] = field(default_factory=list)
     recorded: set[str] = field(default_factory=set)
     is_live: bool = True
+    freed_by: Clock = field(default_factory=dict)  # what the thread knew that freed it last
 
     @property
     def address(self) -> int:
@@ -256,7 +257,8 @@ class World:
         self.waits: Counter[tuple[str, str, str]] = Counter()  # thread, what, where
         self.launches: Counter[tuple[str, str, str]] = Counter()  # thread, stream, what
         self.issued_nccl: dict[int, set[str]] = defaultdict(set)
-        self.is_capturing = self.has_nccl = False
+        self.captured: Stream | None = None
+        self.has_nccl = False
         self.is_computed = False  # whether the running backward pass has nothing left to compute
         self.delayed_hooks: list[Any] = []  # futures of hooks that DDP calls after that
         self.reused = 0
@@ -336,10 +338,10 @@ class World:
 
         What the stream has to do before is done now, unless this is put into its queue too (``is_late``).
         """
-        if self.is_capturing and not what.startswith("captured"):
-            self.error(f"{what} is launched while a graph is captured")
         self.use(device, f"{what} is launched")
         stream = stream or self.stream(device)
+        if stream == self.captured and not what.startswith("captured"):
+            self.error(f"{what} is launched while a graph is captured")
         if not is_late:
             stream.run()
         self.tick(self.host().name)
@@ -394,6 +396,8 @@ class World:
             free = self.pool[device, stream, capacity]
             if free:
                 block = free.pop()
+                for actor in filter(None, (self.host().name, stream)):  # by the allocator's lock
+                    join(self.clocks[actor], block.freed_by)
                 block.is_live, block.recorded, block.made_in = True, set(), where()
                 self.reused += 1
             else:
@@ -420,6 +424,7 @@ class World:
         with self.lock:
             block.is_live = False
             owner, host = self.clocks[block.stream], self.clocks[self.host().name]
+            block.freed_by = dict(host)
             waited_for = [
                 old
                 for old in block.accesses
@@ -489,11 +494,11 @@ def make_current(world: World | None) -> None:
 def capturing() -> Iterator[None]:
     """A time in which the current stream is captured into a graph."""
     world = current()
-    world.is_capturing = True
+    world.captured = world.stream()
     try:
         yield
     finally:
-        world.is_capturing = False
+        world.captured = None
 
 
 def index_of(device: object) -> int:

@@ -351,7 +351,7 @@ _CUDA: dict[str, Any] = {
     "set_stream": lambda stream: current().set_stream(stream),
     "current_stream": _current_stream,
     "synchronize": _synchronize,
-    "is_current_stream_capturing": lambda: current().is_capturing,
+    "is_current_stream_capturing": lambda: current().stream() == current().captured,
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_name": lambda device=None: "simulated",
     "manual_seed_all": lambda seed: None,

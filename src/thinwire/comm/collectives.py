@@ -158,7 +158,8 @@ class Collectives:
         dist.all_to_all_single(incoming, outgoing, receive_sizes, send_sizes, group=self.process_group)
 
     def _all_gather(self, incoming: Tensor, outgoing: Tensor) -> None:
-        dist.all_gather_into_tensor(incoming, outgoing, group=self.process_group)
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        gather(incoming, outgoing, group=self.process_group)
 
     def _all_reduce(self, tensor: Tensor) -> None:
         dist.all_reduce(tensor, group=self.process_group)

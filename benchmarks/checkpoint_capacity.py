@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from thinwire.checkpoint import recovery_probability
-from thinwire.checkpoint.pacing.idle import GAMMA
+from thinwire.checkpoint.pacing.gaps import GAMMA
 from thinwire.lab.studies.checkpoint_bounds import (
     Bounds,
     Hardware,

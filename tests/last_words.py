@@ -55,16 +55,19 @@ def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
     status = node.gateway._io.popen.wait(_SECONDS_TO_END)
     how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
     killed = _killed_for_memory() - node.workerinput["killed_for_memory"]
-    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
     stacks = _stacks_of(node)
     report.longrepr = "\n".join(
         [
             report.longrepr,
-            f"{how}; {killed} processes killed for want of memory since it started; "
-            f"{_available_mib()} MiB available now; the largest worker that ended had {largest} MiB",
+            f"{how}; {killed} processes killed for want of memory since it started; {_memory()}",
             (stacks.read_text() if stacks.exists() else "") or "(no stacks)",
         ]
     )
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """A log without a failure tells too how near it was to the end of memory."""
+    terminalreporter.write_line(_memory())
 
 
 def _stacks_of(node: Any) -> Path:
@@ -76,8 +79,10 @@ def _killed_for_memory() -> int:
     return _number("/proc/vmstat", "oom_kill")
 
 
-def _available_mib() -> int:
-    return _number("/proc/meminfo", "MemAvailable:") // 1024
+def _memory() -> str:
+    free, total = (_number("/proc/meminfo", name) // 1024 for name in ("MemAvailable:", "MemTotal:"))
+    largest = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024
+    return f"memory: {free} MiB available of {total}, the largest process that ended had {largest} MiB"
 
 
 def _number(path: str, name: str) -> int:

@@ -40,7 +40,7 @@ def _as_stock(context: RankContext) -> None:
     assert sync is not None
     rows = {str(row["name"]): row for row in sync.table()}
     assert rows["all other parameters"]["scheme"] == "NCCL"
-    assert rows["0.weight"]["kind"] == "dense gradient, rows known"
+    assert rows["0.weight"]["kind"] == "dense gradient, rows scanned"
     assert sync.stats()["comm/bytes_sent"] == sum(int(row["total_bytes"]) for row in rows.values())
     sync.detach()
 

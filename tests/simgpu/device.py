@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,7 +36,10 @@ def join(one: Clock, other: Clock) -> None:
             one[actor] = tick
 
 
-_PLUMBING = ("threading.py", "contextlib.py", "weakref.py", "queue.py", "mock.py")
+_PLUMBING = (
+    "threading.py", "contextlib.py", "weakref.py", "queue.py", "mock.py", "simgpu/device.py", "simgpu/tensors.py",
+    "simgpu/torch_semantics.py",
+)  # fmt: skip
 
 
 def where() -> str:
@@ -46,7 +50,7 @@ def where() -> str:
         name = frame.f_code.co_filename
         if "/thinwire/" in name and "/simgpu/" not in name and "/lab/testbed/" not in name:
             return f"{name.rsplit('/thinwire/', 1)[1]}:{frame.f_lineno}"
-        is_ours = "/torch/" in name or "/simgpu/" in name or name.startswith("<") or name.endswith(_PLUMBING)
+        is_ours = "/torch/" in name or name.startswith("<") or name.endswith(_PLUMBING)
         if fallback == "?" and not is_ours:
             fallback = f"{name.rsplit('/', 1)[-1]}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
@@ -253,6 +257,8 @@ class World:
         self.launches: Counter[tuple[str, str]] = Counter()  # stream, what
         self.issued_nccl: dict[int, set[str]] = defaultdict(set)
         self.is_capturing = self.has_nccl = False
+        self.is_computed = False  # whether the running backward pass has nothing left to compute
+        self.delayed_hooks: list[Any] = []  # futures of hooks that DDP calls after that
         self.reused = 0
         self._local = threading.local()
         self._threads = count(1)

@@ -122,6 +122,10 @@ def run(world: World, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         if given or not _is_from_cpp(func):
             return func(*args, **kwargs)
         asked = world.host().device
+    if world.delayed_hooks and _caller()[0].endswith("torch/autograd/graph.py"):  # DDP has waited, and stores means
+        hooks, world.delayed_hooks = world.delayed_hooks, []
+        for future in hooks:
+            future.wait()
     if func.namespace == "c10d":
         return _collective(world, func, args, kwargs, given)
     writes, is_view = _schema(func)
@@ -131,14 +135,19 @@ def run(world: World, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return _run(world, func, name, args, kwargs, given, blocks, asked, writes)
 
 
+def _caller() -> tuple[str, str]:
+    """File and function of the innermost frame of Python that called an operation."""
+    frame = sys._getframe(3)
+    while frame.f_code.co_filename.endswith(("tensors.py", "_compile.py", "eval_frame.py")):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame.f_code.co_filename, frame.f_code.co_name
+
+
 def _is_from_cpp(func: Any) -> bool:
     """Whether a factory is called by DDP's reducer or a formula of autograd."""
     if func.overloadpacket.__name__ not in ("empty", "empty_strided", "zeros", "full", "ones"):
         return False
-    frame = sys._getframe(3)
-    while frame.f_code.co_filename.endswith(("tensors.py", "_compile.py", "eval_frame.py")):
-        frame = frame.f_back  # type: ignore[assignment]
-    name, function = frame.f_code.co_filename, frame.f_code.co_name
+    name, function = _caller()
     if name.endswith("torch/nn/parallel/distributed.py"):
         return function in ("_ddp_init_helper", "_pre_forward", "_rebuild_buckets", "_should_disable_cpp_reducer")
     return name.endswith("torch/autograd/graph.py")
@@ -178,6 +187,7 @@ def _run(
         _check_devices(world, func, given, blocks, devices)
     target = asked if asked is not None else next(iter(devices))
     late = _late_copy(world, name, args, kwargs, blocks)
+    actor = world.stream(target).name
     if name not in EMPTY:
         stream = world.launch(target, name, is_late=late is not None)
         actor = stream.name
@@ -188,6 +198,10 @@ def _run(
         for tensor, block in zip(given, blocks, strict=True):
             if block is not None:
                 touch(world, actor, tensor, id(tensor) in written, here)
+    for tensor in given:  # an operation in place gives a sparse tensor other parts
+        if tensor.layout is torch.sparse_coo and id(tensor) in written and world.block_of(tensor) is None:
+            tensor.data = moved(world, tensor, target)
+            touch(world, actor, tensor, True, here)
     old = {id(tensor): tensor for tensor in given}
     storages = {part.untyped_storage().data_ptr() for tensor in given for part in parts(tensor)}
 

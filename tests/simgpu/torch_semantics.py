@@ -141,13 +141,31 @@ def _register_comm_hook(reducer: Any, state: Any, hook: Callable[..., Any]) -> N
 
     def called(state: Any, bucket: Any) -> Any:
         future = hook(state, bucket)
-        torch.autograd.Variable._execution_engine.queue_callback(future.wait)  # before that of the reducer
+        if current().is_computed:
+            current().delayed_hooks.append(future)
+        else:
+            torch.autograd.Variable._execution_engine.queue_callback(future.wait)  # before that of the reducer
         return future
 
     _REGISTER(reducer, state, called)
 
 
 _REGISTER = dist._register_comm_hook
+_backward = Tensor.backward
+
+
+def _backward_pass(self: Tensor, *args: Any, **kwargs: Any) -> None:
+    """Note when it is computed: under ``static_graph`` DDP calls the hooks of the first pass only then."""
+    world = current()
+    world.is_computed = False
+
+    def begin(_: Tensor) -> None:
+        torch.autograd.Variable._execution_engine.queue_callback(lambda: setattr(world, "is_computed", True))
+
+    self.register_hook(begin)
+    _backward(self, *args, **kwargs)
+    world.is_computed = False
+
 
 # --- threads and queues
 
@@ -419,6 +437,7 @@ def simulated(own: tuple[int, ...] = (0, 1), nccl: bool = False) -> Iterator[Wor
         cleanup.enter_context(patch.object(torch.backends.cuda, "is_built", lambda: True))
         for name, value in _FUTURE.items():
             cleanup.enter_context(patch.object(Future, name, value))
+        cleanup.enter_context(patch.object(Tensor, "backward", _backward_pass))
         cleanup.enter_context(patch.object(dist, "_register_comm_hook", _register_comm_hook))
         for name in _COLLECTIVES:
             cleanup.enter_context(patch.object(dist, name, _over_nccl(name, getattr(dist, name))))

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from clocks import FakeClock, wait_until
 from thinwire.checkpoint.pacing import gaps
 from thinwire.checkpoint.pacing.counters import BusySampler, TransmitCounters, busy_periods, interface_to
-from thinwire.checkpoint.pacing.gaps import Pacer
-from thinwire.checkpoint.pacing.idle import PROFILED_ITERATIONS, profile
+from thinwire.checkpoint.pacing.gaps import PROFILED_ITERATIONS, Pacer, profile
 
 TABLE = """Inter-|   Receive                                                |  Transmit
  face |bytes    packets errs drop fifo frame compressed multicast|bytes    packets errs drop fifo colls carrier

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from clocks import PATIENCE, FakeClock, wait_until
 from thinwire.checkpoint.pacing import gaps
-from thinwire.checkpoint.pacing.gaps import Pacer, even_grants, gap_grants, idle_timespans
-from thinwire.checkpoint.pacing.idle import PROFILED_ITERATIONS, profile
+from thinwire.checkpoint.pacing.gaps import PROFILED_ITERATIONS, Pacer, even_grants, gap_grants, idle_timespans, profile
 from thinwire.checkpoint.registration import peers_of, room_bytes
 from thinwire.lab.studies.transfer_schedule import Budget, spread
 

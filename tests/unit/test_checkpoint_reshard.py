@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from thinwire.checkpoint.foreign import foreign_versions, is_whole
+from thinwire.checkpoint.recovery import foreign_steps, is_whole
 from thinwire.checkpoint.state.decode import load_into, prepare
 from thinwire.checkpoint.state.encode import flatten
 from thinwire.checkpoint.state.layout import ShardPart, StateLayout, TensorSlice, views, write
-from thinwire.checkpoint.state.reshard import fill, plan_moves
+from thinwire.checkpoint.state.sharding import fill, plan_moves
 from thinwire.holder.version import ShardId, Version
 
 
@@ -112,10 +112,10 @@ def test_versions_of_other_topologies_newest_first() -> None:
         "a:1": [version(0, 9), version(0, 4, "third", attempt=1), version(0, 99, "this", attempt=9)],
         "b:1": [version(1, 9), version(0, 9, digest="b" * 16)],
     }
-    newest, older = foreign_versions(inventories, "run", "this")
+    newest, older = foreign_steps(inventories, "run", "this")
     assert (newest.topology, newest.step, older.topology, older.step) == ("third", 4, "old", 9)
     assert list(older.copies) == [1], "copies of shard 0 differ, so none of them is one"
-    assert foreign_versions(inventories, "other run", "this") == []
+    assert foreign_steps(inventories, "other run", "this") == []
 
 
 def test_only_all_shards_of_the_same_state_are_a_state() -> None:

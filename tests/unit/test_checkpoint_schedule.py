@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from thinwire.checkpoint.pacing.idle import GAMMA, profile
+from thinwire.checkpoint.pacing.gaps import GAMMA, profile
 from thinwire.lab.studies import transfer_schedule as schedule
 from thinwire.lab.studies.transfer_schedule import Budget, Chunk, TransferPlan, partition, spread
 

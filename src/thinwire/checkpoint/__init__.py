@@ -13,12 +13,11 @@ from thinwire.checkpoint.placement import placement, recovery_probability
 
 if TYPE_CHECKING:
     from thinwire.checkpoint.checkpointer import Checkpointer
-    from thinwire.checkpoint.dcp.reader import MemoryReader
-    from thinwire.checkpoint.dcp.writer import MemoryWriter
+    from thinwire.checkpoint.dcp.memory import MemoryReader, MemoryWriter
 
 __all__ = ["Checkpointer", "MemoryReader", "MemoryWriter", "placement", "recovery_probability"]
 
-_MODULES = {"Checkpointer": "checkpointer", "MemoryReader": "dcp.reader", "MemoryWriter": "dcp.writer"}
+_MODULES = {"Checkpointer": "checkpointer", "MemoryReader": "dcp.memory", "MemoryWriter": "dcp.memory"}
 
 
 if not TYPE_CHECKING:  # which would take any name for one of ours

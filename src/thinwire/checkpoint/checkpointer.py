@@ -17,14 +17,13 @@ from torch import nn
 from thinwire.checkpoint.agreement import FAILURES, Agreement, Divergence
 from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.dcp.tier import PersistentTier, parse_seconds
-from thinwire.checkpoint.group import PrivateGroup, failures_of, private_group, restart_hint, run_id_of
+from thinwire.checkpoint.group import PrivateGroup, on_all, private_group, restart_hint, run_id_of
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import AgeAlarm, Notices, VersionRecord
 from thinwire.checkpoint.registration import Registration
 from thinwire.checkpoint.restore import Restorer
 from thinwire.checkpoint.state.snapshot import TrainingState
-from thinwire.checkpoint.statistics import statistics
 from thinwire.comm.lane import Group
 from thinwire.errors import ThinwireError
 from thinwire.holder.version import topology_digest
@@ -113,20 +112,12 @@ class Checkpointer:
         governor = Governor(max_overhead, every, max_age_steps and max_age_steps // 2)
         training = TrainingState(model, optimizer, scheduler, scaler, synchronizer, data)
         timeout = timeout or timedelta(minutes=30)
-        state, refusal = "", ""
-        try:
-            state = training.describe()
-        except ValueError as error:
-            refusal = str(error)
         own = private_group(process_group, timeout)
         self._group = own.process_group
-        self._rank = dist.get_rank(self._group)
-        about = {"world_size": dist.get_world_size(self._group), "state": state}
-        num_tensors = len(training.module.state_dict())
+        self._rank, num_tensors = dist.get_rank(self._group), len(training.module.state_dict())
         try:
-            failed = failures_of(refusal, self._group)
-            if failed:
-                raise ValueError(failed)
+            state = on_all(self._group, training.describe, ValueError)
+            about = {"world_size": dist.get_world_size(self._group), "state": state}
             registration = Registration(holder_socket, run_id, about, replicas, num_tensors, self._group, domain)
         except Exception:
             own.destroy()
@@ -298,15 +289,38 @@ class Checkpointer:
         ``checkpoint/cpu_seconds`` the CPU time of one version here and in the holder (its digests, sending, and what
         it receives for peers).
         """
-        found = statistics(self._cycle.records, self._agreement, self._registration, self._pacer, self._tier)
-        every, overhead = self._governor.every, self._governor.overhead
-        cpu_seconds = self._cycle.cpu_seconds + self._agreement.holder_cpu_seconds
+        records, agreement, pacer, tier = self._cycle.records, self._agreement, self._pacer, self._tier
+        found, replicas, diverged = records.stats(), self._registration.replicas, agreement.divergence.diverged
+        cpu_seconds = self._cycle.cpu_seconds + agreement.holder_cpu_seconds
+        bounds: dict[str, float] = {}
+        if (num_bytes := records.num_bytes) and (copying := found["checkpoint/copy_seconds"]):
+            sent = (replicas - 1) * num_bytes  # a rank sends its shard to its peers, and copies theirs too
+            speed = agreement.link_bytes_per_second or float("inf")
+            bounds = {
+                "checkpoint/bound_network_seconds": sent / speed,
+                "checkpoint/bound_copy_seconds": replicas * copying,
+            }
         return {
             "checkpoint/steps": float(self._cycle.step),
-            "checkpoint/every": float(every),
-            "checkpoint/overhead": overhead,
-            "checkpoint/cpu_seconds": cpu_seconds / max(1.0, float(found["checkpoint/versions"])),
+            "checkpoint/every": float(self._governor.every),
+            "checkpoint/overhead": self._governor.overhead,
+            "checkpoint/cpu_seconds": cpu_seconds / max(1.0, found["checkpoint/versions"]),
             **found,
+            "checkpoint/dropped": float(agreement.status.get("dropped", 0)),
+            "checkpoint/replicated_step": float(agreement.keep),
+            "checkpoint/persistent_step": float(tier.saved_step if tier is not None else -1),
+            "checkpoint/persistent_errors": float(tier.errors if tier is not None else 0),
+            "checkpoint/persistent_error": tier.last_error if tier is not None else "",
+            "checkpoint/certified_step": float(agreement.divergence.certified),
+            "checkpoint/diverged_ranks": float(len(diverged)),
+            "checkpoint/replicas": float(replicas),
+            "checkpoint/bytes_sent": float(agreement.status.get("bytes_sent", 0)),
+            "checkpoint/iteration_seconds": pacer.iteration_seconds,
+            "checkpoint/idle_seconds": pacer.idle_seconds,
+            "checkpoint/iterations_needed": float(pacer.iterations_needed),
+            **bounds,
+            "checkpoint/grants": pacer.how,
+            "checkpoint/schedule": pacer.schedule,
         }
 
     def close(self) -> None:

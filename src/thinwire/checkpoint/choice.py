@@ -10,11 +10,9 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from thinwire.holder.version import Version
+from thinwire.holder.version import Version, stored_steps
 
 MAX_REASONS = 20
-
-_Copies = dict[int, dict[str, Version]]  # of one step: for each owner, the copy by holder
 
 
 @dataclass(frozen=True)
@@ -77,16 +75,24 @@ def choose(
         ('a:1', 'a:1')
     """
     reasons = [f"holder {holder} gave no inventory" for holder in sorted(set(holders) - set(inventories))]
-    copies, unlike, left_out = _sift(inventories, len(holders), run_id, topology)
-    reasons.extend(left_out)
+    fitting: dict[str, list[Version]] = {}
+    left_out: Counter[str] = Counter()
+    for holder, versions_there in inventories.items():
+        for version in versions_there:
+            if reason := _why_not(version, len(holders), run_id, topology):
+                left_out[f"holder {holder} has {reason}"] += 1
+            else:
+                fitting.setdefault(holder, []).append(version)
+    reasons += [f"{text} ({times} left out)" for text, times in sorted(left_out.items())]
     newest: Choice | None = None
-    for attempt, step in sorted((order for order in copies if only in (None, order[1])), reverse=True):
-        of_step = copies[attempt, step]
-        missing = [owner for owner in range(len(holders)) if owner not in of_step]
-        differing = sorted(unlike[attempt, step])
+    for stored in stored_steps(fitting):
+        attempt, step, differing = stored.attempt, stored.step, sorted(stored.unlike)
+        if only not in (None, step):
+            continue
+        missing = [owner for owner in range(len(holders)) if not (owner in stored.copies or owner in stored.unlike)]
         if not missing and not differing:
-            sources = _sources(of_step, holders, placed or {})
-            versions = tuple(of_step[owner][source] for owner, source in enumerate(sources))
+            sources = _sources(stored.copies, holders, placed or {})
+            versions = tuple(stored.copies[owner][source] for owner, source in enumerate(sources))
             fetched = tuple(owner for owner, holder in enumerate(holders) if sources[owner] != holder)
             shared = {version.shared for version in versions}
             certified = None if "" in shared or len(holders) < 2 else len(shared) == 1
@@ -100,28 +106,6 @@ def choose(
         texts += [f"copies of {_shards(differing)} differ"] if differing else []
         reasons.append(f"step {step} of attempt {attempt:x}: {', '.join(texts)}")
     return newest or Choice(None, reasons=_shortened(reasons))
-
-
-def _sift(
-    inventories: Mapping[str, Iterable[Version]], world_size: int, run_id: str, topology: str
-) -> tuple[dict[tuple[int, int], _Copies], dict[tuple[int, int], set[int]], list[str]]:
-    """Copies and owners with differing copies, by attempt and step; and reasons for leaving out all other versions."""
-    copies: dict[tuple[int, int], _Copies] = {}
-    unlike: dict[tuple[int, int], set[int]] = {}
-    left_out: Counter[str] = Counter()
-    for holder in sorted(inventories):
-        for version in inventories[holder]:
-            reason = _why_not(version, world_size, run_id, topology)
-            if reason:
-                left_out[f"holder {holder} has {reason}"] += 1
-                continue
-            order, owner = (version.attempt, version.step), version.shard.owner
-            of_shard = copies.setdefault(order, {}).setdefault(owner, {})
-            differing = unlike.setdefault(order, set())
-            if any(_contents(copy) != _contents(version) for copy in of_shard.values()):
-                differing.add(owner)
-            of_shard.setdefault(holder, version)
-    return copies, unlike, [f"{text} ({times} left out)" for text, times in sorted(left_out.items())]
 
 
 def _why_not(version: Version, world_size: int, run_id: str, topology: str) -> str:
@@ -139,11 +123,9 @@ def _why_not(version: Version, world_size: int, run_id: str, topology: str) -> s
     return ""
 
 
-def _contents(version: Version) -> tuple[int, str]:
-    return version.payload_bytes, version.digest
-
-
-def _sources(copies: _Copies, holders: Sequence[str], placed: Mapping[str, Collection[int]]) -> tuple[str, ...]:
+def _sources(
+    copies: Mapping[int, Mapping[str, Version]], holders: Sequence[str], placed: Mapping[str, Collection[int]]
+) -> tuple[str, ...]:
     """Own hosts first. Of the other shards, those that few holders have are assigned first, then the large ones."""
     sources = list(holders)
     sizes = {owner: next(iter(copies[owner].values())).payload_bytes for owner in range(len(holders))}

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 
 from thinwire.comm import agree
 from thinwire.comm.connections import PrivateGroup
 from thinwire.comm.lane import Group, resolve_group
 from thinwire.comm.process_group import Exchange
+from thinwire.errors import ThinwireError
+
+T = TypeVar("T")
 
 
 def private_group(parent: Group, timeout: timedelta) -> PrivateGroup:
@@ -70,6 +75,26 @@ def failures_of(reason: str, group: dist.ProcessGroup) -> str:
     ""."""
     failed = [f"rank {rank}: {each}" for rank, each in enumerate(gather_json(reason, group)) if each]
     return "; ".join(failed[:4])
+
+
+def describe(error: BaseException) -> str:
+    """Return an error as one line for people, with the system's name for it, such as ENOSPC."""
+    name = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
+    return (str(error) if isinstance(error, ThinwireError) else f"{name}: {error}").splitlines()[0]
+
+
+def on_all(group: dist.ProcessGroup, do: Callable[[], T], kind: type[Exception] = ThinwireError) -> T:
+    """Do something on all ranks and return its result; collective. If it fails on one, raises ``kind`` on all, with
+    the reasons."""
+    done: list[T] = []
+    reason = ""
+    try:
+        done.append(do())
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        reason = (str(error) if isinstance(error, (ThinwireError, ValueError)) else describe(error)) or repr(error)
+    if failed := failures_of(reason, group):
+        raise kind(failed)
+    return done[0]
 
 
 def least(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from thinwire.checkpoint.group import failures_of, gather_json
+from thinwire.checkpoint.group import gather_json, on_all
 from thinwire.checkpoint.pacing.counters import BusySampler, TransmitCounters, interface_to
 from thinwire.checkpoint.placement import replicas_of_ranks
 from thinwire.comm.hosts import boot_id
@@ -258,7 +258,7 @@ class Registration:
         self.moving = True
 
     def _place(self, attempt: int) -> None:
-        if self.client is not None and self._is_first:
+        if self.client is not None and self.is_first:
             topology = topology_digest(self._topology)
             placed = [ShardId(self._run_id, topology, rank) for rank in self.placed()[self.here]]
             self.client.place(self._run_id, placed, self.wanted.get(self.here, ()), attempt, self.chosen)
@@ -266,26 +266,26 @@ class Registration:
     def release(self) -> None:
         """Have this host free what belongs elsewhere; when all ranks know that all copies are there."""
         self.moving, self.wanted = False, {}
-        if self.client is not None and self._is_first:
+        if self.client is not None and self.is_first:
             topologies = [topology_digest(self._topology), *([self.left] if self.left is not None else [])]
             self.client.release(self._run_id, topologies)
 
     @property
-    def _is_first(self) -> bool:
+    def is_first(self) -> bool:
         """Whether this is the first rank of its host, which speaks for all of them."""
         return self.holders.index(self.here) == self.rank
 
     def _all(self, do: Callable[[], None]) -> None:
         """Do something on all ranks. Raises ValueError on all of them if it fails on one, which loses its holder."""
-        error = ""
-        try:
-            do()
-        except (ThinwireError, ValueError, OSError) as reason:
-            error = str(reason)
-            self.lost()
-        failed = failures_of(error, self._group)
-        if failed:
-            raise ValueError(failed)
+
+        def guarded() -> None:
+            try:
+                do()
+            except Exception:
+                self.lost()
+                raise
+
+        on_all(self._group, guarded, ValueError)
 
     def _hello(self, payload_bytes: int, attempt: int, peers: list[str]) -> None:
         if self.registered:  # a connection has one shard, and its peers stay

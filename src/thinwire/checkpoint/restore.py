@@ -15,16 +15,23 @@ from torch.distributed.checkpoint.api import CheckpointException
 from thinwire.checkpoint.choice import Choice, choose
 from thinwire.checkpoint.dcp.disk import DiskShards
 from thinwire.checkpoint.dcp.tier import PersistentTier
-from thinwire.checkpoint.foreign import ForeignShards, ForeignVersion, foreign_versions, gather_layouts, is_whole
-from thinwire.checkpoint.group import failures_of, least
+from thinwire.checkpoint.group import least, on_all
 from thinwire.checkpoint.records import Notices
-from thinwire.checkpoint.recovery import Survey, load_shard, survey
+from thinwire.checkpoint.recovery import (
+    ForeignShards,
+    Survey,
+    foreign_steps,
+    gather_layouts,
+    is_whole,
+    load_shard,
+    survey,
+)
 from thinwire.checkpoint.registration import Registration
-from thinwire.checkpoint.state.reshard import fill, plan_moves
+from thinwire.checkpoint.state.sharding import Move, fill, plan_moves
 from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import ThinwireError
 from thinwire.holder.faultpoint import reach
-from thinwire.holder.version import NONCE_BITS, Version, next_attempt, start_order, topology_digest
+from thinwire.holder.version import NONCE_BITS, StoredStep, Version, next_attempt, start_order, topology_digest
 
 logger = logging.getLogger("thinwire")
 
@@ -88,7 +95,7 @@ class Restorer:
         """Gather the versions in the memory of all hosts; collective."""
         registration, topology = self._registration, topology_digest(self._topology)
         placed = registration.placed()
-        found = survey(registration.client, registration.holders, self._run_id, topology, self._group, placed)
+        found = survey(registration, self._run_id, topology, self._group, placed)
         self._want(found.choice)
         return found
 
@@ -132,24 +139,26 @@ class Restorer:
 
     def _forget(self) -> None:
         """Free the versions of the run on the hosts of this job; collective. Raises ValueError if one is in use."""
-        registration, reason = self._registration, ""
+        registration = self._registration
         if registration.registered:
             registration.lost()
         registration.reconnect()
         deadline = time.monotonic() + _RELEASE_SECONDS  # in which a holder notices that a trainer is gone
-        while registration.client is not None and registration.holders.index(registration.here) == self._rank:
-            try:
-                registration.client.forget(self._run_id)
-            except (ThinwireError, ValueError) as error:
-                reason = str(error)
-                if time.monotonic() < deadline:
+
+        def forget() -> None:
+            while registration.client is not None and registration.is_first:
+                try:
+                    registration.client.forget(self._run_id)
+                    return
+                except (ThinwireError, ValueError):
+                    if time.monotonic() >= deadline:
+                        raise
                     time.sleep(0.05)
-                    continue
-            else:
-                reason = ""
-            break
-        if failed := failures_of(reason, self._group):
-            raise ValueError(f"the versions of run {self._run_id!r} cannot be given up: {failed}")
+
+        try:
+            on_all(self._group, forget)
+        except ThinwireError as error:
+            raise ValueError(f"the versions of run {self._run_id!r} cannot be given up: {error}") from error
 
     def restore(self, step: int | None = None) -> Restored:
         """Load the newest state that all ranks can have, or that of ``step``, in place; collective.
@@ -228,7 +237,7 @@ class Restorer:
                 order, load = start_order(choice.attempt, choice.step), self._loader(choice)
                 candidates.append(_Candidate((order, _MEMORY), choice.attempt, choice.step, "from memory", load))
         newest = max((candidate.order[0] for candidate in candidates), default=(-1, -1))
-        for version in foreign_versions(found.inventories, self._run_id, topology):
+        for version in foreign_steps(found.inventories, self._run_id, topology):
             if version.order > newest or step is not None:
                 layouts = gather_layouts(version, self._registration, self._group)
                 if is_whole(layouts, self._topology):
@@ -255,23 +264,22 @@ class Restorer:
 
         return load
 
-    def _foreign_candidate(self, version: ForeignVersion, layouts: dict[int, Any]) -> _Candidate:
+    def _foreign_candidate(self, version: StoredStep, layouts: dict[int, Any]) -> _Candidate:
         like = self._like(len(layouts))
 
         def load() -> None:
-            state, moves, error = {}, [], ""
-            try:
+            def prepare() -> tuple[dict[str, Any], list[Move]]:
                 state, targets = self._training.prepare(layouts[like])
-                moves = plan_moves(targets, layouts, like)
-            except (ThinwireError, ValueError) as reason:
-                error = str(reason)
+                return state, plan_moves(targets, layouts, like)
+
+            state, moves = on_all(self._group, prepare)
             needed = {move.owner for move in moves}
             copies = [version.digest for copy in version.copies.values() for version in copy.values()]
             self._registration.wanted = dict.fromkeys(self._registration.holders, copies)
             self._registration.chosen, self._registration.left = (version.attempt, version.step), version.topology
             assert self._attempt is not None
             self._registration.place(self._attempt)
-            shards = ForeignShards(version, needed, self._registration, self._group, error)
+            shards = ForeignShards(version, needed, self._registration, self._group)
             try:
                 fill(moves, shards)
                 shards.verify()
@@ -338,7 +346,7 @@ class Restorer:
         self._training.adopt(state, keep)
         logger.info("rank %s of %s: restored from %s ranks", self._rank, self._world_size, world_size)
 
-    def _why_not(self, version: ForeignVersion, layouts: dict[int, Any]) -> str:
+    def _why_not(self, version: StoredStep, layouts: dict[int, Any]) -> str:
         states = {layout.about.get("state") for layout in layouts.values()}
         sizes = {layout.about.get("world_size") for layout in layouts.values()}
         if states != {self._topology["state"]}:
@@ -378,7 +386,7 @@ class Restorer:
 
     def _where_else(self, found: Survey) -> str:
         """Where the missing shards of the newest step were, as its other shards tell; collective."""
-        for version in foreign_versions(found.inventories, self._run_id, "")[:1]:
+        for version in foreign_steps(found.inventories, self._run_id, "")[:1]:
             layouts = gather_layouts(version, self._registration, self._group)
             told = next(iter(layouts.values())).about if layouts else {}
             holders, here = told.get("holders", []), set(self._registration.holders)

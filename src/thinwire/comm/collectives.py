@@ -158,7 +158,7 @@ class Collectives:
         dist.all_to_all_single(incoming, outgoing, receive_sizes, send_sizes, group=self.process_group)
 
     def _all_gather(self, incoming: Tensor, outgoing: Tensor) -> None:
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
         gather(incoming, outgoing, group=self.process_group)
 
     def _all_reduce(self, tensor: Tensor) -> None:

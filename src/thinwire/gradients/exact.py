@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,11 +25,12 @@ from thinwire.comm.channel import Channel, Subject
 from thinwire.comm.hosts import ranks_of_hosts
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import lost_peer, ring_all_reduce_bytes, sparse_all_reduce_bytes
+from thinwire.errors import unknown
 from thinwire.gradients.tables import TableGradient, TableShape, plan_groups, share, stack, unstack
 from thinwire.kernels import dispatch
 from thinwire.observe.step import JobTimes, ParameterRecord, enabled, show
 from thinwire.sparse import SparseRows
-from thinwire.sync.choose import MIN_BYTES, TORCHS, Demand, Rehearsal, seen_byte_seconds
+from thinwire.sync.choose import MIN_BYTES, TORCHS, Demand, Rehearsal, Route, seen_byte_seconds
 from thinwire.sync.cost import expected_bytes
 from thinwire.sync.experience import Experience
 from thinwire.sync.named import AUTO, DENSE, name_of, resolve
@@ -53,6 +55,7 @@ costs torch three rounds. 8 tables of a DLRM made a step 1.09 to 1.14 times as l
 0.87 times."""
 LEFT = "native"
 """Scheme of a table left to stock DDP, in `Synchronizer.table`."""
+ROUTE_VARIABLE = "THINWIRE_ROUTE"
 ROWS_OF_A_MASK = 1 << 20
 """Most rows of a table whose touched rows are counted by a mask: its zeros take as long as sorting 1000 ids."""
 MAX_EXPERIENCES = 64
@@ -620,6 +623,24 @@ def _distinct_rows(gradient: Tensor) -> int:
     return int(torch.zeros(gradient.shape[0], dtype=torch.bool).index_fill_(0, ids, True).sum())
 
 
+def route_asked_for() -> str:
+    """Return the route of tables that the environment asks for, "auto" unless it is set.
+
+    Raises:
+        ValueError: the variable has another value than the legal ones.
+    """
+    legal = (AUTO, Route.COLLECTIVE, Route.STAGED)
+    asked = os.environ.get(ROUTE_VARIABLE, AUTO)
+    if asked not in legal:
+        raise unknown(ROUTE_VARIABLE, asked, legal)
+    return asked
+
+
 def is_native(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the group all-reduces tensors of this device by NCCL."""
+    """Return whether the model's own group all-reduces tensors of this device, as NCCL does those of a GPU.
+
+    ``THINWIRE_ROUTE=collective`` says so of any group.
+    """
+    if route_asked_for() == Route.COLLECTIVE:
+        return True
     return device.type == "cuda" and "nccl" in dist.get_backend_config(process_group).lower()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -233,7 +234,7 @@ class ParameterHooks(Plug):
         while self._pass.submitted < len(self.groups):
             self._submit()
         self._buckets.flush()
-        return time.perf_counter()
+        return time.perf_counter() - self._buckets.take_blocked_seconds()
 
     def deliver(self) -> None:
         """Store the results of all futures, when they are done, and agree on the order after the first pass."""
@@ -340,7 +341,8 @@ class ParameterHooks(Plug):
     def remove(self) -> None:
         """Remove all hooks from the parameters; of a running backward everything is submitted now."""
         if self._pass.ready:
-            self.finish()
+            with suppress(ThinwireError):  # of an earlier failure
+                self.finish()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()

@@ -15,7 +15,7 @@ from thinwire.errors import CorruptMessageError, LostPeerError, ThinwireError
 from thinwire.holder.faultpoint import reach
 from thinwire.holder.frames import Connection, Frame, FrameKind
 from thinwire.holder.slots import Slot, SlotSize
-from thinwire.holder.version import Manifest, ShardId, Version, field, topology_digest
+from thinwire.holder.version import Manifest, ShardId, Version, field, stored_steps, topology_digest
 
 DEFAULT_LAYOUT_BYTES = 1 << 20
 _SLOW_SECONDS = 600.0  # for requests that read or move whole versions
@@ -271,15 +271,9 @@ class HolderClient:
 
         Example: client.prefetch("my-run", owners=[0, 3], world_size=4, addresses=["10.0.0.1:7411", "10.0.0.2:7411"])
         """
-        copies: dict[tuple[int, int, str], dict[int, dict[str, Version]]] = {}
-        for address in ["", *addresses]:
-            for version in self._look(run_id, address):
-                of_step = copies.setdefault((version.attempt, version.step, version.shard.topology), {})
-                of_step.setdefault(version.shard.owner, {}).setdefault(address, version)
-        for order, of_step in sorted(copies.items(), reverse=True):
-            alike = all(len({version.digest for version in copy.values()}) == 1 for copy in of_step.values())
-            if alike and set(of_step) == set(range(world_size)):
-                return {"step": order[1], **self._bring({owner: of_step[owner] for owner in owners})}
+        for stored in stored_steps({address: self._look(run_id, address) for address in ["", *addresses]}):
+            if set(stored.copies) == set(range(world_size)) and not stored.unlike:
+                return {"step": stored.step, **self._bring({owner: stored.copies[owner] for owner in owners})}
         return {"step": None, "bytes": 0, "missing": {}}
 
     def _look(self, run_id: str, address: str) -> list[Version]:

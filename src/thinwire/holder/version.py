@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Self
@@ -155,6 +155,42 @@ _FIELDS: dict[str, tuple[Any, ...]] = {
     "chunk_crcs": (list,), "layout_bytes": (int, 0, MAX_LAYOUT_BYTES), "layout_crc": (int, 0, (1 << 32) - 1),
 }  # fmt: skip
 """Type and range of each field, as `field` takes them."""
+
+
+@dataclass(frozen=True)
+class StoredStep:
+    """A step of a run in the memory of some hosts, stored in one topology.
+
+    ``copies``: for each owner, the copies of its shard by the address of their holder. Owners whose copies differ are
+    in ``unlike`` instead: none of their copies is to be trusted.
+    """
+
+    topology: str
+    attempt: int
+    step: int
+    copies: dict[int, dict[str, Version]]
+    unlike: frozenset[int]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return start_order(self.attempt, self.step)
+
+
+def stored_steps(inventories: Mapping[str, Iterable[Version]]) -> list[StoredStep]:
+    """Return the steps of one run in these inventories, by the addresses of their holders; the newest attempt and step
+    first."""
+    found: dict[tuple[int, int, str], dict[int, list[tuple[str, Version]]]] = {}
+    for holder, versions in sorted(inventories.items()):
+        for version in versions:
+            of_step = found.setdefault((version.attempt, version.step, version.shard.topology), {})
+            of_step.setdefault(version.shard.owner, []).append((holder, version))
+    steps = []
+    for (attempt, step, topology), of_step in sorted(found.items(), key=lambda each: each[0], reverse=True):
+        contents = {owner: {(v.payload_bytes, v.digest) for _, v in copies} for owner, copies in of_step.items()}
+        unlike = frozenset(owner for owner, different in contents.items() if len(different) > 1)
+        alike = {owner: dict(copies) for owner, copies in of_step.items() if owner not in unlike}
+        steps.append(StoredStep(topology, attempt, step, alike, unlike))
+    return steps
 
 
 def chunk_count(payload_bytes: int, chunk_bytes: int) -> int:

@@ -38,7 +38,7 @@ from thinwire.wire import FormatChoice, digest64
 
 TABLES_OF_A_RECORD = 64
 """Records have room for a multiple of this many tables, so that ranks that sum other tables can tell each other so."""
-_CHECK, _STEP, _FAILED, _INVALID, _CORRUPT, _DIGEST, _MISSING, _FIXED = range(8)
+_CHECK, _STEP, _FAILED, _INVALID, _CORRUPT, _DIGEST, _MISSING, _NOTE, _FIXED = range(9)
 SLACK_ROWS = 256
 
 T = TypeVar("T")
@@ -298,6 +298,8 @@ class CollectiveSum:
 
     Attributes:
         counts: rows of each table in the last call, by name.
+        note: a number, not negative, that the next call tells all ranks.
+        notes: the number that each rank told in the last call.
 
     Example:
         >>> total = CollectiveSum(Collectives(dist.group.WORLD))          # doctest: +SKIP
@@ -310,6 +312,7 @@ class CollectiveSum:
         self._step = 0
         self._late: Tensor | None = None  # whether sums of the last call were corrupt, bool [], on the device
         self._capacities: dict[str, int] = {}
+        self.note, self.notes = 0, [0] * exchange.world_size
 
     def all_reduce(
         self, tables: Sequence[NamedGradient], scheme: Scheme | Sequence[Scheme], scale: float = 1.0
@@ -333,10 +336,11 @@ class CollectiveSum:
             LostPeerError, CorruptHeaderError: the ranks are out of step, and the group is of no more use.
         """
         self._step = self._step + 1 & 0xFFFFFFFF
-        call = _Call(self.exchange, self._step, self._late, scale)
+        call = _Call(self.exchange, self._step, self._late, scale, self.note)
         self._late = None
         call.find(tables, scheme, self._capacities)
         call.agree_on_counts()
+        self.notes = call.notes
         for job, held in zip(call.jobs, call.held, strict=True):
             self._capacities[job.table.name] = max(held) * 3 // 2 + SLACK_ROWS
         call.all_reduce_dense()
@@ -355,8 +359,8 @@ class _Call:
     bytes of the size that they expect go out in between.
     """
 
-    def __init__(self, exchange: Collectives, step: int, late: Tensor | None, scale: float) -> None:
-        self.exchange, self.step, self.scale, self.late = exchange, step, scale, late
+    def __init__(self, exchange: Collectives, step: int, late: Tensor | None, scale: float, note: int) -> None:
+        self.exchange, self.step, self.scale, self.late, self.note = exchange, step, scale, late, note
         self.rank, self.world_size = exchange.rank, exchange.world_size
         self.failure: Exception | None = None
         self.jobs: list[_Job] = []
@@ -402,6 +406,7 @@ class _Call:
         else:
             raise told(CorruptHeaderError(f"{self.where()}: ranks miss rows that they have found"), self.world_size)
         last = _FIXED + 2 * self.num_tables
+        self.notes = numbers.received[:, _NOTE].tolist()
         self.counts_out = numbers.sent[:, _FIXED:last:2].T.tolist()
         self.counts_in = numbers.received[:, _FIXED:last:2].T.tolist()
         self.held = numbers.received[:, _FIXED + 1 : last : 2].T.tolist()
@@ -421,7 +426,7 @@ class _Call:
 
     def _counts_record(self) -> Tensor:
         record = self._record(_FIXED + 2 * _room(self.num_tables))
-        record[:, _DIGEST] = digest64(self.text.encode()) - (1 << 63)
+        record[:, _DIGEST], record[:, _NOTE] = digest64(self.text.encode()) - (1 << 63), self.note
         if self.late is not None:
             record[:, _CORRUPT] = self.late
         if self.jobs and self.failure is None:

@@ -14,30 +14,114 @@ loaded.
 
 from __future__ import annotations
 
-import errno
+import dataclasses
 import hashlib
+import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Size, Tensor
+from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner, LoadPlan, StorageReader
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from thinwire.checkpoint.group import gather_json
-from thinwire.checkpoint.state.chunks import PartsPlanner, Wanted, read_chunks
-from thinwire.checkpoint.state.layout import DTYPES, StateLayout
+from thinwire.checkpoint.group import describe, gather_json
+from thinwire.checkpoint.state.layout import DTYPES, ShardPart, StateLayout
 from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.holder.slots import parse_json
 from thinwire.holder.version import field
+
+
+class PartsPlanner(DefaultSavePlanner):
+    """Planner that saves tensors by name; ``parts`` are those of which several ranks save parts under one name."""
+
+    def __init__(self, parts: Mapping[str, ShardPart]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._parts = parts
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan([self._item(name, tensor) for name, tensor in self.state_dict.items()])
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn]
+
+    def _item(self, name: str, tensor: Tensor) -> WriteItem:
+        part = self._parts.get(name)
+        offset = Size(part.offset if part is not None else [0] * tensor.dim())
+        whole = tensor.size() if part is None else Size(part.shape)
+        data = TensorWriteData(ChunkStorageMetadata(offset, tensor.size()), TensorProperties(tensor.dtype), whole)
+        kind = WriteItemType.TENSOR if part is None else WriteItemType.SHARD
+        return WriteItem(MetadataIndex(name, offset), kind, tensor_data=data)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A box to read into ``tensor``: the elements of the named tensor from ``offset`` on, in its shape."""
+
+    name: str
+    offset: tuple[int, ...]
+    tensor: Tensor
+
+
+def read_chunks(reader: StorageReader, metadata: Metadata, wanted: Sequence[Wanted]) -> None:
+    """Fill all of ``wanted`` from the stored parts, combined by DCP's resharding.
+
+    Raises KeyError for names that are not stored, ValueError for values that are no tensors.
+    """
+    planner = _Planner(metadata, wanted)
+    plan = reader.prepare_local_plan(planner.create_local_plan())
+    reader.read_data(plan, planner).wait()
+
+
+class _Planner(DefaultLoadPlanner):
+    def __init__(self, metadata: Metadata, wanted: Sequence[Wanted]) -> None:
+        super().__init__()
+        self._metadata, self._wanted = metadata, wanted
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([item for number, each in enumerate(self._wanted) for item in self._items(number, each)])
+
+    def _items(self, number: int, wanted: Wanted) -> list[ReadItem]:
+        stored = self._metadata.state_dict_metadata[wanted.name]
+        if not isinstance(stored, TensorStorageMetadata):
+            raise ValueError(f"{wanted.name} is not a tensor")
+        chunk = ChunkStorageMetadata(Size(wanted.offset), wanted.tensor.size())
+        return [
+            dataclasses.replace(item, dest_index=MetadataIndex(wanted.name, chunk.offsets, number))
+            for item in create_read_items_for_chunk_list(wanted.name, stored, [chunk])
+        ]
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        assert index.index is not None
+        return self._wanted[index.index].tensor
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
+
 
 _ABOUT, _METADATA = "thinwire.json", ".metadata"
 _FIELDS = (
@@ -87,12 +171,6 @@ class _Writer(dcp.FileSystemWriter):
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__cause__ or cause.__context__
             raise cause or error from None
-
-
-def describe(error: BaseException) -> str:
-    """Return an error as one line for people, with the system's name for it, such as ENOSPC."""
-    name = errno.errorcode.get(getattr(error, "errno", None) or 0, type(error).__name__)
-    return (str(error) if isinstance(error, ThinwireError) else f"{name}: {error}").splitlines()[0]
 
 
 def _why_not(

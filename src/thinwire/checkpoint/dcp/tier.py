@@ -24,8 +24,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from thinwire.checkpoint.dcp.disk import DiskShards, describe, read_about, write_about, write_shards
-from thinwire.checkpoint.group import PrivateGroup, failures_of, gather_json
+from thinwire.checkpoint.dcp.disk import DiskShards, read_about, write_about, write_shards
+from thinwire.checkpoint.group import PrivateGroup, describe, gather_json, on_all
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.state.layout import StateLayout, views
 from thinwire.errors import ThinwireError
@@ -138,7 +138,14 @@ class PersistentTier:
 
     def _save(self, step: int, attempt: int, take: Take) -> None:
         partial, final = self._path(step, ".partial"), self._path(step)
-        text, payload = self._taken(take)
+
+        def taken() -> tuple[bytes, memoryview]:
+            try:
+                return take()
+            finally:
+                self.obstacle = ""
+
+        text, payload = on_all(self._group, taken)
         layout, about = StateLayout.from_bytes(text), {**self._about, "step": step, "attempt": attempt}
         with contextlib.ExitStack() as stack:
             self._on_rank_0(lambda: [stack.enter_context(self._locked()), self._remove_partial(), partial.mkdir()])
@@ -151,14 +158,7 @@ class PersistentTier:
 
     def _on_rank_0(self, do: Callable[[], Any]) -> None:
         """Raises ThinwireError on all ranks if rank 0 fails; they do not wait for it in vain."""
-        reason = ""
-        try:
-            if self._rank == 0:
-                do()
-        except OSError as error:
-            reason = describe(error)
-        if failed := failures_of(reason, self._group):
-            raise ThinwireError(failed)
+        on_all(self._group, do if self._rank == 0 else lambda: None)
 
     def _put_in_place(self, partial: Path, final: Path) -> None:
         if final.exists():  # of the same step, trained once more
@@ -193,20 +193,6 @@ class PersistentTier:
         """Remove what a killed job left half-written; under the lock."""
         for path in self.directory.glob("step-*.partial"):
             shutil.rmtree(path, ignore_errors=True)
-
-    def _taken(self, take: Take) -> tuple[bytes, memoryview]:
-        """Raises ThinwireError on all ranks if one of them has nothing to save."""
-        taken, reason = None, ""
-        try:
-            taken = take()
-        except (ThinwireError, ValueError, OSError) as error:
-            reason = str(error)
-        finally:
-            self.obstacle = ""
-        failed = failures_of(reason, self._group)
-        if failed or taken is None:
-            raise ThinwireError(failed)
-        return taken
 
     def _path(self, step: int, suffix: str = "") -> Path:
         return self.directory / f"step-{step:08d}{suffix}"

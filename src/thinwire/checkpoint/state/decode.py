@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 
 from thinwire.checkpoint.state.encode import kind_of
 from thinwire.checkpoint.state.layout import DTYPES, StateLayout, TensorSlice
-from thinwire.checkpoint.state.sharding import Meshes, local_of
+from thinwire.checkpoint.state.sharding import Meshes, Targets, local_of
 from thinwire.errors import CorruptMessageError
 from thinwire.holder.faultpoint import reach
 
-Targets = list[tuple[int, Tensor]]  # index of a slice, and the tensor to fill from it
 _Place = Callable[[int, Any], Any]
 _MISSING = object()
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from thinwire.checkpoint.state.decode import Targets, load_into, prepare
+from thinwire.checkpoint.state.decode import load_into, prepare
 from thinwire.checkpoint.state.encode import flatten
 from thinwire.checkpoint.state.layout import StateLayout, TensorSlice
+from thinwire.checkpoint.state.sharding import Targets
 from thinwire.errors import ThinwireError
 
 

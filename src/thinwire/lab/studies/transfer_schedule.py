@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from thinwire.checkpoint.pacing.idle import GAMMA
+from thinwire.checkpoint.pacing.gaps import GAMMA
 
 MAX_CHUNKS = 100_000
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import thinwire
 from simgpu import has_interpreter, peek, simulated
 from thinwire import schemes
 from thinwire.comm.collectives import Collectives
+from thinwire.errors import PeerError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.sync.collective import CollectiveSum, NamedGradient
 
@@ -100,3 +103,30 @@ def test_sums_over_nccl_on_a_simulated_device() -> None:
             assert 2 * STEPS <= seen.host_waits <= 3 * STEPS
             if has_interpreter():
                 assert sum(seen.waits.values()) == seen.host_waits, seen.waits
+
+
+def _all_reduces(context: RankContext) -> list[str]:
+    with simulated(own=(0,), nccl=True) as world:
+        mine = rows(context.rank, 0, torch.float32)
+        exact = expected(context.world_size, 0, torch.float32)
+        for tensor in (mine.to("cuda"), mine.to_sparse(1).to("cuda")):
+            total = thinwire.sparse_all_reduce(tensor)
+            assert total.is_sparse == tensor.is_sparse
+            assert torch.equal(peek(total), exact)
+            assert torch.equal(peek(tensor), mine)
+            future = thinwire.sparse_all_reduce(tensor, "agsparse", op="mean", async_op=True)
+            torch.testing.assert_close(peek(future.wait()), exact / context.world_size)
+        tensor, is_bad = mine.to("cuda"), context.rank == 1
+        for good, bad in (({"op": "sum"}, {"op": "max"}), ({"scheme": "zen"}, {"scheme": "sparcml"})):
+            with pytest.raises(ValueError if is_bad else PeerError, match=r"max|SPARCML"):
+                thinwire.sparse_all_reduce(tensor, **(bad if is_bad else good))
+        with pytest.raises(PeerError if context.rank else ValueError, match="strides"):
+            thinwire.sparse_all_reduce(tensor if context.rank else tensor.t())
+        assert torch.equal(peek(thinwire.sparse_all_reduce(tensor)), exact)
+        assert not any(thread.name == "thinwire-lane" for thread in threading.enumerate())
+        return [*map(str, world.races), *map(str, world.errors)]
+
+
+def test_sparse_all_reduce_on_a_simulated_device() -> None:
+    for outcome in run_ranks(_all_reduces, world_size=2, timeout_seconds=60):
+        assert outcome.value == []

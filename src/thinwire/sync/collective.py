@@ -14,7 +14,7 @@ Under centralization the gather is in step 3, and nothing is left for step 5 but
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain
@@ -315,13 +315,14 @@ class CollectiveSum:
         self.note, self.notes = 0, [0] * exchange.world_size
 
     def all_reduce(
-        self, tables: Sequence[NamedGradient], scheme: Scheme | Sequence[Scheme], scale: float = 1.0
+        self, tables: Sequence[NamedGradient], scheme: Scheme | Iterable[Scheme | TwoLevel], scale: float = 1.0
     ) -> list[Tensor]:
         """Sum the gradients over all ranks, times ``scale``, to the same bits on every rank.
 
         Args:
             tables: the same tables on all ranks, with gradients of the same shapes and dtypes on one device.
-            scheme: how, or how for each table. A dense scheme is the group's own all-reduce.
+            scheme: how, or how for each table. A dense scheme is the group's own all-reduce. If iterating raises, so does
+                every rank.
             scale: multiplies each sum before it is rounded to the dtype, 1 / world_size for a mean.
 
         Returns:
@@ -377,7 +378,10 @@ class _Call:
         return default
 
     def find(
-        self, tables: Sequence[NamedGradient], scheme: Scheme | Sequence[Scheme], capacities: Mapping[str, int]
+        self,
+        tables: Sequence[NamedGradient],
+        scheme: Scheme | Iterable[Scheme | TwoLevel],
+        capacities: Mapping[str, int],
     ) -> None:
         """Phase 1."""
         self.num_tables, self.text = len(tables), ""

@@ -91,7 +91,8 @@ class Synchronizer:
             for lane in self._lanes:
                 lane.submit(self._agree_on_configuration).wait()
             if self._sharding is not None and self._sharding.replicas is not None:
-                self._sharding.compare(self._lane.submit(self._gather_checksums).wait())
+                gather = partial(_gather_numbers, self._sharding.checksum())  # on the stream that wrote the shards
+                self._sharding.compare(self._lane.submit(gather).wait())
             if not isinstance(model, DistributedDataParallel):
                 buffers = () if self._sharding is not None else synchronized_buffers(model)
                 broadcast_all((tensor for _, tensor in (*synchronized_parameters(model), *buffers)), group)
@@ -356,11 +357,6 @@ class Synchronizer:
             self._lookups.remove()
             raise
 
-    def _gather_checksums(self, lane: Lane) -> list[list[float]]:
-        assert self._sharding is not None
-        with lane.setting_up():
-            return lane.channel(Subject("attach", "checksums of shards")).gather_numbers(self._sharding.checksum())
-
     def _agree_on_configuration(self, lane: Lane) -> Tensor:
         compressed = self._compressed if lane is self._inner else None  # shards of other ranks differ
         text = configuration(self._gradients.scheme, self._model, compressed, self._intent)
@@ -369,6 +365,11 @@ class Synchronizer:
         with lane.setting_up():
             lane.channel(Subject("attach", text)).open()
         return torch.empty(0)
+
+
+def _gather_numbers(checksum: Sequence[float], lane: Lane) -> list[list[float]]:
+    with lane.setting_up():
+        return lane.channel(Subject("attach", "checksums of shards")).gather_numbers(checksum)
 
 
 def _adopt_tables(buckets: Buckets, plug: Plug) -> None:

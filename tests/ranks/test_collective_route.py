@@ -195,7 +195,7 @@ def _order(context: RankContext) -> None:
             if step:
                 sums = [place for place, name in enumerate(names) if name == "all_to_all_single"]
                 assert len(sums) == 2 * 3, "counts, rows and sizes of one sum a model, for all of its tables"
-            assert {name for name in models[0].state_dict()} == set(models[1].state_dict())
+            assert set(models[0].state_dict()) == set(models[1].state_dict())
         one = [sync.stats()["comm/host_waits"] for sync in syncs]
         assert one[0] == one[1] >= 6
         syncs[1].detach()

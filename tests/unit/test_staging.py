@@ -427,7 +427,7 @@ def _beside_native(exchange: LoopbackExchange) -> list[str]:
     device, staging = small_staging()
     table, layer = nn.Parameter(torch.zeros(200, 4)), nn.Parameter(torch.zeros(57))
     work = cast(Any, SimpleNamespace(wait=lambda: device.log.append(f"{device.current} waits for native")))
-    native = cast(Any, SimpleNamespace(start=lambda dense: tuple(Started(work, 0, 2) for _ in dense)))
+    native = cast(Any, SimpleNamespace(start=lambda dense: tuple(Started(work, 0, 2) for _ in dense), is_own=True))
     names = {id(table): "table", id(layer): "layer"}
     lane, lookups = cast(Any, FakeLane(exchange, staging)), cast(Any, Lookups(table))
     buckets = Buckets(GradientSync("zen"), lookups, names, lane, staging, native)

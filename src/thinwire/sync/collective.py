@@ -39,6 +39,7 @@ from thinwire.wire import FormatChoice, digest64
 TABLES_OF_A_RECORD = 64
 """Records have room for a multiple of this many tables, so that ranks that sum other tables can tell each other so."""
 _CHECK, _STEP, _FAILED, _INVALID, _CORRUPT, _DIGEST, _MISSING, _NOTE, _FIXED = range(9)
+_SUM_OF_COLUMNS = 0x7468696E77697265  # not 0, or else a record of zeros would be whole
 SLACK_ROWS = 256
 _NEEDS_HOST = (Ownership.HIERARCHICAL_HASH, Ownership.COLUMNS, Ownership.UNION)
 
@@ -465,12 +466,12 @@ class _Call:
     def _exchanged(self, record: Tensor, when: str) -> Numbers:
         """Exchange a record, and raise on all ranks alike what any of them reports in it.
 
-        The columns of a record add up to zero, so a record that was altered ends this rank before it acts on it.
+        The columns of a record have a known sum, so a record that was altered ends this rank before it acts on it.
         """
-        record[:, _CHECK] = -record.sum(1)
+        record[:, _CHECK] = _SUM_OF_COLUMNS - record.sum(1)
         numbers = self.exchange.numbers(record)
         received = numbers.received
-        if received.sum(1).any():
+        if (received.sum(1) != _SUM_OF_COLUMNS).any():
             raise in_exchange(CorruptHeaderError(f"{self.where()}: a record whose checksum does not match"))
         if numbers.sent[0, _INVALID] and self.failure is None:
             self.failure = ValueError("a row id is out of range")

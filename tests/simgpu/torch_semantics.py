@@ -274,7 +274,10 @@ _COLLECTIVES = (
     "all_reduce", "all_to_all_single", "all_gather_into_tensor", "all_gather_single", "all_gather", "broadcast",
     "reduce_scatter_tensor",
 )  # fmt: skip
-_PLACE = {"all_reduce": 2, "all_to_all_single": 4, "all_gather_into_tensor": 2, "all_gather": 2, "broadcast": 2}
+_PLACE = {
+    "all_reduce": 2, "all_to_all_single": 4, "all_gather_into_tensor": 2, "all_gather_single": 2, "all_gather": 2,
+    "broadcast": 2,
+}  # fmt: skip
 """Where the group is among the positional arguments."""
 
 

@@ -17,16 +17,11 @@ MAX_REASONS = 20
 
 @dataclass(frozen=True)
 class Choice:
-    """The step to restore, if there is one, and the source of each shard.
+    """The step to restore, and the attempt that wrote it; None if no step is complete.
 
-    Args:
-        step: the step; None if no step is complete, and then the fields below are empty.
-        attempt: the attempt that wrote it.
-        sources: for each owner, the address of the holder that supplies its shard.
-        versions: for each owner, the version that this holder supplies.
-        fetched: owners whose shard comes from another host than the one that they are on now.
-        certified: whether all owners have alike what they should have alike; None if there is no such thing.
-        reasons: why newer steps, and other versions of the holders, were not chosen: sentences for a message.
+    For each owner, ``sources`` has the address of the holder that supplies its shard, and ``versions`` the version.
+    ``fetched``: owners whose shard comes from another host than their own. ``certified``: whether all owners have alike
+    what they should; None if there is no such thing. ``reasons``: why newer steps and other versions were not chosen.
     """
 
     step: int | None

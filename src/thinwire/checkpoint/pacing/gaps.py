@@ -36,12 +36,10 @@ class Timespan:
 
 @dataclass(frozen=True)
 class IdleProfile:
-    """Profile of the idle timespans of an iteration.
+    """Idle timespans of an iteration: medians over the profiled iterations.
 
-    Args:
-        timespans: medians over the profiled iterations.
-        variation: standard deviation of their lengths over their median, all timespans together.
-        agreement: the part of the iterations with the most common number of timespans; the others are left out.
+    ``variation``: standard deviation of their lengths over their median, all together. ``agreement``: the part of the
+    iterations with the most common number of timespans; the others are left out.
     """
 
     timespans: tuple[Timespan, ...]

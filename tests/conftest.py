@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import random
@@ -17,6 +18,9 @@ from compiled import compiled_functions
 from thinwire import kernels
 from thinwire.lab.demo import corpus
 from thinwire.lab.testbed import launch
+
+pytest_plugins = ["last_words"]
+os.environ.setdefault("PYTHONFAULTHANDLER", "1")  # what tests start says where it crashed: ranks, holders, commands
 
 # Nightly there are more of them: see the Makefile.
 EXAMPLES = int(os.environ.get("THINWIRE_EXAMPLES", "100"))
@@ -35,6 +39,17 @@ def one_thread() -> None:
 def ranks_start_with_dynamo() -> None:
     launch.preload("torch._dynamo")
     launch.preload("checkpoint_faults.training")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freed_memory_goes_back() -> Iterator[None]:
+    """glibc keeps most of what was freed: a worker of `make test` ended with 1.3 GB, and both with their ranks and holders
+    took 4. Of what 882 tests added to a process, 84 MB stay in place of 179.
+    """
+    yield
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 @pytest.fixture(autouse=True)

@@ -5,8 +5,9 @@ Expected is what the reference gives on the CPU, bit by bit.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -15,13 +16,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from thinwire.kernels.dispatch import KERNELS, Kernel
-from thinwire.kernels.gpu import bits as gpu_bits
-from thinwire.kernels.gpu import codes as gpu_codes
 from thinwire.kernels.gpu import find as gpu_find
-from thinwire.kernels.gpu import hash as gpu_hash
 from thinwire.kernels.gpu import ids as gpu_ids
 from thinwire.kernels.gpu import rows as gpu_rows
-from thinwire.kernels.gpu import union as gpu_union
 from thinwire.kernels.reference import codes as reference_codes
 from thinwire.kernels.reference import rows as reference
 from thinwire.sparse import SUPPORTED_DTYPES
@@ -66,14 +63,27 @@ class _Unwaiting(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+class _Counting(TorchDispatchMode):
+    """Counts operations other than views, and those for which the host would wait."""
+
+    operations = waits = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += not func.is_view
+        self.waits += func.overloadpacket.__name__ in WAITS
+        return func(*args, **(kwargs or {}))
+
+
 @contextmanager
 def without_waiting(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         with _Unwaiting():
             yield
         return
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns once that this mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -121,120 +131,56 @@ def test_nonzero_rows_wherever_they_lie(device: torch.device, dtype: torch.dtype
 
 @every_size
 @pytest.mark.parametrize("capacity", [0, 5, 20_000])
-def test_nonzero_rows_into(device: torch.device, size: int, capacity: int) -> None:
-    """The first ids that fit, how many those are, and how many were left out."""
+def test_find_rows(device: torch.device, size: int, capacity: int) -> None:
+    """The first ids that fit, then padding, and the number of all."""
     dense = some_rows(size, 2, torch.float32, 0.4)
-    ids = torch.full((capacity,), -7, dtype=torch.int64, device=device)
-    count = torch.full((2,), -7, dtype=torch.int64, device=device)
     on_device = dense.to(device)
     with without_waiting(device):
-        gpu_find.nonzero_rows_into(on_device, ids, count)
+        found = gpu_find.find_rows(on_device, capacity)
+    check_same(reference.find_rows(dense, capacity), found)
     expected = reference.nonzero_rows(dense)
-    fit = min(expected.numel(), capacity)
-    assert count.tolist() == [fit, expected.numel() - fit]
-    check_same(expected[:fit], ids[:fit])
-    assert (ids[fit:] == -7).all(), "what lies behind is untouched"
+    assert found[1].tolist() == [expected.numel()]
+    assert found[0].tolist() == (expected.tolist() + [size] * capacity)[:capacity]
 
 
 @every_size
 @pytest.mark.parametrize("spread", [1, 10**9])
-@pytest.mark.parametrize("world_size", [1, 3, 8, 100])
-def test_owners(device: torch.device, size: int, spread: int, world_size: int) -> None:
-    """Ids above 2^31 too, and more owners than are split without a sort."""
-    ids, seed = some_ids(size, size * spread), 2**63 + 2**50 + 3
-    check_same(reference.deal(ids, world_size, seed), gpu_ids.deal(ids.to(device), world_size, seed))
-    owner = world_size - 1
-    expected = reference.dealt_ids(owner, ids, world_size, seed)
-    check_same(expected, gpu_ids.dealt_ids(owner, ids.to(device), world_size, seed))
-    owners = ids * 7919 % world_size
-    check_same(reference.group_by_owner(owners, world_size), gpu_ids.group_by_owner(owners.to(device), world_size))
-
-
-def test_as_many_owners_as_are_split_without_a_sort(device: torch.device) -> None:
-    ids = some_ids(1500, 9000)
-    check_same(reference.deal(ids, 64, 1), gpu_ids.deal(ids.to(device), 64, 1))
-
-
-@every_size
-@pytest.mark.parametrize("seed", [0, 1, 2**31, 2**63 + 2**50 + 3])
-def test_hashes(device: torch.device, size: int, seed: int) -> None:
-    ids = torch.randint(0, 2**62, (size,))
-    check_same(reference.mix(ids, seed), gpu_ids.mix(ids.to(device), seed))
-    check_same(reference.owner_by_hash(ids, 7, seed), gpu_ids.owner_by_hash(ids.to(device), 7, seed))
-
-
-def test_an_owner_that_is_not_there_is_an_error(device: torch.device) -> None:
-    with pytest.raises(IndexError, match=r"not in \[0, 3\)"):
-        gpu_ids.group_by_owner(torch.tensor([0, 3], device=device), 3)
-
-
-@every_size
-@pytest.mark.parametrize("world_size", [1, 8])
-def test_hierarchical_hash(device: torch.device, size: int, world_size: int) -> None:
-    """Equal to the reference, whoever came first; in particular every id is in exactly one list."""
-    ids = torch.randint(0, 2**40, (size,)).unique()
-    for parallel in (2 * size, size // 2, 1):
-        expected = reference.hierarchical_hash(ids, world_size, 3, parallel_slots=parallel, serial_slots=1)
-        moved = ids.to(device)
-        check_same(expected, gpu_hash.hierarchical_hash(moved, world_size, 3, parallel_slots=parallel, serial_slots=1))
+@pytest.mark.parametrize("world_size", [1, 3, 8, 100, 40_000])
+def test_deal_rows(device: torch.device, size: int, spread: int, world_size: int) -> None:
+    """Ids above 2^31 too, with padding, and more owners than 16 bits number."""
+    if world_size > 100 and size != 1025:
+        pytest.skip("once is enough")
+    seed, num_rows = 2**63 + 2**50 + 3, size * spread // 2
+    ids = torch.cat([torch.tensor([-3]), some_ids(size, size * spread)])
+    on_device = ids.to(device)
+    expected = reference.deal(ids[(ids >= 0) & (ids < num_rows)], world_size, seed)
+    for capacity in (None, 0, 3) if world_size > 100 else (None, 0, 3, ids.numel() + 1):
+        with without_waiting(device):
+            dealt = gpu_ids.deal_rows(on_device, num_rows, world_size, seed, capacity)
+        check_same(reference.deal_rows(ids, num_rows, world_size, seed, capacity), dealt)
+        assert dealt[2].tolist() == [positions.numel() for positions, _ in expected]
+        if capacity is not None and capacity > ids.numel():
+            positions = torch.cat([row[row < num_rows] // world_size for row in dealt[0].cpu()])
+            assert torch.equal(positions, torch.cat([positions for positions, _ in expected]))
+            for owner, (mine, _) in enumerate(expected):
+                ours = gpu_ids.dealt_ids(owner, mine.to(device), world_size, seed)
+                assert torch.equal(ours, dealt[0][owner][: mine.numel()])
 
 
 @every_size
 @pytest.mark.parametrize("density", [0.0, 0.01, 0.6, 1.0])
 def test_bitmaps(device: torch.device, size: int, density: float) -> None:
     positions = (torch.rand(size) < density).nonzero().flatten()
-    bitmap = reference_codes.pack_bits(positions, size)
-    check_same(bitmap, gpu_bits.pack_bits(positions.to(device), size))
+    bitmap, on_device = reference_codes.pack_bits(positions, size), positions.to(device)
+    with without_waiting(device):
+        check_same(bitmap, gpu_find.pack_bits(on_device, size).to(device))
     for offset in (0, 1, 3):  # as it lies in a payload
         moved = torch.cat([torch.full((offset,), 255, dtype=torch.uint8), bitmap]).to(device)[offset:]
-        check_same(positions, gpu_bits.unpack_bits(moved))
-
-
-@every_size
-@pytest.mark.parametrize("spread", [1, 2, 19, 2**40])
-def test_elias_fano(device: torch.device, size: int, spread: int) -> None:
-    positions = some_ids(size, size * spread)
-    count, limit = positions.numel(), size * spread
-    coded = reference_codes.elias_fano_encode(positions, limit)
-    check_same(coded, gpu_codes.elias_fano_encode(positions.to(device), limit))
-    check_same(positions, gpu_codes.elias_fano_decode(coded.to(device), count, limit))
-    for wrong in (coded.bitwise_not(), torch.zeros_like(coded)):
-        expected = reference_codes.elias_fano_decode(wrong, count, limit)
-        check_same(expected, gpu_codes.elias_fano_decode(wrong.to(device), count, limit))
-
-
-@pytest.mark.parametrize("size", [0, 8, 4088, 4096, 4104, 40_000])
-def test_checksum(device: torch.device, size: int) -> None:
-    for buffer in (torch.randint(0, 256, (size,), dtype=torch.uint8), torch.full((size,), 255, dtype=torch.uint8)):
-        moved = torch.cat([torch.zeros(3, dtype=torch.uint8), buffer]).to(device)[3:]
-        assert gpu_codes.checksum(moved) == gpu_codes.checksum(buffer.to(device)) == reference_codes.checksum(buffer)
-
-
-@every_size
-@pytest.mark.parametrize("spread", [1, 10, 10**7])
-def test_union_places(device: torch.device, size: int, spread: int) -> None:
-    limit = size * spread
-    pieces = [torch.randint(0, max(limit, 1), (size // 2,)), *[some_ids(size // 2, limit) for _ in range(3)]]
-    expected = reference.union_places(pieces, limit)
-    moved = [piece.to(device) for piece in pieces]
-    check_same(expected, gpu_union.union_places(moved, limit))
-    if spread > 10:
-        return
-    for capacity in (3, expected[0].numel()):
-        union = torch.full((capacity,), -7, device=device)
-        count = torch.zeros(2, dtype=torch.int64, device=device)
-        with without_waiting(device):
-            _, _, places = gpu_union.union_places_into(moved, limit, union, count)
-        fit = min(capacity, expected[0].numel())
-        assert count.tolist() == [fit, expected[0].numel() - fit]
-        check_same(expected[0][:fit], union[:fit])
-        check_same(expected[1], places)
-
-
-@pytest.mark.parametrize("wrong", [-1, 50])
-def test_an_id_outside_of_the_union_is_an_error(device: torch.device, wrong: int) -> None:
-    with pytest.raises(IndexError, match=r"not in \[0, 50\)"):
-        gpu_union.union_places([torch.tensor([3, wrong], device=device)], 50)
+        for capacity in (0, 3, positions.numel()):
+            with without_waiting(device):
+                found = gpu_find.find_bits(moved, capacity)
+            check_same(reference.find_bits(bitmap, capacity), found)
+        assert torch.equal(found[0].cpu(), positions)
 
 
 @every_dtype
@@ -258,8 +204,45 @@ def test_rows_that_are_not_there_are_left_alone(device: torch.device) -> None:
     rows, ids = torch.ones(5, 2, device=device), torch.tensor([3, -1, 5], device=device)
     assert gpu_rows.gather_rows(rows, ids).tolist() == [[1, 1], [0, 0], [0, 0]]
     assert gpu_rows.scatter_rows(rows, ids, torch.full((3, 2), 2.0, device=device)).sum() == 12
-    total = gpu_rows.sum_rows_at([(ids, torch.ones(3, 2, device=device))], 5, 2, torch.float32)
-    assert total.tolist() == [[0, 0]] * 3 + [[1, 1], [0, 0]]
+
+
+@every_dtype
+@pytest.mark.parametrize("size", [0, 1, 1025])
+@pytest.mark.parametrize("width", [0, 1, 3, 200])
+def test_take_and_put(device: torch.device, size: int, dtype: torch.dtype, width: int) -> None:
+    """With padding, and of rows that are no neighbors."""
+    rows = torch.randn(size, width).to(dtype)
+    ids = torch.cat([torch.tensor([-1, size, size]), some_ids(size // 2, size)])
+    strided = torch.empty(size, 2 * width, dtype=dtype, device=device)[:, width:].copy_(rows)
+    on_device = ids.to(device)
+    for dense in (rows.to(device), strided):
+        with without_waiting(device):
+            taken = gpu_rows.take_rows(dense, on_device)
+        check_same(reference.take_rows(rows, ids), taken)
+        target = torch.zeros_like(dense)
+        with nullcontext() if dense is strided else without_waiting(device):
+            gpu_rows.put_rows(target, on_device, taken)
+        check_same(reference.put_rows(torch.zeros_like(rows), ids, taken.cpu()), target)
+
+
+@every_dtype
+@pytest.mark.parametrize("size", [0, 1, 120])
+@pytest.mark.parametrize("width", [0, 1, 3, 140])
+def test_merge_rows(device: torch.device, size: int, dtype: torch.dtype, width: int) -> None:
+    """In their order: float additions do not commute, and these differ by powers of ten. Some are no rows."""
+    for num_rows, scale in ((max(1, size // 5), 1.0), (2**40, 1 / 3)):
+        ids = torch.randint(-2, num_rows + max(2, num_rows // 8), (size,))
+        ids[size // 2 :] = torch.randint(0, 3, (size - size // 2,))  # long runs
+        values = (torch.randn(size, width) * 10.0 ** torch.randint(-4, 4, (size, 1))).to(dtype)
+        moved = ids.to(device), values.to(device)
+        for capacity in (0, 2, size + 3):
+            with without_waiting(device):
+                merged = gpu_rows.merge_rows(*moved, num_rows, capacity, scale)
+            check_same(reference.merge_rows(ids, values, num_rows, capacity, scale), merged)
+        inside = (ids >= 0) & (ids < num_rows)
+        union, sums = reference.sum_rows([(ids[inside], values[inside])], scale)
+        assert merged[2].tolist() == [union.numel()]
+        check_same((union, sums), (merged[0][: union.numel()], merged[1][: union.numel()]))
 
 
 @every_dtype
@@ -279,11 +262,19 @@ def test_sum_rows(device: torch.device, size: int, dtype: torch.dtype) -> None:
 @every_dtype
 @pytest.mark.parametrize("largest", [40, 2**40])
 def test_sum_of_repeated_unsorted_ids(device: torch.device, dtype: torch.dtype, largest: int) -> None:
-    """Sorted by `sum_rows`, one after the other by `sum_rows_at`: in either case in their order."""
     pieces = [(torch.randint(0, largest, (200,)), torch.randn(200, 3).to(dtype)) for _ in range(3)]
     moved = [(ids.to(device), values.to(device)) for ids, values in pieces]
     check_same(reference.sum_rows(pieces), gpu_rows.sum_rows(moved))
-    if largest == 40:
-        with without_waiting(device):
-            total = gpu_rows.sum_rows_at(iter(moved), 40, 3, dtype, 0.5)
-        check_same(reference.sum_rows_at(pieces, 40, 3, dtype, 0.5), total)
+    check_same(reference.sum_rows(pieces[:1]), gpu_rows.sum_rows(moved[:1]))
+
+
+@pytest.mark.parametrize("num_pieces", [1, 8])
+def test_the_host_waits_once_for_a_sum(device: torch.device, monkeypatch: pytest.MonkeyPatch, num_pieces: int) -> None:
+    """And the device gets as many operations for eight pieces as for one, but for two concatenations."""
+    pieces = [(torch.randint(0, 40, (200,)).to(device), torch.randn(200, 3).to(device)) for _ in range(num_pieces)]
+    launches = []
+    monkeypatch.setattr(gpu_rows, "launch", lambda kernel, *_, **__: launches.append(kernel))
+    with _Counting() as counting:
+        gpu_rows.sum_rows(pieces)
+    assert counting.waits == len(launches) == 1
+    assert counting.operations <= 9 + 2 * (num_pieces > 1)

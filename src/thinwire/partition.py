@@ -41,6 +41,25 @@ class Partition:
         places = kernels.group_by_owner(self.owners(ids), self.world_size)
         return [(part.positions(ids[place]), place) for part, place in zip(self.parts, places, strict=True)]
 
+    def positions(self, ids: Tensor) -> Tensor:
+        """Return the position of each id in the part of its owner, without a table and without waiting for a device."""
+        raise NotImplementedError
+
+    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
+        """Return the id of each (owner, position): the inverse of `owners` and `positions`."""
+        raise NotImplementedError
+
+    def deal(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Deal increasing ids int64 [k] to owners as `thinwire.kernels.deal_rows`, without waiting for a device.
+
+        Returns the ids of one owner after the other, their indices in ``ids``, and how many each owner has. Padding,
+        ids from ``num_rows`` on, is last and not counted.
+        """
+        owners = self.owners(ids).masked_fill(ids >= self.num_rows, self.world_size).to(torch.int32)
+        owners, places = owners.sort(stable=True)
+        ends = torch.arange(self.world_size + 1, dtype=torch.int32, device=ids.device)
+        return ids[places], places, torch.searchsorted(owners, ends).diff()
+
     def join(self, positions: Sequence[Tensor]) -> Tensor:
         """Return the ids at the given positions of each part, one part after the other."""
         return torch.cat([part.ids(of_part) for part, of_part in zip(self.parts, positions, strict=True)])
@@ -56,6 +75,12 @@ class Contiguous(Partition):
 
     def owners(self, ids: Tensor) -> Tensor:
         return torch.div(ids, max(1, self.range_rows), rounding_mode="floor")
+
+    def positions(self, ids: Tensor) -> Tensor:
+        return ids % max(1, self.range_rows)
+
+    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
+        return owners * self.range_rows + positions
 
     @cached_property
     def parts(self) -> tuple[Range, ...]:
@@ -91,6 +116,12 @@ class BlockCyclic(Partition):
 
     def owners(self, ids: Tensor) -> Tensor:
         return ids % self.world_size
+
+    def positions(self, ids: Tensor) -> Tensor:
+        return torch.div(ids, self.world_size, rounding_mode="floor")
+
+    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
+        return positions * self.world_size + owners
 
     @cached_property
     def parts(self) -> tuple[Strided, ...]:
@@ -141,8 +172,10 @@ class Permutation(Partition):
         """Return the rotation of each group of ids, int64 in [0, world_size)."""
         return kernels.owner_by_hash(groups, self.world_size, self.seed)
 
-    def ids(self, owners: Tensor | int, positions: Tensor) -> Tensor:
-        """Return the id of each (owner, position)."""
+    def positions(self, ids: Tensor) -> Tensor:
+        return torch.div(ids, self.world_size, rounding_mode="floor")
+
+    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
         return positions * self.world_size + (owners - self.rotation(positions)) % self.world_size
 
     @cached_property
@@ -156,6 +189,9 @@ class Permutation(Partition):
 
     def split(self, ids: Tensor) -> list[Placed]:
         return kernels.deal(ids, self.world_size, self.seed)
+
+    def deal(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return kernels.deal_rows(ids, self.num_rows, self.world_size, self.seed)
 
 
 @dataclass(frozen=True)
@@ -244,6 +280,12 @@ class FirstRanks(Partition):
 
     def owners(self, ids: Tensor) -> Tensor:
         return self.owned.owners(ids)
+
+    def positions(self, ids: Tensor) -> Tensor:
+        return self.owned.positions(ids)
+
+    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
+        return self.owned.ids(owners, positions)
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -26,10 +26,11 @@ from thinwire.follow.grouping import Following, Intent
 from thinwire.follow.state import Gathered
 from thinwire.follow.steps import Steps, Trace
 from thinwire.gradients.buckets import OTHERS, Buckets
+from thinwire.gradients.collective import CollectiveTables
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.compression import Compression, Planned, PlannedCompression
 from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug
-from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_native
+from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_native, route_asked_for
 from thinwire.gradients.fsdp import ShardedHooks, sharding_of
 from thinwire.gradients.fused import FusedSync
 from thinwire.gradients.model import module_of, synchronized_buffers, synchronized_parameters
@@ -37,6 +38,7 @@ from thinwire.gradients.parameters import ParameterHooks, broadcast_all, places_
 from thinwire.gradients.passes import Guard, Passes
 from thinwire.gradients.tables import LookupRows, has_tables, weakly
 from thinwire.observe.step import Clock, ParameterRecord
+from thinwire.sync.choose import Route
 from thinwire.sync.named import DENSE, name_of
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
@@ -66,6 +68,7 @@ class Synchronizer:
         self._names = {id(parameter): name for name, parameter in synchronized_parameters(model)}
         self._gradients = GradientSync(scheme)
         self._clock = Clock()
+        self._route = route_asked_for()
         self._intent = intent
         trained = (parameter.device for _, parameter in synchronized_parameters(model) if parameter.requires_grad)
         device = next(trained, torch.device("cpu"))
@@ -88,11 +91,13 @@ class Synchronizer:
             for lane in self._lanes:
                 lane.submit(self._agree_on_configuration).wait()
             if self._sharding is not None and self._sharding.replicas is not None:
-                self._sharding.compare(self._lane.submit(self._gather_checksums).wait())
+                gather = partial(_gather_numbers, self._sharding.checksum())  # on the stream that wrote the shards
+                self._sharding.compare(self._lane.submit(gather).wait())
             if not isinstance(model, DistributedDataParallel):
                 buffers = () if self._sharding is not None else synchronized_buffers(model)
                 broadcast_all((tensor for _, tensor in (*synchronized_parameters(model), *buffers)), group)
             self._native = self._make_native(group, device)
+            self._collective = self._make_collective(group)
             self._plug = self._make_plug()
             if intent is not None:
                 hooks = self._plug if isinstance(self._plug, ParameterHooks) else None
@@ -106,7 +111,7 @@ class Synchronizer:
         if not (self._is_left_to_ddp or isinstance(self._plug, Alone)):
             self._lane.submit(lambda lane: kernels.warm_up(wait=False))  # while the first forward runs
         self._steps.plug, self._steps.compressed, self._steps.execution = self._plug, self._compressed, self._execution
-        self._steps.native = self._native
+        self._steps.native, self._steps.collective = self._native, self._collective
         if self._lookups.candidates and self._sharding is None:
             self._steps.after_first = partial(_adopt_tables, self._buckets, self._plug)
         self._passes.watch(self._plug, Guard(self._lanes, not self._is_left_to_ddp))
@@ -131,7 +136,8 @@ class Synchronizer:
         ``comm/bytes_sent`` is the traffic of gradients; ``comm/setup_bytes`` is all other traffic: to discover hosts,
         measure the link and agree, 2 MB at most. ``comm/bytes_dense`` is what stock DDP would have sent: an all-reduce
         of dense gradients, and for ``sparse=True`` tables torch's own sparse all-reduce, which gathers the rows of all
-        ranks on each. ``comm/rehearsals`` counts how often "auto" tried schemes in a few steps.
+        ranks on each. ``comm/host_waits`` counts how often sums by the model's own group made the host wait for the
+        device: twice a step. ``comm/rehearsals`` counts how often "auto" tried schemes in a few steps.
 
         ``comm/seconds`` is the time of the lane's jobs and of all-reduces, ``comm/exposed_seconds`` the part of it for
         which the backward pass had to wait, which is all that can be measured of a model that is left to DDP. With
@@ -153,6 +159,7 @@ class Synchronizer:
             "comm/steps": float(self._steps.count),
             "comm/bytes_sent": float(sum(one.sent_bytes for one in traffic)),
             "comm/setup_bytes": float(sum(lane.setup.sent_bytes for lane in self._lanes)),
+            "comm/host_waits": 0.0 if self._collective is None else float(self._collective.host_waits),
             "comm/bytes_received": float(sum(one.received_bytes for one in traffic)),
             "comm/bytes_sent_between_hosts": float(sum(one.sent_between_hosts_bytes for one in traffic)),
             "comm/bytes_dense": float(sum(record.total_dense_bytes for record in self._records())),
@@ -280,13 +287,21 @@ class Synchronizer:
         plain modules: their ranks may freeze or use different parameters, which only the lane's headers reveal.
         """
         group = group if self._sharding is None else self._sharding.dimension()
-        if is_native(group, device) or self._is_left_to_ddp:
-            scheme = "NCCL" if is_native(group, device) else name_of(DENSE)
-            return NativeAllReduce(group, self._gradients, OTHERS, scheme)
+        if is_native(group, device):
+            return NativeAllReduce(group, self._gradients, OTHERS, "NCCL", is_own=True)
+        if self._is_left_to_ddp:
+            return NativeAllReduce(group, self._gradients, OTHERS, name_of(DENSE))
         is_alike = isinstance(self._model, DistributedDataParallel) or self._sharding is not None
         if device.type != "cpu" or self._intent is not None or not is_alike:
             return None
         return NativeAllReduce(self._inner.native_group(), self._gradients, OTHERS, name_of(DENSE))
+
+    def _make_collective(self, group: dist.ProcessGroup) -> CollectiveTables | None:
+        """Return the sums of tables by the model's own group, or None where jobs of the lane sum them."""
+        is_own = self._native is not None and self._native.is_own and self._sharding is None
+        if not is_own or self._lane.world_size == 1 or self._route == Route.STAGED:
+            return None
+        return CollectiveTables(group, self._gradients, self._lane)
 
     @property
     def _is_left_to_ddp(self) -> bool:
@@ -314,6 +329,7 @@ class Synchronizer:
             self._native,
             self._compressed,
             self._clock,
+            self._collective,
         )
         if is_alone:
             return Alone(self._model)
@@ -341,18 +357,19 @@ class Synchronizer:
             self._lookups.remove()
             raise
 
-    def _gather_checksums(self, lane: Lane) -> list[list[float]]:
-        assert self._sharding is not None
-        with lane.setting_up():
-            return lane.channel(Subject("attach", "checksums of shards")).gather_numbers(self._sharding.checksum())
-
     def _agree_on_configuration(self, lane: Lane) -> Tensor:
         compressed = self._compressed if lane is self._inner else None  # shards of other ranks differ
         text = configuration(self._gradients.scheme, self._model, compressed, self._intent)
+        text += f"\nTHINWIRE_ROUTE={self._route}"
         text += "" if self._sharding is None else f"\n{self._sharding.describe()}"
         with lane.setting_up():
             lane.channel(Subject("attach", text)).open()
         return torch.empty(0)
+
+
+def _gather_numbers(checksum: Sequence[float], lane: Lane) -> list[list[float]]:
+    with lane.setting_up():
+        return lane.channel(Subject("attach", "checksums of shards")).gather_numbers(checksum)
 
 
 def _adopt_tables(buckets: Buckets, plug: Plug) -> None:

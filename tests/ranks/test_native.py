@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -39,7 +40,7 @@ def _as_stock(context: RankContext) -> None:
     assert sync is not None
     rows = {str(row["name"]): row for row in sync.table()}
     assert rows["all other parameters"]["scheme"] == "NCCL"
-    assert rows["0.weight"]["kind"] == "dense gradient, rows known"
+    assert rows["0.weight"]["kind"] == "dense gradient, rows scanned"
     assert sync.stats()["comm/bytes_sent"] == sum(int(row["total_bytes"]) for row in rows.values())
     sync.detach()
 
@@ -47,6 +48,85 @@ def _as_stock(context: RankContext) -> None:
 def test_dense_gradients_by_the_group_of_the_model() -> None:
     """As over NCCL: here it is Gloo's."""
     run_ranks(_as_stock, world_size=3, timeout_seconds=60)
+
+
+def _in_parts(context: RankContext, dtypes: tuple[torch.dtype, ...]) -> None:
+    synchronizer.is_native = lambda group, device: True
+    parts: list[tuple[int, int]] = []
+    start = exact.NativeAllReduce.start
+
+    def counted(native: exact.NativeAllReduce, gradients: Sequence[Tensor]) -> tuple[exact.Started, ...]:
+        started = start(native, gradients)
+        parts.append((len(gradients), len(started)))
+        return started
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exact.NativeAllReduce, "start", counted)
+        results = []
+        for attached in (False, True):
+            torch.manual_seed(0)
+            model = nn.Sequential()
+            for dtype in dtypes:
+                model.extend([nn.Embedding(500, 16, dtype=dtype), nn.Linear(16, 5, dtype=dtype)])
+            ddp = DistributedDataParallel(model)
+            sync = thinwire.attach(ddp, "zen") if attached else None
+            data = torch.Generator().manual_seed(context.rank)
+            for step in range(3):
+                words = torch.randint(0, 500, (20 + 10 * step,), generator=data)
+                loss = sum(model[place + 1](model[place](words)).double().square().mean() for place in range(0, 6, 2))
+                ddp.zero_grad()
+                with patch.context() as through:
+                    through.setattr(ddp.module, "forward", lambda loss: loss)
+                    ddp(loss).backward()
+            results.append([parameter.grad for parameter in model.parameters()])
+            if sync is not None:
+                sync.detach()
+    for mine, stock in zip(results[1], results[0], strict=True):
+        assert torch.equal(mine, stock), "of two ranks the sum has one order"
+    tables = len(dtypes)
+    assert max(parts)[0] >= tables - len(set(dtypes)) + 1, "a table lies between two parts"
+    assert all(started == min(1, given) for given, started in parts), "one all-reduce for each bucket"
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.float32, torch.float64, torch.float32)], ids=str)
+def test_the_parts_of_a_bucket_are_all_reduced_at_once(dtypes: tuple[torch.dtype, ...]) -> None:
+    run_ranks(partial(_in_parts, dtypes=dtypes), world_size=2, timeout_seconds=60)
+
+
+LOOKS = (0, 2, 5)
+"""Steps in which the rows of a table are looked at, of which all are non-zero."""
+
+
+def _full_table(context: RankContext, scheme: str, how: str) -> None:
+    """Every step looks up all rows, so there is nothing to leave out."""
+    synchronizer.is_native = lambda group, device: True
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(600, 16), nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 3))
+    trained = DistributedDataParallel(model) if how == "DDP" else model
+    sync = thinwire.attach(trained, scheme)
+    reduced: list[int] = []
+    jobs: list[int] = []
+    all_reduce = torch.distributed.all_reduce
+    torch.distributed.all_reduce = lambda tensor, *args, **kw: reduced.append(tensor.numel()) or all_reduce(tensor, *args, **kw)  # fmt: skip # noqa: E501
+    sync._lane.submit = lambda job, submit=sync._lane.submit: jobs.append(0) or submit(job)
+    try:
+        for step in range(9):
+            reduced.clear(), jobs.clear(), model.zero_grad()
+            trained(torch.arange(600).roll(context.rank)).square().mean().backward()
+            if (scheme == "dense" or step not in LOOKS) and (how == "DDP" or step):
+                assert not jobs, "the lane has nothing to do"
+                assert len(reduced) == 1, "one fragment, the table with its neighbours"
+        assert sync.stats()["comm/bytes_sent"] == sum(int(row["total_bytes"]) for row in sync.table())
+        assert {row["scheme"] for row in sync.table()} <= {"NCCL", "native"}
+    finally:
+        torch.distributed.all_reduce = all_reduce
+        sync.detach()
+
+
+@pytest.mark.parametrize(("scheme", "how"), [("auto", "DDP"), ("dense", "DDP"), ("auto", "plain"), ("dense", "plain")])
+def test_a_dense_table_goes_with_its_bucket(scheme: str, how: str) -> None:
+    """By the group of the model, from the hook, and not over the lane, where it would be copied to the host."""
+    run_ranks(partial(_full_table, scheme=scheme, how=how), world_size=2, timeout_seconds=60)
 
 
 def _large(context: RankContext, how: str) -> tuple[Tensor, dict[str, float], int]:

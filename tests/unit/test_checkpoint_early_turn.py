@@ -84,7 +84,7 @@ def test_a_save_that_is_given_up_has_begun_when_the_step_is_over(has_slot: bool)
     )
     slow = SimpleNamespace(save=lambda step, attempt, take: (time.sleep(0.1), told.append(step)))
     agreement._tier, agreement._persisting = cast(Any, slow), 1
-    optimizer_free = SimpleNamespace(optimizers=list, is_replicated=None)
+    optimizer_free = SimpleNamespace(optimizers=list, is_replicated=None, is_stepped=None)
     cycle = Cycle(cast(Any, optimizer_free), agreement, Notices(rank=0), {}, Governor(), overlap=True)
     cycle.step = 1
     writer = SimpleNamespace(step=1, payload=b"", abandon=lambda: None) if has_slot else None

@@ -29,9 +29,8 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(dispatch, "_BUILT_FOR_GPU", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     compiled = SimpleNamespace(
-        mix=lambda ids, seed: "triton",
-        sum_rows=lambda pieces, scale=1.0: "triton",
-        sum_rows_at=lambda pieces, *_: f"triton, {len(list(pieces))} pieces",
+        dealt_ids=lambda owner, positions, *_: "triton",
+        sum_rows=lambda pieces, scale=1.0: f"triton, {len(list(pieces))} pieces",
     )
     monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
     monkeypatch.setattr(dispatch, "_module", lambda name: compiled)
@@ -44,20 +43,23 @@ def on_gpu(tensor: Tensor) -> Tensor:
 
 def test_cuda_tensors_go_to_triton(as_on_gpu: SimpleNamespace) -> None:
     ids, values = on_gpu(torch.arange(3)), on_gpu(torch.ones(3, 2))
-    assert kernels.mix(ids, 0) == "triton"
-    assert kernels.sum_rows([(ids, values)]) == "triton"
+    assert kernels.dealt_ids(0, ids, 2, 0) == "triton"
     for pieces in ([(ids, values)] * 2, iter([(ids, values)] * 2)):
-        assert kernels.sum_rows_at(pieces, 3, 2, torch.float32) == "triton, 2 pieces"
-    assert torch.equal(kernels.mix(torch.arange(3), 0), reference.mix(torch.arange(3), 0)), "those of the CPU do not"
+        assert kernels.sum_rows(pieces) == "triton, 2 pieces"
+    positions = torch.arange(3)
+    expected = reference.dealt_ids(0, positions, 2, 0)
+    assert torch.equal(kernels.dealt_ids(0, positions, 2, 0), expected), "those of the CPU do not"
     total = kernels.sum_rows_at(iter([(torch.arange(3), torch.ones(3, 2))] * 2), 3, 2, torch.float32)
     assert torch.equal(total, torch.full((3, 2), 2.0))
 
 
 def test_what_triton_does_not_know_goes_to_the_reference(as_on_gpu: SimpleNamespace) -> None:
-    assert kernels.mix(on_gpu(torch.arange(3, dtype=torch.int32)), 0).dtype == torch.int32
+    assert kernels.dealt_ids(0, on_gpu(torch.arange(3, dtype=torch.int32)), 2, 0).dtype == torch.int32
     assert kernels.count_at_least(on_gpu(torch.arange(3.0)), 1.0) == 2, "has no Triton twin"
     with kernels.using("reference"):
-        assert kernels.mix(on_gpu(torch.arange(3)), 0).tolist() == reference.mix(torch.arange(3), 0).tolist()
+        assert torch.equal(
+            kernels.dealt_ids(0, on_gpu(torch.arange(3)), 2, 0), reference.dealt_ids(0, torch.arange(3), 2, 0)
+        )
 
 
 def test_without_triton_the_reference_runs_and_one_line_says_so() -> None:
@@ -94,18 +96,16 @@ def test_a_gpu_that_is_too_old_gets_the_reference(
 def test_the_reference_on_a_gpu_takes_codes_through_the_host(as_on_gpu: SimpleNamespace) -> None:
     """They are numpy's."""
     ids = torch.tensor([1, 5, 9])
-    room, count = on_gpu(torch.zeros(4, dtype=torch.int64)), on_gpu(torch.zeros(2, dtype=torch.int64))
     dense = torch.tensor([[0.0], [2.0], [0.0], [3.0]])
     with kernels.using("reference"):
-        assert torch.equal(kernels.pack_bits(on_gpu(ids), 12), reference_codes.pack_bits(ids, 12))
-        kernels.nonzero_rows_into(on_gpu(dense), room, count)
-    assert room.tolist() == [1, 3, 0, 0]
-    assert count.tolist() == [2, 0]
+        bitmap = kernels.pack_bits(on_gpu(ids), 12)
+        assert torch.equal(bitmap, reference_codes.pack_bits(ids, 12))
+        assert kernels.find_bits(on_gpu(bitmap), 4)[0].tolist() == [1, 5, 9, 16]
+        assert kernels.find_rows(on_gpu(dense), 3)[0].tolist() == [1, 3, 4]
 
 
 @pytest.mark.parametrize("capacity", [0, 1, 2, 3])
 def test_what_does_not_fit_is_counted(capacity: int) -> None:
-    room, count = torch.full((capacity,), -7), torch.full((2,), -7)
-    kernels.nonzero_rows_into(torch.tensor([[0.0], [2.0], [0.0], [3.0]]), room, count)
-    assert count.tolist() == [min(capacity, 2), max(0, 2 - capacity)]
-    assert room.tolist() == [1, 3, -7][:capacity]
+    ids, count = kernels.find_rows(torch.tensor([[0.0], [2.0], [0.0], [3.0]]), capacity)
+    assert ids.tolist() == [1, 3, 4][:capacity]
+    assert count.tolist() == [2]

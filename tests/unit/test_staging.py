@@ -10,7 +10,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ from thinwire.comm.channel import Channel, Subject
 from thinwire.comm.process_group import DeviceEvent, Staging
 from thinwire.cuda.arena import Arena
 from thinwire.cuda.staging import DeviceStaging, staging_for
+from thinwire.errors import ThinwireError
 from thinwire.gradients.buckets import Buckets
-from thinwire.gradients.exact import GradientSync
+from thinwire.gradients.exact import GradientSync, Started
 from thinwire.gradients.model import check_parameters
 from thinwire.gradients.tables import StagedTable, TableGradient, staged
 from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
@@ -39,6 +41,17 @@ class FakeEvent:
     number: int
 
 
+class DeviceFuture(Future[Tensor]):
+    """A future of a device looks for tensors in whatever completes it, an exception too, by pickling that."""
+
+    def set_result(self, result: Tensor) -> None:
+        try:
+            torch._jit_internal._extract_tensors(result)
+        except Exception as error:
+            raise RuntimeError(f"Cannot extract tensors from value: {error}") from error
+        super().set_result(result)
+
+
 class FakeDevice:
     """Tensors of the CPU stand for those of the device. ``log`` is what was asked for, by which stream or thread."""
 
@@ -50,6 +63,20 @@ class FakeDevice:
         self._uploads: list[tuple[int, Tensor, Tensor]] = []  # number, source, what it was
         self._number = 0
         self._pinned: list[Tensor] = []
+        self.uploaded_from: list[int] = []  # addresses
+
+    @contextmanager
+    def selected(self) -> Iterator[None]:
+        yield
+
+    @contextmanager
+    def completing(self) -> Iterator[None]:
+        assert self.current == "lane"
+        self._stream.name = "completion"
+        try:
+            yield
+        finally:
+            self._stream.name = "lane"
 
     def record(self) -> FakeEvent:
         self._note(f"record on {self.current}")
@@ -98,6 +125,7 @@ class FakeDevice:
         else:
             assert self._is_pinned(source), "the device copies from pinned memory"
             self._note("upload")
+            self.uploaded_from.append(source.data_ptr())
             self._uploads.append((self._number, source, source.clone()))
             target.copy_(source)
 
@@ -110,7 +138,7 @@ class FakeDevice:
         return self._pinned[-1]
 
     def future(self) -> Future[Tensor]:
-        future: Future[Tensor] = Future()
+        future: Future[Tensor] = DeviceFuture()
         future.add_done_callback(lambda _: self._note(f"future done on {self.current}"))
         return future
 
@@ -368,6 +396,78 @@ def _failing(exchange: LoopbackExchange) -> str:
 def test_where_no_memory_can_be_pinned_ddp_is_told() -> None:
     """The future must not be left open: DDP waits for it."""
     assert [outcome.get() for outcome in run_ranks(1, _failing)] == ["told"]
+
+
+def _failing_strangely(exchange: LoopbackExchange) -> str:
+    class Local(Exception):
+        """Cannot be pickled, as classes in functions and objects with locks cannot."""
+
+    class Broken(GradientSync):
+        def tables(self, lane: Any, tables: Any) -> list[Tensor]:
+            raise Local("no way")
+
+    _, staging = small_staging()
+    table = nn.Parameter(torch.zeros(200, 4))
+    lookups, lane = cast(Any, Lookups(table)), cast(Any, FakeLane(exchange, staging))
+    pending = Buckets(Broken("zen"), lookups, {id(table): "t"}, lane, staging).add(
+        cast(Any, FakeBucket(torch.ones(800), [table], [800]))
+    )
+    assert isinstance(pending, Future)
+    assert pending.done(), "DDP would wait for ever"
+    with pytest.raises(ThinwireError, match="Local: no way"):
+        pending.wait()
+    return "told"
+
+
+def test_an_error_that_cannot_be_pickled_reaches_ddp() -> None:
+    assert [outcome.get() for outcome in run_ranks(1, _failing_strangely)] == ["told"]
+
+
+def _beside_native(exchange: LoopbackExchange) -> list[str]:
+    device, staging = small_staging()
+    table, layer = nn.Parameter(torch.zeros(200, 4)), nn.Parameter(torch.zeros(57))
+    work = cast(Any, SimpleNamespace(wait=lambda: device.log.append(f"{device.current} waits for native")))
+    native = cast(Any, SimpleNamespace(start=lambda dense: tuple(Started(work, 0, 2) for _ in dense), is_own=True))
+    names = {id(table): "table", id(layer): "layer"}
+    lane, lookups = cast(Any, FakeLane(exchange, staging)), cast(Any, Lookups(table))
+    buckets = Buckets(GradientSync("zen"), lookups, names, lane, staging, native)
+    buckets.add(cast(Any, FakeBucket(torch.ones(857), [table, layer], [800, 57]))).wait()
+    return device.log
+
+
+def test_the_stream_of_the_lane_does_not_wait_for_a_native_all_reduce() -> None:
+    """It copies the next bucket to the host, for which the lane's thread waits. The future waits for both."""
+    for outcome in run_ranks(2, _beside_native):
+        log = outcome.get()
+        assert "lane waits for native" not in log
+        upload = len(log) - 1 - log[::-1].index("upload")
+        assert upload < log.index("completion waits for native") < log.index("future done on completion")
+
+
+def test_what_came_from_the_device_in_this_job_goes_back_from_where_it_is() -> None:
+    device, staging = small_staging()
+    gradient = torch.arange(50.0)
+    for _ in range(3):
+        with staging.taking(staging.hand_over([gradient])):
+            hosts = [host.mul_(2) for host in staging.to_host(gradient, gradient[:7])]
+            back = staging.to_device(*hosts, torch.ones(3))
+            assert [tensor.tolist() for tensor in back] == [host.tolist() for host in (*hosts, torch.ones(3))]
+        assert device.uploaded_from[-3:-1] == [host.data_ptr() for host in hosts]
+        assert device.uploaded_from[-1] not in device.uploaded_from[-3:-1]
+
+
+def test_the_host_waits_before_it_writes_where_an_earlier_job_may_be_read() -> None:
+    """Also in a job that only writes. The fake raises where memory was written while the device copied from it."""
+    device, staging = small_staging()
+    for number in range(3):
+        before = len(device.log)
+        with staging.taking(staging.hand_over([])):
+            staging.to_device(torch.full((9,), float(number)), torch.ones(2))
+        assert [line for line in device.log[before:] if line in ("synchronize", "upload")] == [
+            "synchronize",
+            "upload",
+            "upload",
+        ]
 
 
 @pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)

@@ -60,6 +60,22 @@ def fills(tensors: Sequence[tuple[int, Tensor]], sub_buffer_bytes: int) -> Itera
         yield pieces
 
 
+def _runs(pieces: Sequence[Piece]) -> Iterator[tuple[int, Tensor]]:
+    """Yield pieces with their starts, and those that follow one another on the device too as one tensor."""
+    first = 0
+    for last, piece in enumerate(pieces):
+        following = pieces[last + 1].source if last + 1 < len(pieces) else None
+        if following is None or not _adjoin(piece.source, following):
+            yield pieces[first].start, pieces[first].source.as_strided((piece.end - pieces[first].start,), (1,))
+            first = last + 1
+
+
+def _adjoin(one: Tensor, other: Tensor) -> bool:
+    """Return whether the second tensor of bytes begins where the first one ends, in the same memory."""
+    is_next = other.storage_offset() == one.storage_offset() + one.numel()
+    return is_next and one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+
+
 class SlotStaging:
     """A ring of sub-buffers between one device and a slot, page-locked at the first copy."""
 
@@ -87,8 +103,8 @@ class SlotStaging:
                 if len(in_flight) == self._count:
                     self._finish(*in_flight.popleft(), payload)
                 buffer = self._buffers[number % self._count]
-                for piece in pieces:
-                    self._device.copy(buffer[piece.start : piece.end], piece.source)
+                for start, source in _runs(pieces):
+                    self._device.copy(buffer[start : start + source.numel()], source)
                 in_flight.append((buffer, pieces, self._device.record()))
             while in_flight:
                 self._finish(*in_flight.popleft(), payload)
@@ -200,9 +216,10 @@ class Copier:
         """Drop the views of the slots, which were freed or replaced."""
         self._views.clear()
 
-    def forget_split(self) -> None:
-        """Drop the split, so that the next copy decides again which tensors may wait."""
-        self._split = None
+    @property
+    def uses_device(self) -> bool:
+        """Whether tensors of the last copy were on a CUDA device."""
+        return bool(self._stagings)
 
     def _split_of(self, encoded: Encoded) -> _Split:
         split = self._split
@@ -234,17 +251,15 @@ class Copier:
     def _begin_download(
         self, device: torch.device, numbers: Sequence[int], encoded: Encoded, waiting: set[int]
     ) -> tuple[SlotStaging, list[tuple[int, Tensor]], DeviceEvent]:
-        """Tensors that cannot wait are copied on the device first, which costs the host nothing."""
+        """Tensors that cannot wait are copied into one on the device first: of many small ones a clone each is slow."""
         staging = self._stagings.get(device)
         if staging is None:
             staging = self._stagings[device] = self._staging_for(device)
-        tensors = [
-            (
-                encoded.slices[number].offset,
-                encoded.tensors[number].detach() if number in waiting else encoded.tensors[number].clone(),
-            )
-            for number in numbers
-        ]
+        now = [number for number in numbers if number not in waiting]
+        flat = [_bytes(encoded.tensors[number]) for number in now]
+        copies = torch.cat(flat).split([tensor.numel() for tensor in flat]) if flat else ()
+        kept = [(number, encoded.tensors[number].detach()) for number in numbers if number in waiting]
+        tensors = [(encoded.slices[number].offset, copy) for number, copy in (*zip(now, copies, strict=True), *kept)]
         return staging, tensors, staging.record()
 
 

@@ -28,7 +28,7 @@ from thinwire.checkpoint.copier import Copier, Copy
 from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices, Records, VersionRecord
 from thinwire.checkpoint.state.encode import Encoded, StateEncoder
-from thinwire.checkpoint.state.layout import TensorSlice, view_of
+from thinwire.checkpoint.state.layout import view_of
 from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import ThinwireError
 
@@ -91,7 +91,7 @@ class Cycle:
     ) -> None:
         self._training, self._agreement, self._notices = training, agreement, notices
         self._about, self._governor, self._overlap = about, governor, overlap
-        self._encoder, self._copier = StateEncoder(training.is_replicated), Copier(self._may_wait)
+        self._encoder, self._copier = StateEncoder(training.is_replicated), Copier(training.is_stepped)
         self._worker = Worker("thinwire-checkpoint")
         self._turn: Future[Turn] | None = None  # of the next checkpoint
         self._needed = threading.Event()  # set when the turn is needed now
@@ -102,7 +102,12 @@ class Cycle:
         self.started = False  # whether all ranks take part, so that they can agree
         self.broken = ""  # why there will be no more checkpoints
         self.records = Records()
+        self._stepped: set[int] = set()  # id() of the optimizers that have come through the hook
+        self._has_stepped = False  # whether one has, since the last checkpoint
         self._unhook = self._hook()
+        groups = [group for optimizer in training.optimizers() for group in getattr(optimizer, "param_groups", ())]
+        if overlap and any(group.get("capturable") for group in groups):
+            self._copy_alone("the optimizer is capturable, and a replayed CUDA graph does not wait for a copy")
 
     def do(self, job: Callable[[], Any]) -> Any:
         """Run a job on the worker, where the group of the ranks is used, and wait for its result."""
@@ -115,6 +120,7 @@ class Cycle:
         """
         self.settle()
         self.step += 1
+        has_stepped, self._has_stepped = self._has_stepped, False
         if self.broken:
             return
         if not self._governor.is_due(self.step):
@@ -133,7 +139,7 @@ class Cycle:
         self._cpu_seconds += time.thread_time() - cpu_started
         if not record.skipped:
             self._take_early()
-        if self._copying is not None and not (self._overlap and self._unhook):
+        if self._copying is not None and not self._is_fenced(has_stepped):
             self.settle()
         if raises is not None:
             raise raises
@@ -199,7 +205,27 @@ class Cycle:
             return stack.pop_all().close if optimizers else None
         return None
 
-    def _before_optimizer(self, *_: object) -> None:
+    def _is_fenced(self, has_stepped: bool) -> bool:
+        """Return whether the next ``optimizer.step`` will wait for a copy, by the hook.
+
+        Replays of a CUDA graph call no hook, and torch counts none of their writes. So on a GPU each optimizer must
+        have come through the hook once, and one of them since the last checkpoint (``has_stepped``).
+        """
+        if not self._overlap or self._unhook is None:
+            return False
+        return not self._copier.uses_device or (has_stepped and len(self._stepped) == len(self._training.optimizers()))
+
+    def _copy_alone(self, reason: str) -> None:
+        """Let no copy run beside the training any more."""
+        self._overlap = False
+        self._notices.add(f"{reason}: from now on step waits until parameters are copied (overlap=False)")
+
+    def _before_optimizer(self, optimizer: object, *_: object) -> None:
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            self._copy_alone("optimizer.step is captured in a CUDA graph, whose replays do not wait for a copy")
+            return
+        self._stepped.add(id(optimizer))
+        self._has_stepped = True
         self.settle()
         step = self.step + 1
         due = self._governor.is_due(step) and self.started and self._agreement.is_registered
@@ -224,9 +250,6 @@ class Cycle:
         """On the worker: note when the version is everywhere, unless the next turn is needed before."""
         if self._agreement.wait_until_sent(self._needed):
             self._governor.note_sent()
-
-    def _may_wait(self, where: TensorSlice, tensor: Any) -> bool:
-        return self._overlap and self._unhook is not None and self._training.is_stepped(where, tensor)
 
     def _begin(self, turn: Turn, encoded: Encoded | None) -> VersionRecord:
         if turn.stride:
@@ -286,10 +309,8 @@ class Cycle:
             self._agreement.abandon(writer)
             return copy.seconds, f"it was not copied: {error}"
         if not unchanged:
-            self._overlap = False
-            self._copier.forget_split()
             self._agreement.abandon(writer)
             reason = "parameters were written to before the next optimizer.step"
-            self._notices.add(f"{reason}: from now on step waits until they are copied (overlap=False)")
+            self._copy_alone(reason)
             return copy.seconds, reason
         return copy.seconds, self._agreement.publish(turn, encoded, self._about)

@@ -258,7 +258,7 @@ class Channel:
         rank, theirs = next(others, (None, None))
         if rank is None or theirs is None:
             raise CorruptHeaderError(f"{self.where()}: a header of another conversation, with the same description")
-        mine_line, their_line = _first_difference(texts[self.rank], theirs)
+        mine_line, their_line = first_difference(texts[self.rank], theirs)
         error = MismatchError(
             f"{self.where()}: ranks disagree about what is synchronized.\n  rank {self.global_rank()}: {mine_line}\n"
             f"  rank {self.global_rank(rank)}: {their_line}\nAll ranks must make the same calls in the same order, with"
@@ -371,6 +371,7 @@ def _as_bytes(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-def _first_difference(mine: str, theirs: str) -> tuple[str, str]:
+def first_difference(mine: str, theirs: str) -> tuple[str, str]:
+    """Return the first lines in which two texts differ."""
     lines = zip_longest(mine.splitlines(), theirs.splitlines(), fillvalue="(nothing more)")
     return next(((a, b) for a, b in lines if a != b), ("(a long description)", "(another one, equal at first)"))

@@ -212,12 +212,14 @@ class Lane:
         parent = resolve_group(process_group)
         self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
         self._timeout = timeout or _timeout_of(parent)
-        self._own: PrivateGroup | None = _take_group(parent, self._timeout)
+        staging = staging or Staging()
+        with staging.selected():  # a collective of NCCL takes the current device
+            self._own: PrivateGroup | None = _take_group(parent, self._timeout)
         self._native: PrivateGroup | None = None
         group = self._own.process_group
         self._group: dist.ProcessGroup | None = group
         self._waits = Waits()
-        self.exchange = self._hanging_up(StagedExchange(group, staging or Staging()))
+        self.exchange = self._hanging_up(StagedExchange(group, staging))
         self.rank, self.world_size = self.exchange.rank, self.exchange.world_size
         self.setup = Traffic()  # bytes that belong to no gradient: of discovering hosts, measuring, and agreeing
         self.busy_seconds = 0.0

@@ -13,12 +13,14 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels, wire
 from thinwire.comm.agree import gather_records, longest
+from thinwire.comm.collectives import Collectives
 from thinwire.comm.process_group import Exchange, ring_all_reduce_bytes
 from thinwire.partition import Permutation
 from thinwire.wire import Format, Header
@@ -30,6 +32,11 @@ PROBE_BYTES = 128 * 1024
 """Largest probe, with which an attempt sends less than 0.9 MB a rank; steps correct its result, see `Lane.saw`."""
 LONG_PROBE_BYTES = 4 * 1024 * 1024
 """Largest probe where no step corrects the result: more than a burst that a link of 1 Gbit/s may let through."""
+COLLECTIVE_PROBE_BYTES = 4 * 1024 * 1024
+"""Largest probe on the group of the model, with which a rank sends less than 60 MB: NCCL moves that in 1 s at
+0.5 Gbit/s, where smaller probes suffice, and between GPUs of a host in less than the time of a launch."""
+_COLLECTIVE_PROBE_SECONDS = 0.01
+_BURST = 8
 _FIRST_PROBE_BYTES = 32 * 1024
 _PROBE_SECONDS = 0.03
 _FASTEST_BYTE_SECONDS = 1e-10
@@ -208,6 +215,63 @@ def _reduced_byte_seconds(
     seconds = statistics.median(runs)
     steps = 2 * (exchange.world_size - 1) * message_seconds
     return _believed(max(seconds - steps, seconds / 4) / ring_all_reduce_bytes(4 * count, exchange.world_size))
+
+
+_DEVICE_KERNELS = 0.0, 5e-10, 7e-13, 5e-10, 7e-13, 5e-10, 7e-13
+"""Fields of `Machine` from ``part_seconds`` on, for a GPU: rows are read and written at 3 TB/s, and 2e9 ids are sorted
+in a second. That is the roofline of an H100; seconds of real steps correct it: `thinwire.sync.experience.Routes`."""
+
+
+def measure_collectives(
+    exchange: Collectives, device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> Machine | None:
+    """Measure the links of a model's own group, in a collective call with the same result on all ranks.
+
+    A round is one for which the host waits, a message an all-to-all for which it does not. The thread that issues the
+    group's other collectives calls this. Its bytes are counted on ``exchange``.
+
+    Returns:
+        The machine; None if the numbers are impossible.
+
+    Raises:
+        LostPeerError: see `Collectives`.
+    """
+    world_size = exchange.world_size
+    kernels = _DEVICE_KERNELS if device.type != "cpu" else kernel_seconds(world_size)
+    if world_size == 1:
+        return None
+    record = torch.zeros(world_size, Header.NUM_BYTES // 8, dtype=torch.int64, device=device)
+
+    def told(*numbers: float) -> list[list[float]]:
+        mine = torch.tensor([numbers] * world_size, dtype=torch.float64).view(torch.int64).to(device)
+        return exchange.numbers(mine)[1].view(torch.float64).tolist()
+
+    def seconds(work: Callable[[], object]) -> float:
+        """Return the seconds of the slowest rank for some work and a round, in which the host waits for both."""
+        mine = _fastest(lambda: (work(), exchange.numbers(record)), clock)
+        return max(told(mine))[0]
+
+    def send(num_bytes: int) -> None:
+        sizes = [0 if peer == exchange.rank else num_bytes for peer in range(world_size)]
+        exchange.all_to_all(torch.zeros(sum(sizes), dtype=torch.uint8, device=device), sizes, sizes)
+
+    round_seconds = seconds(lambda: None)
+    burst = seconds(lambda: [send(Header.NUM_BYTES) for _ in range(_BURST)])
+    most = max(1, COLLECTIVE_PROBE_BYTES // (world_size - 1))
+    size = min(_FIRST_PROBE_BYTES, most)
+    while (sending := seconds(partial(send, size))) < round_seconds + _COLLECTIVE_PROBE_SECONDS and size < most:
+        size = min(4 * size, most)
+    tensor = torch.zeros(max(1, size * (world_size - 1) // 4), dtype=torch.float32, device=device)
+    reducing = seconds(lambda: exchange.all_reduce(tensor))
+    mine = Machine(
+        round_seconds,
+        max((burst - round_seconds) / _BURST, round_seconds / 10),
+        max(sending - round_seconds, sending / 4) / (size * (world_size - 1)),
+        max(reducing - round_seconds, reducing / 4) / ring_all_reduce_bytes(tensor.nbytes, world_size),
+        *kernels,
+    )
+    machine = Machine(*map(statistics.median, zip(*told(*astuple(mine)), strict=True)))
+    return machine if machine.is_possible else None
 
 
 def kernel_seconds(world_size: int) -> tuple[float, ...]:

@@ -522,6 +522,14 @@ class Staging:
         """Sum a contiguous tensor of the device over the ranks, in place, by ``all_reduce`` on the host."""
         all_reduce(tensor)
 
+    def selected(self) -> AbstractContextManager[object]:
+        """Return a context in which the device of the gradients is the current one of this thread."""
+        return nullcontext()
+
+    def completing(self) -> AbstractContextManager[object]:
+        """Return a context, inside of `taking`, to wait for other works in, and to complete futures behind them."""
+        return nullcontext()
+
     def stats(self) -> dict[str, float]:
         """Return the statistics of the transfers, for `Synchronizer.stats`."""
         return {}

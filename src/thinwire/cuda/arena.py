@@ -34,8 +34,13 @@ class Arena:
     def capacity_bytes(self) -> int:
         return 0 if self._memory is None else self._memory.numel()
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a contiguous tensor lies in this memory."""
+        start = 0 if self._memory is None else self._memory.data_ptr()
+        return start <= tensor.data_ptr() < start + self.capacity_bytes
+
     def begin(self) -> None:
-        """Take all memory back. Nothing that was handed out may be in use, also not by the device."""
+        """Take all memory back. The host uses nothing of it any more; copies of the device may be under way."""
         if self._memory is None or self._wanted_bytes > self._memory.numel():
             self._memory = None  # freed before the larger block is allocated
             self._memory = self._allocate(self._wanted_bytes)

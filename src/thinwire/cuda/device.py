@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from thinwire.comm.process_group import DeviceEvent
+from thinwire.errors import ThinwireError
 
 
 class Device(Protocol):
@@ -19,8 +21,16 @@ class Device(Protocol):
         """Record an event after the work queued so far on the current stream of the calling thread."""
         ...
 
+    def selected(self) -> AbstractContextManager[object]:
+        """Return a context in which this is the current device of the thread."""
+        ...
+
     def lane_stream(self) -> AbstractContextManager[object]:
-        """Return a context in which the lane's stream is the current one."""
+        """Return a context in which this device and the lane's stream are the current ones."""
+        ...
+
+    def completing(self) -> AbstractContextManager[object]:
+        """Return a context in which another stream is the current one, which follows the work of the lane's so far."""
         ...
 
     def wait(self, event: DeviceEvent) -> None:
@@ -62,14 +72,33 @@ class CudaDevice:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._completion = torch.cuda.Stream(device)
 
     def record(self) -> torch.cuda.Event:
+        if torch.cuda.is_current_stream_capturing():
+            raise ThinwireError(
+                "a CUDA graph is being captured, and what thinwire exchanges with other ranks or copies to the host"
+                " cannot be part of one: capture only parts of the model, by torch.cuda.make_graphed_callables before"
+                " attach, and call backward() and step() of a Checkpointer outside of torch.cuda.graph"
+            )
         event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def lane_stream(self) -> AbstractContextManager[object]:
-        return torch.cuda.stream(self._stream)
+    def selected(self) -> AbstractContextManager[object]:
+        return torch.cuda.device(self._device)
+
+    @contextmanager
+    def lane_stream(self) -> Iterator[None]:
+        # Threads begin on device 0. To leave the stream would select that device, which takes 0.5 GB of it.
+        with self.selected(), torch.cuda.stream(self._stream):
+            yield
+
+    @contextmanager
+    def completing(self) -> Iterator[None]:
+        self._completion.wait_stream(self._stream)
+        with torch.cuda.stream(self._completion):
+            yield
 
     def wait(self, event: DeviceEvent) -> None:
         assert isinstance(event, torch.cuda.Event)

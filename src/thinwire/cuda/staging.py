@@ -9,7 +9,7 @@ event.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ class DeviceStaging(Staging):
     has a larger arena.
 
     The lane's stream is serial. So a copy to the host never overtakes an earlier copy from the same memory to the
-    device; only before the *host* writes to memory again must it wait, at the beginning of a job.
+    device; only before the *host* writes to memory again must it wait. A job that reads has waited by then.
     """
 
     is_host = False
@@ -49,11 +49,17 @@ class DeviceStaging(Staging):
         self._bounce_bytes, self._chunk_bytes = bounce_bytes, chunk_bytes
         self._bounce: Tensor | None = None
         self._chunks: list[Tensor] = []
-        self._last_job: DeviceEvent | None = None
+        self._may_write = False  # whether the host has waited, in this job, for copies of earlier ones
         self._overflow_rounds = 0
 
     def future(self) -> Future[Tensor]:
         return self._device.future()
+
+    def selected(self) -> AbstractContextManager[object]:
+        return self._device.selected()
+
+    def completing(self) -> AbstractContextManager[object]:
+        return self._device.completing()
 
     def hand_over(self, tensors: Sequence[Tensor]) -> Handover:
         return Handover(tuple(tensors), self._device.record())
@@ -61,18 +67,14 @@ class DeviceStaging(Staging):
     @contextmanager
     def taking(self, handover: Handover) -> Iterator[None]:
         with self._device.lane_stream():
-            if self._last_job is not None:
-                self._device.synchronize(self._last_job)
+            self._may_write = False
             self._arena.begin()
             assert handover.event is not None
             self._device.wait(handover.event)
             for tensor in handover.tensors:
                 for part in _strided(tensor):
                     self._device.keep(part)
-            try:
-                yield
-            finally:
-                self._last_job = self._device.record()
+            yield
 
     def to_host(self, *tensors: Tensor) -> list[Tensor]:
         tensors = tuple(tensor.contiguous() for tensor in tensors)
@@ -80,7 +82,7 @@ class DeviceStaging(Staging):
         for tensor, room in zip(tensors, rooms, strict=True):
             if room is not None:
                 self._device.copy(room, _bytes(tensor))
-        self._device.synchronize(self._device.record())
+        self._wait()
         return [
             self._to_host_in_rounds(tensor) if room is None else room.view(tensor.dtype).view(tensor.shape)
             for tensor, room in zip(tensors, rooms, strict=True)
@@ -121,15 +123,25 @@ class DeviceStaging(Staging):
         self._device.copy(host, part)
         return host, self._device.record()
 
+    def _wait(self) -> None:
+        """Wait for all copies so far."""
+        self._device.synchronize(self._device.record())
+        self._may_write = True
+
     def _to_device(self, tensor: Tensor) -> Tensor:
         target = self._device.empty_like(tensor)
+        if self._arena.holds(tensor):  # it came from the device in this job
+            self._device.copy(_bytes(target), _bytes(tensor))
+            return target
+        if not self._may_write:
+            self._wait()
         room = self._arena.take(tensor.nbytes)
         if room is None:
             for there, here in zip(self._rounds(target), self._rounds(tensor), strict=True):
                 bounce = self._taken_bounce(here)
                 bounce.copy_(here)
                 self._device.copy(there, bounce)
-                self._device.synchronize(self._device.record())
+                self._wait()
         else:
             room.copy_(_bytes(tensor))
             self._device.copy(_bytes(target), room)
@@ -140,7 +152,7 @@ class DeviceStaging(Staging):
         for there, here in zip(self._rounds(target), self._rounds(tensor), strict=True):
             bounce = self._taken_bounce(here)
             self._device.copy(bounce, here)
-            self._device.synchronize(self._device.record())
+            self._wait()
             there.copy_(bounce)
         return target
 

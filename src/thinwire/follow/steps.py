@@ -19,6 +19,7 @@ from thinwire.follow.describe import first_step
 from thinwire.follow.execution import Execution
 from thinwire.fuse.timeline import CHANNEL, COMPUTE
 from thinwire.gradients.buckets import Pending
+from thinwire.gradients.collective import CollectiveTables
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.ddp import Plug, is_joining
 from thinwire.gradients.exact import GradientSync, NativeAllReduce
@@ -127,6 +128,7 @@ class Steps:
         self.trace: Trace | None = None
         self.plug: Plug | None = None
         self.native: NativeAllReduce | None = None
+        self.collective: CollectiveTables | None = None
         self.after_first: Callable[[], None] | None = None  # called once
         self.in_flight: list[Pending] = []
         self.exposed_seconds = 0.0
@@ -145,6 +147,8 @@ class Steps:
         self.plug.deliver()
         if self.native is not None:
             self.native.finish_step(self._lanes[-1])
+        if self.collective is not None:
+            self.collective.finish_step()
         self._gradients.finish_step()
         if self.compressed is not None:
             self.compressed.finish_step()

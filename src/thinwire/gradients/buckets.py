@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -15,6 +17,8 @@ from torch.futures import Future
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Handover, Staging
+from thinwire.errors import ThinwireError
+from thinwire.gradients.collective import CollectiveTables
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.exact import DenseBucket, GradientSync, NativeAllReduce, Started
 from thinwire.gradients.tables import LookupRows, TableGradient, staged
@@ -70,6 +74,10 @@ class Buckets:
     wait. That depends only on numbers known to all ranks, so all ranks form the same jobs. DDP waits for the futures
     after its last bucket only.
 
+    Tables that the model's own group sums wait until the last bucket, or the end of backward, and are then summed
+    together on the calling thread. So all collectives of that group are in one order on all ranks: those of buckets in
+    the order of DDP, then those of the sums.
+
     A table does not wait the first time it is seen: under ``static_graph`` DDP marks no bucket of its first backward
     as the last one (torch 2.13), and waits for all before this class is notified of the end of backward.
 
@@ -82,6 +90,7 @@ class Buckets:
         native: all-reduces what is neither a table nor compressed; None to leave this to the lane.
         compressed: averages the gradients that are compressed; None if none are.
         clock: records when buckets come and jobs run.
+        collective: sums tables by the model's own group; None to leave all of them to the lane.
     """
 
     def __init__(
@@ -94,10 +103,13 @@ class Buckets:
         native: NativeAllReduce | None = None,
         compressed: CompressedSync | None = None,
         clock: Clock | None = None,
+        collective: CollectiveTables | None = None,
     ) -> None:
+        self._collective = collective
         self._staging = staging or Staging()
         self._native = native
-        gradients.may_leave = native is not None and self._staging.is_host
+        gradients.is_own = native is not None and native.is_own
+        gradients.may_leave = gradients.is_own or (native is not None and self._staging.is_host)
         self._gradients = gradients
         self._lookups = lookups
         self._names = names
@@ -108,6 +120,8 @@ class Buckets:
         self._seen: set[str] = set()
         self._waiting: list[tuple[Contents, Future[Tensor]]] = []
         self._waiting_bytes = 0
+        self._collected: list[_Collected] = []
+        self._blocked_seconds = 0.0
         self._formed: dict[int, tuple[str, ...]] = {}
 
     def add(self, bucket: dist.GradBucket) -> Pending:
@@ -121,25 +135,50 @@ class Buckets:
         if self._native is not None and not contents.compressed:
             dense = [gradient for _, gradient in contents.others]
             if not contents.tables:
+                bucket = self._native.start_bucket(dense, contents.buffer, self._clock.submit(contents.load))
                 if is_last:
                     self.flush()
-                return self._native.start_bucket(dense, contents.buffer, self._clock.submit(contents.load))
+                return bucket
             contents = replace(contents, others=(), started=self._native.start(dense))
+        future = self._queue(contents) if self._collective is None else self._collect(contents)
+        if is_last:
+            self.flush()
+        return future
+
+    def _queue(self, contents: Contents) -> Future[Tensor]:
+        """Queue a bucket for a job of the lane."""
         future = self._staging.future()
         self._waiting.append((contents, future))
-        if self._may_wait(contents) and not is_last:
+        if self._may_wait(contents):
             self._waiting_bytes += sum(self._gradients.shape(table).expected_bytes for table in contents.tables)
             if self._waiting_bytes <= MAX_WAITING_BYTES:
                 return future
-        self.flush()
+        self._submit_waiting()
+        return future
+
+    def _collect(self, contents: Contents) -> Future[Tensor]:
+        """Keep the tables that the model's own group sums until `flush`, and queue the rest for the lane."""
+        assert self._collective is not None
+        taken = tuple(table for table in contents.tables if self._collective.takes(table))
+        if not taken:
+            return self._queue(contents)
+        others = tuple(table for table in contents.tables if table not in taken)
+        rest = replace(contents, tables=others, started=())
+        queued = self._queue(rest) if others or rest.others or rest.compressed else None
+        future = self._staging.future()
+        self._collected.append(_Collected(replace(contents, tables=taken), future, queued))
+        names = {table.name for table in taken}
+        if not names <= self._seen:
+            self._seen |= names
+            self.flush()
         return future
 
     def _start(self, bucket: dist.GradBucket, name: str) -> Pending | None:
-        """All-reduce a bucket that travels as a whole, beside the lane; None for any other, and for those of a GPU.
+        """All-reduce a bucket that travels as a whole, beside the lane; None for any other, and by a model's own group.
 
         Stock DDP spends no time in Python on it, so this creates nothing that is not needed.
         """
-        if self._native is None or not self._staging.is_host:
+        if self._native is None or self._native.is_own or not self._staging.is_host:
             return None
         buffer = bucket.buffer()
         if buffer.is_sparse:
@@ -195,7 +234,45 @@ class Buckets:
             self._compressed.release(name, gradient)
 
     def flush(self) -> None:
-        """Submit all waiting buckets. None may be left when backward is over."""
+        """Submit all waiting buckets, and sum the tables that wait. None may be left when backward is over.
+
+        Raises:
+            ThinwireError: a sum failed, see `CollectiveTables.means`.
+        """
+        self._submit_waiting()
+        collected, self._collected = self._collected, []
+        if collected:
+            self._sum(collected)
+
+    def take_blocked_seconds(self) -> float:
+        """Return the seconds of sums on the calling thread since the last call."""
+        seconds, self._blocked_seconds = self._blocked_seconds, 0.0
+        return seconds
+
+    def _sum(self, collected: Sequence[_Collected]) -> None:
+        """Sum all collected tables at once, on this thread, and complete the futures of their buckets."""
+        assert self._collective is not None
+        tables = [table for one in collected for table in one.contents.tables]
+        job = self._clock.submit(Load(f"sum of {', '.join(table.name for table in tables)}"))
+        job.started = time.perf_counter()
+        started = [work for one in collected for work in one.contents.started]
+        try:
+            means = dict(zip((table.name for table in tables), self._collective.means(tables, started), strict=True))
+            for one in collected:
+                if one.queued is not None:
+                    one.queued.wait()
+                buffer = one.contents.buffer
+                one.future.set_result(means[one.contents.tables[0].name] if buffer.is_sparse else buffer)
+        except Exception as error:
+            for one in collected:
+                if not one.future.done():
+                    one.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
+            raise
+        finally:
+            job.ended = time.perf_counter()
+            self._blocked_seconds += job.seconds
+
+    def _submit_waiting(self) -> None:
         batch, self._waiting, self._waiting_bytes = self._waiting, [], 0
         if batch:
             handover = self._staging.hand_over([tensor for contents, _ in batch for tensor in contents.tensors()])
@@ -222,8 +299,14 @@ class Buckets:
         """Run a job of the lane; see `_fail` for errors."""
         with self._staging.taking(handover):
             results = self._synchronize(lane, [contents for contents, _ in batch], job)
-            for (_, future), result in zip(batch, results, strict=True):
-                future.set_result(result)
+            started = [one for contents, _ in batch for one in contents.started]
+            # The lane's own stream must not wait for these: it has the next buckets to copy to the host.
+            with self._staging.completing() if started else nullcontext():
+                for one in started:
+                    one.wait()
+                self._clock.end(job)
+                for (_, future), result in zip(batch, results, strict=True):
+                    future.set_result(result)
 
     def _synchronize(self, lane: Lane, batch: Sequence[Contents], job: JobTimes) -> list[Tensor]:
         tables = [staged(table, self._staging) for contents in batch for table in contents.tables]
@@ -231,9 +314,6 @@ class Buckets:
         self._clock.run(job)
         for contents in batch:
             self._synchronize_dense(lane, contents)
-            for one in contents.started:
-                one.wait()
-        self._clock.end(job)
         return [means[contents.tables[0].name] if contents.buffer.is_sparse else contents.buffer for contents in batch]
 
     def _synchronize_dense(self, lane: Lane, contents: Contents) -> None:
@@ -277,9 +357,25 @@ class Buckets:
             else:
                 compressed.append((parameter_name, gradient))
         others += _between(bucket, done, buffer.numel())
-        of_tables = {table.name for table in tables}
-        self._formed[bucket.index()] = tuple(name for name in parameters if name not in of_tables)
+        self._formed[bucket.index()] = tuple(
+            name
+            for parameter, name in zip(bucket.parameters(), parameters, strict=True)
+            if id(parameter) not in self._tables
+        )
         return Contents(buffer, tuple(tables), tuple(others), compressed=tuple(compressed), name=name)
+
+
+@dataclass(frozen=True, eq=False)
+class _Collected:
+    """A bucket whose tables wait for the sum at the end of backward.
+
+    Args:
+        queued: the rest of the bucket, which the lane synchronizes; None if there is none.
+    """
+
+    contents: Contents
+    future: Future[Tensor]
+    queued: Future[Tensor] | None
 
 
 def _fail(batch: Sequence[tuple[Contents, Future[Tensor]]], done: Future[None]) -> None:
@@ -288,8 +384,12 @@ def _fail(batch: Sequence[tuple[Contents, Future[Tensor]]], done: Future[None]) 
         done.value()
     except Exception as error:
         for _, future in batch:
-            if not future.done():
+            if future.done():
+                continue
+            try:
                 future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
+            except RuntimeError:  # one of a device pickles it, to find tensors; uncompleted, DDP would wait for ever
+                future.set_exception(ThinwireError(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
 
 
 def _between(bucket: dist.GradBucket, begin: int, stop: int) -> list[tuple[str, Tensor]]:

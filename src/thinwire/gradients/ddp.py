@@ -12,7 +12,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from weakref import WeakKeyDictionary
 
@@ -289,7 +289,7 @@ class DdpPlug(_PlugOfDdp):
 
     def finish(self) -> float:
         self._buckets.flush()
-        return time.perf_counter()
+        return time.perf_counter() - self._buckets.take_blocked_seconds()
 
     def deliver(self) -> None:
         """Warn of unfrozen parameters: DDP has stored all means, but ignores those frozen when it was built."""
@@ -304,7 +304,8 @@ class DdpPlug(_PlugOfDdp):
 
     def remove(self) -> None:
         uninstall(self._model)
-        self._buckets.flush()
+        with suppress(ThinwireError):  # of an earlier failure
+            self._buckets.flush()
 
     def _on_bucket(self, bucket: dist.GradBucket) -> Future[Tensor]:
         """Submit a bucket of DDP, which calls this in backward in the same order on all ranks.

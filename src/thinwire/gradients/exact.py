@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,11 +25,12 @@ from thinwire.comm.channel import Channel, Subject
 from thinwire.comm.hosts import ranks_of_hosts
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import lost_peer, ring_all_reduce_bytes, sparse_all_reduce_bytes
+from thinwire.errors import unknown
 from thinwire.gradients.tables import TableGradient, TableShape, plan_groups, share, stack, unstack
 from thinwire.kernels import dispatch
 from thinwire.observe.step import JobTimes, ParameterRecord, enabled, show
 from thinwire.sparse import SparseRows
-from thinwire.sync.choose import MIN_BYTES, TORCHS, Demand, Rehearsal, seen_byte_seconds
+from thinwire.sync.choose import MIN_BYTES, TORCHS, Demand, Rehearsal, Route, seen_byte_seconds
 from thinwire.sync.cost import expected_bytes
 from thinwire.sync.experience import Experience
 from thinwire.sync.named import AUTO, DENSE, name_of, resolve
@@ -53,6 +55,7 @@ costs torch three rounds. 8 tables of a DLRM made a step 1.09 to 1.14 times as l
 0.87 times."""
 LEFT = "native"
 """Scheme of a table left to stock DDP, in `Synchronizer.table`."""
+ROUTE_VARIABLE = "THINWIRE_ROUTE"
 ROWS_OF_A_MASK = 1 << 20
 """Most rows of a table whose touched rows are counted by a mask: its zeros take as long as sorting 1000 ids."""
 MAX_EXPERIENCES = 64
@@ -80,7 +83,8 @@ class GradientSync:
         self.choices: dict[str, str] = {}  # under "auto": the scheme of a group's next step, by its parameters
         self.pauses: dict[str, int] = {}  # steps for which a table is all-reduced without looking for zeros
         self.unions: dict[str, int] = {}  # number of rows in the sum of a table's last step
-        self.may_leave = False  # whether tables can be left to stock DDP
+        self.may_leave = False  # whether tables can be left to the all-reduce beside the lane
+        self.is_own = False  # whether that is by the model's own group, as on NCCL, which sums no sparse tensors
         self.left: dict[str, int] = {}  # tables that are, and the number of steps left
         self._left_alone: dict[str, object] = {}  # small sparse ones that no other travelled with, and what is alike
         self._most_rows: dict[str, float] = {}  # of the sum of such a sparse one, or it comes back to the lane
@@ -131,10 +135,16 @@ class GradientSync:
         )
 
     def leaves(self, name: str) -> bool:
-        """Return whether stock's own all-reduce synchronizes a table in this step, as all ranks decided before."""
+        """Return whether stock's own all-reduce synchronizes a table in this step, as all ranks decided before.
+
+        Called once a step for each table, in the hook, so that a dense one goes with the rest of its bucket.
+        """
+        if self.is_own and self.scheme == DENSE:
+            return True
         steps = self.left.get(name, 0)
         if steps > 0:
             self.left[name] = steps - 1
+            self._entry(name).leave(LEFT)
         return steps > 0
 
     def see_sum(self, name: str, mean: Tensor) -> None:
@@ -260,7 +270,9 @@ class GradientSync:
             return
         run = self._dense_runs.get(table.name, 0) if scheme.is_dense else -1
         self._dense_runs[table.name] = run + 1
-        if scheme.is_dense:
+        if scheme.is_dense and self.is_own:
+            self.left[table.name] = min(DENSE_PAUSE_STEPS, 2**run)
+        elif scheme.is_dense:
             self.pauses[table.name] = min(DENSE_PAUSE_STEPS, 2**run)
 
     def _remember(self, group: Group, unions: Sequence[int]) -> None:
@@ -324,7 +336,7 @@ class GradientSync:
         small.
         """
         machine, known = channel.machine(), [self.left.get(table.name) for table in group]
-        if not self.may_leave or machine is None or not all(map(_can_leave, group)):
+        if not self.may_leave or machine is None or not all(map(self._can_leave, group)):
             return ""
         if any(steps is not None for steps in known) and not (learned.is_settled or learned.is_torchs):
             return ""
@@ -353,10 +365,16 @@ class GradientSync:
             return f"{LEFT}: {learned.explain()}"
         return f"{LEFT} ({moved / 1e6:.3f} MB in {1e3 * seconds:.1f} ms) instead of {learned.explain()}"
 
+    def _can_leave(self, table: TableGradient) -> bool:
+        """Return whether torch sums such a gradient as exactly; it has no sparse sum of sixteen-bit values on Gloo."""
+        if table.gradient.is_sparse:
+            return not self.is_own and table.gradient.dtype in (torch.float32, torch.float64)
+        return True
+
     def _may_be_torchs(self, group: Group) -> bool:
         """Return whether torch's own sparse all-reduce may sum a group: one table, since it has no stacked ones."""
         (table, *others) = group
-        return self.may_leave and not others and table.gradient.is_sparse and _can_leave(table)
+        return self.may_leave and not others and table.gradient.is_sparse and self._can_leave(table)
 
     def _limit_rows(self, group: Group, growth: float) -> None:
         """Set the rows of the sum at which left tables come back: ``growth`` times those of this step."""
@@ -415,11 +433,6 @@ def _predicted(part: float, scheme: Scheme | TwoLevel, *sizes: Any) -> float:
 
 def _key(group: Group) -> str:
     return " + ".join(table.name for table in group)
-
-
-def _can_leave(table: TableGradient) -> bool:
-    """Return whether torch sums such a gradient as exactly; it has no sparse sum of sixteen-bit values on Gloo."""
-    return not table.gradient.is_sparse or table.gradient.dtype in (torch.float32, torch.float64)
 
 
 def _unplaced(point: Scheme | TwoLevel) -> Scheme | TwoLevel:
@@ -504,10 +517,13 @@ class NativeAllReduce:
         process_group: a group of the ranks of the lane.
         account: the statistics that count the bytes, under ``name``.
         scheme: name of the scheme in these statistics.
+        is_own: whether the group is the model's, as on NCCL.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, account: GradientSync, name: str, scheme: str) -> None:
-        self._process_group = process_group
+    def __init__(
+        self, process_group: dist.ProcessGroup, account: GradientSync, name: str, scheme: str, is_own: bool = False
+    ) -> None:
+        self._process_group, self.is_own = process_group, is_own
         self._account = account
         self._name, self._scheme = name, scheme
         self._moved_bytes = 0
@@ -517,9 +533,13 @@ class NativeAllReduce:
     def start(self, gradients: Sequence[Tensor]) -> tuple[Started, ...]:
         """Start averaging over the ranks, in place.
 
-        It scales before it sums, and by a product, as DDP without a hook does: the bits are those of stock DDP.
+        It scales before it sums, and by a product, as DDP without a hook does: the bits are those of stock DDP. The
+        model's own group gets the parts of a bucket at once, for which NCCL launches one kernel, not one for each.
         """
-        return tuple(map(self._start, gradients))
+        if not self.is_own:
+            return tuple(map(self._start, gradients))
+        dtypes = dict.fromkeys(gradient.dtype for gradient in gradients)
+        return tuple(self._start(*(one for one in gradients if one.dtype == dtype)) for dtype in dtypes)
 
     def start_bucket(self, gradients: Sequence[Tensor], buffer: Tensor, job: JobTimes) -> DenseBucket:
         """Start like `start`, for a bucket that has nothing else."""
@@ -582,11 +602,16 @@ class NativeAllReduce:
             lane.note_busy(max(job.started, until), job.ended)
             until = job.ended
 
-    def _start(self, gradient: Tensor) -> Started:
+    def _start(self, *gradients: Tensor) -> Started:
         group = self._process_group
-        work = dist.all_reduce(gradient.mul_(1.0 / group.size()), group=group, async_op=True)
+        for gradient in gradients:
+            gradient.mul_(1.0 / group.size())
+            self.count(gradient.nbytes)
+        if len(gradients) == 1:
+            work = dist.all_reduce(gradients[0], group=group, async_op=True)
+        else:
+            work = group.allreduce_coalesced(list(gradients), dist.AllreduceCoalescedOptions())
         assert work is not None, "hooks run on ranks of the group"
-        self.count(gradient.nbytes)
         return Started(work, dist.get_rank(), group.size())
 
 
@@ -598,6 +623,24 @@ def _distinct_rows(gradient: Tensor) -> int:
     return int(torch.zeros(gradient.shape[0], dtype=torch.bool).index_fill_(0, ids, True).sum())
 
 
+def route_asked_for() -> str:
+    """Return the route of tables that the environment asks for, "auto" unless it is set.
+
+    Raises:
+        ValueError: the variable has another value than the legal ones.
+    """
+    legal = (AUTO, Route.COLLECTIVE, Route.STAGED)
+    asked = os.environ.get(ROUTE_VARIABLE, AUTO)
+    if asked not in legal:
+        raise unknown(ROUTE_VARIABLE, asked, legal)
+    return asked
+
+
 def is_native(process_group: dist.ProcessGroup, device: torch.device) -> bool:
-    """Return whether the group all-reduces tensors of this device by NCCL."""
+    """Return whether the model's own group all-reduces tensors of this device, as NCCL does those of a GPU.
+
+    ``THINWIRE_ROUTE=collective`` says so of any group.
+    """
+    if route_asked_for() == Route.COLLECTIVE:
+        return True
     return device.type == "cuda" and "nccl" in dist.get_backend_config(process_group).lower()

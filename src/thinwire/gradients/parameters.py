@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -233,7 +234,7 @@ class ParameterHooks(Plug):
         while self._pass.submitted < len(self.groups):
             self._submit()
         self._buckets.flush()
-        return time.perf_counter()
+        return time.perf_counter() - self._buckets.take_blocked_seconds()
 
     def deliver(self) -> None:
         """Store the results of all futures, when they are done, and agree on the order after the first pass."""
@@ -259,7 +260,8 @@ class ParameterHooks(Plug):
             self._agree_on_order(done)
 
     def _deliver_flat(self, done: _Pass, places: Sequence[int], flat: Tensor) -> None:
-        *means, used = flat.split([*(self.trained[place].local.numel() for place in places), len(places)])
+        *means, ones = flat.split([*(self.trained[place].local.numel() for place in places), len(places)])
+        used = ones.tolist() if not done.stand_ins.keys().isdisjoint(places) else ()  # a device is waited for
         for number, (place, mean) in enumerate(zip(places, means, strict=True)):
             parameter = self.trained[place].parameter
             if place in done.stand_ins and used[number] != 0:
@@ -280,7 +282,7 @@ class ParameterHooks(Plug):
         Only a mean of zeros can be of a parameter without a gradient on any rank. All ranks have the same means, so
         they gather votes about the same parameters, and about none in an ordinary step.
         """
-        empty = [place for place, mean in means.items() if self._is_zero(place, mean)]
+        empty = self._zeros(means)
         if not empty:
             return set()
         mine = [float(place not in done.stand_ins) for place in empty]
@@ -288,14 +290,21 @@ class ParameterHooks(Plug):
         told = self._lane.submit(lambda lane: lane.channel(subject).gather_numbers(mine)).wait()
         return {place for place, ranks in zip(empty, zip(*told, strict=True), strict=True) if not any(ranks)}
 
-    def _is_zero(self, place: int, mean: Tensor) -> bool:
-        """Return whether a mean is zero everywhere; that of a table that travelled as rows is not read."""
-        if mean.is_sparse:
-            return mean._nnz() == 0
-        union = self._buckets.union(self.trained[place].name)
-        if union is not None and union < len(mean):
-            return union == 0
-        return not bool(mean.flatten()[:1024].any()) and not bool(mean.any())
+    def _zeros(self, means: Mapping[int, Tensor]) -> list[int]:
+        """Return which means are zero everywhere. Tables that went as rows are not read, and a GPU is asked once."""
+        empty, unknown = [], []
+        for place, mean in means.items():
+            union = mean._nnz() if mean.is_sparse else self._buckets.union(self.trained[place].name)
+            if union == 0:
+                empty.append(place)
+            elif not mean.is_sparse and (union is None or union >= len(mean)):
+                unknown.append(place)
+        if unknown and not means[unknown[0]].is_cpu:
+            have_values = torch.stack([means[place].any() for place in unknown]).tolist()
+        else:
+            unread = (means[place] for place in unknown)
+            have_values = [bool(mean.flatten()[:1024].any()) or bool(mean.any()) for mean in unread]
+        return empty + [place for place, has_values in zip(unknown, have_values, strict=True) if not has_values]
 
     def _agree_on_order(self, done: _Pass) -> None:
         order = [*done.ready, *(place for place in self._order if place not in done.ready)]
@@ -332,7 +341,8 @@ class ParameterHooks(Plug):
     def remove(self) -> None:
         """Remove all hooks from the parameters; of a running backward everything is submitted now."""
         if self._pass.ready:
-            self.finish()
+            with suppress(ThinwireError):  # of an earlier failure
+                self.finish()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -461,15 +471,15 @@ class ParameterHooks(Plug):
             flat = self._flattened(pairs)
             self._pass.flat.append(([place for place, _ in pairs], flat))
             others.append((f"{len(pairs)} parameters of {dtype} in gradient group {number}", as_real(flat)))
-        buffer = others[0][1] if others else torch.empty(0)
+        buffer = others[0][1] if others else gradients[0]  # a tensor of the device, or its future orders no stream
         return Contents(buffer, tuple(tables), tuple(others), compressed=tuple(compressed), name=f"group {number}")
 
     def _flattened(self, pairs: Sequence[tuple[int, Tensor]]) -> Tensor:
         """Return gradients in one tensor, and behind them for each a one, or a zero if this rank has none."""
         used = pairs[0][1].new_ones(len(pairs))
         for number, (place, gradient) in enumerate(pairs):
-            if place in self._pass.stand_ins and not bool(gradient.any()):  # memories may have been added to zeros
-                used[number] = 0
+            if place in self._pass.stand_ins:
+                used[number] = gradient.any()  # memories may have been added to zeros
         return torch.cat([*(gradient.reshape(-1) for _, gradient in pairs), used])
 
 

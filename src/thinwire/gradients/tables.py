@@ -674,10 +674,9 @@ class StagedTable(TableGradient):
     def _found(self) -> tuple[Tensor, Tensor]:
         """Return ids and values of the non-zero rows; only `Staging.to_host` waits for their number."""
         matrix = self._matrix()
-        room = torch.empty(matrix.shape[0], dtype=torch.int64, device=matrix.device)
-        _, count = kernels.nonzero_rows_into(matrix, room, room.new_empty(2))
+        ids, count = kernels.find_rows(matrix, matrix.shape[0])
         (count,) = self.staging.to_host(count)
-        ids = room[: int(count[0])]
+        ids = ids[: int(count)]
         return ids, kernels.gather_rows(matrix, ids)
 
 

@@ -25,10 +25,10 @@ from thinwire.kernels.samples import ids as _some_ids
 # The modules of twins, by name: importing one imports numba or Triton, which only a call of a twin may do. And what
 # all kernels of a module have in common.
 _CPU, _GPU = "thinwire.kernels.cpu.", "thinwire.kernels.gpu."
-_OF_CODES: dict[str, _Any] = {"cpu": f"{_CPU}codes", "gpu": f"{_GPU}codes"}
-_OF_BITS: dict[str, _Any] = {"cpu": f"{_CPU}codes", "gpu": f"{_GPU}bits"}
-_OF_IDS: dict[str, _Any] = {"cpu": f"{_CPU}ids", "gpu": f"{_GPU}ids", "from_size": 1 << 10}
+_OF_CODES: dict[str, _Any] = {"cpu": f"{_CPU}codes"}
+_OF_IDS: dict[str, _Any] = {"cpu": f"{_CPU}ids", "from_size": 1 << 10}
 _OF_ROWS: dict[str, _Any] = {"cpu": f"{_CPU}rows", "gpu": f"{_GPU}rows", "over": _samples.rows}
+_ON_GPU: dict[str, _Any] = {"gpu": f"{_GPU}rows", "over": _samples.rows}
 _SEARCH: dict[str, _Any] = {"gpu": f"{_GPU}find", "over": _samples.rows}
 _OF_SELECT: dict[str, _Any] = {"cpu": f"{_CPU}select", "knows": _inputs.have_magnitudes, "over": _samples.values}
 _OF_QUANTIZE: dict[str, _Any] = {"cpu": f"{_CPU}quantize", "from_size": 1 << 10, "over": _samples.values}
@@ -39,7 +39,7 @@ nonzero_rows = _row(
     _rows.nonzero_rows, lambda rows, ids: _sample(rows), **_SEARCH,
     cpu=f"{_CPU}rows", from_size=1 << 12, knows=_inputs.is_matrix,
 )  # fmt: skip
-nonzero_rows_into = _row(_rows.nonzero_rows_into, lambda rows, ids: _sample(rows, ids, ids.clone()), **_SEARCH)
+find_rows = _row(_rows.find_rows, lambda rows, ids: _sample(rows, 2), **_SEARCH)
 deal = _row(
     _rows.deal, lambda: _sample(_some_ids(), 2, 0), **_OF_IDS,
     knows=lambda ids, world_size, seed: _inputs.are_ids(ids) and world_size <= 1 << 16,
@@ -49,12 +49,18 @@ checksum = _row(
     knows=lambda buffer: _inputs.are_bytes(buffer) and buffer.numel() % 8 == 0 and buffer.data_ptr() % 8 == 0,
 )  # fmt: skip
 pack_bits = _row(
-    _codes.pack_bits, lambda: _sample(_some_ids(), 5), **_OF_BITS, from_size=1 << 10, knows=_inputs.are_ids
+    _codes.pack_bits,
+    lambda: _sample(_some_ids(), 5),
+    **_OF_CODES,
+    gpu=f"{_GPU}find",
+    from_size=1 << 10,
+    knows=_inputs.are_ids,
 )
 unpack_bits = _row(
-    _codes.unpack_bits, lambda: _sample(_codes.pack_bits(_some_ids(), 5)), **_OF_BITS,
+    _codes.unpack_bits, lambda: _sample(_codes.pack_bits(_some_ids(), 5)), **_OF_CODES,
     from_size=1 << 12, knows=_inputs.are_bytes,
 )  # fmt: skip
+find_bits = _row(_rows.find_bits, lambda: _sample(_codes.pack_bits(_some_ids(), 5), 3), gpu=f"{_GPU}find")
 elias_fano_encode = _row(
     _codes.elias_fano_encode, lambda: _sample(_some_ids(), 100), **_OF_CODES, from_size=1 << 10, knows=_inputs.are_ids
 )
@@ -70,16 +76,28 @@ scatter_rows = _row(
     _rows.scatter_rows, lambda rows, ids: _sample(rows, ids, rows[:2].clone()), **_OF_ROWS,
     size=_inputs.elements_of(2), from_size=1 << 17, knows=_inputs.can_scatter,
 )  # fmt: skip
+take_rows = _row(_rows.take_rows, lambda rows, ids: _sample(rows, ids), **_ON_GPU)
+put_rows = _row(_rows.put_rows, lambda rows, ids: _sample(rows, ids, rows[:2].clone()), **_ON_GPU)
+merge_rows = _row(
+    _rows.merge_rows, lambda rows, ids: _sample(ids, rows[:2], 3, 4), **_ON_GPU, profiled_as="sum"
+)  # fmt: skip
+deal_rows = _row(
+    _rows.deal_rows,
+    lambda: _sample(_some_ids(), 5, 2, 0),
+    lambda: _sample(_some_ids(), 5, 2, 0, 2),
+    gpu=f"{_GPU}ids",
+)
 union_places = _row(
     _rows.union_places,
     lambda: _sample([_some_ids(), _some_ids()], 5),  # by a bitmap
     lambda: _sample([_some_ids(), _some_ids()], 1 << 40),  # by a merge
-    cpu=f"{_CPU}union", gpu=f"{_GPU}union",
+    cpu=f"{_CPU}union",
     size=lambda pieces, size: sum([ids.numel() for ids in pieces]),
     from_size=1 << 11, knows=lambda pieces, size: all(map(_inputs.are_ids, pieces)),
 )  # fmt: skip
 sum_rows_at = _row(
-    _rows.sum_rows_at, lambda rows, ids: _sample([(ids, rows[:2])], *rows.shape, rows.dtype), **_OF_ROWS,
+    _rows.sum_rows_at, lambda rows, ids: _sample([(ids, rows[:2])], *rows.shape, rows.dtype),
+    cpu=f"{_CPU}rows", over=_samples.rows,
     size=lambda pieces, num_rows, width, *_: num_rows * width, from_size=1 << 13,
     knows=_inputs.can_sum_at, profiled_as="sum",
 )  # fmt: skip
@@ -90,7 +108,7 @@ sum_rows = _row(
     profiled_as="sum",
 )  # fmt: skip
 dealt_ids = _row(
-    _rows.dealt_ids, lambda: _sample(0, _some_ids(), 2, 0), **_OF_IDS,
+    _rows.dealt_ids, lambda: _sample(0, _some_ids(), 2, 0), **_OF_IDS, gpu=f"{_GPU}ids",
     size=_inputs.elements_of(1), knows=lambda owner, positions, *_: _inputs.are_ids(positions),
 )  # fmt: skip
 mix = _row(_rows.mix, lambda: _sample(_some_ids(), 0), **_OF_IDS, knows=_inputs.are_ids)
@@ -98,7 +116,7 @@ owner_by_hash = _row(_rows.owner_by_hash, lambda: _sample(_some_ids(), 2, 0), **
 group_by_owner = _row(_rows.group_by_owner, lambda: _sample(_some_ids(), 5), **_OF_IDS, knows=_inputs.are_ids)
 hierarchical_hash = _row(
     _rows.hierarchical_hash, lambda: _sample(_some_ids(), 2, 0, parallel_slots=6, serial_slots=1),
-    cpu=f"{_CPU}ids", gpu=f"{_GPU}hash", from_size=1 << 10, knows=_inputs.are_ids,
+    cpu=f"{_CPU}ids", from_size=1 << 10, knows=_inputs.are_ids,
 )  # fmt: skip
 top_magnitudes = _row(
     _select.top_magnitudes,

@@ -23,9 +23,11 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from thinwire.comm.hosts import Hosts
 from thinwire.comm.machine import PROBE_BYTES, Machine
+from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.sync.cost import expected_bytes
 from thinwire.sync.named import (
     AGSPARSE_CODED,
@@ -416,6 +418,82 @@ def _is_sensible(scheme: Scheme, demand: Demand) -> bool:
     if scheme.ownership is Ownership.UNION:
         return demand.width >= MIN_ROW_ELEMENTS
     return scheme.communication is not Communication.HIERARCHY or demand.itemsize >= 4
+
+
+class Route(StrEnum):
+    """The way of a table whose tensor the model's own group takes, as NCCL takes those of a GPU."""
+
+    NATIVE = "native"  # all-reduced with the rest of its bucket
+    COLLECTIVE = "collective"  # rows, by collectives of the model's own group
+    STAGED = "staged"  # rows, through memory of the host, by the lane
+
+
+@dataclass(frozen=True)
+class RoutePrice:
+    """A route and its price for one table. Seconds of sums that tables share are not part of it."""
+
+    route: Route
+    price: Price
+
+    @property
+    def seconds(self) -> float:
+        return _seconds(self.price)
+
+    @property
+    def told(self) -> str:
+        """The route and its expected cost, for `thinwire.Synchronizer.table`."""
+        cost = f"{self.price.sent_bytes / 1e6:.3f} MB in {1e3 * self.seconds:.2f} ms"
+        scheme = "" if self.route is Route.NATIVE else f" {name_of(self.price.scheme)}"
+        return f"{self.route}{scheme} ({cost})"
+
+
+LAUNCH_SECONDS = 3e-4
+"""Seconds of the launches of a sum on a GPU, which all its tables share."""
+SCAN_BYTE_SECONDS = 3.3e-13
+"""Seconds to search a byte of a dense gradient on a GPU for non-zero rows: those of an H100 that reads 3 TB/s."""
+COPY_BYTE_SECONDS = 1e-10
+"""Seconds to copy a byte of rows between a GPU and pinned memory, and once more on the host."""
+
+
+def shared_seconds(machine: Machine, is_host: bool) -> float:
+    """Return the seconds of a sum by collectives that do not depend on its tables: two rounds, two messages, launches.
+
+    The host waits for the counts of rows, and for the sizes of sums; it does not wait for the rows.
+    """
+    return 2 * (machine.round_seconds + machine.message_seconds) + (0.0 if is_host else LAUNCH_SECONDS)
+
+
+def route_prices(
+    demand: Demand, schemes: Sequence[Scheme], own: Machine, lane: Machine | None, hosts: Hosts, is_sparse: bool,
+    is_host: bool, ratio: float = 1.0,
+) -> list[RoutePrice]:  # fmt: skip
+    """Return the ways of a table, the fastest of each route.
+
+    Args:
+        schemes: the schemes that run on the collectives.
+        own, lane: costs on the model's own group, and on the lane; None without those.
+        is_sparse: whether its gradient is a COO tensor, which NCCL does not all-reduce.
+        is_host: whether gradients are on the CPU.
+        ratio: measured over expected seconds of sums by collectives.
+    """
+    table_bytes = demand.num_rows * demand.row_bytes
+    found = []
+    if not is_sparse:
+        sent = ring_all_reduce_bytes(table_bytes, demand.world_size)
+        found.append(RoutePrice(Route.NATIVE, Price(DENSE, sent, sent * own.reduced_byte_seconds)))
+    scan = 0.0 if is_sparse or is_host else table_bytes * SCAN_BYTE_SECONDS
+    rows = []
+    for scheme in schemes:
+        sent_bytes = busiest_rank_bytes(scheme, demand)
+        seconds = scan + sent_bytes * own.byte_seconds + work_seconds(scheme, demand, own)
+        rows.append(RoutePrice(Route.COLLECTIVE, Price(scheme, sent_bytes, ratio * seconds)))
+    found.append(min(rows, key=lambda way: way.seconds))
+    if lane is not None:
+        offers = [offer for offer in offers_of(replace(demand, is_torchs=False), lane, hosts) if not _is_dense(offer)]
+        offer = min(offers, key=_seconds)
+        copies = 0.0 if is_host else (demand.held + demand.union) * demand.row_bytes * COPY_BYTE_SECONDS
+        found.append(RoutePrice(Route.STAGED, replace(offer, seconds=_seconds(offer) + copies + LANE_SECONDS)))
+    return found
 
 
 MAX_REHEARSALS = 3

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from thinwire.comm.hosts import Hosts
@@ -34,15 +34,20 @@ from thinwire.sync.choose import (
     Point,
     Price,
     Rehearsal,
+    Route,
+    RoutePrice,
     adds_in_rank_order,
     explained,
     is_clearly_torchs,
     is_dense,
     offers_of,
     ranked,
+    route_prices,
+    shared_seconds,
     to_rehearse,
 )
 from thinwire.sync.named import DENSE, name_of
+from thinwire.sync.scheme import Scheme
 
 WINDOW_STEPS = 32
 CHECK_STEPS = 50
@@ -332,6 +337,70 @@ class Experience:
     @staticmethod
     def _seconds(offer: Price) -> float:
         return offer.seconds or 0.0
+
+
+@dataclass(eq=False)
+class Routes:
+    """What was learned of the ways of all tables of a model whose own group takes their tensors.
+
+    Tables that travel as rows share one sum a step, with its rounds and launches. So which of them do is decided
+    together: those that are faster that way, if they save more than the sum costs before its first byte.
+
+    Args:
+        own, lane: costs on the model's own group, and on the lane; None without those.
+        hosts: the ranks of each host.
+        schemes: the schemes that run on the collectives of the group.
+        is_host: whether gradients are on the CPU.
+    """
+
+    own: Machine
+    lane: Machine | None
+    hosts: Hosts
+    schemes: Sequence[Scheme]
+    is_host: bool = False
+    _last: dict[str, tuple[Demand, bool]] = field(default_factory=dict)
+    _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+
+    def learn(self, seconds: float, demands: Mapping[str, tuple[Demand, bool]], schemes: Mapping[str, Scheme]) -> None:
+        """Learn the seconds of a sum, from demands as in `choose`, by these schemes."""
+        expected = shared_seconds(self.own, self.is_host)
+        for name, (demand, is_sparse) in demands.items():
+            expected += self._ways(demand, is_sparse, [schemes[name]])[Route.COLLECTIVE].seconds
+        self._ratios.append(seconds / expected)
+
+    def choose(self, demands: Mapping[str, tuple[Demand, bool]]) -> dict[str, list[RoutePrice]]:
+        """Return the ways of each table, the choice first.
+
+        Args:
+            demands: for each table of this step its demand, and whether its gradient is a COO tensor. Those of other
+                tables are remembered.
+        """
+        self._last.update(demands)
+        ratio = self._ratio
+        known = {name: self._ways(*one, self.schemes, ratio) for name, one in self._last.items()}
+        best = {name: min(found.values(), key=lambda way: way.seconds) for name, found in known.items()}
+        others = {name: self._others(found) for name, found in known.items()}
+        rows = [name for name, way in best.items() if way.route is Route.COLLECTIVE]
+        saved = sum(others[name][0].seconds - best[name].seconds for name in rows if others[name])
+        if saved <= ratio * shared_seconds(self.own, self.is_host) and all(others[name] for name in rows):
+            best.update({name: others[name][0] for name in rows})
+        return {name: [best[name], *(way for way in known[name].values() if way is not best[name])] for name in demands}
+
+    @property
+    def _ratio(self) -> float:
+        return min(self._ratios, default=1.0)
+
+    def _ways(
+        self, demand: Demand, is_sparse: bool, schemes: Sequence[Scheme], ratio: float = 1.0
+    ) -> dict[Route, RoutePrice]:
+        found = route_prices(demand, schemes, self.own, self.lane, self.hosts, is_sparse, self.is_host, ratio)
+        return {way.route: way for way in found}
+
+    @staticmethod
+    def _others(found: Mapping[Route, RoutePrice]) -> list[RoutePrice]:
+        """Return the ways of a table that are not a sum by collectives, the fastest first."""
+        rest = [way for route, way in found.items() if route is not Route.COLLECTIVE]
+        return sorted(rest, key=lambda way: way.seconds)
 
 
 def _are_alike(one: Demand, other: Demand) -> bool:

@@ -61,7 +61,8 @@ class TrainingState:
     def capture(self, step: int) -> dict[str, Any]:
         """Return the state after ``step`` steps. Its tensors are the training's own: copy them before they change."""
         states = {name: _state_of(name, part) for name, part in self.parts().items()}
-        return {"model": self.module.state_dict(keep_vars=True), **states, "step": step, "random": random_states()}
+        model = self.module.state_dict(keep_vars=True)
+        return {"model": model, **states, "step": step, "random": random_states(_devices(model))}
 
     def is_stepped(self, where: TensorSlice, tensor: Tensor) -> bool:
         """Return whether ``optimizer.step`` alone writes to a tensor: a parameter, or the optimizer's own state."""
@@ -100,7 +101,7 @@ class TrainingState:
             if name not in keep:
                 _load(part, state[name])
         if "random" not in keep:
-            set_random_states(state["random"])
+            set_random_states(state["random"], _devices(self.module.state_dict(keep_vars=True)))
         return int(state["step"])
 
     @staticmethod
@@ -135,6 +136,12 @@ class TrainingState:
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
+def _devices(model: dict[str, Any]) -> list[torch.device]:
+    """Return the CUDA devices of a model, which need not be the current one."""
+    found = {entry.device for entry in model.values() if isinstance(entry, Tensor) and entry.is_cuda}
+    return sorted(found, key=lambda device: device.index)
+
+
 def _each(kind: str, parts: Any) -> list[tuple[str, Any]]:
     """One part, or a list, tuple or dict of them, by name."""
     if isinstance(parts, (list, tuple)):
@@ -166,25 +173,25 @@ def _load(part: Any, state: Any) -> None:
             group.update({key: value for key, value in loaded.items() if key != "params"})
 
 
-def random_states() -> dict[str, Any]:
-    """Return the random states of torch (and the current CUDA device, if it is in use), Python and numpy."""
+def random_states(devices: Sequence[torch.device] = ()) -> dict[str, Any]:
+    """Return the random states of torch, on the host and on these CUDA devices, of Python and of numpy."""
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, last = np.random.get_state(legacy=True)
-    on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state() if on_cuda else None,
+        "cuda": torch.cat([torch.cuda.get_rng_state(device) for device in devices]) if devices else None,
         "python": [version, torch.tensor(internal, dtype=torch.int64), gauss],
         "numpy": [str(name), torch.from_numpy(np.array(keys, np.int64)), int(position), int(has_gauss), float(last)],
     }
 
 
-def set_random_states(states: dict[str, Any]) -> None:
-    """Restore the random states that `random_states` returned."""
+def set_random_states(states: dict[str, Any], devices: Sequence[torch.device] = ()) -> None:
+    """Restore what `random_states` returned, on as many devices, which may be others."""
     version, internal, gauss = states["python"]
     name, keys, *others = states["numpy"]
     random.setstate((version, tuple(internal.tolist()), gauss))
     np.random.set_state((name, keys.numpy().astype(np.uint32), *others))
     torch.set_rng_state(states["torch"])
-    if states["cuda"] is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+    if states["cuda"] is not None and devices:
+        for device, state in zip(devices, states["cuda"].chunk(len(devices)), strict=True):
+            torch.cuda.set_rng_state(state, device)

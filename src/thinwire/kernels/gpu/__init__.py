@@ -1,5 +1,5 @@
 """Kernels for a GPU; importing one of these modules imports Triton, as `dispatch` does at the first CUDA tensor.
 
-Functions whose names end in ``_into`` and ``_on_device`` never wait for the device. Of them only `nonzero_rows_into`
-has a twin.
+Only what has a caller with CUDA tensors is here. The host waits for the device in `nonzero_rows` and `sum_rows`, once,
+and in no other function.
 """

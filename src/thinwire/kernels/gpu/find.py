@@ -1,7 +1,8 @@
-"""Non-zero rows on a GPU: one pass makes a bitmap and counts its ones, a second lists them.
+"""Search for non-zero rows, and bitmaps, on a GPU.
 
-The first reads the tensor once and writes a bit for each row; the second reads those bits and writes the ids. Between
-them the counts are added up by ``torch.cumsum``.
+A bitmap is int32 words [ceil(size / 32)], least significant bit first: its bytes are those of `pack_bits`. The search
+for rows reads the tensor once and writes a bit for each row; then these bits are listed. Between them the numbers of
+ones of all blocks are added up by ``torch.cumsum``.
 """
 
 from __future__ import annotations
@@ -9,53 +10,79 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from thinwire.kernels.gpu.bits import BLOCK_WORDS, list_ones, list_ones_into
-from thinwire.kernels.gpu.jit import jit, launch, next_power_of_two, num_blocks, tl
+from thinwire.kernels.gpu.jit import jit, launch, num_blocks, tiles, tl
 from thinwire.kernels.reference.rows import row_words
 
-_TILE_WORDS = 4096  # words that a program reads at once
-_MAX_COLUMNS = 128
-_BLOCK_ROWS = 32 * BLOCK_WORDS
+_BLOCK_WORDS = 128  # so one program lists the ones among 4096 bits
+_BLOCK_ROWS = 32 * _BLOCK_WORDS
+_BLOCK_IDS = 1024
+_TILE_BYTES = 1 << 14  # 16 words of 8 bytes a thread: with twice that, rows of 200 bytes took 221 registers
 
 
 def nonzero_rows(dense: Tensor) -> Tensor:
-    """Return the non-zero rows as the reference; it waits for their number, which `nonzero_rows_into` does not."""
-    return list_ones(*_flag_rows(dense))
+    """Return the non-zero rows as the reference; it waits for their number, which `find_rows` does not."""
+    bitmap, counts = _flag_rows(dense)
+    ends = counts.cumsum(0)
+    found = int(ends[-1]) if ends.numel() else 0
+    return _list(bitmap, counts, ends, torch.empty(found, dtype=torch.int64, device=dense.device))
 
 
-def nonzero_rows_into(dense: Tensor, ids: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Write the ids of the non-zero rows of ``dense`` [num_rows, width], without waiting for their number.
+def find_rows(dense: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Find rows as the reference."""
+    return _list_some(*_flag_rows(dense), capacity, dense.shape[0])
 
-    Args:
-        ids: int64 [capacity], on the device: receives the first ids, increasing; later entries keep their values.
-        count: int64 [2], on the device: receives the number of ids written, and the number of those that did not fit;
-            if that is not zero, ``capacity`` was too small.
 
-    Returns:
-        (ids, count), on the device.
+def pack_bits(positions: Tensor, size: int) -> Tensor:
+    """Pack bits as the reference, but skip positions outside of [0, size): raising would require waiting."""
+    positions = positions.contiguous()
+    words = torch.zeros(num_blocks(size, 32), dtype=torch.int32, device=positions.device)
+    programs = num_blocks(positions.numel(), _BLOCK_IDS)
+    launch(_set_bits, programs, positions, positions, words, positions.numel(), size, _BLOCK_IDS)
+    return words.view(torch.uint8)[: num_blocks(size, 8)]
 
-    Example:
-        >>> ids, count = nonzero_rows_into(gradient, gradient.new_empty(100, dtype=torch.int64), count)
-    """
-    return list_ones_into(*_flag_rows(dense), ids, count)
+
+def find_bits(bitmap: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Find the ones of a bitmap as the reference."""
+    return _list_some(*_count_bits(bitmap), capacity, 8 * bitmap.numel())
+
+
+def _count_bits(bitmap: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the words of a uint8 bitmap, of any length and address, and the ones of each block of them."""
+    padded = torch.zeros(num_blocks(bitmap.numel(), 4) * 4, dtype=torch.uint8, device=bitmap.device)
+    padded[: bitmap.numel()] = bitmap
+    words = padded.view(torch.int32)
+    counts = torch.empty(num_blocks(words.numel(), _BLOCK_WORDS), dtype=torch.int64, device=words.device)
+    launch(_count_ones, counts.numel(), words, words, counts, words.numel(), _BLOCK_WORDS)
+    return words, counts
 
 
 def _flag_rows(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bitmap of rows with a non-zero word, and the ones of each block of `BLOCK_WORDS` of its words."""
+    """Return the bitmap of rows with a non-zero word, and the ones of each block of `_BLOCK_WORDS` of its words."""
     words = row_words(dense) if dense.numel() else dense.new_empty(0, 1, dtype=torch.uint8)
     num_rows, width = words.shape
     bitmap = torch.empty(num_blocks(num_rows, 32), dtype=torch.int32, device=words.device)
     counts = torch.zeros(num_blocks(num_rows, _BLOCK_ROWS), dtype=torch.int64, device=words.device)
-    columns = min(_MAX_COLUMNS, next_power_of_two(width))
-    rows = max(32, min(_BLOCK_ROWS, _TILE_WORDS // columns))
-    launch(
-        _flag, num_blocks(num_rows, rows), words,
-        words, bitmap, counts, num_rows, width, ROWS=rows, COLUMNS=columns, BLOCK_ROWS=_BLOCK_ROWS,
-    )  # fmt: skip
+    tile = tiles(width, _TILE_BYTES // words.element_size(), most_columns=64)
+    tile["ROWS"] = min(max(32, tile["ROWS"]), _BLOCK_ROWS)
+    programs = num_blocks(num_rows, tile["ROWS"])
+    launch(_flag, programs, words, words, bitmap, counts, num_rows, width, **tile, BLOCK_ROWS=_BLOCK_ROWS)
     return bitmap, counts
 
 
-@jit
+def _list_some(words: Tensor, counts: Tensor, capacity: int, padding: int) -> tuple[Tensor, Tensor]:
+    """Return the first positions of ones, padded, and the number of all, int64 [1], without waiting for it."""
+    ids = torch.full((capacity,), padding, dtype=torch.int64, device=words.device)
+    ends = counts.cumsum(0)
+    _list(words, counts, ends, ids)
+    return ids, ends[-1:] if ends.numel() else counts.new_zeros(1)
+
+
+def _list(words: Tensor, counts: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
+    launch(_list_ones, counts.numel(), words, words, ends, counts, ids, words.numel(), ids.numel(), _BLOCK_WORDS)
+    return ids
+
+
+@jit("num_rows")
 def _flag(
     words, bitmap, counts, num_rows, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
@@ -66,10 +93,44 @@ def _flag(
     for first_column in range(0, width, COLUMNS):
         column = first_column + tl.arange(0, COLUMNS)
         place = row[:, None] * width + column[None, :]
-        inside = (row[:, None] < num_rows) & (column[None, :] < width)
-        found |= tl.max((tl.load(words + place, mask=inside, other=0) != 0).to(tl.int32), axis=1)
+        if (first_row + ROWS <= num_rows) & (first_column + COLUMNS <= width):  # without a mask loads are of 128 bits
+            found |= tl.max((tl.load(words + place) != 0).to(tl.int32), axis=1)
+        else:
+            inside = (row[:, None] < num_rows) & (column[None, :] < width)
+            found |= tl.max((tl.load(words + place, mask=inside, other=0) != 0).to(tl.int32), axis=1)
     bits = tl.reshape(found, [ROWS // 32, 32]).to(tl.uint32) << tl.arange(0, 32).to(tl.uint32)[None, :]
     word = first_row // 32 + tl.arange(0, ROWS // 32)
     ones = tl.sum(bits, axis=1).to(tl.int32, bitcast=True)  # bits are apart, so their sum is their union
     tl.store(bitmap + word, ones, mask=word * 32 < num_rows)
     tl.atomic_add(counts + first_row // BLOCK_ROWS, tl.sum(found, axis=0).to(tl.int64), sem="relaxed")
+
+
+@jit("num_ids", "size")
+def _set_bits(ids, words, num_ids, size, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    id = tl.load(ids + place, mask=place < num_ids, other=-1)
+    bit = (tl.full([BLOCK], 1, tl.uint32) << (id & 31).to(tl.uint32)).to(tl.int32, bitcast=True)
+    tl.atomic_or(words + (id >> 5), bit, mask=(id >= 0) & (id < size), sem="relaxed")
+
+
+@jit("num_words")
+def _count_ones(words, counts, num_words, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    bits = tl.load(words + place, mask=place < num_words, other=0).to(tl.uint32, bitcast=True)
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+    tl.store(counts + block, tl.sum(((bits * 0x01010101) >> 24).to(tl.int32), axis=0).to(tl.int64))
+
+
+@jit("num_words", "capacity")
+def _list_ones(words, ends, counts, ids, num_words, capacity, BLOCK: tl.constexpr):
+    block = tl.program_id(0)
+    start = tl.load(ends + block) - tl.load(counts + block)
+    place = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    word = tl.load(words + place, mask=place < num_words, other=0)
+    ones = tl.reshape((word[:, None] >> tl.arange(0, 32)[None, :]) & 1, [BLOCK * 32])
+    rank = start + tl.cumsum(ones, axis=0) - 1
+    id = block.to(tl.int64) * (BLOCK * 32) + tl.arange(0, BLOCK * 32)
+    tl.store(ids + rank, id, mask=(ones == 1) & (rank < capacity))

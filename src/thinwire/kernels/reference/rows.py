@@ -28,21 +28,41 @@ def nonzero_rows(dense: Tensor) -> Tensor:
     return (low != 0).logical_or_(high != 0).nonzero().flatten()
 
 
-def nonzero_rows_into(dense: Tensor, ids: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """Write the ids of `nonzero_rows` into memory of a fixed size; Triton's twin does not wait for their number.
+def find_rows(dense: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Find the non-zero rows as `nonzero_rows`, into memory of a fixed size; on a GPU the host does not wait.
 
-    Args:
-        ids: int64 [capacity]: receives the first ids, increasing; later entries keep their values.
-        count: int64 [2]: receives the number of ids written, and the number of those that did not fit.
+    Of `find_rows`, `deal_rows`, `take_rows`, `put_rows` and `merge_rows` no result has a size that depends on data:
+    the numbers of ids stay on the device, and ids that are no rows, below 0 or from ``num_rows`` on, are padding that
+    all of them skip.
 
     Returns:
-        (ids, count).
+        (ids int64 [capacity], the first ones that fit, increasing, then ``num_rows``; count int64 [1], the number of
+        non-zero rows, which is more than ``capacity`` where not all ids fit).
+
+    Example:
+        >>> find_rows(torch.tensor([[0.0], [2.0], [0.0], [3.0]]), capacity=3)
+        (tensor([1, 3, 4]), tensor([2]))
     """
     found = nonzero_rows(dense)
-    fit = min(found.numel(), ids.numel())
-    ids[:fit] = found[:fit]
-    count[0], count[1] = fit, found.numel() - fit
-    return ids, count
+    return _padded(found, capacity, dense.shape[0]), found.new_tensor([found.numel()])
+
+
+def find_bits(bitmap: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+    """Find the ones of a uint8 bitmap of `pack_bits` as `find_rows` finds rows; padding is the number of bits.
+
+    Example:
+        >>> find_bits(torch.tensor([0b10001], dtype=torch.uint8), capacity=3)
+        (tensor([0, 4, 8]), tensor([2]))
+    """
+    bits = torch.arange(8, dtype=torch.uint8, device=bitmap.device)
+    return find_rows((bitmap[:, None] >> bits & 1).view(-1, 1), capacity)
+
+
+def _padded(values: Tensor, size: int, padding: float) -> Tensor:
+    """Return the first ``size`` rows of a tensor, or all and then rows of ``padding``."""
+    padded = values.new_full((size, *values.shape[1:]), padding)
+    padded[: values.shape[0]] = values[:size]
+    return padded
 
 
 def row_words(matrix: Tensor) -> Tensor:
@@ -77,6 +97,54 @@ def scatter_rows(dense: Tensor, ids: Tensor, values: Tensor) -> Tensor:
     return dense.index_copy_(0, ids, values)
 
 
+def take_rows(values: Tensor, places: Tensor) -> Tensor:
+    """Gather the rows ``places`` int64 [k] of ``values`` [num_rows, width]; zeros for places that are no rows.
+
+    Example:
+        >>> take_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, -1, 2]))
+        tensor([[2.],
+                [0.],
+                [0.]])
+    """
+    taken = values.new_zeros(places.numel(), *values.shape[1:])
+    inside = _inside(places, values.shape[0])
+    taken[inside] = values[places[inside]]
+    return taken
+
+
+def put_rows(dense: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    """Write ``values`` [k, width] to the rows ``ids`` (int64 [k], unique but for padding) of ``dense``; return it."""
+    inside = _inside(ids, dense.shape[0])
+    dense[ids[inside]] = values[inside]
+    return dense
+
+
+def _inside(ids: Tensor, num_rows: int) -> Tensor:
+    return (ids >= 0) & (ids < num_rows)
+
+
+def merge_rows(
+    ids: Tensor, values: Tensor, num_rows: int, capacity: int, scale: float = 1.0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sum the rows of ``values`` [k, width] with equal ``ids`` int64 [k], in their order, as `sum_rows` sums a piece.
+
+    So pieces of several ranks, one behind the other, are summed in the order of the ranks; see `find_rows` for padding.
+
+    Returns:
+        (ids int64 [capacity], increasing, then ``num_rows``; sums [capacity, width], then zeros; count int64 [1], the
+        number of different ids, which is more than ``capacity`` where not all fit).
+
+    Example:
+        >>> merge_rows(torch.tensor([3, 1, 3, 9]), torch.ones(4, 1), num_rows=9, capacity=3)
+        (tensor([1, 3, 9]), tensor([[1.],
+                [2.],
+                [0.]]), tensor([2]))
+    """
+    inside = _inside(ids, num_rows)
+    union, sums = sum_rows([(ids[inside], values[inside])], scale)
+    return _padded(union, capacity, num_rows), _padded(sums, capacity, 0), union.new_tensor([union.numel()])
+
+
 def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tuple[Tensor, Tensor]:
     """Sum pieces of (ids int64 [k_i], values [k_i, width]) by id, in the given order.
 
@@ -101,7 +169,10 @@ def sum_rows_at(
     total = torch.zeros(num_rows, width, dtype=_ACCUMULATE.get(dtype, dtype))
     for places, values in pieces:
         total = total.to(values.device)
-        total.index_add_(0, places, values.to(total.dtype))
+        if values.is_cuda:  # where index_add_ adds rows of equal indices in any order
+            total.index_put_((places,), values.to(total.dtype), accumulate=True)
+        else:
+            total.index_add_(0, places, values.to(total.dtype))
     if scale != 1.0:
         total.mul_(scale)
     return total.to(dtype)
@@ -200,6 +271,33 @@ def deal(ids: Tensor, world_size: int, seed: int) -> list[tuple[Tensor, Tensor]]
     groups = torch.div(ids, world_size, rounding_mode="floor")
     owners = (ids + owner_by_hash(groups, world_size, seed)) % world_size
     return [(groups[places], places) for places in group_by_owner(owners, world_size)]
+
+
+def deal_rows(
+    ids: Tensor, num_rows: int, world_size: int, seed: int, capacity: int | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Deal increasing ids int64 [k] to owners as `deal`; see `find_rows` for padding.
+
+    Args:
+        capacity: the number of ids that are kept for each owner; None: all, those of owner r + 1 right behind those of
+            owner r, as an exchange of unequal parts sends them.
+
+    Returns:
+        (dealt ids [world_size, capacity] or [k], each owner's increasing, padded with ``num_rows``; places, the indices
+        of these in ``ids``, padded with -1; counts [world_size], the numbers of all ids of the owners); all int64.
+
+    Example:
+        >>> ids, places, counts = deal_rows(torch.tensor([0, 3, 4, 9]), num_rows=9, world_size=2, seed=0)
+        >>> int(counts.sum()), sorted(ids.tolist()), int(places[-1])
+        (3, [0, 3, 4, 9], -1)
+    """
+    valid = _inside(ids, num_rows).nonzero().flatten()
+    places = [valid[places] for _, places in deal(ids[valid], world_size, seed)]
+    counts = ids.new_tensor([part.numel() for part in places])
+    parts, size = (places, capacity) if capacity is not None else ([torch.cat(places)], ids.numel())
+    dealt = torch.stack([_padded(ids[part], size, num_rows) for part in parts])
+    kept = torch.stack([_padded(part, size, -1) for part in parts])
+    return (dealt, kept, counts) if capacity is not None else (dealt[0], kept[0], counts)
 
 
 def dealt_ids(owner: int, positions: Tensor, world_size: int, seed: int) -> Tensor:

@@ -1,0 +1,151 @@
+"""Pieces of tables as bytes, coded on their device: no headers, and no host that waits for the device.
+
+A piece is what one rank sends of one table for one part: values, then ids, then zeros up to whole words, the payload of
+docs/reference/wire-format.md. Both ends know the number of its rows, and from that its format and its bytes. All pieces
+of a table are coded together, so the number of launches does not grow with the number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+import torch
+from torch import Tensor
+
+from thinwire import kernels
+from thinwire.wire import ALIGNMENT_BYTES, Format, FormatChoice, Whole, index_dtype, payload_bytes
+
+FORMATS = (Format.COO, Format.HASH_BITMAP, Format.DENSE)
+"""The formats that a device codes."""
+
+
+@dataclass(frozen=True, eq=False)
+class CodedPiece:
+    """The number of rows of a piece, the size of its part, and what follows from them."""
+
+    count: int
+    size: int
+    format: Format
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How pieces of rows [width] of a dtype are coded, in one of the formats of ``choice``."""
+
+    choice: FormatChoice
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    def piece(self, count: int, size: int) -> CodedPiece:
+        """Return the piece of ``count`` rows of a part of ``size`` rows."""
+        format = self.choice.smallest(count, self.row_bytes, Whole(size))
+        return CodedPiece(count, size, format, payload_bytes(format, count, self.row_bytes, size, size))
+
+    def encode(
+        self, positions: Tensor, values: Tensor, pieces: Sequence[CodedPiece], counts: Tensor
+    ) -> list[list[Tensor]]:
+        """Return the bytes of each piece, as uint8 tensors that follow one another.
+
+        Args:
+            positions, values: int64 [k] and [k, width], of the rows of one piece after the other.
+            counts: the numbers of rows of the pieces, int64 [len(pieces)], on the device.
+        """
+        ends = [*accumulate((piece.count for piece in pieces), initial=0)]
+        data = values.contiguous().view(-1).view(torch.uint8)
+        numbers = torch.repeat_interleave(counts, output_size=ends[-1])
+        indices = []
+        for format, run, first in _runs(pieces):
+            span = slice(ends[first], ends[first + len(run)])
+            indices += _WRITERS[format](positions[span], numbers[span] - first, run)
+        padding = data.new_zeros(ALIGNMENT_BYTES)
+        encoded = []
+        for piece, index, start in zip(pieces, indices, ends, strict=False):
+            parts = [data[start * self.row_bytes :][: piece.count * self.row_bytes], index]
+            parts.append(padding[: piece.num_bytes - sum(part.numel() for part in parts)])
+            encoded.append([part for part in parts if part.numel()])
+        return encoded
+
+    def decode(
+        self, payloads: Sequence[Tensor], pieces: Sequence[CodedPiece], counts: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return what `encode` was given, from the bytes of each piece, each at a multiple of `ALIGNMENT_BYTES`.
+
+        Returns:
+            (positions, values, the index of the piece of each row, int64 [k], and whether the ids are not what these
+            pieces can hold, bool []). Positions are brought into the range of the largest part, so that no row is
+            written elsewhere; do not use rows of which the last result is true.
+        """
+        ends = [*accumulate((piece.count for piece in pieces), initial=0)]
+        cuts = [piece.count * self.row_bytes for piece in pieces]
+        values = torch.cat([payload[:cut] for payload, cut in zip(payloads, cuts, strict=True)])
+        tails = [payload[cut:] for payload, cut in zip(payloads, cuts, strict=True)]
+        numbers = torch.repeat_interleave(counts, output_size=ends[-1])
+        found = [
+            _READERS[format](tails[first:], numbers[ends[first] : ends[first + len(run)]] - first, run)
+            for format, run, first in _runs(pieces)
+        ]
+        positions, largest = torch.cat(found), max(piece.size for piece in pieces)
+        is_wrong = ((positions < 0) | (positions >= largest)).any()
+        positions = positions.clamp(0, max(0, largest - 1))
+        keys = numbers * largest + positions
+        is_wrong = is_wrong | (keys[1:] <= keys[:-1]).any()
+        return positions, values.view(self.dtype).view(ends[-1], self.width), numbers, is_wrong
+
+
+def _runs(pieces: Sequence[CodedPiece]) -> Iterator[tuple[Format, list[CodedPiece], int]]:
+    """Yield pieces in a row that are coded alike, and the index of the first of them."""
+    first = 0
+    for (format, _), group in groupby(pieces, lambda piece: (piece.format, index_dtype(piece.size))):
+        run = [*group]
+        yield format, run, first
+        first += len(run)
+
+
+def _write_coo(positions: Tensor, numbers: Tensor, run: Sequence[CodedPiece]) -> list[Tensor]:
+    dtype = index_dtype(run[0].size)
+    return list(positions.to(dtype).view(torch.uint8).split([piece.count * dtype.itemsize for piece in run]))
+
+
+def _read_coo(tails: Sequence[Tensor], numbers: Tensor, run: Sequence[CodedPiece]) -> Tensor:
+    dtype = index_dtype(run[0].size)
+    cut = [tail[: piece.count * dtype.itemsize] for tail, piece in zip(tails, run, strict=False)]
+    index = torch.cat(cut).view(dtype).to(torch.int64)
+    return index & 0xFFFF if dtype == torch.int16 else index
+
+
+def _write_bitmaps(positions: Tensor, numbers: Tensor, run: Sequence[CodedPiece]) -> list[Tensor]:
+    stride = max(map(_bitmap_bytes, run))
+    bitmap = kernels.pack_bits(positions + numbers * (8 * stride), len(run) * 8 * stride)
+    return [bitmap[place * stride :][: _bitmap_bytes(piece)] for place, piece in enumerate(run)]
+
+
+def _read_bitmaps(tails: Sequence[Tensor], numbers: Tensor, run: Sequence[CodedPiece]) -> Tensor:
+    stride = max(map(_bitmap_bytes, run))
+    bitmap = numbers.new_zeros(len(run), stride, dtype=torch.uint8)
+    for row, tail, piece in zip(bitmap, tails, run, strict=False):
+        row[: _bitmap_bytes(piece)] = tail[: _bitmap_bytes(piece)]
+    ones, count = kernels.find_bits(bitmap.view(-1), numbers.numel())
+    return (ones - numbers * (8 * stride)).masked_fill(count != numbers.numel(), -1)
+
+
+def _bitmap_bytes(piece: CodedPiece) -> int:
+    return (piece.size + 7) // 8 if piece.count else 0
+
+
+def _write_nothing(positions: Tensor, numbers: Tensor, run: Sequence[CodedPiece]) -> list[Tensor]:
+    return [positions[:0].view(torch.uint8)] * len(run)
+
+
+def _read_all(tails: Sequence[Tensor], numbers: Tensor, run: Sequence[CodedPiece]) -> Tensor:
+    return torch.cat([torch.arange(piece.count, device=numbers.device) for piece in run])
+
+
+_WRITERS = {Format.COO: _write_coo, Format.HASH_BITMAP: _write_bitmaps, Format.DENSE: _write_nothing}
+_READERS = {Format.COO: _read_coo, Format.HASH_BITMAP: _read_bitmaps, Format.DENSE: _read_all}

@@ -1,0 +1,295 @@
+"""Whole steps of `thinwire.attach` on simulated devices, on real ranks over Gloo."""
+
+from __future__ import annotations
+
+import itertools
+import traceback
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire
+from simgpu.device import World
+from simgpu.torch_semantics import peek, simulated
+from thinwire.compress.base import Parameter
+from thinwire.lab.testbed.launch import RankContext
+from thinwire.plan.plan import Group, Plan, fingerprint
+
+WIDTH = 16
+
+
+class Model(nn.Module):
+    """Tables and layers; a batch of ids of any length uses them all."""
+
+    def __init__(self, tables: tuple[int, ...], layers: tuple[int, ...], sparse: bool, bias: bool) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(nn.Embedding(rows, WIDTH, sparse=sparse) for rows in tables)
+        sizes = (WIDTH, *layers)
+        self.layers = nn.ModuleList(nn.Linear(*pair, bias=bias) for pair in itertools.pairwise(sizes))
+
+    def forward(self, ids: Tensor, skips: bool = False) -> Tensor:
+        found = 0.01 * ids[:, None].expand(len(ids), WIDTH)
+        for table in list(self.tables)[: len(self.tables) - skips or None]:
+            found = found + table(ids % table.num_embeddings)
+        for layer in list(self.layers)[: len(self.layers) - skips or None]:
+            found = torch.tanh(layer(found.to(layer.weight.dtype)))
+        return found
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A training on simulated devices; all of it can be pickled, because ranks are processes.
+
+    Args:
+        tables: rows of each table.
+        layers: outputs of each linear layer.
+        compress: a compressor of `thinwire.compress` and its argument.
+        options: further arguments of `thinwire.attach`.
+        plan: how many groups a plan has; None for none.
+        nccl: whether the model's group has NCCL.
+        optional: whether the last layer and table are left out by rank 0 in odd steps.
+        ddp: arguments of DDP; None for a plain module.
+        devices: the device of each rank.
+        is_exact: whether means are those of the gradients; else they are compared with those of thinwire on the host.
+        batch: ids in a batch, in the first step, and how many more in each further one and on each further rank.
+        arena: capacities of the lane's pinned memory: first, limit, bounce and chunk bytes.
+    """
+
+    name: str
+    tables: tuple[int, ...] = (600,)
+    layers: tuple[int, ...] = (40, 7)
+    sparse: bool = False
+    bias: bool = True
+    scheme: str = "zen"
+    compress: tuple[str, float] | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    plan: int | None = None
+    nccl: bool = False
+    optional: bool = False
+    ddp: dict[str, Any] | None = None
+    devices: tuple[int, ...] = (0, 1)
+    dtype: torch.dtype = torch.float32
+    steps: int = 4
+    batch: tuple[int, int, int] = (3, 7, 1)
+    is_exact: bool = True
+    arena: tuple[int, int, int, int] | None = None
+
+    def size(self, rank: int, step: int) -> int:
+        first, later, others = self.batch
+        return max(1, first + later * step + others * rank)
+
+    def skips(self, rank: int, step: int) -> bool:
+        return self.optional and rank == 0 and step % 2 == 1
+
+
+@dataclass
+class Report:
+    """What one rank saw.
+
+    Args:
+        wrong: parameters whose mean was wrong, with the step.
+        waits: how often the training's thread waited for the device, by what and where, in the last step.
+        lane_waits: the same of all other threads.
+        launches: operations on each stream in the last step.
+    """
+
+    races: list[str]
+    errors: list[str]
+    wrong: list[str] = field(default_factory=list)
+    waits: dict[str, int] = field(default_factory=dict)
+    lane_waits: dict[str, int] = field(default_factory=dict)
+    launches: dict[str, int] = field(default_factory=dict)
+    reused: int = 0
+    trace: str = ""
+
+    @property
+    def contexts(self) -> list[str]:
+        """Uses of devices of other ranks."""
+        return [error for error in self.errors if error.startswith("a context on")]
+
+    @property
+    def found(self) -> list[str]:
+        """All that must not be."""
+        return [*self.races, *(error for error in self.errors if error not in self.contexts), *self.wrong]
+
+
+def run(context: RankContext, names: list[str]) -> list[Report]:
+    """Run scenarios one after the other; an exception of one is in its report."""
+    return [run_one(context, SCENARIOS[name]) for name in names]
+
+
+def run_one(context: RankContext, scenario: Scenario) -> Report:
+    """Train a few steps on this rank's device."""
+    index = scenario.devices[context.rank]
+    expected = [] if scenario.is_exact else list(_train(context, scenario, torch.device("cpu")))
+    with simulated(own=(index,), nccl=scenario.nccl) as world:
+        report = Report(world.races, world.errors)
+        torch.cuda.set_device(index)
+        try:
+            training = _train(context, scenario, torch.device("cuda", index), report, world)
+            for step, (names, means, right) in enumerate(training):
+                right = right if scenario.is_exact else [mean for mean in expected[step][1] if mean is not None]
+                report.wrong += _wrong(step, names, means, right, scenario.dtype)
+        except Exception as error:
+            report.errors.append(f"{type(error).__name__}: {error}")
+            report.trace = traceback.format_exc()
+        torch.cuda.synchronize()
+        report.reused = world.reused
+    return report
+
+
+Step = tuple[list[str], list[Tensor | None], list[Tensor]]
+"""Names of parameters, their means, and what these must be."""
+
+
+def _train(
+    context: RankContext,
+    scenario: Scenario,
+    device: torch.device,
+    report: Report | None = None,
+    world: World | None = None,
+) -> Iterator[Step]:
+    model, twin = (_make(scenario) for _ in range(2))
+    model = model.to(device)
+    wrapped = model if scenario.ddp is None else DistributedDataParallel(model, **scenario.ddp)
+    sync = thinwire.attach(wrapped, scenario.scheme, **_options(scenario, model))
+    if scenario.arena is not None:
+        _shrink(sync, scenario.arena)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    names = [name for name, _ in model.named_parameters()]
+    try:
+        for step in range(scenario.steps):
+            with nullcontext() if world is None else world.blind():
+                batches = [_batch(scenario, rank, step) for rank in range(context.world_size)]
+                expected = _expected(scenario, step, twin, model, batches) if scenario.is_exact else []
+            before = None if world is None else (world.waits.copy(), world.launches.copy())
+            optimizer.zero_grad()
+            ids = batches[context.rank]
+            if device.type == "cuda":
+                ids = ids.pin_memory().to(device, non_blocking=True)
+            wrapped(ids, scenario.skips(context.rank, step)).square().mean().backward()
+            means = [None if entry.grad is None else entry.grad.clone() for entry in model.parameters()]
+            optimizer.step()
+            if report is not None and world is not None and before is not None:
+                _note(report, world.waits - before[0], world.launches - before[1])
+            yield names, means, expected
+            del means
+    finally:
+        sync.detach()
+
+
+def _batch(scenario: Scenario, rank: int, step: int) -> Tensor:
+    data = torch.Generator().manual_seed(100 * step + rank)
+    return torch.randint(0, 10_000, (scenario.size(rank, step),), generator=data)
+
+
+def _options(scenario: Scenario, model: nn.Module) -> dict[str, Any]:
+    options = dict(scenario.options)
+    if scenario.compress is not None:
+        name, argument = scenario.compress
+        options["compress"] = getattr(thinwire.compress, name)(argument)
+    if scenario.plan is not None:
+        tables = {name for name, _ in model.named_parameters() if name.startswith("tables")}
+        named = {name: entry for name, entry in model.named_parameters() if name not in tables}
+        order, size = list(named)[::-1], -(-len(named) // scenario.plan)
+        groups = [tuple(order[start : start + size]) for start in range(0, len(order), size)]
+        made = tuple(
+            Group(group, sum(named[name].nbytes for name in group), "top_k:density=0.3" if place else None, "auto")
+            for place, group in enumerate(groups)
+        )
+        parameters = [Parameter(name, tuple(entry.shape)) for name, entry in named.items()]
+        options["plan"] = Plan(
+            world_size=2, fingerprint=fingerprint(parameters), predicted_seconds=1.0, dense_seconds=2.0, groups=made
+        )
+    return options
+
+
+def _make(scenario: Scenario) -> nn.Module:
+    torch.manual_seed(0)
+    return Model(scenario.tables, scenario.layers, scenario.sparse, scenario.bias).to(scenario.dtype)
+
+
+def _shrink(sync: Any, arena: tuple[int, int, int, int]) -> None:
+    from thinwire.cuda.arena import Arena
+
+    staging, (first, limit, bounce, chunk) = sync._staging, arena
+    staging._arena = Arena(staging._device.pinned, first, limit)
+    staging._bounce_bytes, staging._chunk_bytes = bounce, chunk
+
+
+def _expected(
+    scenario: Scenario, step: int, twin: nn.Module, model: nn.Module, batches: Sequence[Tensor]
+) -> list[Tensor]:
+    """The mean gradients of all ranks, in float64, from a twin of the model on the host."""
+    for mine, theirs in zip(twin.parameters(), model.parameters(), strict=True):
+        mine.data.copy_(peek(theirs))
+    sums = [torch.zeros(entry.shape, dtype=torch.float64) for entry in twin.parameters()]
+    for rank, batch in enumerate(batches):
+        twin.zero_grad()
+        twin(batch, scenario.skips(rank, step)).square().mean().backward()
+        for total, entry in zip(sums, twin.parameters(), strict=True):
+            if entry.grad is not None:
+                total += entry.grad.to_dense() if entry.grad.is_sparse else entry.grad
+    return [total / len(batches) for total in sums]
+
+
+def _wrong(
+    step: int, names: list[str], means: list[Tensor | None], expected: list[Tensor], dtype: torch.dtype
+) -> Iterator[str]:
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12}.get(dtype, 2e-2)
+    for name, mean, exact in zip(names, means, expected, strict=True):
+        right = (exact.to_dense() if exact.is_sparse else exact).double()
+        got = torch.zeros_like(right) if mean is None else peek(mean)
+        if not torch.allclose(got.double(), right, rtol=tolerance, atol=tolerance):
+            yield f"WRONG MEAN of {name} in step {step}: off by {float((got.double() - right).abs().max()):.1e}"
+
+
+def _note(report: Report, waits: Counter[Any], launches: Counter[Any]) -> None:
+    report.waits, report.lane_waits, report.launches = {}, {}, {}
+    for (thread, what, where), count in waits.items():
+        into = report.waits if thread == "main" else report.lane_waits
+        into[f"{what} at {where}"] = into.get(f"{what} at {where}", 0) + count
+    for (stream, _), count in launches.items():
+        report.launches[stream] = report.launches.get(stream, 0) + count
+
+
+TINY = (1024, 4096, 512, 512)
+SCENARIOS = {
+    scenario.name: scenario
+    for scenario in (
+        Scenario("plain, layers", tables=()),
+        Scenario("plain, tables and layers", tables=(600, 300, 5)),
+        Scenario("plain, tables alone", layers=()),
+        Scenario("plain, sparse", tables=(600, 50), sparse=True),
+        Scenario("plain, compressed alone", (), (64,), bias=False, compress=("top_k", 0.3), is_exact=False),
+        Scenario("plain, compressed and exact", layers=(64, 7), compress=("top_k", 0.3), is_exact=False),
+        Scenario("plain, fused", (), (64, 64), compress=("top_k", 0.3), options=(("ahead", False),), is_exact=False),
+        Scenario("plain, planned", layers=(64, 64, 7), plan=3, is_exact=False),
+        Scenario("plain, unused on a rank", tables=(600, 400), optional=True),
+        Scenario("plain, half", dtype=torch.bfloat16),
+        Scenario("plain, one device", devices=(0, 0)),
+        Scenario("plain, overflow", tables=(3000,), batch=(30, 40, 1), arena=TINY),
+        Scenario("plain, dense", scheme="dense"),
+        Scenario("ddp, layers", tables=(), ddp={}),
+        Scenario("ddp, tables and layers", tables=(600, 300), ddp={}),
+        Scenario("ddp, tables alone", tables=(600, 300), layers=(), ddp={}),
+        Scenario("ddp, sparse", tables=(600, 50, 40), sparse=True, ddp={}),
+        Scenario("ddp, auto", scheme="auto", steps=6, ddp={}),
+        Scenario("ddp, dense", scheme="dense", ddp={}),
+        Scenario("ddp, agsparse", scheme="agsparse", ddp={"gradient_as_bucket_view": True}),
+        Scenario("ddp, compressed", layers=(64, 7), compress=("top_k", 0.3), ddp={}, is_exact=False),
+        Scenario("ddp, small buckets", layers=(40, 40, 40), ddp={"bucket_cap_mb": 0.002}, arena=TINY),
+        Scenario("ddp, static graph", ddp={"static_graph": True}),
+        Scenario("ddp, unused", tables=(600, 400), optional=True, ddp={"find_unused_parameters": True}),
+        Scenario("nccl, layers", tables=(), ddp={}, nccl=True),
+        Scenario("nccl, tables and layers", ddp={}, nccl=True),
+        Scenario("nccl, sparse", tables=(600, 50), sparse=True, ddp={}, nccl=True),
+        Scenario("nccl, plain", nccl=True),
+    )
+}

@@ -1,0 +1,95 @@
+"""The laws of exact sums on the collectives of a process group: the same bits as the staged path, and as few bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from collective import LoopbackCollectives, results, run_collectives
+from loopback import run_ranks, synchronized
+from thinwire import schemes
+from thinwire.schemes import Format, Scheme
+from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
+from thinwire.sync.collective import CollectiveSum, Counts, NamedGradient, plan, sent_bytes
+
+SCHEMES: dict[str, Scheme] = {
+    "zen": schemes.ZEN,
+    "balanced_parallelism": schemes.BALANCED_PARALLELISM,
+    "sparse_ps": schemes.SPARSE_PS,
+    "block_cyclic": replace(schemes.SPARSE_PS, ownership="block_cyclic"),
+    "zen_in_bitmaps": replace(schemes.ZEN, push_format=Format.HASH_BITMAP, pull_format=Format.HASH_BITMAP),
+    "agsparse": schemes.AGSPARSE,
+    "agsparse_coded": schemes.AGSPARSE_CODED,
+    "agsparse_ring": schemes.AGSPARSE_RING,
+    "one_server": replace(schemes.ZEN, servers=1),
+    "dense": schemes.DENSE,
+}
+WORLD_SIZES = (1, 2, 3, 5, 8)
+DENSITIES = (0.1, 0.9, 0.0, 1.0, 0.5)
+
+
+def gradient(rank: int, step: int, num_rows: int, width: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """A gradient whose number of rows changes from step to step and from rank to rank."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    values = torch.randn(num_rows, width, generator=generator).to(dtype)
+    values[torch.rand(num_rows, generator=generator) >= DENSITIES[(rank + step) % len(DENSITIES)]] = 0
+    return values
+
+
+@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_sums_have_the_bits_of_the_staged_path_and_the_predicted_bytes(name: str, world_size: int) -> None:
+    scheme, scale = SCHEMES[name], 1 / 3
+    shapes = {dtype: (70 * place, 3) for place, dtype in enumerate(SUPPORTED_DTYPES)}  # one of them is empty
+
+    def run(exchange: LoopbackCollectives) -> list[tuple[list[Tensor], dict[str, Counts], int, int]]:
+        total, steps = CollectiveSum(exchange), []
+        for step in range(3):
+            waits, sent = exchange.host_waits, exchange.traffic.sent_bytes
+            dense = [
+                NamedGradient(f"{dtype}", gradient(exchange.rank, step, *shapes[dtype], dtype)) for dtype in shapes
+            ]
+            sparse = [NamedGradient(f"sparse {table.name}", table.gradient.to_sparse(1)) for table in dense]
+            sums = total.all_reduce([*dense, *sparse], scheme, scale)
+            assert all(table.gradient is mine for table, mine in zip(dense, sums, strict=False))
+            assert all(mine.is_coalesced() for mine in sums[len(dense) :])
+            moved = exchange.host_waits - waits, exchange.traffic.sent_bytes - sent
+            steps.append(([each.to_dense() for each in sums], total.counts, *moved))
+        return steps
+
+    outcomes = results(run_collectives(world_size, run))
+    for step in range(3):
+        pushed, unions = [], []
+        for place, (dtype, (num_rows, width)) in enumerate(shapes.items()):
+            rows = [SparseRows.from_tensor(gradient(rank, step, num_rows, width, dtype)) for rank in range(world_size)]
+            staged = run_ranks(world_size, lambda peer, of=rows: synchronized(peer, of[peer.rank], scheme, scale))
+            made = plan(scheme, num_rows, width, dtype, world_size)
+            pushed.append(pushed_rows(made.partition, rows))
+            union = torch.cat([each.ids for each in rows]).unique()
+            unions.append(dealt(made.partition, union, world_size))
+            for steps, outcome in zip(outcomes, staged, strict=True):
+                sums, counts, waits, _ = steps[step]
+                expected = outcome.get().to_dense()
+                for mine in (sums[place], sums[place + len(shapes)]):
+                    assert torch.equal(mine, expected)
+                held = tuple(each.ids.numel() for each in rows)
+                assert counts[f"sparse {dtype}"] == Counts(held, int((expected != 0).any(1).sum()))
+                assert waits == 2
+        plans = [plan(scheme, *shapes[dtype], dtype, world_size) for dtype in shapes]
+        if world_size > 1:
+            for rank, steps in enumerate(outcomes):
+                assert steps[step][3] == sent_bytes(plans * 2, pushed * 2, unions * 2, rank)
+
+
+def dealt(partition: object, ids: Tensor, world_size: int) -> list[int]:
+    """The number of these ids that each owner has."""
+    if partition is None:
+        return [ids.numel()] * world_size
+    return [len(places) for _, places in partition.split(ids)]  # type: ignore[attr-defined]
+
+
+def pushed_rows(partition: object, rows: list[SparseRows]) -> list[list[int]]:
+    return [dealt(partition, each.ids, len(rows)) for each in rows]

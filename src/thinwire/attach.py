@@ -18,8 +18,7 @@ from thinwire.compress.methods.sign import Signum
 from thinwire.compress.reduction.choose import AUTO as AUTO_EXCHANGE
 from thinwire.compress.wrappers import Wrapper
 from thinwire.follow.grouping import Intent
-from thinwire.fuse.named import default_policies
-from thinwire.fuse.policy import Policy
+from thinwire.fuse.policy import Policy, default_policies
 from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression, check_scaler
 from thinwire.gradients.ddp import check_buckets
 from thinwire.gradients.fsdp import sharding_of
@@ -218,7 +217,7 @@ def _is_on_cpu(model: nn.Module) -> bool:
 
 def _check_fuse(model: nn.Module, fuse: object) -> None:
     if isinstance(fuse, type) or not callable(getattr(fuse, "groups", None)):
-        raise ValueError(f"fuse is {fuse!r}: pass a policy such as thinwire.fuse.cupcake()")
+        raise ValueError(f"fuse is {fuse!r}: pass a policy such as thinwire.fuse.policy()")
     if isinstance(model, DistributedDataParallel):
         raise ValueError(
             "DDP fixed its buckets when it was built, so no policy can group gradients: attach the plain module"

@@ -8,8 +8,7 @@ from itertools import combinations
 
 import numpy as np
 
-from thinwire.fuse.cupcake import cupcake
-from thinwire.fuse.policy import groups_ending_at
+from thinwire.fuse.policy import cupcake, groups_ending_at
 from thinwire.fuse.profile import Groups, Linear, Profile
 from thinwire.fuse.search import CLOCKS, Array, Mode, StateBounds, floor_of, line_below, max_of_suffixes, search
 from thinwire.fuse.timeline import iteration_seconds
@@ -117,7 +116,7 @@ def best_mixed(profile: Profile, dense: Linear, coded: Mode | None = None, state
         dense: costs of communicating a group that is not compressed.
         coded: costs of compressed groups that are not linear, instead of the profile's.
         states: number of states to keep in all, the most promising for each number of tensors. The choice is the same
-            on all ranks, and never worse than `thinwire.fuse.cupcake` with all groups compressed, or with none.
+            on all ranks, and never worse than `thinwire.fuse.policy` with all groups compressed, or with none.
 
     Raises:
         ValueError: fewer than one state.

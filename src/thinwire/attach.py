@@ -217,7 +217,7 @@ def _is_on_cpu(model: nn.Module) -> bool:
 
 def _check_fuse(model: nn.Module, fuse: object) -> None:
     if isinstance(fuse, type) or not callable(getattr(fuse, "groups", None)):
-        raise ValueError(f"fuse is {fuse!r}: pass a policy such as thinwire.fuse.policy()")
+        raise ValueError(f"fuse is {fuse!r}: pass a policy such as thinwire.fuse.cupcake()")
     if isinstance(model, DistributedDataParallel):
         raise ValueError(
             "DDP fixed its buckets when it was built, so no policy can group gradients: attach the plain module"

@@ -1,4 +1,4 @@
-"""Cupcake's search as its authors describe it: the slow twin of `thinwire.fuse.policy`, for tests and for reading.
+"""Cupcake's search as its authors describe it: the slow twin of `thinwire.fuse.cupcake`, for tests and for reading.
 
 Wang et al., "Cupcake" (MLSys'23): choose the first group, then search the rest in the same way. Two rules prune.
 

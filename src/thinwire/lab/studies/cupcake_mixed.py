@@ -116,7 +116,7 @@ def best_mixed(profile: Profile, dense: Linear, coded: Mode | None = None, state
         dense: costs of communicating a group that is not compressed.
         coded: costs of compressed groups that are not linear, instead of the profile's.
         states: number of states to keep in all, the most promising for each number of tensors. The choice is the same
-            on all ranks, and never worse than `thinwire.fuse.policy` with all groups compressed, or with none.
+            on all ranks, and never worse than `thinwire.fuse.cupcake` with all groups compressed, or with none.
 
     Raises:
         ValueError: fewer than one state.

@@ -55,14 +55,10 @@ def choose(
     copy; else a holder that keeps it anyway, else the one with fewest bytes to keep for others; of those the one with
     fewest bytes to send, and the first by name. Where copies of a shard differ, none of them is used.
 
-    Args:
-        inventories: for each holder, by its address, the versions that it has verified, without holders that are gone.
-        holders: for each rank of the job that starts now, the address of its host's holder; one for each rank of the
-            topology.
-        run_id: only versions of this run count.
-        topology: only versions of this topology count (`topology_digest`).
-        placed: for each holder, the owners whose shards it keeps from now on.
-        only: the step to choose; None for the newest.
+    ``inventories`` has, by the address of each holder that answered, the versions that it has verified; only those of
+    ``run_id`` and ``topology`` (`topology_digest`) count. ``holders`` has, for each rank of the job that starts now,
+    the address of its host's holder; ``placed``, for each holder, the owners whose shards it keeps from now on.
+    ``only`` is the step to choose; None for the newest.
 
     Example:
         >>> has = [Version(ShardId("run", "a1", owner), 7, 0, 100, "0123456789abcdef") for owner in (0, 1)]

@@ -73,9 +73,9 @@ class Registration:
     ``num_tensors`` determines the room for layouts; ``leases``: whether this job must be the only one that uses the
     run. The other arguments are those of `Checkpointer`.
 
-    ``wanted`` is set by whoever chooses the versions to go back to: for each holder, the digests of those that it keeps
-    or gets; and ``chosen``, their attempt and step. ``left`` is the topology that they are of, if it is another one.
-    ``moving``: until `release`.
+    Whoever chooses the versions to go back to sets ``wanted``, for each holder the digests of those that it keeps or
+    gets, ``chosen``, their attempt and step, and ``left``, their topology if it is another one. ``moving``: until
+    `release`.
     """
 
     def __init__(

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from thinwire.checkpoint.choice import Choice, choose
-from thinwire.checkpoint.dcp.disk import DiskShards
-from thinwire.checkpoint.dcp.tier import PersistentTier
+from thinwire.checkpoint.dcp.tier import DiskShards, PersistentTier
 from thinwire.checkpoint.group import least, on_all
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.recovery import (

@@ -270,11 +270,8 @@ class Boards:
     """The boards at all endpoints, as an agent sees them: it uses the one where the run is furthest, and of several
     the first. So agents that lost one find each other at the next, and a host that returns finds the others.
 
-    Args:
-        endpoints: ``host:port``, in the same order on all hosts.
-        secret: of the job.
-        timeout: seconds for a connection, and for an answer.
-        new_board: makes the board that this agent serves at an endpoint of its own.
+    ``endpoints`` are ``host:port``, in the same order on all hosts. ``timeout`` seconds are for a connection, and for
+    an answer. ``new_board`` makes the board that this agent serves at an endpoint of its own.
     """
 
     def __init__(self, endpoints: Sequence[str], secret: bytes, timeout: float, new_board: Callable[[], Board]) -> None:

@@ -142,7 +142,11 @@ def merge_rows(
     """
     inside = _inside(ids, num_rows)
     union, sums = sum_rows([(ids[inside], values[inside])], scale)
-    return _padded(union, capacity, num_rows), _padded(sums, capacity, 0), torch.tensor([union.numel()], device=union.device)
+    return (
+        _padded(union, capacity, num_rows),
+        _padded(sums, capacity, 0),
+        torch.tensor([union.numel()], device=union.device),
+    )
 
 
 def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tuple[Tensor, Tensor]:

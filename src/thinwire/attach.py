@@ -18,8 +18,7 @@ from thinwire.compress.methods.sign import Signum
 from thinwire.compress.reduction.choose import AUTO as AUTO_EXCHANGE
 from thinwire.compress.wrappers import Wrapper
 from thinwire.follow.grouping import Intent
-from thinwire.fuse.named import default_policies
-from thinwire.fuse.policy import Policy
+from thinwire.fuse.policy import Policy, default_policies
 from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression, check_scaler
 from thinwire.gradients.ddp import check_buckets
 from thinwire.gradients.exact import route_asked_for

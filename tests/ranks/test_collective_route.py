@@ -127,7 +127,12 @@ CASES: dict[str, list[dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("world_size", "cases"), [(1, "plain"), (2, "plain"), (3, "ways of DDP"), (4, "plain")])
+SLOW = {"marks": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(("world_size", "cases"), [
+    pytest.param(1, "plain", **SLOW), (2, "plain"), (3, "ways of DDP"), pytest.param(4, "plain", **SLOW),
+])  # fmt: skip
 def test_the_bits_of_the_staged_route(world_size: int, cases: str) -> None:
     run_ranks(partial(_as_staged, cases=CASES[cases]), world_size=world_size, timeout_seconds=100)
 

@@ -139,7 +139,7 @@ class Restorer:
         """Free the versions of the run on the hosts of this job; collective. Raises ValueError if one is in use."""
         registration = self._registration
         if registration.registered:
-            registration.lost()
+            registration.close()
         registration.reconnect()
         deadline = time.monotonic() + _RELEASE_SECONDS  # in which a holder notices that a trainer is gone
 

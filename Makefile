@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help install demo docs dist test test-integrations test-gpu test-jit-off test-nightly house lint format clean
+.PHONY: help install demo docs dist test test-integrations test-kernels test-gpu test-jit-off test-nightly house lint format clean
 
 help:            ## list the verbs
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
@@ -35,14 +35,26 @@ $(VENV)/.integrations: $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-deps --force-reinstall fbgemm-gpu-cpu # over the CUDA build that torchrec asks for
 	@touch $@
 
-test-gpu: install ## what needs a GPU: its tests, then kernel times to benchmarks/results
-	$(BIN)/python -m pytest -m "gpu"
-	$(BIN)/python benchmarks/bench_gpu_kernels.py --json benchmarks/results/gpu-kernels.json
+# Triton is no part of the environment: 286 MB to download and 1 GB on disk (10 s from a mirror, and minutes from a slow
+# link) of `make install` and `make demo`, and packages that find it, as torch.compile does, would no longer be tested as
+# a user without a GPU has them. The oldest version that the kernels support, that of torch 2.9, and the newest one:
+TRITONS := 3.5.1 3.9.0
+
+test-kernels: $(TRITONS:%=$(VENV)/triton-%) ## the kernels for GPUs, without one: compile them for each architecture, and interpret them
+	$(BIN)/python -m pytest -m "slow" -n 2 tests/aot
+	PYTHONPATH=$(lastword $^) $(BIN)/python -m pytest -m "slow" -n 2 --dist worksteal tests/unit/test_gpu_kernels.py
+
+$(VENV)/triton-%: $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $@ triton==$*
+	@touch $@
+
+test-gpu: install ## what needs a GPU: its tests and times, on one page to send back, benchmarks/results/gpu.md
+	$(BIN)/python benchmarks/gpu_page.py --output benchmarks/results/gpu.md
 
 test-jit-off: install ## the kernels as plain Python, which coverage tools can see
 	NUMBA_DISABLE_JIT=1 $(BIN)/python -m pytest tests/unit/test_kernels.py tests/unit/test_kernel_parity.py tests/unit/test_kernel_sums.py
 
-test-nightly: install ## the slow tests: full demo, benchmark figures, long fuzzing
+test-nightly: install $(TRITONS:%=$(VENV)/triton-%) ## the slow tests: full demo, benchmark figures, long fuzzing
 	$(BIN)/python -m pytest -m "slow"
 	THINWIRE_EXAMPLES=300 $(BIN)/python -m pytest -m "not gpu and not slow and not docs and not integrations" -n 2 --dist worksteal tests/unit
 

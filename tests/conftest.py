@@ -43,8 +43,8 @@ def ranks_start_with_dynamo() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def freed_memory_goes_back() -> Iterator[None]:
-    """glibc keeps most of what was freed: a worker of `make test` ended with 1.3 GB, and both with their ranks and holders
-    took 4. Of what 882 tests added to a process, 84 MB stay in place of 179.
+    """glibc keeps most of what was freed: a worker of `make test` ended with 1.3 GB, and both with their ranks and
+    holders took 4. Of what 882 tests added to a process, 84 MB stay in place of 179.
     """
     yield
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)

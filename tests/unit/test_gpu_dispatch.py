@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType, SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -32,7 +36,7 @@ def as_on_gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         dealt_ids=lambda owner, positions, *_: "triton",
         sum_rows=lambda pieces, scale=1.0: f"triton, {len(list(pieces))} pieces",
     )
-    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda device: True)
     monkeypatch.setattr(dispatch, "_module", lambda name: compiled)
     return compiled
 
@@ -71,26 +75,52 @@ import torch
 from thinwire import kernels
 torch.cuda.get_device_capability = lambda *_: (9, 0)
 from thinwire.kernels import dispatch
-assert not dispatch.runs_on_gpu(torch.ones(1))
-assert not dispatch.runs_on_gpu(torch.ones(1))
+class OnGpu(torch.Tensor):
+    is_cuda = True
+tensor = torch.ones(1).as_subclass(OnGpu)
+assert not dispatch.runs_on_gpu(tensor)
+assert not dispatch.runs_on_gpu(tensor)
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("INFO:thinwire:") == 1
-    assert "kernels on the GPU run in plain torch" in result.stderr
+    assert result.stderr.count("WARNING:thinwire:") == 1
+    assert "run in plain torch, which is slower: ModuleNotFoundError" in result.stderr
 
 
-def test_a_gpu_that_is_too_old_gets_the_reference(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (6, 1))
+def fails(*_: object) -> Tensor:
+    raise RuntimeError("Failed to find C compiler.\nPlease specify via CC environment variable.")
+
+
+@pytest.mark.parametrize(
+    ("capability", "finds", "reason"),
+    [
+        ((6, 1), lambda tensor: torch.tensor([1, 3]), "compute capability 7.0, not 6.1"),
+        ((9, 0), fails, "Failed to find C compiler. Please specify"),
+        ((9, 0), lambda tensor: torch.tensor([1, 2]), r"found [1, 2], not [1, 3]"),
+        ((9, 0), lambda tensor: torch.tensor([1, 3]), ""),
+    ],
+)
+def test_a_gpu_on_which_triton_does_not_run_gets_the_reference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, as_on_gpu: SimpleNamespace,
+    capability: tuple[int, int], finds: Callable[[Tensor], Tensor], reason: str,
+) -> None:  # fmt: skip
+    """Too old for it, without a compiler for the driver's stub, or wrong; a launch shows it, and one line says so."""
+    monkeypatch.undo()
+    as_on_gpu.nonzero_rows = finds
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(dispatch, "_BUILT_FOR_GPU", True)
+    monkeypatch.setattr(dispatch, "_module", lambda name: as_on_gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
     dispatch._has_triton.cache_clear()
     try:
         with caplog.at_level("INFO", "thinwire"):
-            assert not dispatch.runs_on_gpu(torch.ones(1))
+            results = [kernels.dealt_ids(0, on_gpu(torch.arange(3)), 2, 0) for _ in range(2)]
     finally:
         dispatch._has_triton.cache_clear()
-    assert "compute capability 7.0" in caplog.text
+    expected = reference.dealt_ids(0, torch.arange(3), 2, 0).tolist()
+    assert [result if reason == "" else result.tolist() for result in results] == [expected if reason else "triton"] * 2
+    assert len(caplog.messages) == bool(reason)
+    assert reason in caplog.text
 
 
 def test_the_reference_on_a_gpu_takes_codes_through_the_host(as_on_gpu: SimpleNamespace) -> None:
@@ -109,3 +139,42 @@ def test_what_does_not_fit_is_counted(capacity: int) -> None:
     ids, count = kernels.find_rows(torch.tensor([[0.0], [2.0], [0.0], [3.0]]), capacity)
     assert ids.tolist() == [1, 3, 4][:capacity]
     assert count.tolist() == [2]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_a_warm_up_compiles_for_the_device_of_the_process_and_launches_nothing(
+    monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """In a thread of its own; each local rank starts elsewhere, so that together they are soon done."""
+    calls, compiling, devices = [], [], []
+
+    class Module:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *args, **settings: calls.append((name, list(compiling), threading.current_thread().name))
+
+    @contextmanager
+    def compiling_only() -> Iterator[None]:
+        compiling.append("compiles only")
+        yield
+        compiling.clear()
+
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 5)
+    monkeypatch.setattr(torch.cuda, "set_device", devices.append)
+    monkeypatch.setattr(dispatch, "has_numba", lambda: False)
+    monkeypatch.setattr(dispatch, "_module", lambda name: Module())
+    jit = SimpleNamespace(compiling_only=compiling_only)
+    monkeypatch.setitem(sys.modules, "thinwire.kernels.gpu.jit", cast(ModuleType, jit))
+    kernels.warm_up()
+    assert devices == [5]
+    assert {name for name, _, _ in calls} == {kernel.name for kernel in dispatch.KERNELS.values() if kernel.gpu}
+    assert {tuple(state) for _, state, _ in calls} == {("compiles only",)}
+    assert {thread for _, _, thread in calls} == {"thinwire-compiles-triton"}
+    assert (calls[0][0] == "nonzero_rows") == (rank == 0)
+    with kernels.using("reference"):
+        calls.clear()
+        kernels.warm_up()
+    assert calls == []

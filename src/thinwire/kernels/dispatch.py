@@ -482,19 +482,32 @@ def _is_compiled(name: str) -> bool:
 
 def runs_on_gpu(*inputs: object) -> bool:
     """Return whether Triton kernels can run, are allowed to, and support the dtypes of all inputs."""
-    return mode() != "reference" and all(tensor.dtype in _GPU_DTYPES for tensor in _tensors(inputs)) and _has_triton()
+    tensors = list(_tensors(inputs))
+    alike = all(tensor.dtype in _GPU_DTYPES for tensor in tensors)
+    return (
+        mode() != "reference"
+        and alike
+        and all(map(_has_triton, {tensor.device for tensor in tensors if tensor.is_cuda}))
+    )
 
 
 @cache
-def _has_triton() -> bool:
-    capability = torch.cuda.get_device_capability()
-    if capability < OLDEST_GPU:
-        _logger.info("kernels on the GPU run in plain torch: Triton needs compute capability 7.0, not %s", capability)
-        return False
+def _has_triton(device: torch.device) -> bool:
+    """Return whether Triton's kernels run on a CUDA device, by running one; a log line says why not.
+
+    Triton may be there and yet fail at every launch, as in an image without a C compiler, with which it builds its
+    driver's stub. The reference runs then.
+    """
+    capability = torch.cuda.get_device_capability(device)
     try:
-        import triton  # noqa: F401  # pyrefly: ignore [missing-import]
-    except ImportError as error:
-        _logger.info("kernels on the GPU run in plain torch: %s; Triton comes with torch for CUDA on Linux", error)
+        if capability < OLDEST_GPU:
+            raise RuntimeError(f"Triton needs compute capability 7.0, not {capability[0]}.{capability[1]}")
+        found = _module("thinwire.kernels.gpu.find").nonzero_rows(torch.tensor([[0], [1], [0], [2]], device=device))
+        if found.tolist() != [1, 3]:
+            raise RuntimeError(f"a kernel found {found.tolist()}, not [1, 3]")
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        _logger.warning("kernels on %s run in plain torch, which is slower: %s", device, reason)
         return False
     return True
 

@@ -39,6 +39,13 @@ def rows() -> Iterator[tuple[Tensor, Tensor]]:
             yield torch.ones(3, width, dtype=dtype), torch.tensor([0, 2])
 
 
+def gpu_rows() -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield rows as `rows` of usual widths, for which Triton compiles: from 32 words on, multiples of 16 are alike."""
+    for dtype in (torch.float32, torch.bfloat16):
+        for width in (1, 16, 32, 64, 128, 256, 512):
+            yield torch.ones(3, width, dtype=dtype), torch.tensor([0, 2])
+
+
 def values() -> Iterator[tuple[Tensor, Tensor]]:
     """Yield 1000 values and steps of blocks of 8, of each working dtype."""
     for dtype in WORKING_DTYPES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,7 @@ import torch
 
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import NICENESS
+from thinwire.kernels.samples import gpu_rows, rows
 
 _logger = logging.getLogger("thinwire")
 
@@ -22,6 +24,10 @@ def warm_up(wait: bool = True) -> float:
     import of numba. Of processes that call it at the same time one compiles and the others wait. It does nothing if
     numba is missing or ``THINWIRE_KERNELS=reference``.
 
+    A process that uses CUDA compiles Triton's kernels too, for the current device, float32 and bfloat16, and usual
+    widths of rows: 9 seconds of a processor, once a machine, of which the ranks of a host each start with another part.
+    It launches nothing. Other widths are compiled at the first step with such a table.
+
     Args:
         wait: whether to wait until all are ready; else this imports numba only, a process in the background compiles
             what is not in the cache, and each kernel is loaded at its first call.
@@ -31,12 +37,47 @@ def warm_up(wait: bool = True) -> float:
         >>> seconds = kernels.warm_up()
     """
     started = time.perf_counter()
-    if dispatch.mode() != "reference" and dispatch.has_numba():
-        if wait:
-            _compile_or_load()
-        else:
-            _prepare()
+    if dispatch.mode() != "reference":
+        for_gpu = _start_for_gpu()
+        if dispatch.has_numba():
+            if wait:
+                _compile_or_load()
+            else:
+                _prepare()
+        if wait and for_gpu is not None:
+            for_gpu.join()
     return time.perf_counter() - started
+
+
+def _start_for_gpu() -> threading.Thread | None:
+    """Compile Triton's kernels in a thread of their own; None if this process does not use CUDA."""
+    if not (torch.backends.cuda.is_built() and torch.cuda.is_initialized()):
+        return None
+    thread = threading.Thread(
+        target=_compile_for_gpu, args=(torch.cuda.current_device(),), name="thinwire-compiles-triton", daemon=True
+    )
+    thread.start()
+    return thread
+
+
+def _compile_for_gpu(device: int) -> None:
+    calls = [
+        (kernel, make, inputs)
+        for kernel in dispatch.KERNELS.values()
+        if kernel.gpu
+        for make in kernel.makes
+        for inputs in (gpu_rows() if kernel.over is rows else kernel.over())
+    ]
+    turn = len(calls) * int(os.environ.get("LOCAL_RANK", 0)) // max(1, int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    try:
+        torch.cuda.set_device(device)  # for Triton, which asks for the device of this thread
+        from thinwire.kernels.gpu.jit import compiling_only
+
+        with compiling_only():
+            for kernel, make, inputs in calls[turn:] + calls[:turn]:
+                make(*inputs).call(kernel.on_gpu())
+    except Exception as error:  # the first launch says what follows from it
+        _logger.info("Triton compiled nothing ahead: %s", " ".join(f"{type(error).__name__}: {error}".split()))
 
 
 def _prepare() -> None:

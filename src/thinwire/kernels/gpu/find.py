@@ -16,7 +16,9 @@ from thinwire.kernels.reference.rows import row_words
 _BLOCK_WORDS = 128  # so one program lists the ones among 4096 bits
 _BLOCK_ROWS = 32 * _BLOCK_WORDS
 _BLOCK_IDS = 1024
-_TILE_BYTES = 1 << 14  # 16 words of 8 bytes a thread: with twice that, rows of 200 bytes took 221 registers
+_TILE_WORDS = (
+    2048  # that a program reads at once; of 4096, rows of 200 bytes took 221 registers, and those of 6 spilled
+)
 
 
 def nonzero_rows(dense: Tensor) -> Tensor:
@@ -62,8 +64,8 @@ def _flag_rows(dense: Tensor) -> tuple[Tensor, Tensor]:
     num_rows, width = words.shape
     bitmap = torch.empty(num_blocks(num_rows, 32), dtype=torch.int32, device=words.device)
     counts = torch.zeros(num_blocks(num_rows, _BLOCK_ROWS), dtype=torch.int64, device=words.device)
-    tile = tiles(width, _TILE_BYTES // words.element_size(), most_columns=64)
-    tile["ROWS"] = min(max(32, tile["ROWS"]), _BLOCK_ROWS)
+    tile = tiles(width, _TILE_WORDS, most_columns=64)
+    tile["ROWS"] = max(32, tile["ROWS"])
     programs = num_blocks(num_rows, tile["ROWS"])
     launch(_flag, programs, words, words, bitmap, counts, num_rows, width, **tile, BLOCK_ROWS=_BLOCK_ROWS)
     return bitmap, counts
@@ -105,7 +107,7 @@ def _flag(
     tl.atomic_add(counts + first_row // BLOCK_ROWS, tl.sum(found, axis=0).to(tl.int64), sem="relaxed")
 
 
-@jit("num_ids", "size")
+@jit("ids", "num_ids", "size")
 def _set_bits(ids, words, num_ids, size, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     id = tl.load(ids + place, mask=place < num_ids, other=-1)

@@ -65,7 +65,7 @@ def _rotation(groups, seed_low, seed_high, world_size):
     return (hashed.to(tl.int64) * world_size) >> 32
 
 
-@jit("num_ids", "owner", "seed_low", "seed_high", "world_size")
+@jit("positions", "num_ids", "owner", "seed_low", "seed_high", "world_size")
 def _dealt_ids(positions, ids, num_ids, owner, seed_low, seed_high, world_size, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(positions + place, mask=place < num_ids, other=0)
@@ -73,7 +73,7 @@ def _dealt_ids(positions, ids, num_ids, owner, seed_low, seed_high, world_size, 
     tl.store(ids + place, position * world_size + rest, mask=place < num_ids)
 
 
-@jit("num_ids", "num_rows", "seed_low", "seed_high", "world_size")
+@jit("ids", "num_ids", "num_rows", "seed_low", "seed_high", "world_size")
 def _owners(ids, owners, num_ids, num_rows, seed_low, seed_high, world_size, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     id = tl.load(ids + place, mask=place < num_ids, other=-1)

@@ -32,7 +32,7 @@ def jit(*varying: str) -> Callable[[Callable[..., Any]], Any]:
 
     Triton compiles a variant of a kernel for integers that are 1, one for multiples of 16, and one for others, and for
     addresses that are multiples of 16 or not: 0.05 to 0.5 s each. For arguments that vary from step to step, as numbers
-    of ids do, such a variant would first be needed in the middle of a training.
+    of ids and slices of lists do, such a variant would first be needed in the middle of a training.
 
     Names of a module that kernels read must be ``tl.constexpr``. Functions that a kernel calls need this decorator too.
 

@@ -139,7 +139,7 @@ def _copy(kernel: object, target: Tensor, source: Tensor, places: Tensor) -> Non
     launch(kernel, programs, some, source, target, places.contiguous(), num_places, rows, width, **tile)
 
 
-@jit("num_places", "num_rows")
+@jit("places", "num_places", "num_rows")
 def _gather(source, target, places, num_places, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = tl.load(places + row, mask=row < num_places, other=-1)
@@ -151,7 +151,7 @@ def _gather(source, target, places, num_places, num_rows, width, ROWS: tl.conste
         tl.store(target + row[:, None] * width + column, word, mask=inside)
 
 
-@jit("num_places", "num_rows")
+@jit("places", "num_places", "num_rows")
 def _scatter(source, target, places, num_places, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = tl.load(places + row, mask=row < num_places, other=-1)
@@ -163,7 +163,7 @@ def _scatter(source, target, places, num_places, num_rows, width, ROWS: tl.const
         tl.store(target + place[:, None] * width + column, word, mask=inside)
 
 
-@jit("num_sums")
+@jit("count", "num_sums")
 def _add_runs(
     values, order, firsts, count, total, num_sums, width,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, AHEAD: tl.constexpr,

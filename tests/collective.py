@@ -22,7 +22,6 @@ class LoopbackCollectives(Collectives):
 
     def __init__(self, exchange: LoopbackExchange, tamper: Tamper | None = None) -> None:
         self._meet, self._tamper = exchange._meet, tamper
-        self.process_group = None
         self.rank, self.world_size = exchange.rank, exchange.world_size
         self.global_ranks = self.hosts = range(self.world_size)
         self.traffic, self.host_waits = Traffic(), 0

@@ -18,10 +18,10 @@ from thinwire.compress.methods.sign import Signum
 from thinwire.compress.reduction.choose import AUTO as AUTO_EXCHANGE
 from thinwire.compress.wrappers import Wrapper
 from thinwire.follow.grouping import Intent
-from thinwire.fuse.named import default_policies
-from thinwire.fuse.policy import Policy
+from thinwire.fuse.policy import Policy, default_policies
 from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression, check_scaler
 from thinwire.gradients.ddp import check_buckets
+from thinwire.gradients.exact import route_asked_for
 from thinwire.gradients.fsdp import sharding_of
 from thinwire.gradients.model import (
     check_mesh,
@@ -114,6 +114,7 @@ def attach(
     _check_arguments(scheme, timeout, grad_scaler)
     group = _group_of(model, process_group)
     with telling_peers(group, timeout):
+        route_asked_for()
         leave_out(model, exclude)
         check_parameters(model)
         check_mesh(model, group)

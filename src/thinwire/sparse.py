@@ -174,13 +174,18 @@ class Layout:
 
 def check_values(values: Tensor) -> None:
     """Raise ValueError unless ``values`` has a supported dtype and is on the CPU."""
-    if values.dtype not in SUPPORTED_DTYPES:
-        legal = ", ".join(str(dtype).removeprefix("torch.") for dtype in SUPPORTED_DTYPES)
-        raise ValueError(f"dtype {values.dtype} is not supported: use one of {legal}")
+    check_dtype(values.dtype)
     if values.device.type != "cpu":
         raise ValueError(
             f"the tensor is on {values.device}, but thinwire's lane is a CPU process group: call .cpu() first"
         )
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise ValueError unless the dtype is supported."""
+    if dtype not in SUPPORTED_DTYPES:
+        legal = ", ".join(str(known).removeprefix("torch.") for known in SUPPORTED_DTYPES)
+        raise ValueError(f"dtype {dtype} is not supported: use one of {legal}")
 
 
 def check_range(ids: Tensor, num_rows: int, what: str = "row id") -> None:

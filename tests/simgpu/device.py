@@ -78,6 +78,7 @@ class Block:
     accesses: list[Access] = field(default_factory=list)
     recorded: set[str] = field(default_factory=set)
     is_live: bool = True
+    freed_by: Clock = field(default_factory=dict)  # what the thread knew that freed it last
 
     @property
     def address(self) -> int:
@@ -254,9 +255,10 @@ class World:
         self.races: list[str] = []
         self.errors: list[str] = []
         self.waits: Counter[tuple[str, str, str]] = Counter()  # thread, what, where
-        self.launches: Counter[tuple[str, str]] = Counter()  # stream, what
+        self.launches: Counter[tuple[str, str, str]] = Counter()  # thread, stream, what
         self.issued_nccl: dict[int, set[str]] = defaultdict(set)
-        self.is_capturing = self.has_nccl = False
+        self.captured: Stream | None = None
+        self.has_nccl = False
         self.is_computed = False  # whether the running backward pass has nothing left to compute
         self.delayed_hooks: list[Any] = []  # futures of hooks that DDP calls after that
         self.reused = 0
@@ -336,16 +338,16 @@ class World:
 
         What the stream has to do before is done now, unless this is put into its queue too (``is_late``).
         """
-        if self.is_capturing and not what.startswith("captured"):
-            self.error(f"{what} is launched while a graph is captured")
         self.use(device, f"{what} is launched")
         stream = stream or self.stream(device)
+        if stream == self.captured and not what.startswith("captured"):
+            self.error(f"{what} is launched while a graph is captured")
         if not is_late:
             stream.run()
         self.tick(self.host().name)
         join(self.clocks[stream.name], self.clocks[self.host().name])
         self.tick(stream.name)
-        self.launches[stream.name, what] += 1
+        self.launches[self.host().name, stream.name, what] += 1
         return stream
 
     # --- accesses
@@ -394,6 +396,8 @@ class World:
             free = self.pool[device, stream, capacity]
             if free:
                 block = free.pop()
+                for actor in filter(None, (self.host().name, stream)):  # by the allocator's lock
+                    join(self.clocks[actor], block.freed_by)
                 block.is_live, block.recorded, block.made_in = True, set(), where()
                 self.reused += 1
             else:
@@ -420,18 +424,25 @@ class World:
         with self.lock:
             block.is_live = False
             owner, host = self.clocks[block.stream], self.clocks[self.host().name]
-            for old in block.accesses if block.device != PINNED else ():
-                ordered = owner.get(old.actor, 0) >= old.tick or host.get(old.actor, 0) >= old.tick
-                if old.actor not in (block.stream, *block.recorded) and not ordered:
-                    text = (
-                        f"FREED IN USE: memory of {block.stream} (made in {block.made_in}), which {old.actor} uses"
-                        f" ({old.where}): the next tensor of {block.stream} gets it, and no record_stream prevents that"
-                    )
-                    if text not in self.races:
-                        self.races.append(text)
+            block.freed_by = dict(host)
+            waited_for = [
+                old
+                for old in block.accesses
+                if old.actor != block.stream
+                and owner.get(old.actor, 0) < old.tick
+                and host.get(old.actor, 0) < old.tick
+            ]
+            for old in waited_for if block.device != PINNED else ():
+                text = (
+                    f"FREED IN USE: memory of {block.stream} (made in {block.made_in}), which {old.actor} uses"
+                    f" ({old.where}): the next tensor of {block.stream} gets it, and no record_stream prevents that"
+                )
+                if old.actor not in block.recorded and text not in self.races:
+                    self.races.append(text)
             needed = {name: self.clocks[name].get(name, 0) for name in block.recorded - {block.stream}}
             if block.device == PINNED:  # the allocator of pinned memory records events of the streams that copied
-                needed = {old.actor: old.tick for old in block.accesses if old.actor.startswith("cuda")}
+                needed = {old.actor: old.tick for old in waited_for if old.actor.startswith("cuda")}
+            block.accesses = waited_for  # whoever gets the memory next is ordered behind the others by this thread
             if any(needed.values()):
                 self.delayed.append((block, needed))
             else:
@@ -483,11 +494,11 @@ def make_current(world: World | None) -> None:
 def capturing() -> Iterator[None]:
     """A time in which the current stream is captured into a graph."""
     world = current()
-    world.is_capturing = True
+    world.captured = world.stream()
     try:
         yield
     finally:
-        world.is_capturing = False
+        world.captured = None
 
 
 def index_of(device: object) -> int:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from simgpu.device import World
 from simgpu.torch_semantics import peek, simulated
+from thinwire.checkpoint.copier import Copier, SlotStaging
+from thinwire.checkpoint.cycle import Cycle, Worker
+from thinwire.checkpoint.state.encode import StateEncoder
+from thinwire.checkpoint.state.layout import TensorSlice, view_of
+from thinwire.checkpoint.state.snapshot import TrainingState
+from thinwire.comm.process_group import Handover
 from thinwire.compress.base import Parameter
+from thinwire.cuda.device import CudaDevice
+from thinwire.cuda.staging import DeviceStaging
 from thinwire.lab.testbed.launch import RankContext
 from thinwire.plan.plan import Group, Plan, fingerprint
 
@@ -95,28 +106,29 @@ class Report:
     Args:
         wrong: parameters whose mean was wrong, with the step.
         waits: how often the training's thread waited for the device, by what and where, in the last step.
+        num_waits: how often it did so in each step, in lines of thinwire other than of reference kernels.
         lane_waits: the same of all other threads.
         launches: operations on each stream in the last step.
+        reused: how often memory was handed out again.
+        intruders: work of other threads on the stream of training, and copies for which a thread waits.
+        trace: where an exception came from.
     """
 
     races: list[str]
     errors: list[str]
     wrong: list[str] = field(default_factory=list)
     waits: dict[str, int] = field(default_factory=dict)
+    num_waits: list[int] = field(default_factory=list)
     lane_waits: dict[str, int] = field(default_factory=dict)
     launches: dict[str, int] = field(default_factory=dict)
     reused: int = 0
+    intruders: list[str] = field(default_factory=list)
     trace: str = ""
-
-    @property
-    def contexts(self) -> list[str]:
-        """Uses of devices of other ranks."""
-        return [error for error in self.errors if error.startswith("a context on")]
 
     @property
     def found(self) -> list[str]:
         """All that must not be."""
-        return [*self.races, *(error for error in self.errors if error not in self.contexts), *self.wrong]
+        return [*self.races, *self.errors, *self.wrong, *self.intruders]
 
 
 def run(context: RankContext, names: list[str]) -> list[Report]:
@@ -139,9 +151,19 @@ def run_one(context: RankContext, scenario: Scenario) -> Report:
         except Exception as error:
             report.errors.append(f"{type(error).__name__}: {error}")
             report.trace = traceback.format_exc()
-        torch.cuda.synchronize()
-        report.reused = world.reused
+        _finish(report, world)
     return report
+
+
+def _finish(report: Report, world: World) -> None:
+    torch.cuda.synchronize()
+    report.reused = world.reused
+    for (thread, stream, what), count in world.launches.items():
+        if thread != "main" and stream.endswith(" default") and "nccl" not in stream:
+            report.intruders.append(f"{count} times {what} of {thread} on the stream of training")
+    for (thread, what, where), count in world.waits.items():
+        if what in ("blocking copy", "pageable copy") and where.startswith(("cuda/", "checkpoint/")):
+            report.intruders.append(f"{count} times a {what} of {thread} at {where}")
 
 
 Step = tuple[list[str], list[Tensor | None], list[Tensor]]
@@ -250,12 +272,19 @@ def _wrong(
             yield f"WRONG MEAN of {name} in step {step}: off by {float((got.double() - right).abs().max()):.1e}"
 
 
+def is_ours(wait: str) -> bool:
+    """Whether a wait is thinwire's, and not one of DDP, or of a reference kernel that has none in Triton."""
+    return " at kernels/" not in wait and "scenarios.py" not in wait
+
+
 def _note(report: Report, waits: Counter[Any], launches: Counter[Any]) -> None:
     report.waits, report.lane_waits, report.launches = {}, {}, {}
     for (thread, what, where), count in waits.items():
         into = report.waits if thread == "main" else report.lane_waits
         into[f"{what} at {where}"] = into.get(f"{what} at {where}", 0) + count
-    for (stream, _), count in launches.items():
+    ours = [count for wait, count in report.waits.items() if is_ours(wait)]
+    report.num_waits.append(sum(ours))
+    for (_, stream, _), count in launches.items():
         report.launches[stream] = report.launches.get(stream, 0) + count
 
 
@@ -289,7 +318,101 @@ SCENARIOS = {
         Scenario("ddp, unused", tables=(600, 400), optional=True, ddp={"find_unused_parameters": True}),
         Scenario("nccl, layers", tables=(), ddp={}, nccl=True),
         Scenario("nccl, tables and layers", ddp={}, nccl=True),
+        Scenario("nccl, small buckets", layers=(40, 40, 40), ddp={"bucket_cap_mb": 0.002}, nccl=True),
         Scenario("nccl, sparse", tables=(600, 50), sparse=True, ddp={}, nccl=True),
         Scenario("nccl, plain", nccl=True),
+        Scenario("nccl, over the lane", scheme="two_level:zen", ddp={}, nccl=True),
+        Scenario("nccl, tables alone", tables=(600, 300), layers=(), nccl=True),
+        Scenario("nccl, growing", tables=(600, 300), batch=(2, 60, 1), steps=6, ddp={}, nccl=True),
+        Scenario("nccl, unused", tables=(600, 400), optional=True, steps=6, nccl=True),
+        Scenario("nccl, half", dtype=torch.bfloat16, ddp={}, nccl=True),
+        Scenario("nccl, agsparse", scheme="agsparse", ddp={"gradient_as_bucket_view": True}, nccl=True),
+        Scenario("nccl, auto", scheme="auto", steps=12, ddp={}, nccl=True),
+        Scenario("nccl, compressed", layers=(64, 7), compress=("top_k", 0.3), ddp={}, nccl=True, is_exact=False),
     )
 }
+
+
+# --- scenarios of one process
+
+
+def staging_alone() -> Report:
+    """Jobs of a lane that read a gradient, which nobody else keeps, and jobs that only write."""
+    with simulated(own=(1,)) as world:
+        report = Report(world.races, world.errors)
+        torch.cuda.set_device(1)
+        target = torch.device("cuda", 1)
+        staging = DeviceStaging(CudaDevice(target), 1 << 12, 1 << 12, 512, 512)
+        lane = Worker("lane")
+
+        def job(handover: Handover) -> list[Tensor]:
+            with staging.taking(handover):
+                hosts = staging.to_host(*handover.tensors)
+                made = staging.to_device(*(host * 2 for host in hosts))
+                for gradient, mean in zip(handover.tensors, made, strict=True):
+                    gradient.copy_(mean)
+            return made
+
+        def uploads(handover: Handover, value: float) -> list[Tensor]:
+            with staging.taking(handover):
+                return staging.to_device(torch.full((200,), value))
+
+        for step in range(5):
+            gradient = torch.full((100 + 20 * step,), float(step), device=target)
+            done = lane.submit(partial(job, staging.hand_over([gradient])))
+            del gradient
+            again = torch.full((100 + 20 * step,), -1.0, device=target)
+            (mean,) = done.result()
+            del done
+            made = [lane.submit(partial(uploads, staging.hand_over([]), float(value))) for value in range(3)]
+            found = [one.result()[0] for one in made]
+            torch.cuda.synchronize()
+            for got, right in zip([mean, again, *found], [2.0 * step, -1.0, 0.0, 1.0, 2.0], strict=True):
+                if not bool((peek(got) == right).all()):
+                    report.wrong.append(f"WRONG BITS: {peek(got)[:3].tolist()} and not {right} in step {step}")
+        lane.close(5)
+        _finish(report, world)
+    return report
+
+
+def copy_of_a_state() -> Report:
+    """Checkpoints of a training on a device: copied beside the next backward, and before the next optimizer step."""
+    with simulated(own=(1,)) as world:
+        report = Report(world.races, world.errors)
+        torch.cuda.set_device(1)
+        target = torch.device("cuda", 1)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(160, 120), nn.BatchNorm1d(120), nn.Linear(120, 3)).to(target)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        training, encoder = TrainingState(model, optimizer), StateEncoder()
+        copier = Copier(training.is_stepped, lambda device: SlotStaging(CudaDevice(device), 1 << 14, 2))
+        cycle: Any = SimpleNamespace(_copying=None, records=MagicMock(), _notices=MagicMock())
+        optimizer.register_step_pre_hook(lambda *_: Cycle.settle(cycle))
+        worker, slots = Worker("checkpoint"), [bytearray(1 << 19) for _ in range(2)]
+        checks: list[Callable[[], None]] = []
+
+        def check(step: int, layout: list[TensorSlice], expected: list[Tensor], payload: memoryview) -> None:
+            for place, right in zip(layout, expected, strict=True):
+                if right.is_floating_point() and not torch.equal(view_of(payload, place), right):
+                    report.wrong.append(f"WRONG BITS of {place.path} in the checkpoint of step {step}")
+
+        for step in range(5):
+            data = torch.randn(8, 160).pin_memory().to(target, non_blocking=True)
+            optimizer.zero_grad()
+            model(data).square().mean().backward()
+            optimizer.step()
+            with world.blind():
+                for each in checks:
+                    each()
+            encoded, payload = encoder.encode(training.capture(step)), memoryview(slots[step % 2])
+            with world.blind():
+                expected = [peek(tensor) for tensor in encoded.tensors]
+            copy = copier.begin(encoded, payload, slot=step % 2)
+            cycle._copying = worker.submit(lambda copy=copy: (0.0, "" if copy.finish() else "it was written to"))
+            checks = [partial(check, step, list(encoded.slices), expected, payload)]
+            model(data)  # changes the statistics of the batch norm
+        Cycle.settle(cycle)
+        worker.close(5)
+        _finish(report, world)
+        report.intruders = [one for one in report.intruders if "pageable" not in one]  # tensors of the host
+    return report

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from simgpu import device as simulated_device
-from simgpu.device import PINNED, Block, World, current, index_of, where
+from simgpu.device import PINNED, Block, Stream, World, current, index_of, where
 
 BASE = torch._C.TensorBase
 WAITS = {
@@ -297,15 +297,37 @@ def _host_access(world: World, given: list[Tensor], written: set[int], what: str
 
 
 def _collective(world: World, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[Tensor]) -> Any:
-    """A collective of Gloo: the host reads and writes; for a tensor of a device it waits for the current stream."""
-    what = f"{func.overloadpacket.__name__} of Gloo at {where()}"
+    """A collective of Gloo: the host reads and writes; for a tensor of a device it waits for the current stream.
+
+    One of NCCL comes here only from DDP's reducer in C++, which lets the current stream wait for it.
+    """
+    name = func.overloadpacket.__name__
+    there = [tensor for tensor in given if is_simulated(tensor)]
     with world.lock:
-        for tensor in given:
-            device = device_of(tensor)
-            if device is not None and device != PINNED:
-                world.host_waits("Gloo on CUDA tensors", world.clocks[world.stream(device).name])
-        _host_access(world, given, {id(tensor) for tensor in given}, what)
+        if there and world.has_nccl:
+            index = device_of(there[0]) or 0
+            world.stream(index).wait_stream(issue(world, index, name, "nccl default", there))
+        else:
+            for tensor in there:
+                world.host_waits("Gloo on CUDA tensors", world.clocks[world.stream(device_of(tensor)).name])
+            _host_access(world, given, {id(tensor) for tensor in given}, f"{name} of Gloo at {where()}")
     return func(*args, **kwargs)
+
+
+def issue(world: World, index: int, name: str, communicator: str, tensors: list[Tensor]) -> Stream:
+    """Book a collective of NCCL on the stream of its communicator, behind the current stream."""
+    threads = world.issued_nccl[index]
+    threads.add(world.host().name)
+    if len(threads) > 1:
+        world.error(f"NCCL on cuda:{index} is issued by several threads ({', '.join(sorted(threads))})")
+    stream = world.streams.get(f"cuda:{index} {communicator}")
+    stream = stream or Stream(torch.device("cuda", index), kind=communicator)
+    stream.wait_stream(world.stream(index))
+    world.launch(index, f"nccl {name}", stream=stream)
+    for tensor in tensors:
+        touch(world, stream.name, tensor, True, f"{name} of NCCL at {where()}")
+        tensor.record_stream(stream)
+    return stream
 
 
 class Mode(TorchDispatchMode):
@@ -371,6 +393,10 @@ def _numpy(tensor: Tensor, **kwargs: Any) -> Any:
 
 
 def _tolist(tensor: Tensor) -> Any:
+    if device_of(tensor) == PINNED:
+        world = current()
+        with world.lock:
+            _host_access(world, [tensor], set(), f"tolist at {where()}")
     return _RAW["tolist"](_cpu(tensor) if is_simulated(tensor) else tensor)
 
 
@@ -404,7 +430,21 @@ def _as_tensor(data: Any, dtype: Any = None, device: Any = None) -> Tensor:
     return _MADE["as_tensor"](data, dtype=dtype) if device is None else _tensor(data, dtype=dtype, device=device)
 
 
-_RAW = {name: getattr(BASE, name) for name in ("device", "to", "numpy", "tolist", "is_cuda", "is_cpu")}
+def _new_tensor(tensor: Tensor, data: Any, *, dtype: Any = None, device: Any = None, **kwargs: Any) -> Tensor:
+    return _tensor(data, dtype=dtype or tensor.dtype, device=device or tensor.device, **kwargs)
+
+
+def _setitem(tensor: Tensor, place: Any, value: Any) -> None:
+    """A number is written by a kernel; torch for a CPU, which this runs on, would copy a tensor of it."""
+    if isinstance(value, (int, float, bool)) and is_simulated(tensor):
+        parts_of_place = place if isinstance(place, tuple) else (place,)
+        if not any(isinstance(part, (Tensor, list)) for part in parts_of_place):
+            tensor[place].fill_(value)
+            return
+    _RAW["__setitem__"](tensor, place, value)
+
+
+_RAW = {name: getattr(BASE, name) for name in ("device", "to", "numpy", "tolist", "is_cuda", "is_cpu", "__setitem__")}
 _MADE = {"tensor": torch.tensor, "as_tensor": torch.as_tensor}
 
 
@@ -431,6 +471,8 @@ PATCHES: dict[str, Any] = {
     ),
     "numpy": _numpy,
     "tolist": _tolist,
+    "new_tensor": _new_tensor,
+    "__setitem__": _setitem,
     "record_stream": _record_stream,
     "pin_memory": _pin_memory,
     "is_pinned": lambda tensor, *args: device_of(tensor) == PINNED,

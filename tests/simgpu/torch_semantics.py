@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from simgpu import device as simulated_device
 from simgpu.device import DeviceContext, Event, Stream, StreamContext, World, current, index_of, where
-from simgpu.tensors import Mode, device_of, is_simulated, patched_tensors, touch
+from simgpu.tensors import Mode, device_of, is_simulated, issue, patched_tensors, touch
 
 _C_Future = torch._C.Future
 
@@ -270,9 +271,13 @@ class Work:
 
 
 _COLLECTIVES = (
-    "all_reduce", "all_to_all_single", "all_gather_into_tensor", "all_gather", "broadcast", "reduce_scatter_tensor",
+    "all_reduce", "all_to_all_single", "all_gather_into_tensor", "all_gather_single", "all_gather", "broadcast",
+    "reduce_scatter_tensor",
 )  # fmt: skip
-_PLACE = {"all_reduce": 2, "all_to_all_single": 4, "all_gather_into_tensor": 2, "all_gather": 2, "broadcast": 2}
+_PLACE = {
+    "all_reduce": 2, "all_to_all_single": 4, "all_gather_into_tensor": 2, "all_gather_single": 2, "all_gather": 2,
+    "broadcast": 2,
+}  # fmt: skip
 """Where the group is among the positional arguments."""
 
 
@@ -281,29 +286,23 @@ def _over_nccl(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
 
     def call(*args: Any, **kwargs: Any) -> Any:
         world = current()
+        is_method = name == "allreduce_coalesced"
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not world.has_nccl or not any(map(is_simulated, tensors)):
             return real(*args, **kwargs)
         if not all(map(is_simulated, tensors)):
             raise RuntimeError(f"No backend type associated with device type cpu ({name} over NCCL)")
-        is_async = kwargs.pop("async_op", False)
-        group = kwargs.get("group") or (args[_PLACE[name]] if name in _PLACE and len(args) > _PLACE[name] else None)
+        is_async = is_method or kwargs.pop("async_op", False)
+        place = 0 if is_method else _PLACE.get(name, len(args))
+        group = kwargs.get("group") or (args[place] if len(args) > place else None)
         index = device_of(tensors[0]) or 0
-        threads = world.issued_nccl[index]
-        threads.add(world.host().name)
-        if len(threads) > 1:
-            world.error(f"NCCL on cuda:{index} is issued by several threads ({', '.join(sorted(threads))})")
         with world.lock:
             key = f"nccl {id(group) if group is not None and group is not dist.group.WORLD else 'default'}"
-            stream = world.streams.get(f"cuda:{index} {key}") or Stream(torch.device("cuda", index), kind=key)
-            stream.wait_stream(world.stream(index))
-            world.launch(index, f"nccl {name}", stream=stream)
-            here = f"{name} of NCCL at {where()}"
-            for tensor in tensors:
-                touch(world, stream.name, tensor, True, here)
-                tensor.record_stream(stream)
+            stream = issue(world, index, name, key, tensors)
         with world.blind():
-            real(*args, **kwargs)
+            done = real(*args, **kwargs)
+            if is_method:
+                done.wait()
         work = Work(stream, tensors)
         if is_async:
             return work
@@ -355,7 +354,7 @@ _CUDA: dict[str, Any] = {
     "set_stream": lambda stream: current().set_stream(stream),
     "current_stream": _current_stream,
     "synchronize": _synchronize,
-    "is_current_stream_capturing": lambda: current().is_capturing,
+    "is_current_stream_capturing": lambda: current().stream() == current().captured,
     "get_device_capability": lambda device=None: (9, 0),
     "get_device_name": lambda device=None: "simulated",
     "manual_seed_all": lambda seed: None,
@@ -439,8 +438,10 @@ def simulated(own: tuple[int, ...] = (0, 1), nccl: bool = False) -> Iterator[Wor
             cleanup.enter_context(patch.object(Future, name, value))
         cleanup.enter_context(patch.object(Tensor, "backward", _backward_pass))
         cleanup.enter_context(patch.object(dist, "_register_comm_hook", _register_comm_hook))
-        for name in _COLLECTIVES:
+        for name in filter(partial(hasattr, dist), _COLLECTIVES):
             cleanup.enter_context(patch.object(dist, name, _over_nccl(name, getattr(dist, name))))
+        coalesced = _over_nccl("allreduce_coalesced", dist.ProcessGroup.allreduce_coalesced)
+        cleanup.enter_context(patch.object(dist.ProcessGroup, "allreduce_coalesced", coalesced))
         config = dist.get_backend_config
         named = lambda group=None: "cpu:gloo,cuda:nccl" if world.has_nccl else config(group)  # noqa: E731
         cleanup.enter_context(patch.object(dist, "get_backend_config", named))

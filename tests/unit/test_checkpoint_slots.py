@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from thinwire.checkpoint.state.layout import TensorSlice, view_of
 from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.holder.client import SlotReader
 from thinwire.holder.slots import Slot, SlotSize, SlotView, State, choose_slot
@@ -55,6 +56,16 @@ def test_a_slot_that_is_being_written_holds_nothing() -> None:
     with pytest.raises(CorruptMessageError):
         slot.read()
     slot.close()
+
+
+def test_memory_stays_mapped_while_a_tensor_views_it() -> None:
+    """Under one of `torch.frombuffer` it was not, and writing to that would hit whatever is mapped there next."""
+    slot = Slot.allocate(SlotSize(4096, 10))
+    reader = SlotReader(slot, fill(slot, 1, bytes(range(64))), b"", lambda: None)
+    tensor = view_of(reader.payload, TensorSlice("", "uint8", (64,), 0, 64))
+    reader.close()
+    assert not slot._map.closed
+    assert tensor.tolist() == list(range(64))
 
 
 @pytest.mark.parametrize("shared", [1, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 5, ODD])

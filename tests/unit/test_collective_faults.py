@@ -231,6 +231,14 @@ def test_a_changed_record_raises_and_allocates_nothing(column: int, value: int) 
     assert isinstance(outcomes[1], (CorruptHeaderError, MismatchError, PeerError, CorruptMessageError)), outcomes[1]
 
 
+@pytest.mark.parametrize("call", [0, 2])
+def test_a_record_of_zeros_is_none(call: int) -> None:
+    outcomes = run_collectives(
+        2, lambda exchange: mean(CollectiveSum(exchange), few(exchange)), changing(call, Tensor.zero_)
+    )
+    assert isinstance(outcomes[1], CorruptHeaderError)
+
+
 @pytest.mark.parametrize("name", schemes.NAMED)
 def test_every_named_scheme_runs_or_says_which_do(name: str) -> None:
     scheme = schemes.NAMED[name]

@@ -15,8 +15,8 @@ from torch import Tensor
 from thinwire import compress
 from thinwire.compress.base import Compressor, Memory, Parameter, Payload, State, Summable
 from thinwire.compress.memory import ErrorFeedback, MomentumCorrection
-from thinwire.compress.methods.dgc import SampledTopK
 from thinwire.compress.methods.sparsify import DensitySparsifier
+from thinwire.compress.methods.thresholds import SampledTopK
 from thinwire.compress.wrappers import code_of, unwrapped
 from thinwire.errors import CorruptMessageError
 

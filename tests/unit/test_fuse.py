@@ -13,9 +13,7 @@ from torch.distributed import _compute_bucket_assignment_by_size
 
 from clocks import calls_of
 from thinwire import fuse
-from thinwire.fuse.named import POLICIES
-from thinwire.fuse.policy import Policy, groups_ending_at
-from thinwire.fuse.safusion import _covering_groups
+from thinwire.fuse.policy import POLICIES, Policy, _covering_groups, groups_ending_at
 from thinwire.fuse.search import Mode, search
 from thinwire.lab.studies.branch_and_bound import branch_and_bound
 from thinwire.lab.studies.cupcake_mixed import best_mixed, mixed

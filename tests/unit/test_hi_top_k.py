@@ -16,7 +16,7 @@ from thinwire.comm.channel import Channel, Subject
 from thinwire.comm.hosts import Hosts
 from thinwire.compress.base import Compressor, Parameter, State
 from thinwire.compress.memory import ErrorFeedback, with_memory
-from thinwire.compress.methods.hi_top_k import hi_top_k
+from thinwire.compress.methods.select import hi_top_k
 from thinwire.compress.reduction.base import Phase, Result, Stopwatch, Task
 from thinwire.compress.reduction.choose import AUTO, reduction_for
 from thinwire.compress.reduction.hi_top_k import HiTopKReduction

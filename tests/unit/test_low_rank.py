@@ -13,8 +13,7 @@ from torch import Tensor
 from thinwire import compress
 from thinwire.compress.base import Compressor, Parameter, Payload, State
 from thinwire.compress.memory import ErrorFeedback
-from thinwire.compress.methods.atomo import probabilities
-from thinwire.compress.methods.low_rank import LowRank, matrix_shape, next_basis, orthonormal
+from thinwire.compress.methods.low_rank import LowRank, matrix_shape, next_basis, orthonormal, probabilities
 from thinwire.compress.reduction.base import salted
 from thinwire.compress.wrappers import summable_code, unwrapped
 from thinwire.errors import CorruptMessageError

@@ -14,8 +14,7 @@ from measured import codec, measurement, table
 from thinwire import fuse
 from thinwire.cli.plan import COMPRESSORS, names_of
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
-from thinwire.fuse.named import counts_bytes, default_policies
-from thinwire.fuse.policy import Policy
+from thinwire.fuse.policy import Policy, counts_bytes, default_policies
 from thinwire.fuse.profile import Groups
 from thinwire.fuse.timeline import iteration_seconds
 from thinwire.lab.planning.lane_search import fastest_jobs

@@ -19,7 +19,7 @@ from torch import nn
 import thinwire
 from thinwire import compress, errors, fuse, schemes
 from thinwire.compress.named import NAMES, construct
-from thinwire.fuse.named import POLICIES
+from thinwire.fuse.policy import POLICIES
 from thinwire.lab.bench.design_space import points
 from thinwire.plan import Group, Plan
 

@@ -15,9 +15,8 @@ from thinwire import compress
 from thinwire.compress import bf16, int8
 from thinwire.compress.base import Compressor, Memory, Parameter, Payload, State, Summable, check_parameter
 from thinwire.compress.memory import ErrorFeedback, MomentumCorrection
-from thinwire.compress.methods.dgc import SampledTopK
-from thinwire.compress.methods.sidco import exponential_excess, gamma_excess, pareto_excess
 from thinwire.compress.methods.sparsify import HEADER_BYTES, DensitySelector, Sparsifier
+from thinwire.compress.methods.thresholds import SampledTopK, exponential_excess, gamma_excess, pareto_excess
 from thinwire.compress.warm_up import WarmUp, density_of
 from thinwire.compress.wrappers import packed_code
 from thinwire.errors import CorruptMessageError, MismatchError

@@ -44,14 +44,10 @@ _GONE = "the holder of this host is gone"
 
 @dataclass(frozen=True)
 class Turn:
-    """Decision of the ranks about one checkpoint.
+    """Decision of the ranks about one checkpoint: the writer of this rank's slot, or why it is ``skipped``.
 
-    Args:
-        skipped: reason why there is none, else empty; ``writer`` is None then.
-        writer: writer of the slot of this rank.
-        registers: whether all ranks have to call `Agreement.register` first.
-        stride: multiples of ``every`` until the next checkpoint; 0 if that is to be tried again at once.
-        raises: error for `Checkpointer.step` to raise, on all ranks.
+    ``registers``: whether all ranks have to call `Agreement.register` first. ``stride``: multiples of ``every`` until
+    the next checkpoint; 0 to try again at once. ``raises``: error for `Checkpointer.step` to raise, on all ranks.
     """
 
     skipped: str = ""
@@ -172,7 +168,10 @@ class Agreement:
             self._notices.add(self.divergence.text)
         self.keep = max(self.keep, keep)
         if safe and registered and self._registration.moving:
-            self._release()
+            try:
+                self._registration.release()
+            except FAILURES as error:
+                self.lose(error)
             return self.take_turn(step)  # with the slots that there is room for now
         if not ready:
             return self._skip(step, obstacle or "another rank cannot make one")
@@ -186,12 +185,6 @@ class Agreement:
         writer = self._slot(step)
         skipped = "" if writer is not None else self._skip(step, "the holder gave no slot").skipped
         return Turn(skipped, writer, False, -stride)
-
-    def _release(self) -> None:
-        try:
-            self._registration.release()
-        except FAILURES as error:
-            self.lose(error)
 
     def register(self, step: int, payload_bytes: int) -> bool:
         """Register slots on all ranks and return whether all have them; if not, retry some steps later. Collective."""

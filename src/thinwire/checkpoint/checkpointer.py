@@ -130,7 +130,9 @@ class Checkpointer:
         self._governor = governor
         watched = hasattr(synchronizer, "watch_lane")
         sampler = None if watched else registration.sampler()
-        self._pacer = Pacer(self._grant, every, watched, lambda: self._agreement.revoke(), sampler)
+        self._pacer = Pacer(
+            lambda n: self._agreement.grant(n), every, watched, lambda: self._agreement.revoke(), sampler
+        )
         if watched:
             synchronizer.watch_lane(self._pacer.note_busy)
         raises = on_divergence == "raise"
@@ -276,18 +278,11 @@ class Checkpointer:
         return self._cycle.records.all()
 
     def stats(self) -> dict[str, float | str]:
-        """Return the statistics of this rank, with slash names, for any metrics logger.
+        """Return the statistics of this rank, with slash names, for any metrics logger (docs/reference/stats.md).
 
-        ``checkpoint/grants`` and ``checkpoint/schedule`` are texts for people. ``checkpoint/bytes`` are of one version,
-        ``checkpoint/replicated_step`` is the newest that all ranks had everywhere when the last one was made,
-        ``checkpoint/blocking_seconds`` and ``checkpoint/copy_seconds`` are medians (`VersionRecord`).
-        ``checkpoint/bound_network_seconds`` and ``checkpoint/bound_copy_seconds`` are the least cost of a version at
-        the measured speed (`thinwire.lab.studies.checkpoint_bounds`), ``checkpoint/idle_seconds`` the idle time of an
-        iteration; ``checkpoint/iterations_needed`` is the number of iterations over which a version is spread,
-        ``checkpoint/schedule`` which bytes of it were granted when (Algorithm 2). ``checkpoint/every`` is the number of
-        steps between two checkpoints now, ``checkpoint/overhead`` the share of training's time that they cost, and
-        ``checkpoint/cpu_seconds`` the CPU time of one version here and in the holder (its digests, sending, and what
-        it receives for peers).
+        Seconds are medians over the versions that were written (`VersionRecord`); ``checkpoint/bound_*`` are the least
+        cost of a version at the measured speed (`thinwire.lab.studies.checkpoint_bounds`). ``checkpoint/grants`` and
+        ``checkpoint/schedule`` are texts for people: which bytes of the last version were granted when (Algorithm 2).
         """
         records, agreement, pacer, tier = self._cycle.records, self._agreement, self._pacer, self._tier
         found, replicas, diverged = records.stats(), self._registration.replicas, agreement.divergence.diverged
@@ -332,10 +327,6 @@ class Checkpointer:
         if self._end.alive and self._tier is not None:
             self._tier.join()
         self._end()
-
-    def _grant(self, num_bytes: int) -> None:
-        """On the pacer's thread."""
-        self._agreement.grant(num_bytes)
 
 
 def _end(

@@ -17,16 +17,11 @@ MAX_REASONS = 20
 
 @dataclass(frozen=True)
 class Choice:
-    """The step to restore, if there is one, and the source of each shard.
+    """The step to restore, and the attempt that wrote it; None if no step is complete.
 
-    Args:
-        step: the step; None if no step is complete, and then the fields below are empty.
-        attempt: the attempt that wrote it.
-        sources: for each owner, the address of the holder that supplies its shard.
-        versions: for each owner, the version that this holder supplies.
-        fetched: owners whose shard comes from another host than the one that they are on now.
-        certified: whether all owners have alike what they should have alike; None if there is no such thing.
-        reasons: why newer steps, and other versions of the holders, were not chosen: sentences for a message.
+    For each owner, ``sources`` has the address of the holder that supplies its shard, and ``versions`` the version.
+    ``fetched``: owners whose shard comes from another host than their own. ``certified``: whether all owners have alike
+    what they should; None if there is no such thing. ``reasons``: why newer steps and other versions were not chosen.
     """
 
     step: int | None
@@ -60,14 +55,10 @@ def choose(
     copy; else a holder that keeps it anyway, else the one with fewest bytes to keep for others; of those the one with
     fewest bytes to send, and the first by name. Where copies of a shard differ, none of them is used.
 
-    Args:
-        inventories: for each holder, by its address, the versions that it has verified, without holders that are gone.
-        holders: for each rank of the job that starts now, the address of its host's holder; one for each rank of the
-            topology.
-        run_id: only versions of this run count.
-        topology: only versions of this topology count (`topology_digest`).
-        placed: for each holder, the owners whose shards it keeps from now on.
-        only: the step to choose; None for the newest.
+    ``inventories`` has, by the address of each holder that answered, the versions that it has verified; only those of
+    ``run_id`` and ``topology`` (`topology_digest`) count. ``holders`` has, for each rank of the job that starts now,
+    the address of its host's holder; ``placed``, for each holder, the owners whose shards it keeps from now on.
+    ``only`` is the step to choose; None for the newest.
 
     Example:
         >>> has = [Version(ShardId("run", "a1", owner), 7, 0, 100, "0123456789abcdef") for owner in (0, 1)]

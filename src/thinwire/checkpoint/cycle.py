@@ -221,12 +221,12 @@ class Cycle:
         self._notices.add(f"{reason}: from now on step waits until parameters are copied (overlap=False)")
 
     def _before_optimizer(self, optimizer: object, *_: object) -> None:
+        self.settle()
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self._copy_alone("optimizer.step is captured in a CUDA graph, whose replays do not wait for a copy")
             return
         self._stepped.add(id(optimizer))
         self._has_stepped = True
-        self.settle()
         step = self.step + 1
         due = self._governor.is_due(step) and self.started and self._agreement.is_registered
         if due and self._turn is None and not self.broken:

@@ -113,12 +113,9 @@ class ForeignShards:
 
 @dataclass(frozen=True)
 class Survey:
-    """Versions of a run in the memory of all hosts.
+    """Versions of a run in the memory of all hosts, by the holders that answered, and the step to go back to.
 
-    Args:
-        choice: the step to go back to, and the source of each shard.
-        attempt: the attempt of new versions, above all that were seen, and different each time.
-        inventories: for each holder that answered, its versions.
+    ``attempt`` is that of new versions, above all that were seen, and different each time.
     """
 
     choice: Choice
@@ -133,11 +130,9 @@ def survey(
     group: dist.ProcessGroup,
     placed: Mapping[str, Collection[int]] | None = None,
 ) -> Survey:
-    """Gather the inventories of all holders and choose the step to restore; collective, with the same result on all
-    ranks.
+    """Gather the inventories of all holders and choose the step to restore, the same on all ranks; collective.
 
-    The first rank of each host asks, because the holder then compares all bytes with their digests. ``placed``: as in
-    `choose`.
+    The first rank of each host asks: the holder then compares all bytes with their digests. ``placed`` as in `choose`.
     """
     holders, mine = registration.holders, None
     if registration.client is not None and registration.is_first:

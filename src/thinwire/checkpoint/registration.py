@@ -37,13 +37,10 @@ def room_bytes(payload_bytes: int) -> int:
 
 
 def places_of(holders: Sequence[str], replicas: int, domains: Sequence[str] | None = None) -> list[list[str]]:
-    """Return for each rank the addresses of the holders of its shard, its own first. Ranks with one holder are one
-    machine.
+    """Return for each rank the addresses of the holders of its shard, its own first.
 
-    Args:
-        holders: for each rank, the address of its host's holder.
-        replicas: copies of each shard, including its own.
-        domains: for each rank, the failure domain of its host.
+    ``holders`` and ``domains`` have, for each rank, the address of its host's holder and its failure domain. Ranks with
+    one holder are one machine. ``replicas`` counts the copies of a shard, its own included.
     """
     ranks_of: dict[str, list[int]] = {}
     for rank, holder in enumerate(holders):
@@ -73,16 +70,12 @@ class Registration:
 
     ``client`` is None while this host has no holder. `connect`, `exchange` and `register` are collective.
 
-    Args:
-        socket: path of the holder of this host; None for the default path.
-        replicas: copies of each shard, including its own.
-        num_tensors: tensors of the model, which determine the room for layouts.
-        domain: failure domain of this host; None for none, or $THINWIRE_DOMAIN.
-        leases: whether this job must be the only one that uses the run.
+    ``num_tensors`` determines the room for layouts; ``leases``: whether this job must be the only one that uses the
+    run. The other arguments are those of `Checkpointer`.
 
-    ``wanted`` is set by whoever chooses the versions to go back to: for each holder, the digests of those that it keeps
-    or gets; and ``chosen``, their attempt and step. ``left`` is the topology that they are of, if it is another one.
-    ``moving``: until `release`.
+    Whoever chooses the versions to go back to sets ``wanted``, for each holder the digests of those that it keeps or
+    gets, ``chosen``, their attempt and step, and ``left``, their topology if it is another one. ``moving``: until
+    `release`.
     """
 
     def __init__(

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from thinwire.checkpoint.choice import Choice, choose
-from thinwire.checkpoint.dcp.disk import DiskShards
-from thinwire.checkpoint.dcp.tier import PersistentTier
+from thinwire.checkpoint.dcp.tier import DiskShards, PersistentTier
 from thinwire.checkpoint.group import least, on_all
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.recovery import (
@@ -43,12 +44,9 @@ _RELEASE_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Restored:
-    """Result of a restore.
+    """The restored step (None for a fresh start), and the attempt of new versions, which names this start of the run.
 
-    Args:
-        step: the restored step; None for a fresh start.
-        attempt: number of this start of the run, for new versions.
-        in_slots: whether the version is in the slots of all ranks now.
+    ``in_slots``: whether the version is in the slots of all ranks now.
     """
 
     step: int | None
@@ -65,7 +63,7 @@ class _Candidate:
     step: int
     where: str
     load: Callable[[], None]
-    foreign: str | None = None
+    is_foreign: bool = False
 
     @property
     def on_disk(self) -> bool:
@@ -185,7 +183,7 @@ class Restorer:
             if not failure:
                 self._say_what_is_left(newest, found, reasons)
                 attempt = max(self._attempt, next_attempt([newest.attempt], self._attempt % (1 << NONCE_BITS)))
-                in_slots = not newest.on_disk and newest.foreign is None
+                in_slots = not newest.on_disk and not newest.is_foreign
                 return Restored(newest.step, attempt, in_slots)
             tries += not newest.on_disk
             spoiled |= {newest.where} if newest.on_disk else set()
@@ -234,14 +232,16 @@ class Restorer:
         choices = [choose(found.inventories, holders, self._run_id, topology, placed, each) for each in steps]
         for choice in choices if step is not None else [found.choice]:
             if choice.step is not None:
-                order, load = start_order(choice.attempt, choice.step), self._loader(choice)
+                order, load = start_order(choice.attempt, choice.step), partial(self._load_choice, choice)
                 candidates.append(_Candidate((order, _MEMORY), choice.attempt, choice.step, "from memory", load))
         newest = max((candidate.order[0] for candidate in candidates), default=(-1, -1))
         for version in foreign_steps(found.inventories, self._run_id, topology):
             if version.order > newest or step is not None:
                 layouts = gather_layouts(version, self._registration, self._group)
                 if is_whole(layouts, self._topology):
-                    candidates.append(self._foreign_candidate(version, layouts))
+                    where, load = f"of {len(layouts)} ranks, from memory", partial(self._load_foreign, version, layouts)
+                    order = (version.order, _MEMORY)
+                    candidates.append(_Candidate(order, version.attempt, version.step, where, load, True))
                     if step is None:
                         break
                 else:
@@ -249,47 +249,36 @@ class Restorer:
         disk, others = self._on_disk()
         return candidates + disk, reasons, others
 
-    def _loader(self, choice: Choice) -> Callable[[], None]:
-        def load() -> None:
-            registration, attempt = self._registration, self._attempt
-            assert attempt is not None
-            self._want(choice)
-            registration.register(choice.versions[self._rank].payload_bytes, attempt)
-            assert registration.client is not None
-            load_shard(registration.client, choice, self._rank, registration.here, self._training)
-            if choice.certified is not None:
-                alike = "" if choice.certified else "not "
-                newer = "".join(f"; {reason}" for reason in choice.reasons if "of ranks differ" in reason)
-                logger.info("step %s: parameters are %sthe same on all ranks%s", choice.step, alike, newer)
+    def _load_choice(self, choice: Choice) -> None:
+        registration, attempt = self._registration, self._attempt
+        assert attempt is not None
+        self._want(choice)
+        registration.register(choice.versions[self._rank].payload_bytes, attempt)
+        assert registration.client is not None
+        load_shard(registration.client, choice, self._rank, registration.here, self._training)
+        if choice.certified is not None:
+            alike = "" if choice.certified else "not "
+            newer = "".join(f"; {reason}" for reason in choice.reasons if "of ranks differ" in reason)
+            logger.info("step %s: parameters are %sthe same on all ranks%s", choice.step, alike, newer)
 
-        return load
+    def _load_foreign(self, version: StoredStep, layouts: dict[int, Any]) -> None:
+        like, registration = self._like(len(layouts)), self._registration
 
-    def _foreign_candidate(self, version: StoredStep, layouts: dict[int, Any]) -> _Candidate:
-        like = self._like(len(layouts))
+        def prepare() -> tuple[dict[str, Any], list[Move]]:
+            state, targets = self._training.prepare(layouts[like])
+            return state, plan_moves(targets, layouts, like)
 
-        def load() -> None:
-            def prepare() -> tuple[dict[str, Any], list[Move]]:
-                state, targets = self._training.prepare(layouts[like])
-                return state, plan_moves(targets, layouts, like)
-
-            state, moves = on_all(self._group, prepare)
-            needed = {move.owner for move in moves}
-            copies = [version.digest for copy in version.copies.values() for version in copy.values()]
-            self._registration.wanted = dict.fromkeys(self._registration.holders, copies)
-            self._registration.chosen, self._registration.left = (version.attempt, version.step), version.topology
-            assert self._attempt is not None
-            self._registration.place(self._attempt)
-            shards = ForeignShards(version, needed, self._registration, self._group)
-            try:
-                fill(moves, shards)
-                shards.verify()
-            finally:
-                shards.close()
-            self._adopt(state, len(layouts))
-
-        order = (version.order, _MEMORY)
-        where = f"of {len(layouts)} ranks, from memory"
-        return _Candidate(order, version.attempt, version.step, where, load, version.topology)
+        state, moves = on_all(self._group, prepare)
+        copies = [version.digest for copy in version.copies.values() for version in copy.values()]
+        registration.wanted = dict.fromkeys(registration.holders, copies)
+        registration.chosen, registration.left = (version.attempt, version.step), version.topology
+        assert self._attempt is not None
+        registration.place(self._attempt)
+        shards = ForeignShards(version, {move.owner for move in moves}, registration, self._group)
+        with contextlib.closing(shards):
+            fill(moves, shards)
+            shards.verify()
+        self._adopt(state, len(layouts))
 
     def _on_disk(self) -> tuple[list[_Candidate], list[str]]:
         candidates, reasons = [], []
@@ -299,9 +288,8 @@ class Restorer:
             if about["state"] == self._topology["state"]:
                 order = (start_order(about["attempt"], about["step"]), _DISK)
                 where = f"in {self._tier.directory}, step {about['step']}"
-                candidates.append(
-                    _Candidate(order, about["attempt"], about["step"], where, lambda about=about: self._read(about))
-                )
+                load = partial(self._read, about)
+                candidates.append(_Candidate(order, about["attempt"], about["step"], where, load))
             else:
                 reasons.append(f"step {about['step']} in {self._tier.directory} is of another model")
         if unreadable and self._tier is not None:

@@ -7,6 +7,7 @@ the host learns nothing before it asks (`Collectives.numbers`). The same calls r
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
@@ -71,7 +72,7 @@ class Collectives:
     hosts: Sequence[int]
 
     def __init__(self, process_group: dist.ProcessGroup, traffic: Traffic | None = None) -> None:
-        self.process_group: dist.ProcessGroup | None = process_group
+        self._group = weakref.ref(process_group)  # a group that its owner has destroyed is not kept alive
         self.rank, self.world_size = process_group.rank(), process_group.size()
         self.global_ranks: Sequence[int] = dist.get_process_group_ranks(process_group)
         self.hosts = range(self.world_size)
@@ -155,14 +156,14 @@ class Collectives:
     # What a test replaces.
 
     def _all_to_all(self, incoming: Tensor, outgoing: Tensor, receive_sizes: list[int], send_sizes: list[int]) -> None:
-        dist.all_to_all_single(incoming, outgoing, receive_sizes, send_sizes, group=self.process_group)
+        dist.all_to_all_single(incoming, outgoing, receive_sizes, send_sizes, group=self._group())
 
     def _all_gather(self, incoming: Tensor, outgoing: Tensor) -> None:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # its name before torch 2.13
-        gather(incoming, outgoing, group=self.process_group)
+        gather(incoming, outgoing, group=self._group())
 
     def _all_reduce(self, tensor: Tensor) -> None:
-        dist.all_reduce(tensor, group=self.process_group)
+        dist.all_reduce(tensor, group=self._group())
 
     def _run(self, collective: Callable[..., None], *args: object) -> None:
         try:

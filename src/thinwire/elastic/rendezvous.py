@@ -25,8 +25,7 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from thinwire.elastic.board import Board, Claim
-from thinwire.elastic.service import Boards, is_local
+from thinwire.elastic.board import Board, Boards, Claim, is_local
 from thinwire.errors import LostPeerError, PeerError, ThinwireError
 from thinwire.holder.replication import parse_address
 from thinwire.holder.start import (

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from thinwire.follow.fit import Gradient, Measured
-from thinwire.fuse.named import counts_bytes
-from thinwire.fuse.policy import Policy
+from thinwire.fuse.policy import Policy, counts_bytes
 from thinwire.fuse.profile import Groups, Profile
 from thinwire.fuse.timeline import iteration_seconds
 from thinwire.gradients.compressed import CompressedSync

@@ -256,6 +256,7 @@ class Buckets:
         job = self._clock.submit(Load(f"sum of {', '.join(table.name for table in tables)}"))
         job.started = time.perf_counter()
         started = [work for one in collected for work in one.contents.started]
+        self._staging.hand_over(())  # which refuses to be captured in a CUDA graph
         try:
             means = dict(zip((table.name for table in tables), self._collective.means(tables, started), strict=True))
             for one in collected:
@@ -264,9 +265,7 @@ class Buckets:
                 buffer = one.contents.buffer
                 one.future.set_result(means[one.contents.tables[0].name] if buffer.is_sparse else buffer)
         except Exception as error:
-            for one in collected:
-                if not one.future.done():
-                    one.future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
+            _set_exception([one.future for one in collected], error)
             raise
         finally:
             job.ended = time.perf_counter()
@@ -383,13 +382,18 @@ def _fail(batch: Sequence[tuple[Contents, Future[Tensor]]], done: Future[None]) 
     try:
         done.value()
     except Exception as error:
-        for _, future in batch:
-            if future.done():
-                continue
-            try:
-                future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
-            except RuntimeError:  # one of a device pickles it, to find tensors; uncompleted, DDP would wait for ever
-                future.set_exception(ThinwireError(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
+        _set_exception([future for _, future in batch], error)
+
+
+def _set_exception(futures: Sequence[Future[Tensor]], error: Exception) -> None:
+    """Complete the futures that are not done with an error."""
+    for future in futures:
+        if future.done():
+            continue
+        try:
+            future.set_exception(error)  # type: ignore[arg-type]  # torch annotates it as a result
+        except RuntimeError:  # one of a device pickles it, to find tensors; uncompleted, DDP would wait for ever
+            future.set_exception(ThinwireError(f"{type(error).__name__}: {error}"))  # type: ignore[arg-type]
 
 
 def _between(bucket: dist.GradBucket, begin: int, stop: int) -> list[tuple[str, Tensor]]:

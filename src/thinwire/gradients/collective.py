@@ -26,7 +26,7 @@ from thinwire.gradients.exact import DENSE_PAUSE_STEPS, GradientSync, Started
 from thinwire.gradients.tables import TableGradient, share
 from thinwire.kernels import dispatch
 from thinwire.observe.step import ParameterRecord
-from thinwire.sync.choose import Demand, Route
+from thinwire.sync.choose import Demand, Point, Route
 from thinwire.sync.collective import CollectiveSum, Counts, NamedGradient, plan, refusal, sent_bytes
 from thinwire.sync.experience import Routes
 from thinwire.sync.named import AGSPARSE_CODED, AUTO, ZEN, name_of
@@ -36,7 +36,8 @@ CANDIDATES = (ZEN, AGSPARSE_CODED)
 COLLECTIVE = "by collectives"
 """What stands for the formats in `Synchronizer.table`, which both sides compute from the counts of rows."""
 TIMED_SUMS, CHECK_SUMS = 6, 50
-"""Number of the first sums that are timed under "auto", and the sums between two timings later."""
+"""Number of the first sums that are timed under "auto", and the sums between two timings later. One with a table that
+comes back from another way is timed, too."""
 
 _log = logging.getLogger("thinwire")
 
@@ -67,7 +68,7 @@ class CollectiveTables:
         self._staged: dict[str, int] = {}  # tables that go over the lane, and the number of steps left
         self._runs: dict[str, int] = {}  # how often in a row a table was sent another way
         self._schemes: dict[str, Scheme] = {}
-        self._last: dict[str, Route] = {}
+        self._last: dict[str, tuple[Route, Point]] = {}
         self._num_sums = 0
         self._watch: _Stopwatch | None = None
         self._timed: tuple[dict[str, tuple[Demand, bool]], dict[str, Scheme]] | None = None
@@ -97,7 +98,8 @@ class CollectiveTables:
         """
         self._lane.check("the gradients of embedding tables")
         began = time.perf_counter()
-        is_timed = self._is_auto and (self._num_sums < TIMED_SUMS or self._num_sums % CHECK_SUMS == 0)
+        is_due = self._num_sums < TIMED_SUMS or self._num_sums % CHECK_SUMS == 0
+        is_timed = self._is_auto and (is_due or any(self._runs.get(table.name, -1) >= 0 for table in tables))
         self._num_sums += 1
         if is_timed:  # the sum waits for them anyhow, and their seconds are not its own
             for one in started:
@@ -172,8 +174,8 @@ class CollectiveTables:
             else:
                 assert isinstance(choice.price.scheme, Scheme)
                 self._schemes[name] = choice.price.scheme
-            last, self._last[name] = self._last.get(name), choice.route
-            if last is not choice.route:
+            last, self._last[name] = self._last.get(name), (choice.route, choice.price.scheme)
+            if last != self._last[name]:
                 entry = self._account.records[name]
                 entry.reason = " rather than ".join(way.told for way in (choice, *others[:1]))
                 if self._exchange.rank == 0:

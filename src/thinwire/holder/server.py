@@ -33,12 +33,10 @@ _WILDCARDS = {"0.0.0.0", "::", "::ffff:0.0.0.0"}
 
 @dataclass(frozen=True)
 class HolderConfig:
-    """Configuration of a holder.
+    """Configuration of a holder: `HolderOptions`, looked up and checked (`thinwire.holder.start.config_of`).
 
-    ``bind`` is the one address that peers reach; port 0 picks a free one. ``budget_bytes`` is the limit for all slots
-    together. ``secret``: one or more, a line each; all are accepted. ``reload_secret`` reads it again.
-    ``generated_secret``: its file, if it is one that was generated here. ``tls``: files of the certificate, its key,
-    and the authority that signs those of all holders. ``metrics``: ``host:port`` or a path, to serve metrics there.
+    ``secret``: one or more, a line each; all are accepted, and ``reload_secret`` reads them again. ``generated_secret``
+    is its file if it was generated here. ``tls``: files of the certificate, its key, and the authority.
     """
 
     socket_path: Path

@@ -492,7 +492,8 @@ def route_prices(
         offers = [offer for offer in offers_of(replace(demand, is_torchs=False), lane, hosts) if not _is_dense(offer)]
         offer = min(offers, key=_seconds)
         copies = 0.0 if is_host else (demand.held + demand.union) * demand.row_bytes * COPY_BYTE_SECONDS
-        found.append(RoutePrice(Route.STAGED, replace(offer, seconds=_seconds(offer) + copies + LANE_SECONDS)))
+        seconds = LANE_SHARE * (_seconds(offer) + copies) + LANE_SECONDS
+        found.append(RoutePrice(Route.STAGED, replace(offer, seconds=seconds)))
     return found
 
 

@@ -14,7 +14,7 @@ Under centralization the gather is in step 3, and nothing is left for step 5 but
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from itertools import chain
@@ -29,7 +29,7 @@ from thinwire.comm.collectives import Collectives, Numbers, gathered_bytes
 from thinwire.comm.process_group import check_fits, ring_all_reduce_bytes
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, MismatchError, PeerError, in_exchange, told
 from thinwire.partition import Partition
-from thinwire.sparse import SUPPORTED_DTYPES, Layout, SparseRows
+from thinwire.sparse import Layout, SparseRows, check_dtype
 from thinwire.sync.named import NAMED
 from thinwire.sync.pieces import FORMATS, CodedPiece, Coding
 from thinwire.sync.scheme import Aggregation, Communication, Ownership, Scheme, Unit
@@ -39,7 +39,9 @@ from thinwire.wire import FormatChoice, digest64
 TABLES_OF_A_RECORD = 64
 """Records have room for a multiple of this many tables, so that ranks that sum other tables can tell each other so."""
 _CHECK, _STEP, _FAILED, _INVALID, _CORRUPT, _DIGEST, _MISSING, _NOTE, _FIXED = range(9)
+_SUM_OF_COLUMNS = 0x7468696E77697265  # not 0, or else a record of zeros would be whole
 SLACK_ROWS = 256
+_NEEDS_HOST = (Ownership.HIERARCHICAL_HASH, Ownership.COLUMNS, Ownership.UNION)
 
 T = TypeVar("T")
 Pieces = Sequence[Sequence[CodedPiece]]
@@ -75,28 +77,26 @@ def refusal(scheme: Scheme | TwoLevel) -> str:
     Example:
         >>> from thinwire import schemes
         >>> refusal(schemes.ZEN), refusal(schemes.SPARCML)
-        ('', 'it adds up in stages, between pairs of ranks')
+        ('', 'it sends in stages, between pairs of ranks')
     """
     if isinstance(scheme, TwoLevel):
         return "it has two levels"
     if scheme.is_dense:
         return ""
-    if scheme.unit is not Unit.ROWS:
-        return f"it indexes {scheme.unit}, and only rows can be found without a copy of the tensor"
-    if scheme.is_parallel and not scheme.communication is scheme.pull_by is Communication.POINT_TO_POINT:
-        return "it sends in stages, between pairs of ranks"
-    if not scheme.is_parallel and scheme.aggregation is not Aggregation.ONE_SHOT:
-        return "it adds up in stages, between pairs of ranks"
-    if not scheme.is_parallel and scheme.communication is Communication.HIERARCHY:
-        return "it gathers in a hierarchy, and the group has an all-gather of its own"
-    if scheme.knows_ids or scheme.ownership is Ownership.HIERARCHICAL_HASH:
-        return f"its ownership, {scheme.ownership}, needs tables on the host"
-    if scheme.dense_switch:
-        return "it switches to dense messages (dense_switch)"
-    for formats in (scheme.push_format, scheme.pull_format):
-        if not any(format in FORMATS[:-1] for format in formats):
-            return f"a device codes only {', '.join(FORMATS[:-1])} for ids"
-    return ""
+    direct, ids = Communication.POINT_TO_POINT, FORMATS[:-1]
+    is_staged = not scheme.communication is scheme.pull_by is direct
+    if not scheme.is_parallel:  # a ring is what the group's own all-gather may be
+        is_staged = scheme.aggregation is not Aggregation.ONE_SHOT or scheme.communication is Communication.HIERARCHY
+    reasons = {
+        f"it indexes {scheme.unit}, and only rows are found without a copy of the tensor": scheme.unit is not Unit.ROWS,
+        "it sends in stages, between pairs of ranks": is_staged,
+        f"{scheme.ownership} ownership needs tables on the host": scheme.ownership in _NEEDS_HOST,
+        "it switches to dense messages": scheme.dense_switch,
+        f"a device codes only {' and '.join(ids)} for ids": any(
+            set(ids).isdisjoint(formats) for formats in (scheme.push_format, scheme.pull_format)
+        ),
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,7 @@ def plan(scheme: Scheme | TwoLevel, num_rows: int, width: int, dtype: torch.dtyp
     if reason or isinstance(scheme, TwoLevel):
         runs = ", ".join(name for name, point in NAMED.items() if not refusal(point))
         raise ValueError(f"{scheme!r} does not run on the collectives of a process group, because {reason}: use {runs}")
-    if dtype not in SUPPORTED_DTYPES:
-        legal = ", ".join(str(known).removeprefix("torch.") for known in SUPPORTED_DTYPES)
-        raise ValueError(f"dtype {dtype} is not supported: use one of {legal}")
+    check_dtype(dtype)
     partition = scheme.rows_partition(num_rows, world_size) if scheme.is_parallel else None
     sizes = (num_rows,) if partition is None else tuple(part.size for part in partition.parts)
     push, pull = (
@@ -150,22 +148,19 @@ def sent_bytes(
         unions: for each table, the rows of the sum of each owner's part. Only used under parallelism.
     """
     world_size = len(pushed[0]) if pushed else 1
-    if world_size == 1:
-        return 0
-    peers = [peer for peer in range(world_size) if peer != rank]
-    room = _room(len(plans))
-    total = len(peers) * 8 * (2 * _FIXED + 3 * room)
+    total = (world_size - 1) * 8 * (2 * _FIXED + 3 * _room(len(plans)))
     whole, sums = [0] * world_size, [0] * world_size
     for table, rows, union in zip(plans, pushed, unions, strict=True):
         if table.scheme.is_dense:
             total += ring_all_reduce_bytes(table.num_rows * table.push.row_bytes, world_size)
         elif table.partition is None:
-            for each in range(world_size):
-                whole[each] += table.push.piece(rows[each][0], table.num_rows).num_bytes
+            pieces = _pieces(table.push, [counts[0] for counts in rows], [table.num_rows] * world_size)
+            whole = [mine + piece.num_bytes for mine, piece in zip(whole, pieces, strict=True)]
         else:
-            total += sum(table.push.piece(rows[rank][peer], table.sizes[peer]).num_bytes for peer in peers)
-            for each in range(world_size):
-                sums[each] += table.pull.piece(union[each], table.sizes[each]).num_bytes
+            pieces = _pieces(table.push, rows[rank], table.sizes)
+            total += sum(piece.num_bytes for peer, piece in enumerate(pieces) if peer != rank)
+            pieces = _pieces(table.pull, union, table.sizes)
+            sums = [mine + piece.num_bytes for mine, piece in zip(sums, pieces, strict=True)]
     return total + sum(gathered_bytes(sizes, rank) for sizes in (whole, sums) if any(sizes))
 
 
@@ -177,6 +172,7 @@ class _Job:
         held, dealt: their number, int64 [1], and that for each rank, int64 [world_size], on the device. More than
             ``capacity`` where not all fit, and then ``ids`` and ``dealt`` lack some.
         union, total, size: ids (or positions) of the sum of this rank's part, its rows, and their number, int64 [1].
+        is_wrong: whether what arrived last is corrupt, or the ids of this rank are; bool [], on the device.
     """
 
     def __init__(self, table: NamedGradient, plan: TablePlan, rank: int, world_size: int, capacity: int | None) -> None:
@@ -188,7 +184,7 @@ class _Job:
         self.is_native = plan.scheme.is_dense or (world_size == 1 and not self.is_sparse)
         self.is_owned = plan.partition is not None and not self.is_native
         self.capacity = plan.num_rows if capacity is None else min(plan.num_rows, capacity)
-        self.is_invalid = torch.zeros((), dtype=torch.bool, device=self.gradient.device)
+        self.is_wrong = torch.zeros((), dtype=torch.bool, device=self.gradient.device)
         self.size = torch.zeros(1, dtype=torch.int64, device=self.gradient.device)
         self.find()
 
@@ -210,37 +206,46 @@ class _Job:
     def _coalesce(self) -> None:
         """Add up rows of equal id in their order, as `SparseRows.from_pairs`, and check the ids."""
         indices, values = self.gradient._indices(), self.gradient._values()
-        self.ids, self.capacity = torch.zeros_like(indices[0]), indices.shape[1]
-        is_outside = torch.zeros_like(self.ids, dtype=torch.bool)
+        num_rows, self.capacity = self.plan.num_rows, indices.shape[1]
+        ids = torch.zeros_like(indices[0])
+        is_outside = torch.zeros_like(ids, dtype=torch.bool)
         for index, size in zip(indices, self.table.layout.shape, strict=False):
             is_outside |= (index < 0) | (index >= size)
-            self.ids = self.ids * size + index
-        self.is_invalid = is_outside.any()
-        self.ids = self.ids.masked_fill(is_outside, self.plan.num_rows)
-        self.source, self.held = values.reshape(self.capacity, self.plan.push.width), self.held + self.capacity
+            ids = ids * size + index
+        self.is_wrong = is_outside.any()
+        self.ids, self.held = ids.masked_fill(is_outside, num_rows), self.held + self.capacity
+        self.source = values.reshape(self.capacity, self.plan.push.width)
         if not self.gradient.is_coalesced():
-            self.ids, self.source, self.held = kernels.merge_rows(
-                self.ids, self.source, self.plan.num_rows, self.capacity
-            )
-        self.places = torch.arange(self.capacity, device=self.ids.device)
+            self.ids, self.source, self.held = kernels.merge_rows(self.ids, self.source, num_rows, self.capacity)
+        self.places = torch.arange(self.capacity, device=ids.device)
 
-    def encoded(self, pieces: Sequence[CodedPiece], counts: Tensor) -> list[list[Tensor]]:
+    def know_counts(self, sent: Sequence[int], received: Sequence[int], held: Sequence[int], counts: Tensor) -> None:
+        """Take the numbers of rows for and from each rank, which also ``counts`` has on the device."""
+        size, num_rows = self.plan.sizes[self.rank if self.is_owned else 0], self.plan.num_rows
+        for count, rows in zip(received, held, strict=True):
+            if not (0 if self.is_owned else rows) <= count <= min(size, rows) or rows > num_rows:
+                raise CorruptHeaderError(f"{count} of {rows} rows of {self.table.name} are announced, of {size}")
+        self.held_by, self.counts = held, counts
+        self.outgoing = _pieces(self.plan.push, sent[: len(self.plan.sizes)], self.plan.sizes)
+        self.arriving = _pieces(self.plan.push, received, [size] * self.world_size)
+
+    def encoded(self) -> list[list[Tensor]]:
         """Return the bytes of this rank's pieces: one for each owner, or under centralization one for all ranks."""
-        total = sum(piece.count for piece in pieces)
+        total = sum(piece.count for piece in self.outgoing)
         values = kernels.gather_rows(self.source, self.places[:total])
         positions = self.ids[:total]
         if self.plan.partition is not None:
             positions = self.plan.partition.positions(positions)
-        return self.plan.push.encode(positions, values, pieces, counts)
+        return self.plan.push.encode(positions, values, self.outgoing, self.dealt[: len(self.outgoing)])
 
-    def add(self, payloads: Sequence[Tensor], pieces: Sequence[CodedPiece], counts: Tensor, scale: float) -> Tensor:
-        """Add up the pieces of all ranks; return whether one is corrupt, bool [], on the device."""
-        positions, values, _, is_wrong = self.plan.push.decode(payloads, pieces, counts)
-        self.union, self.total, self.size = positions, values * scale, counts
+    def add(self, payloads: Sequence[Tensor], scale: float) -> None:
+        """Add up the pieces of all ranks."""
+        positions, values, _, self.is_wrong = self.plan.push.decode(payloads, self.arriving, self.counts)
+        self.union, self.total, self.size = positions, values * scale, self.counts
         if self.world_size > 1:
-            part = self.plan.sizes[self.rank if self.is_owned else 0]
-            self.union, self.total, self.size = kernels.merge_rows(positions, values, part, positions.numel(), scale)
-        return is_wrong
+            self.union, self.total, self.size = kernels.merge_rows(
+                positions, values, self.arriving[0].size, positions.numel(), scale
+            )
 
     def dense(self) -> Tensor:
         """Return the gradient as a dense matrix [num_rows, width]: its own memory, or a copy of a sparse one."""
@@ -249,42 +254,57 @@ class _Job:
             return self.gradient.view(num_rows, width)
         return kernels.put_rows(self.source.new_zeros(num_rows, width), self.ids, self.source)
 
-    def take_dense(self, total: Tensor, most: int) -> None:
-        """Note the sum of `dense`, of which up to ``most`` rows are not zero."""
+    def take_dense(self, total: Tensor) -> None:
+        """Note the sum of `dense`."""
         if self.is_sparse:
             self.total = total
-            self.union, self.size = kernels.find_rows(total, min(self.plan.num_rows, most))
+            self.union, self.size = kernels.find_rows(total, min(self.plan.num_rows, sum(self.held_by)))
 
-    def encoded_sum(self, piece: CodedPiece, sizes: Tensor) -> list[Tensor]:
+    def know_sizes(self, sizes: Sequence[int], on_device: Tensor) -> None:
+        """Take the numbers of rows of the sums on each rank."""
+        self.sizes, self.sizes_on_device = sizes, on_device
+        if self.is_owned:
+            if any(not 0 <= size <= part for size, part in zip(sizes, self.plan.sizes, strict=True)):
+                raise CorruptHeaderError(f"sums of {sizes} rows of {self.table.name} are announced")
+            self.sums = _pieces(self.plan.pull, sizes, self.plan.sizes)
+
+    def encoded_sum(self) -> list[list[Tensor]]:
         """Return the bytes of the sum of this rank's part."""
-        positions, values = self.union[: piece.count], self.total[: piece.count]
-        return self.plan.pull.encode(positions, values, [piece], sizes[self.rank :][:1])[0]
+        size, own = self.sizes[self.rank], slice(self.rank, self.rank + 1)
+        return self.plan.pull.encode(self.union[:size], self.total[:size], self.sums[own], self.sizes_on_device[own])
 
-    def joined(self, payloads: Sequence[Tensor], pieces: Sequence[CodedPiece], sizes: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the gradient's sum from those of all parts, and whether one is corrupt: then it is filled with nan."""
-        assert self.plan.partition is not None
-        positions, values, owners, is_wrong = self.plan.pull.decode(payloads, pieces, sizes)
-        ids = self.plan.partition.ids(owners, positions)
-        is_wrong = is_wrong | (ids >= self.plan.num_rows).any()
-        ids, values = ids.clamp(max=max(0, self.plan.num_rows - 1)), values.masked_fill(is_wrong, torch.nan)
+    def joined(self, payloads: Sequence[Tensor]) -> Tensor:
+        """Return the gradient's sum from those of all parts; if one is corrupt, it is filled with nan."""
+        partition, num_rows = self.plan.partition, self.plan.num_rows
+        assert partition is not None
+        positions, values, owners, is_wrong = self.plan.pull.decode(payloads, self.sums, self.sizes_on_device)
+        ids = partition.ids(owners, positions)
+        self.is_wrong = is_wrong | (ids >= num_rows).any()
+        ids, values = ids.clamp(max=max(0, num_rows - 1)), values.masked_fill(self.is_wrong, torch.nan)
         if self.is_sparse:
             ids, order = ids.sort()
             values = kernels.gather_rows(values, order)
-        return self.stored(ids, values), is_wrong
+        return self._stored(ids, values)
 
-    def whole(self, size: int) -> Tensor:
-        """Return the gradient's sum where this rank has all of it, in ``size`` rows that are not zero."""
+    def whole(self) -> Tensor:
+        """Return the gradient's sum where this rank has all of it."""
         if self.is_native and not self.is_sparse:
             return self.table.gradient
+        size = self.sizes[self.rank]
         ids = self.union[:size]
-        return self.stored(ids, kernels.gather_rows(self.total, ids) if self.is_native else self.total[:size])
+        return self._stored(ids, kernels.gather_rows(self.total, ids) if self.is_native else self.total[:size])
 
-    def stored(self, ids: Tensor, values: Tensor) -> Tensor:
-        """Return the rows of the sum in the layout of the gradient: a dense one is written in place."""
+    def _stored(self, ids: Tensor, values: Tensor) -> Tensor:
         if self.is_sparse:
             return self.table.layout.tensor(SparseRows.trusted(ids, values, self.plan.num_rows))
         kernels.scatter_rows(self.dense(), ids, values)
         return self.table.gradient
+
+    def counted(self) -> Counts:
+        """Return the rows of the table."""
+        if self.is_native and not self.is_sparse:
+            return Counts((self.plan.num_rows,) * self.world_size, self.plan.num_rows)
+        return Counts(tuple(self.held_by), sum(self.sizes) if self.is_owned else self.sizes[self.rank])
 
 
 class CollectiveSum:
@@ -315,13 +335,13 @@ class CollectiveSum:
         self.note, self.notes = 0, [0] * exchange.world_size
 
     def all_reduce(
-        self, tables: Sequence[NamedGradient], scheme: Scheme | Sequence[Scheme], scale: float = 1.0
+        self, tables: Sequence[NamedGradient], scheme: Scheme | Iterable[Scheme | TwoLevel], scale: float = 1.0
     ) -> list[Tensor]:
         """Sum the gradients over all ranks, times ``scale``, to the same bits on every rank.
 
         Args:
             tables: the same tables on all ranks, with gradients of the same shapes and dtypes on one device.
-            scheme: how, or how for each table. A dense scheme is the group's own all-reduce.
+            scheme: how, or how for each table (if that raises, so do all ranks). DENSE is the group's own all-reduce.
             scale: multiplies each sum before it is rounded to the dtype, 1 / world_size for a mean.
 
         Returns:
@@ -341,14 +361,13 @@ class CollectiveSum:
         call.find(tables, scheme, self._capacities)
         call.agree_on_counts()
         self.notes = call.notes
-        for job, held in zip(call.jobs, call.held, strict=True):
-            self._capacities[job.table.name] = max(held) * 3 // 2 + SLACK_ROWS
+        for job in call.jobs:
+            self._capacities[job.table.name] = max(job.held_by) * 3 // 2 + SLACK_ROWS
         call.all_reduce_dense()
-        call.gather()
-        call.push()
+        call.exchange_rows()
         call.agree_on_sums()
-        results, self._late = call.pull()
-        self.counts = {job.table.name: counts for job, counts in zip(call.jobs, call.counts(), strict=True)}
+        results, self._late = call.exchange_sums()
+        self.counts = {job.table.name: job.counted() for job in call.jobs}
         return results
 
 
@@ -364,20 +383,22 @@ class _Call:
         self.rank, self.world_size = exchange.rank, exchange.world_size
         self.failure: Exception | None = None
         self.jobs: list[_Job] = []
-        self.wrong: list[Tensor] = []
         self.device = torch.device("cpu")
 
-    def attempt(self, work: Callable[[], T], default: T) -> T:
-        """Return what ``work`` returns, or the default if it fails or anything did before."""
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """Return what ``work`` returns, or None if it fails or anything did before."""
         if self.failure is None:
             try:
                 return work()
             except Exception as error:
                 self.failure = error
-        return default
+        return None
 
     def find(
-        self, tables: Sequence[NamedGradient], scheme: Scheme | Sequence[Scheme], capacities: Mapping[str, int]
+        self,
+        tables: Sequence[NamedGradient],
+        scheme: Scheme | Iterable[Scheme | TwoLevel],
+        capacities: Mapping[str, int],
     ) -> None:
         """Phase 1."""
         self.num_tables, self.text = len(tables), ""
@@ -394,29 +415,29 @@ class _Call:
                 made = plan(point, layout.num_rows, layout.width, table.gradient.dtype, self.world_size)
                 self.jobs.append(_Job(table, made, self.rank, self.world_size, capacities.get(table.name)))
 
-        self.attempt(find, None)
+        self.attempt(find)
 
     def agree_on_counts(self) -> None:
-        """Phase 2: ``self.counts_out`` and ``counts_in`` are the rows of each table for and from each rank."""
+        """Phase 2."""
         for _ in range(2):
             numbers = self._exchanged(self._counts_record(), "in the last call, and got nan for them")
             if not numbers.received[:, _MISSING].any():
                 break
-            self.attempt(partial(self._find_again, numbers.sent[0, _FIXED + 1 :: 2].tolist()), None)
+            self.attempt(partial(self._find_again, numbers.sent[0, _FIXED + 1 :: 2].tolist()))
         else:
             raise told(CorruptHeaderError(f"{self.where()}: ranks miss rows that they have found"), self.world_size)
-        last = _FIXED + 2 * self.num_tables
         self.notes = numbers.received[:, _NOTE].tolist()
-        self.counts_out = numbers.sent[:, _FIXED:last:2].T.tolist()
-        self.counts_in = numbers.received[:, _FIXED:last:2].T.tolist()
-        self.held = numbers.received[:, _FIXED + 1 : last : 2].T.tolist()
-        self.counts_on_device = numbers.on_device[:, _FIXED::2]
-        for job, counts, held in zip(self.jobs, self.counts_in, self.held, strict=True):
-            size = job.plan.sizes[self.rank if job.is_owned else 0]
-            for count, rows in zip(counts, held, strict=True):
-                if not 0 <= count <= min(size, rows) or rows > job.plan.num_rows or (not job.is_owned and count < rows):
-                    announced = f"{count} of {rows} rows of {job.table.name} are announced, of {size}"
-                    raise in_exchange(CorruptHeaderError(f"{self.where()}: {announced}"))
+        sent, received = numbers.sent.T.tolist(), numbers.received.T.tolist()
+        for job, column in zip(self.jobs, range(_FIXED, len(sent), 2), strict=False):
+            counts = numbers.on_device[:, column].contiguous()
+            self._act_on(partial(job.know_counts, sent[column], received[column], received[column + 1], counts))
+
+    def _act_on(self, take: Callable[[], None]) -> None:
+        """Take numbers that only this rank got; without them it cannot go on, and the others cannot know."""
+        try:
+            take()
+        except CorruptHeaderError as error:
+            raise in_exchange(CorruptHeaderError(f"{self.where()}: {error}")) from None
 
     def _find_again(self, found: Sequence[int]) -> None:
         for job, held in zip(self.jobs, found, strict=False):
@@ -430,7 +451,7 @@ class _Call:
         if self.late is not None:
             record[:, _CORRUPT] = self.late
         if self.jobs and self.failure is None:
-            record[:, _INVALID] = torch.stack([job.is_invalid for job in self.jobs]).any()
+            record[:, _INVALID] = torch.stack([job.is_wrong for job in self.jobs]).any()
             record[:, _MISSING] = torch.stack([job.held > job.capacity for job in self.jobs]).any()
             tables = record[:, _FIXED : _FIXED + 2 * self.num_tables].view(self.world_size, -1, 2)
             tables[:, :, 0] = torch.stack([job.dealt for job in self.jobs], 1)
@@ -445,12 +466,12 @@ class _Call:
     def _exchanged(self, record: Tensor, when: str) -> Numbers:
         """Exchange a record, and raise on all ranks alike what any of them reports in it.
 
-        The columns of a record add up to zero, so a record that was altered ends this rank before it acts on it.
+        The columns of a record have a known sum, so a record that was altered ends this rank before it acts on it.
         """
-        record[:, _CHECK] = -record.sum(1)
+        record[:, _CHECK] = _SUM_OF_COLUMNS - record.sum(1)
         numbers = self.exchange.numbers(record)
         received = numbers.received
-        if received.sum(1).any():
+        if (received.sum(1) != _SUM_OF_COLUMNS).any():
             raise in_exchange(CorruptHeaderError(f"{self.where()}: a record whose checksum does not match"))
         if numbers.sent[0, _INVALID] and self.failure is None:
             self.failure = ValueError("a row id is out of range")
@@ -483,113 +504,77 @@ class _Call:
 
     def all_reduce_dense(self) -> None:
         """Sum tables that go dense by the group's own algorithm, scaled before, as DDP does: it adds in the dtype."""
-        for job, held in zip(self.jobs, self.held, strict=True):
+        for job in self.jobs:
             if job.is_native:
-                dense = self.attempt(job.dense, None)
+                dense = self.attempt(job.dense)
                 if dense is None:
-                    dense = job.gradient.new_zeros(job.plan.num_rows, job.plan.push.width, layout=torch.strided)
+                    size = job.plan.num_rows, job.plan.push.width
+                    dense = torch.zeros(size, dtype=job.gradient.dtype, device=self.device)
                 if self.scale != 1.0:
                     dense.mul_(self.scale)
                 self.exchange.all_reduce(dense)
-                self.attempt(partial(job.take_dense, dense, sum(held)), None)
+                self.attempt(partial(job.take_dense, dense))
 
-    def gather(self) -> None:
-        """Phases 3 and 4 under centralization."""
-        jobs = [(place, job) for place, job in enumerate(self.jobs) if not (job.is_native or job.is_owned)]
-        pieces = [[job.plan.push.piece(held, job.plan.num_rows) for held in self.held[place]] for place, job in jobs]
-        sizes = _sizes(pieces, self.world_size)
-
-        def parts() -> list[list[Tensor]]:
-            own = [of_table[self.rank] for of_table in pieces]
-            return [job.encoded([piece], job.held)[0] for (_, job), piece in zip(jobs, own, strict=True)]
-
-        incoming = self.exchange.all_gather(self._joined(parts, sizes[self.rank]), sizes)
-        self._add(jobs, pieces, _cut(incoming, pieces))
-
-    def push(self) -> None:
-        """Phases 3 and 4 under parallelism."""
-        jobs = [(place, job) for place, job in enumerate(self.jobs) if job.is_owned]
-        if not jobs:
+    def exchange_rows(self) -> None:
+        """Phases 3 and 4."""
+        gathered = [job for job in self.jobs if not (job.is_native or job.is_owned)]
+        self._add(gathered, self._gather(gathered, [job.arriving for job in gathered], _Job.encoded))
+        owned = [job for job in self.jobs if job.is_owned]
+        if not owned:
             return
-        outgoing = [_pieces(job.plan.push, self.counts_out[place], job.plan.sizes) for place, job in jobs]
-        arriving = [
-            _pieces(job.plan.push, self.counts_in[place], [job.plan.sizes[self.rank]] * self.world_size)
-            for place, job in jobs
-        ]
-        send, receive = _sizes(outgoing, self.world_size), _sizes(arriving, self.world_size)
+        arriving = [job.arriving for job in owned]
+        send, receive = self._sizes([job.outgoing for job in owned]), self._sizes(arriving)
         if self.device.type == "cpu":
             check_fits(sum(receive), self.where)
 
         def parts() -> list[list[Tensor]]:
-            encoded = [job.encoded(pieces, job.dealt) for (_, job), pieces in zip(jobs, outgoing, strict=True)]
+            encoded = [job.encoded() for job in owned]
             return [of_table[peer] for peer in range(self.world_size) for of_table in encoded]
 
         incoming = self.exchange.all_to_all(self._joined(parts, sum(send)), send, receive)
-        self._add(jobs, arriving, _cut(incoming.split(receive), arriving))
+        self._add(owned, _cut(incoming.split(receive), arriving))
 
-    def _add(self, jobs: Sequence[tuple[int, _Job]], pieces: Pieces, payloads: Sequence[Sequence[Tensor]]) -> None:
-        def add() -> None:
-            for (place, job), of_table, data in zip(jobs, pieces, payloads, strict=True):
-                self.wrong.append(job.add(data, of_table, self.counts_on_device[:, place], self.scale))
+    def _add(self, jobs: Sequence[_Job], payloads: Sequence[Sequence[Tensor]]) -> None:
+        for job, of_table in zip(jobs, payloads, strict=True):
+            self.attempt(partial(job.add, of_table, self.scale))
 
-        self.attempt(add, None)
+    def _gather(
+        self, jobs: Sequence[_Job], pieces: Pieces, encode: Callable[[_Job], list[list[Tensor]]]
+    ) -> list[list[Tensor]]:
+        """Return the bytes of all ranks' pieces of each table, which ``encode`` makes on each rank."""
+        sizes = self._sizes(pieces)
+        own = self._joined(lambda: [encode(job)[0] for job in jobs], sizes[self.rank])
+        return _cut(self.exchange.all_gather(own, sizes), pieces)
 
     def _joined(self, parts: Callable[[], list[list[Tensor]]], num_bytes: int) -> Tensor:
         """Return the bytes of all pieces; if making them fails, bytes that are ids of no row and values of nan."""
         nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-        joined = self.attempt(lambda: torch.cat([nothing, *chain.from_iterable(parts())]), nothing)
-        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=self.device) if self.failure else joined
+        joined = self.attempt(lambda: torch.cat([nothing, *chain.from_iterable(parts())]))
+        return torch.full((num_bytes,), 0xFF, dtype=torch.uint8, device=self.device) if joined is None else joined
+
+    def _sizes(self, pieces: Pieces) -> list[int]:
+        """Return the bytes of the pieces of all tables, for each rank."""
+        return [sum(of_table[rank].num_bytes for of_table in pieces) for rank in range(self.world_size)]
 
     def agree_on_sums(self) -> None:
-        """Phase 5: ``self.sizes`` are the rows of each sum on each rank."""
+        """Phase 5, the numbers of rows."""
         record = self._record(_FIXED + _room(self.num_tables))
-        if self.wrong:
-            record[:, _CORRUPT] = torch.stack(self.wrong).any()
         if self.jobs and self.failure is None:
+            record[:, _CORRUPT] = torch.stack([job.is_wrong for job in self.jobs]).any()
             record[:, _FIXED : _FIXED + self.num_tables] = torch.cat([job.size for job in self.jobs])
         numbers = self._exchanged(record, "in this call")
-        self.sizes = numbers.received[:, _FIXED : _FIXED + self.num_tables].T.tolist()
-        self.sizes_on_device = numbers.on_device[:, _FIXED:]
-        for job, sizes in zip(self.jobs, self.sizes, strict=True):
-            if job.is_owned and any(not 0 <= size <= part for size, part in zip(sizes, job.plan.sizes, strict=True)):
-                raise told(
-                    CorruptHeaderError(f"{self.where()}: sums of {sizes} rows of {job.table.name}"), self.world_size
-                )
+        received = numbers.received.T.tolist()
+        for job, column in zip(self.jobs, range(_FIXED, len(received)), strict=False):
+            self._act_on(partial(job.know_sizes, received[column], numbers.on_device[:, column].contiguous()))
 
-    def pull(self) -> tuple[list[Tensor], Tensor | None]:
+    def exchange_sums(self) -> tuple[list[Tensor], Tensor | None]:
         """Gather the sums of all parts; return all results, and whether one is corrupt."""
-        jobs = [(place, job) for place, job in enumerate(self.jobs) if job.is_owned]
-        pieces = [_pieces(job.plan.pull, self.sizes[place], job.plan.sizes) for place, job in jobs]
-        sizes = _sizes(pieces, self.world_size)
-
-        def parts() -> list[list[Tensor]]:
-            return [
-                job.encoded_sum(of_table[self.rank], self.sizes_on_device[:, place])
-                for (place, job), of_table in zip(jobs, pieces, strict=True)
-            ]
-
-        payloads = _cut(self.exchange.all_gather(self._joined(parts, sizes[self.rank]), sizes), pieces)
+        owned = [job for job in self.jobs if job.is_owned]
+        payloads = iter(self._gather(owned, [job.sums for job in owned], _Job.encoded_sum))
         if self.failure is not None:
             raise self.failure
-        results = [
-            job.table.gradient if job.is_owned else job.whole(sizes[self.rank])
-            for job, sizes in zip(self.jobs, self.sizes, strict=True)
-        ]
-        wrong = []
-        for (place, job), of_table, data in zip(jobs, pieces, payloads, strict=True):
-            results[place], is_wrong = job.joined(data, of_table, self.sizes_on_device[:, place])
-            wrong.append(is_wrong)
-        return results, torch.stack(wrong).any() if wrong else None
-
-    def counts(self) -> list[Counts]:
-        """Return the rows of each table."""
-        counts = []
-        for job, held, sizes in zip(self.jobs, self.held, self.sizes, strict=True):
-            if job.is_native and not job.is_sparse:
-                counts.append(Counts((job.plan.num_rows,) * self.world_size, job.plan.num_rows))
-            else:
-                counts.append(Counts(tuple(held), sum(sizes) if job.is_owned else sizes[self.rank]))
-        return counts
+        results = [job.joined(next(payloads)) if job.is_owned else job.whole() for job in self.jobs]
+        return results, torch.stack([job.is_wrong for job in owned]).any() if owned else None
 
     def where(self) -> str:
         """Return what begins a message."""
@@ -605,11 +590,6 @@ def _room(num_tables: int) -> int:
 
 def _pieces(coding: Coding, counts: Sequence[int], sizes: Sequence[int]) -> list[CodedPiece]:
     return [coding.piece(count, size) for count, size in zip(counts, sizes, strict=True)]
-
-
-def _sizes(pieces: Pieces, world_size: int) -> list[int]:
-    """Return the bytes of the pieces of all tables, for each rank."""
-    return [sum(of_table[rank].num_bytes for of_table in pieces) for rank in range(world_size)]
 
 
 def _cut(incoming: Sequence[Tensor], pieces: Pieces) -> list[list[Tensor]]:

@@ -360,13 +360,15 @@ class Routes:
     is_host: bool = False
     _last: dict[str, tuple[Demand, bool]] = field(default_factory=dict)
     _ratios: deque[float] = field(default_factory=lambda: deque(maxlen=SAMPLES))
+    _known: dict[tuple[object, ...], dict[Route, RoutePrice]] = field(default_factory=dict)  # by class of size
 
     def learn(self, seconds: float, demands: Mapping[str, tuple[Demand, bool]], schemes: Mapping[str, Scheme]) -> None:
         """Learn the seconds of a sum, from demands as in `choose`, by these schemes."""
         expected = shared_seconds(self.own, self.is_host)
         for name, (demand, is_sparse) in demands.items():
-            expected += self._ways(demand, is_sparse, [schemes[name]])[Route.COLLECTIVE].seconds
+            expected += self._priced(demand, is_sparse, [schemes[name]])[Route.COLLECTIVE].seconds
         self._ratios.append(seconds / expected)
+        self._known.clear()
 
     def choose(self, demands: Mapping[str, tuple[Demand, bool]]) -> dict[str, list[RoutePrice]]:
         """Return the ways of each table, the choice first.
@@ -376,9 +378,9 @@ class Routes:
                 tables are remembered.
         """
         self._last.update(demands)
-        ratio = self._ratio
-        known = {name: self._ways(*one, self.schemes, ratio) for name, one in self._last.items()}
-        best = {name: min(found.values(), key=lambda way: way.seconds) for name, found in known.items()}
+        ratio = min(self._ratios, default=1.0)
+        known = {name: self._ways(*one, ratio) for name, one in self._last.items()}
+        best = {name: self._best(found, self._last[name][0]) for name, found in known.items()}
         others = {name: self._others(found) for name, found in known.items()}
         rows = [name for name, way in best.items() if way.route is Route.COLLECTIVE]
         saved = sum(others[name][0].seconds - best[name].seconds for name in rows if others[name])
@@ -386,15 +388,26 @@ class Routes:
             best.update({name: others[name][0] for name in rows})
         return {name: [best[name], *(way for way in known[name].values() if way is not best[name])] for name in demands}
 
-    @property
-    def _ratio(self) -> float:
-        return min(self._ratios, default=1.0)
+    def _ways(self, demand: Demand, is_sparse: bool, ratio: float) -> dict[Route, RoutePrice]:
+        """Return the prices of about such a demand: to work them out takes as long as a small sum."""
+        sizes = demand.num_rows, demand.row_bytes, _class_of(demand.held), _class_of(demand.union), is_dense(demand)
+        key = (*sizes, is_sparse)
+        if key not in self._known:
+            self._known[key] = self._priced(demand, is_sparse, self.schemes, ratio)
+        return self._known[key]
 
-    def _ways(
+    def _priced(
         self, demand: Demand, is_sparse: bool, schemes: Sequence[Scheme], ratio: float = 1.0
     ) -> dict[Route, RoutePrice]:
         found = route_prices(demand, schemes, self.own, self.lane, self.hosts, is_sparse, self.is_host, ratio)
         return {way.route: way for way in found}
+
+    @staticmethod
+    def _best(found: Mapping[Route, RoutePrice], demand: Demand) -> RoutePrice:
+        """Return the fastest way; a table with hardly any zeros goes with its bucket, which hides behind backward."""
+        if is_dense(demand) and Route.NATIVE in found:
+            return found[Route.NATIVE]
+        return min(found.values(), key=lambda way: way.seconds)
 
     @staticmethod
     def _others(found: Mapping[Route, RoutePrice]) -> list[RoutePrice]:

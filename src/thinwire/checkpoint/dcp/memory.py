@@ -7,6 +7,7 @@ pickles that DCP makes of them do not leave the process.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import time
@@ -150,7 +151,7 @@ class MemoryWriter(MemoryStorage, StorageWriter):
     ) -> None:
         super().__init__(run_id, replicas, holder_socket, process_group, timeout, leases=True)
         self._notices, self._encoder = Notices(dist.get_rank(self._group)), StateEncoder()
-        self._pacer = Pacer(self._grant, every=1, watched=False)
+        self._pacer = Pacer(lambda num_bytes: self._agreement.grant(num_bytes), every=1, watched=False)
         self._agreement = Agreement(self._registration, self._group, None, self._pacer, self._notices)
         self._step: int | None = None
 
@@ -219,10 +220,6 @@ class MemoryWriter(MemoryStorage, StorageWriter):
             self._agreement.abandon(writer)
             return str(error)
         return self._agreement.publish(turn, encoded, self._about, wait=True)
-
-    def _grant(self, num_bytes: int) -> None:
-        """On the pacer's thread."""
-        self._agreement.grant(num_bytes)
 
 
 def _state_of(plan: SavePlan, planner: SavePlanner) -> dict[str, Any]:
@@ -337,12 +334,10 @@ class MemoryReader(MemoryStorage, StorageReader):
         assert self._version is not None, "DCP reads the metadata first"
         needed = {self._places[item.storage_index][0] for item in plan.items if self._has_tensors(item)}
         shards = ForeignShards(self._version, needed, self._registration, self._group)
-        try:
+        with contextlib.closing(shards):
             for item in plan.items:
                 self._read(item, planner, shards)
             shards.verify()
-        finally:
-            shards.close()
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -36,12 +36,10 @@ class Timespan:
 
 @dataclass(frozen=True)
 class IdleProfile:
-    """Profile of the idle timespans of an iteration.
+    """Idle timespans of an iteration: medians over the profiled iterations.
 
-    Args:
-        timespans: medians over the profiled iterations.
-        variation: standard deviation of their lengths over their median, all timespans together.
-        agreement: the part of the iterations with the most common number of timespans; the others are left out.
+    ``variation``: standard deviation of their lengths over their median, all together. ``agreement``: the part of the
+    iterations with the most common number of timespans; the others are left out.
     """
 
     timespans: tuple[Timespan, ...]
@@ -67,11 +65,8 @@ class IdleProfile:
 def profile(iterations: Sequence[Sequence[tuple[float, float]]]) -> IdleProfile:
     """Return the medians of the network-idle timespans over some iterations (20 in the paper), and their variation.
 
-    Args:
-        iterations: for each, (start, length) in seconds of its timespans, in their order.
-
-    Raises:
-        ValueError: no iteration, or none that had a timespan.
+    ``iterations`` has (start, length) in seconds of the timespans of each, in their order. Raises ValueError if none
+    had one.
 
     Example:
         >>> profile([[(0.0, 1.0)], [(0.0, 1.1)], [(0.0, 1.2)]]).spans
@@ -177,15 +172,11 @@ def gap_grants(
 
 
 class Pacer:
-    """A thread that issues grants at their time.
+    """A thread that issues grants at their time, by ``grant(num_bytes)``; a ThinwireError from it ends them.
 
-    Args:
-        grant: function called with the granted bytes; a ThinwireError from it ends the grants of this version.
-        every: iterations between two offers.
-        watched: whether `note_busy` will be called with the times of the lane's jobs.
-        revoke: function called when a gap ends: it withdraws what was granted and not sent, and returns the bytes of
-            the offer that are left, which later gaps get.
-        sampler: source of the busy times where no lane is watched.
+    ``every``: iterations between two offers. ``watched``: whether `note_busy` will be called with the times of the
+    lane's jobs; if not, ``sampler`` is the source of the busy times. ``revoke``, called when a gap ends, withdraws what
+    was granted and not sent, and returns the bytes of the offer that are left, which later gaps get.
     """
 
     def __init__(

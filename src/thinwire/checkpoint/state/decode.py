@@ -132,8 +132,10 @@ _COLLECTIONS: dict[str, Callable[[Iterable[Any]], Any]] = {
 
 def _shared(array: Any) -> Tensor | None:
     """The memory of an existing array as a tensor, to be filled in place."""
-    known = isinstance(array, np.ndarray) and array.dtype.name in DTYPES and array.dtype.isnative
-    return torch.from_numpy(array) if known and array.flags.c_contiguous and array.flags.writeable else None
+    if not isinstance(array, np.ndarray) or array.dtype.name not in DTYPES or not array.dtype.isnative:
+        return None
+    in_order = array.flags.c_contiguous and min(array.strides, default=0) >= 0  # of one element it may be negative
+    return torch.from_numpy(array) if in_order and array.flags.writeable else None
 
 
 def _subclass(kind: Any, parts: Any, count: int, place: _Place, existing: Any) -> Any:

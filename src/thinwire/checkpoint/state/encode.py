@@ -25,12 +25,9 @@ _LEAVES = frozenset((*_PLAIN_TYPES, DTensor, int, float, str, bool, bytes, type(
 class Encoded:
     """A state with encoded values, whose tensors are still those of the training.
 
-    Args:
-        slices: the same object as long as names, shapes and positions stay the same.
-        tensors: for each slice, the local tensor of this rank.
-        originals: for each slice, the tensor of the state: a DTensor where ``tensors`` has its local part.
-        payload_bytes: size of all slices.
-        shared_bytes: size of the first of them, those that all ranks should have alike.
+    ``slices`` is the same object as long as names, shapes and positions stay the same. For each of them, ``tensors``
+    has the local tensor of this rank, and ``originals`` that of the state, which may be a DTensor. The first
+    ``shared_bytes`` of ``payload_bytes`` are of slices that all ranks should have alike.
     """
 
     slices: tuple[TensorSlice, ...]

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -132,8 +133,9 @@ def view_of(buffer: memoryview, where: TensorSlice) -> Tensor:
     dtype = DTYPES[where.dtype]
     if where.nbytes == 0:
         return torch.empty(where.shape, dtype=dtype)
-    count = where.nbytes // dtype.itemsize
-    return torch.frombuffer(buffer, dtype=dtype, count=count, offset=where.offset).view(where.shape)
+    # Of numpy, which keeps the memory mapped. Under a tensor of torch.frombuffer, release() and close() unmap it.
+    memory = np.frombuffer(buffer, np.uint8, where.nbytes, where.offset)
+    return torch.from_numpy(memory).view(dtype).view(where.shape)
 
 
 def write(layout: StateLayout, tensors: Sequence[Tensor], buffer: memoryview) -> None:

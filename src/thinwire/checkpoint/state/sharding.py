@@ -123,11 +123,7 @@ class Move:
 def plan_moves(targets: Targets, layouts: Mapping[int, StateLayout], like: int) -> list[Move]:
     """Return the moves that fill ``targets``, which `decode.prepare` made from the layout of rank ``like``.
 
-    Args:
-        layouts: the layouts of all ranks that stored the state.
-
-    Raises:
-        ValueError: elements that no rank has stored.
+    ``layouts`` are those of all ranks that stored the state. Raises ValueError for elements that no rank has stored.
     """
     holders: dict[str, dict[tuple[int, ...], tuple[int, int]]] = defaultdict(dict)
     for owner in sorted(layouts, key=lambda owner: owner != like):  # rank like first, so equal parts come from it

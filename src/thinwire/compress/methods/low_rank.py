@@ -1,4 +1,8 @@
-"""Gradients as matrices of low rank: the common base of PowerSGD, ACP-SGD and ATOMO."""
+"""Gradients as matrices of low rank: PowerSGD, ACP-SGD and ATOMO.
+
+PowerSGD makes one step of power iteration for each gradient (Vogels et al., NeurIPS'19), ACP-SGD sends one of the two
+factors in each step (Zhang et al., ICDCS'23), ATOMO some singular vectors at random (Wang et al., NeurIPS'18).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from thinwire.compress.base import Compressor, Parameter, Payload, State
-from thinwire.compress.packing import PartSpec
-from thinwire.compress.randomness import stable_seed
+from thinwire.compress.base import (
+    Compressor,
+    Joint,
+    Memory,
+    Packed,
+    Parameter,
+    Payload,
+    State,
+    Summable,
+    WholeTensor,
+    counters,
+    next_seed,
+    stable_seed,
+)
+from thinwire.compress.packing import PartSpec, unpack
+from thinwire.errors import CorruptMessageError
 
 _KEPT = 1e-6  # of a unit vector, relative to the largest element of a new factor
 RoundSpecs = tuple[tuple[PartSpec, ...], ...]
@@ -113,3 +130,287 @@ def next_basis(rows: Tensor, before: Tensor) -> Tensor:
     """
     largest = rows.abs().max()
     return orthonormal(torch.add(rows / largest, before, alpha=_KEPT)) if largest > 0 else before
+
+
+@dataclass(frozen=True)
+class PowerSGD(LowRank, Summable, Joint):
+    """The compressor of `power_sgd`, in two rounds, ``P^T`` [r n] and ``Q^T`` [r m]; or in one, the gradient [n m].
+
+    State: ``step``; the orthonormal basis ``q`` [r, m] of the next step. Between the rounds also ``matrix`` and ``p``.
+    """
+
+    warm_start: bool = True
+
+    label = "power_sgd"
+
+    @property
+    def name(self) -> str:
+        return super().name + ("" if self.warm_start else " without warm start")
+
+    def init(self, parameter: Parameter) -> State:
+        state = super().init(parameter)
+        if self.rank_of(parameter):
+            state["q"] = self.random_rows(parameter, matrix_shape(parameter)[1])
+        return state
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        if self.is_whole(parameter, state):
+            return whole(gradient)
+        state["matrix"] = as_matrix(gradient, parameter)
+        state.pop("p", None)
+        return Payload((torch.mm(state["q"], state["matrix"].t()).view(-1),))
+
+    def next_round(self, mean: Payload, parameter: Parameter, state: State) -> Payload | None:
+        if self.is_whole(parameter, state) or "p" in state:
+            return None
+        state["p"] = orthonormal(mean.parts[0].view(self.rank_of(parameter), -1))
+        return Payload((torch.mm(state["p"], state["matrix"]).view(-1),))
+
+    def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
+        if self.is_whole(parameter, state):
+            return mean.parts[0].clone().view(parameter.shape)
+        del state["matrix"]
+        p, q = state.pop("p"), mean.parts[0].view(self.rank_of(parameter), -1)
+        if self.warm_start:
+            state["q"] = next_basis(q, state["q"])
+        else:
+            state["q"] = self.random_rows(parameter, q.shape[1], state["step"] + 1)
+        return torch.mm(p.t(), q).view(parameter.shape)
+
+    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
+        """Return the gradient of the parts of all rounds together."""
+        rank = self.rank_of(parameter)
+        if rank == 0 or len(payload.parts) == 1:
+            return payload.parts[0].clone().view(parameter.shape)
+        p, q = (part.view(rank, -1) for part in payload.parts)
+        return torch.mm(p.t(), q).view(parameter.shape)
+
+    def residual_of_sum(self, gradient: Tensor, mean: Tensor, parameter: Parameter, state: State) -> None:
+        """Leave nothing of a gradient sent whole; else the difference from the mean, as in the authors' code."""
+        if self.is_whole(parameter, state):
+            gradient.zero_()
+        else:
+            gradient.sub_(mean)
+
+    def round_specs(self, parameter: Parameter) -> RoundSpecs:
+        """Return the lengths after ``start_step``; they are not fixed if there is one."""
+        rank, dtype = self.rank_of(parameter), parameter.working_dtype
+        lengths = [rank * length for length in matrix_shape(parameter)] if rank else [parameter.numel]
+        if rank and self.start_step:
+            return tuple((PartSpec(dtype, None, parameter.numel),) for _ in lengths)
+        return tuple((PartSpec(dtype, length),) for length in lengths)
+
+    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
+        return tuple(spec for specs in self.round_specs(parameter) for spec in specs)
+
+
+def power_sgd(
+    rank: int = 4,
+    *,
+    min_compression_rate: float = 2.0,
+    start_step: int = 0,
+    warm_start: bool = True,
+    seed: int = 0,
+) -> PowerSGD:
+    """Return PowerSGD (Algorithm 1): ``P = orthonormal(mean of M Q)``, ``Q = mean of M^T P``, mean ``P Q^T``.
+
+    Both means are taken inside an all-reduce of r (n + m) elements instead of n m. It is biased, so it needs error
+    feedback, which `attach` puts around it: ``e = g + e - P Q^T`` (Algorithm 2).
+
+    Args:
+        rank: r. A matrix whose smaller side is below it has that rank, which is then exact, and is usually sent whole
+            because nothing is saved.
+        min_compression_rate: a parameter is sent whole unless this factor is saved: r (n + m) times it < n m.
+        start_step: number of first steps that send everything whole; try a tenth of all steps if the loss suffers.
+        warm_start: whether to begin with the Q of the last step, instead of random numbers.
+        seed: seed of the first Q, which depends on the name of the parameter too.
+
+    Raises:
+        ValueError: settings out of range.
+
+    Example:
+        >>> compressor = power_sgd(rank=4)
+        >>> compressor.rank_of(Parameter("fc.weight", (512, 512))), compressor.rank_of(Parameter("fc.bias", (512,)))
+        (4, 0)
+    """
+    return PowerSGD(rank, min_compression_rate, start_step, seed, warm_start)
+
+
+@dataclass(frozen=True)
+class ACPSGD(LowRank, Summable, Joint):
+    """The compressor of `acp_sgd`. One part: the gradient in a basis of its columns, [r n], or of its rows, [r m].
+
+    In a basis of columns ``P^T = Q^T M^T``. State: ``step``; orthonormal bases ``p`` [r, n] and ``q`` [r, m], which
+    steps use in turn; between `compress` and `finish` also ``sent``, the part. The projection is linear and the same on
+    all ranks, so a rank can compute its loss itself: ``e = M - M Q Q^T``.
+    """
+
+    label = "acp_sgd"
+
+    def init(self, parameter: Parameter) -> State:
+        state = super().init(parameter)
+        if self.rank_of(parameter):
+            n, m = matrix_shape(parameter)
+            state["p"], state["q"] = self.random_rows(parameter, n, "p"), self.random_rows(parameter, m)
+        return state
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        if self.is_whole(parameter, state):
+            return whole(gradient)
+        matrix = as_matrix(gradient, parameter)
+        state["sent"] = torch.mm(state["q"], matrix.t()) if self._sends_p(state) else torch.mm(state["p"], matrix)
+        return Payload((state["sent"].view(-1),))
+
+    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
+        if self.rank_of(parameter) == 0:
+            return payload.parts[0].clone().view(parameter.shape)
+        raise ValueError(
+            f"{self.name}: a payload stands for a gradient only with the bases of its step; see reconstruct"
+        )
+
+    def reconstruct(self, mean: Payload, parameter: Parameter, state: State) -> Tensor:
+        if self.is_whole(parameter, state):
+            return mean.parts[0].clone().view(parameter.shape)
+        part = mean.parts[0].view(self.rank_of(parameter), -1)
+        factor = "p" if self._sends_p(state) else "q"
+        state[factor] = next_basis(part, state[factor])
+        return torch.mm(*self._factors(part, state)).view(parameter.shape)
+
+    def residual_of_sum(self, gradient: Tensor, mean: Tensor, parameter: Parameter, state: State) -> None:
+        if self.is_whole(parameter, state):
+            gradient.zero_()
+        else:
+            as_matrix(gradient, parameter).addmm_(*self._factors(state["sent"], state), alpha=-1.0)
+
+    def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
+        state.pop("sent", None)
+        super().finish(mean, parameter, state)
+
+    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
+        """Return specs; P and Q take turns, so only a gradient sent whole has a fixed length."""
+        rank, dtype = self.rank_of(parameter), parameter.working_dtype
+        if rank == 0:
+            return (PartSpec(dtype, parameter.numel),)
+        longest = parameter.numel if self.start_step else rank * max(matrix_shape(parameter))
+        return (PartSpec(dtype, None, longest),)
+
+    def _sends_p(self, state: State) -> bool:
+        return (state["step"] - self.start_step) % 2 == 0
+
+    def _factors(self, part: Tensor, state: State) -> tuple[Tensor, Tensor]:
+        """Return [n, r] and [r, m], whose product is the approximation."""
+        return (part.t(), state["q"]) if self._sends_p(state) else (state["p"].t(), part)
+
+
+def acp_sgd(rank: int = 4, *, min_compression_rate: float = 2.0, start_step: int = 0, seed: int = 0) -> ACPSGD:
+    """Return ACP-SGD: odd steps send ``P = M Q``, even ones ``Q = M^T P``, in the basis that the last step made.
+
+    Half the bytes and half the messages of `power_sgd`, whose power iteration it does in two steps instead of one; the
+    gradient of a step is projected on a basis that is one step old. `attach` puts error feedback around it.
+
+    Args:
+        rank, min_compression_rate, start_step, seed: as in `power_sgd`.
+
+    Raises:
+        ValueError: settings out of range.
+    """
+    return ACPSGD(rank, min_compression_rate, start_step, seed)
+
+
+_LONGEST_UNIT = 1.01  # no element of a unit vector is larger, with any rounding
+
+
+@dataclass(frozen=True)
+class Atomo(LowRank, Packed, WholeTensor):
+    """The compressor of `atomo`. ``parts``: k left singular vectors times s_i / p_i [k n], right ones [k m]; or all."""
+
+    label = "atomo"
+    memory = Memory.UNBIASED
+
+    def init(self, parameter: Parameter) -> State:
+        return counters()
+
+    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
+        if self.rank_of(parameter) == 0:
+            return whole(gradient)
+        generator = torch.Generator().manual_seed(next_seed(self.seed, parameter, state))
+        left, values, right = torch.linalg.svd(as_matrix(gradient, parameter), full_matrices=False)
+        chances = probabilities(values.double(), self.rank_of(parameter))
+        chosen = torch.rand(values.numel(), generator=generator, dtype=torch.float64) < chances
+        scales = (values[chosen] / chances[chosen]).to(values.dtype)
+        return Payload(((left.t()[chosen] * scales[:, None]).view(-1), right[chosen].view(-1)))
+
+    def finish(self, mean: Tensor, parameter: Parameter, state: State) -> None:
+        """Do nothing: steps are counted where numbers are drawn."""
+
+    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
+        if self.rank_of(parameter) == 0:
+            return payload.parts[0].clone().view(parameter.shape)
+        n, m = matrix_shape(parameter)
+        left, right = payload.parts
+        return torch.mm(left.view(-1, n).t(), right.view(-1, m)).view(parameter.shape)
+
+    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
+        dtype = parameter.working_dtype
+        if self.rank_of(parameter) == 0:
+            return (PartSpec(dtype, parameter.numel),)
+        n, m = matrix_shape(parameter)
+        return PartSpec(dtype, None, min(n, m) * n), PartSpec(dtype, None, min(n, m) * m)
+
+    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
+        parts = unpack(data, self.part_specs(parameter))
+        if self.rank_of(parameter):
+            _check(parts[0], parts[1], *matrix_shape(parameter))
+        elif not bool(parts[0].isfinite().all()):
+            raise CorruptMessageError("a gradient that is not finite, which no rank sends")
+        return Payload(parts)
+
+
+def probabilities(singular_values: Tensor, rank: int) -> Tensor:
+    """Return the probability of each component: ``min(1, c s_i)`` with the sum ``rank`` (Algorithm 1).
+
+    The variance is the smallest of all with that sum. Components of zero have probability 0; if there are at most
+    ``rank`` others, theirs is 1.
+    """
+    chances = torch.zeros_like(singular_values)
+    open_ = singular_values > 0
+    while bool(open_.any()):
+        left = rank - int((chances == 1.0).sum())
+        share = singular_values / singular_values[open_].max()
+        wanted = left * share / share[open_].sum()
+        certain = open_ & (wanted >= 1.0)
+        if not bool(certain.any()):
+            return torch.where(open_, wanted, chances)
+        chances[certain] = 1.0
+        open_ &= ~certain
+    return chances
+
+
+def _check(left: Tensor, right: Tensor, n: int, m: int) -> None:
+    """Raise CorruptMessageError for factors that do not fit together or whose product may not be finite."""
+    count = left.numel() // n
+    if left.numel() != count * n or right.numel() != count * m:
+        raise CorruptMessageError(f"{left.numel()} and {right.numel()} elements are no vectors of {n} and {m}")
+    if count == 0:
+        return
+    largest = torch.finfo(left.dtype).max / (count * _LONGEST_UNIT)
+    if not (float(left.abs().max()) <= largest and float(right.abs().max()) <= _LONGEST_UNIT):
+        raise CorruptMessageError("singular vectors that no matrix has")
+
+
+def atomo(rank: int = 4, *, min_compression_rate: float = 2.0, seed: int = 0) -> Atomo:
+    """Return ATOMO in its spectral form (Algorithm 1): it keeps component i of the SVD with probability p_i.
+
+    It scales a kept component by 1 / p_i. On average ``rank`` components travel, gathered and not summed. The
+    expectation is right, so no memory is needed; but the SVD costs O(n m min(n, m)) operations in every step:
+    `power_sgd` is the practical method.
+
+    Args:
+        rank: expected number of components.
+        min_compression_rate: a parameter is sent whole unless rank (n + m) times it < n m.
+        seed: seed of the random choice, which also depends on the parameter, the step and the rank of the process.
+
+    Raises:
+        ValueError: settings out of range.
+    """
+    return Atomo(rank, min_compression_rate, seed=seed)

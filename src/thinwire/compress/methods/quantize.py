@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compress.base import Additive, Memory, Parameter, Payload, State
+from thinwire.compress.base import Additive, Memory, Parameter, Payload, State, counters, next_seed
 from thinwire.compress.packing import PartSpec, unpack
-from thinwire.compress.randomness import counters, next_seed
 from thinwire.errors import CorruptMessageError
 
 

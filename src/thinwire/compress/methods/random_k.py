@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from thinwire.compress.base import Compressor, Memory, Parameter, Payload, State, Summable
+from thinwire.compress.base import Compressor, Memory, Parameter, Payload, State, Summable, stable_seed
 from thinwire.compress.methods.sparsify import (
     HEADER_BYTES,
     DensitySelector,
@@ -19,7 +19,6 @@ from thinwire.compress.methods.sparsify import (
     values_of,
 )
 from thinwire.compress.packing import PartSpec
-from thinwire.compress.randomness import stable_seed
 from thinwire.compress.wrappers import packed_code
 from thinwire.errors import CorruptMessageError
 

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.compress.base import Additive, Memory, Parameter, Payload, State, WholeTensor
+from thinwire.compress.base import Additive, Memory, Parameter, Payload, State, WholeTensor, counters
 from thinwire.compress.memory import ErrorFeedback
 from thinwire.compress.packing import PartSpec, unpack
-from thinwire.compress.randomness import counters
 from thinwire.errors import CorruptMessageError
 
 

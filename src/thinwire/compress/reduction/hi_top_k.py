@@ -13,8 +13,7 @@ from torch import Tensor
 from thinwire import kernels
 from thinwire.compress import packing
 from thinwire.compress.base import Parameter, Payload
-from thinwire.compress.methods.hi_top_k import HI_TOP_K, HiTopK
-from thinwire.compress.methods.select import MsTopK
+from thinwire.compress.methods.select import HI_TOP_K, HiTopK, MsTopK
 from thinwire.compress.methods.sparsify import Selection
 from thinwire.compress.reduction import messages
 from thinwire.compress.reduction.base import Arrived, OwnReduction, Peers, Phase, Plan, Result, Stopwatch, Task

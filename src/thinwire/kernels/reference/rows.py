@@ -44,7 +44,7 @@ def find_rows(dense: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         (tensor([1, 3, 4]), tensor([2]))
     """
     found = nonzero_rows(dense)
-    return _padded(found, capacity, dense.shape[0]), torch.tensor([found.numel()], device=found.device)
+    return _padded(found, capacity, dense.shape[0]), found.new_full((1,), found.numel())
 
 
 def find_bits(bitmap: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
@@ -142,7 +142,7 @@ def merge_rows(
     """
     inside = _inside(ids, num_rows)
     union, sums = sum_rows([(ids[inside], values[inside])], scale)
-    return _padded(union, capacity, num_rows), _padded(sums, capacity, 0), torch.tensor([union.numel()], device=union.device)
+    return _padded(union, capacity, num_rows), _padded(sums, capacity, 0), union.new_full((1,), union.numel())
 
 
 def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tuple[Tensor, Tensor]:
@@ -293,7 +293,7 @@ def deal_rows(
     """
     valid = _inside(ids, num_rows).nonzero().flatten()
     places = [valid[places] for _, places in deal(ids[valid], world_size, seed)]
-    counts = torch.tensor([part.numel() for part in places], device=ids.device)
+    counts = torch.cat([ids.new_full((1,), part.numel()) for part in places])
     parts, size = (places, capacity) if capacity is not None else ([torch.cat(places)], ids.numel())
     dealt = torch.stack([_padded(ids[part], size, num_rows) for part in parts])
     kept = torch.stack([_padded(part, size, -1) for part in parts])

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from thinwire.fuse.named import default_policies
-from thinwire.fuse.policy import Policy
+from thinwire.fuse.policy import Policy, default_policies
 from thinwire.lab.doctor.advice import Advice, advice_of, lines_of, where_to_paste
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.planner import (

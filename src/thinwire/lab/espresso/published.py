@@ -9,7 +9,7 @@ from thinwire.compress.base import Parameter, Summable
 from thinwire.compress.methods.sparsify import Sparsifier
 from thinwire.compress.named import parse
 from thinwire.compress.wrappers import code_of
-from thinwire.fuse.named import default_policies
+from thinwire.fuse.policy import default_policies
 from thinwire.fuse.profile import Groups, Linear, Profile
 from thinwire.fuse.timeline import iteration_seconds
 from thinwire.lab.espresso.cluster import FLAT, Cluster

@@ -68,7 +68,7 @@ def _byteps_compress(job: EspressoJob) -> float:
 
 
 def _cupcake(job: EspressoJob) -> float:
-    from thinwire.fuse.cupcake import cupcake
+    from thinwire.fuse.policy import cupcake
 
     groups = cupcake().groups(_group_profile(job))
     fused = replace(

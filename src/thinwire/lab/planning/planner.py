@@ -11,9 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from thinwire.fuse.buckets import byte_cap
-from thinwire.fuse.named import counts_bytes, default_policies
-from thinwire.fuse.policy import Policy
+from thinwire.fuse.policy import Policy, byte_cap, counts_bytes, default_policies
 from thinwire.fuse.profile import Groups, Linear, Profile
 from thinwire.lab.planning.costs import Costs, chosen_costs
 from thinwire.lab.planning.lane_search import espresso_jobs, fastest_jobs

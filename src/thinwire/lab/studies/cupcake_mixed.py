@@ -8,8 +8,7 @@ from itertools import combinations
 
 import numpy as np
 
-from thinwire.fuse.cupcake import cupcake
-from thinwire.fuse.policy import groups_ending_at
+from thinwire.fuse.policy import cupcake, groups_ending_at
 from thinwire.fuse.profile import Groups, Linear, Profile
 from thinwire.fuse.search import CLOCKS, Array, Mode, StateBounds, floor_of, line_below, max_of_suffixes, search
 from thinwire.fuse.timeline import iteration_seconds

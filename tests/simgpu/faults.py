@@ -1,0 +1,344 @@
+"""Seeded faults: what thinwire does right is undone, one thing at a time, to show that the simulation would see it.
+
+A fault replaces a function of thinwire by a wrong one, made from the right one, on all ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from simgpu.scenarios import SCENARIOS, Report, copy_of_a_state, run_one, staging_alone
+from thinwire.checkpoint import copier, cycle
+from thinwire.comm import collectives
+from thinwire.comm.process_group import Handover
+from thinwire.cuda import arena, device, staging
+from thinwire.gradients import buckets, exact, parameters, tables
+from thinwire.lab.testbed.launch import RankContext
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A wrong function in place of ``owner.attribute``, which ``scenario`` must find."""
+
+    scenario: str
+    owner: Any
+    attribute: str
+    wrong: Callable[[Function], Function]
+
+    @contextmanager
+    def seeded(self) -> Iterator[None]:
+        with patch.object(self.owner, self.attribute, self.wrong(getattr(self.owner, self.attribute))):
+            yield
+
+
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(scenario: str, owner: Any, attribute: str) -> Callable[[Callable[[Function], Function]], None]:
+    def add(wrong: Callable[[Function], Function]) -> None:
+        FAULTS[wrong.__name__.replace("_", " ").strip()] = Fault(scenario, owner, attribute, wrong)
+
+    return add
+
+
+def run_faults(context: RankContext, names: list[str]) -> list[Report]:
+    """Run the scenario of each fault with the fault."""
+    found = []
+    for name in names:
+        with FAULTS[name].seeded():
+            found.append(run_one(context, SCENARIOS[FAULTS[name].scenario]))
+    return found
+
+
+def run_alone(name: str) -> Report:
+    """Run the scenario of a fault that needs no other rank."""
+    with FAULTS[name].seeded():
+        return ALONE[FAULTS[name].scenario]()
+
+
+ALONE: dict[str, Callable[[], Report]] = {"staging": staging_alone, "checkpoint": copy_of_a_state}
+
+PLAIN, TABLES, DDP, OVERFLOW = (
+    "plain, tables and layers",
+    "plain, tables alone",
+    "ddp, tables and layers",
+    "plain, overflow",
+)
+NCCL = "nccl, tables and layers"
+
+
+def nothing(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+# --- waits between streams
+
+
+@fault(PLAIN, device.CudaDevice, "wait")
+def _the_lane_does_not_wait_for_the_gradients(right: Function) -> Function:
+    return nothing
+
+
+@fault(DDP, device.CudaDevice, "wait")
+def _another_stream_waits_for_the_gradients(right: Function) -> Function:
+    return lambda self, event: torch.cuda.Stream(self._device).wait_event(event)
+
+
+@fault(DDP, staging.DeviceStaging, "hand_over")
+def _an_old_event_is_handed_over(right: Function) -> Function:
+    kept: list[Any] = []
+
+    def hand_over(self: Any, tensors: Any) -> Handover:
+        made = right(self, tensors)
+        kept.append(made.event)
+        return Handover(made.tensors, kept[0])
+
+    return hand_over
+
+
+@fault(TABLES, parameters.ParameterHooks, "_contents")
+def _a_future_is_completed_with_a_tensor_of_the_host(right: Function) -> Function:
+    return lambda self, *args: replace(right(self, *args), buffer=torch.empty(0))
+
+
+@fault(DDP, device.CudaDevice, "future")
+def _a_future_has_no_devices(right: Function) -> Function:
+    return lambda self: Future()
+
+
+@fault(PLAIN, buckets.Buckets, "_synchronize")
+def _a_future_is_completed_on_another_stream(right: Function) -> Function:
+    def synchronize(self: Any, *args: Any) -> list[Tensor]:
+        results = right(self, *args)
+        torch.cuda.set_stream(torch.cuda.Stream(results[0].device))
+        return results
+
+    return synchronize
+
+
+@fault("nccl, over the lane", device.CudaDevice, "completing")
+def _the_stream_of_completion_does_not_follow_the_lane(right: Function) -> Function:
+    return lambda self: torch.cuda.stream(self._completion)
+
+
+@fault("nccl, over the lane", exact.Started, "wait")
+def _nobody_waits_for_nccl(right: Function) -> Function:
+    return nothing
+
+
+@fault(PLAIN, parameters.ParameterHooks, "__init__")
+def _training_does_not_wait_for_the_lane(right: Function) -> Function:
+    def init(
+        self: Any, trained: Any, waiting: Any, lookups: Any, lane: Any, begin: Any, expect: Any, *rest: Any
+    ) -> None:
+        right(self, trained, waiting, lookups, lane, begin, nothing, *rest)
+
+    return init
+
+
+@fault(DDP, tables.kernels, "scatter_rows")
+def _means_are_stored_on_another_stream(right: Function) -> Function:
+    def scatter(matrix: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+        with torch.cuda.stream(torch.cuda.Stream(matrix.device)) if matrix.is_cuda else nullcontext():
+            return right(matrix, ids, values)
+
+    return scatter
+
+
+@fault("ddp, compressed", staging.DeviceStaging, "to_device")
+def _means_are_uploaded_on_another_stream(right: Function) -> Function:
+    def to_device(self: Any, *tensors: Tensor) -> list[Tensor]:
+        with torch.cuda.stream(torch.cuda.Stream(self._device._device)):
+            return right(self, *tensors)
+
+    return to_device
+
+
+@fault(NCCL, collectives.Collectives, "_all_to_all")
+def _rows_are_used_while_nccl_sends_them(right: Function) -> Function:
+    def all_to_all(self: Any, *args: Any) -> None:
+        dist.all_to_all_single(*args, group=self.process_group, async_op=True)
+
+    return all_to_all
+
+
+@fault(NCCL, collectives.Collectives, "numbers")
+def _counts_are_read_while_they_are_copied(right: Function) -> Function:
+    def numbers(self: Any, *args: Any) -> Any:
+        with patch.object(Tensor, "cpu", lambda tensor: tensor.to("cpu", non_blocking=True)):
+            return right(self, *args)
+
+    return numbers
+
+
+# --- waits of the host
+
+
+@fault(PLAIN, device.CudaDevice, "synchronize")
+def _the_host_never_waits(right: Function) -> Function:
+    return nothing
+
+
+@fault("ddp, sparse", staging.DeviceStaging, "_wait")
+def _the_host_reads_what_is_still_copied(right: Function) -> Function:
+    return nothing
+
+
+@fault("ddp, small buckets", staging.DeviceStaging, "_download")
+def _a_chunk_is_filled_again_while_it_is_summed(right: Function) -> Function:
+    return lambda self, part, number: right(self, part, 0)
+
+
+@fault(OVERFLOW, staging.DeviceStaging, "_to_host_in_rounds")
+def _a_round_is_read_while_it_is_copied(right: Function) -> Function:
+    def rounds(self: Any, tensor: Tensor) -> Tensor:
+        wait, self._wait = self._wait, nothing
+        try:
+            return right(self, tensor)
+        finally:
+            self._wait = wait
+
+    return rounds
+
+
+@fault(OVERFLOW, staging.DeviceStaging, "_to_device")
+def _a_round_is_written_while_it_is_copied(right: Function) -> Function:
+    def to_device(self: Any, tensor: Tensor) -> Tensor:
+        wait, self._wait = self._wait, nothing
+        try:
+            return right(self, tensor)
+        finally:
+            self._wait = wait
+
+    return to_device
+
+
+@fault("staging", staging.DeviceStaging, "_to_device")
+def _a_job_writes_before_the_copies_of_the_last_one_have_ended(right: Function) -> Function:
+    def to_device(self: Any, tensor: Tensor) -> Tensor:
+        self._may_write = True
+        return right(self, tensor)
+
+    return to_device
+
+
+@fault(DDP, staging.DeviceStaging, "hand_over")
+def _training_waits_at_each_bucket(right: Function) -> Function:
+    def hand_over(self: Any, tensors: Any) -> Handover:
+        torch.cuda.current_stream(tensors[0].device).synchronize()
+        return right(self, tensors)
+
+    return hand_over
+
+
+@fault(PLAIN, device.CudaDevice, "copy")
+def _copies_block(right: Function) -> Function:
+    return lambda self, target, source: target.copy_(source)
+
+
+@fault(PLAIN, device.CudaDevice, "pinned")
+def _memory_is_not_pinned(right: Function) -> Function:
+    return lambda self, num_bytes: torch.empty(num_bytes, dtype=torch.uint8)
+
+
+# --- memory
+
+
+@fault("staging", device.CudaDevice, "keep")
+def _memory_is_not_recorded(right: Function) -> Function:
+    return nothing
+
+
+@fault("plain, sparse", arena.Arena, "take")
+def _the_arena_hands_memory_out_twice(right: Function) -> Function:
+    def take(self: Any, num_bytes: int) -> Tensor | None:
+        taken = self._taken_bytes
+        room = right(self, num_bytes)
+        self._taken_bytes = taken
+        return room
+
+    return take
+
+
+@fault(DDP, staging.DeviceStaging, "to_device")
+def _means_stay_on_the_host(right: Function) -> Function:
+    return lambda self, *tensors: list(tensors)
+
+
+@fault(DDP, buckets, "staged")
+def _a_table_is_read_by_the_host_as_it_is(right: Function) -> Function:
+    return lambda table, staging: table
+
+
+# --- devices and threads
+
+
+@fault(PLAIN, device.CudaDevice, "selected")
+def _the_lane_does_not_select_its_device(right: Function) -> Function:
+    return lambda self: nullcontext()
+
+
+@fault(PLAIN, device.CudaDevice, "lane_stream")
+def _the_lane_works_on_the_stream_of_training(right: Function) -> Function:
+    return lambda self: self.selected()
+
+
+@fault("nccl, over the lane", exact.NativeAllReduce, "start")
+def _nccl_is_issued_by_the_lane(right: Function) -> Function:
+    class Later:
+        def __init__(self, native: Any, gradients: Any) -> None:
+            self._native, self._gradients = native, gradients
+
+        def wait(self) -> None:
+            for one in right(self._native, self._gradients):
+                one.wait()
+
+    def start(self: Any, gradients: Any) -> Any:
+        is_of_tables = sys._getframe(1).f_code.co_name == "submit"
+        return (Later(self, gradients),) if is_of_tables else right(self, gradients)
+
+    return start
+
+
+# --- checkpoints
+
+
+@fault("checkpoint", device.CudaDevice, "wait")
+def _a_checkpoint_does_not_wait_for_the_optimizer(right: Function) -> Function:
+    return nothing
+
+
+@fault("checkpoint", device.CudaDevice, "synchronize")
+def _a_checkpoint_is_read_before_it_is_copied(right: Function) -> Function:
+    return nothing
+
+
+@fault("checkpoint", cycle.Cycle, "settle")
+def _the_optimizer_does_not_wait_for_a_checkpoint(right: Function) -> Function:
+    return nothing
+
+
+@fault("checkpoint", device.CudaDevice, "selected")
+def _the_thread_of_checkpoints_does_not_select_its_device(right: Function) -> Function:
+    return lambda self: nullcontext()
+
+
+@fault("checkpoint", copier.SlotStaging, "copy")
+def _a_sub_buffer_is_filled_again_while_it_is_read(right: Function) -> Function:
+    def copy(self: Any, *args: Any) -> None:
+        self._buffers = self._buffers or [self._device.pinned(self._sub_buffer_bytes)] * self._count
+        right(self, *args)
+
+    return copy

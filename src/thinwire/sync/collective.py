@@ -190,7 +190,7 @@ class _Job:
 
     def find(self) -> None:
         """Find the rows that are not zero, and deal them to ranks."""
-        self.held = torch.zeros_like(self.size)
+        self.held = self.size
         if self.is_sparse:
             self._coalesce()
         elif not self.is_native:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire import kernels
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
+from thinwire.comm.process_group import Staging
 from thinwire.cuda.staging import staging_for
 from thinwire.follow import state as states
 from thinwire.follow.describe import configuration

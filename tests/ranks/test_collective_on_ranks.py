@@ -18,6 +18,7 @@ from thinwire import schemes
 from thinwire.comm.collectives import Collectives
 from thinwire.errors import LostPeerError, PeerError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
+from thinwire.sync.choose import SUM_LAUNCHES, TABLE_LAUNCHES
 from thinwire.sync.collective import CollectiveSum, NamedGradient
 
 SCHEMES = ("zen", "sparse_ps", "agsparse_coded", "dense")
@@ -148,3 +149,29 @@ def _all_reduces(context: RankContext) -> list[str]:
 def test_sparse_all_reduce_on_a_simulated_device() -> None:
     for outcome in run_ranks(_all_reduces, world_size=2, timeout_seconds=60):
         assert outcome.value == []
+
+
+def _launches(context: RankContext) -> dict[tuple[int, bool], int]:
+    """What one sum launches on a device, once capacities are known, by the number of tables and whether sparse."""
+    found, group = {}, dist.group.WORLD
+    assert group is not None
+    for num_tables, sparse in ((1, False), (4, False), (26, False), (1, True), (4, True), (26, True)):
+        with simulated(own=(0,), nccl=True) as world:
+            total = CollectiveSum(Collectives(group))
+            for step in range(2):
+                gradients = [
+                    NamedGradient(f"{place}", rows(context.rank, 2 * step, torch.float32, sparse).to("cuda"))
+                    for place in range(num_tables)
+                ]
+                before = sum(world.launches.values())
+                total.all_reduce(gradients, schemes.ZEN, 0.5)
+                found[num_tables, sparse] = sum(world.launches.values()) - before
+    return found
+
+
+@pytest.mark.skipif(not has_interpreter(), reason="the references of Triton's kernels launch more: TRITON_INTERPRET=1")
+def test_launches_of_a_sum() -> None:
+    """They hardly grow with the tables; `auto` and the roofline count with these constants."""
+    for outcome in run_ranks(_launches, world_size=2, timeout_seconds=110):
+        for (num_tables, sparse), launches in outcome.value.items():
+            assert launches <= SUM_LAUNCHES + num_tables * TABLE_LAUNCHES, (num_tables, sparse, launches)

@@ -28,7 +28,10 @@ WAITS = {
     "equal", "is_nonzero", "_coalesce", "_to_sparse", "_validate_sparse_coo_tensor_args",
 }  # fmt: skip
 """Operations that return after the device has told the host a size or a value."""
-EMPTY = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+EMPTY = {
+    *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+    *("sparse_dim", "dense_dim", "is_coalesced", "_sparse_coo_tensor_with_dims_and_tensors"),
+}
 COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 _HOST_IDS = {"index", "index_put_", "index_put", "_unsafe_index", "_index_put_impl_"}
 

@@ -447,8 +447,10 @@ class RoutePrice:
         return f"{self.route}{scheme} ({cost})"
 
 
-LAUNCH_SECONDS = 3e-4
-"""Seconds of the launches of a sum on a GPU, which all its tables share."""
+LAUNCH_SECONDS = 6e-6
+"""Seconds of the host for an operation that it launches on a GPU, by PyTorch. After backward nothing hides them."""
+SUM_LAUNCHES, TABLE_LAUNCHES, STAGED_LAUNCHES = 115, 6, 20
+"""Operations of a sum by collectives that its tables share, those of each table, and those of a staged table."""
 SCAN_BYTE_SECONDS = 3.3e-13
 """Seconds to search a byte of a dense gradient on a GPU for non-zero rows: those of an H100 that reads 3 TB/s."""
 COPY_BYTE_SECONDS = 1e-10
@@ -460,7 +462,8 @@ def shared_seconds(machine: Machine, is_host: bool) -> float:
 
     The host waits for the counts of rows, and for the sizes of sums; it does not wait for the rows.
     """
-    return 2 * (machine.round_seconds + machine.message_seconds) + (0.0 if is_host else LAUNCH_SECONDS)
+    launches = 0 if is_host else SUM_LAUNCHES
+    return 2 * (machine.round_seconds + machine.message_seconds) + launches * LAUNCH_SECONDS
 
 
 def route_prices(
@@ -481,7 +484,8 @@ def route_prices(
     if not is_sparse:
         sent = ring_all_reduce_bytes(table_bytes, demand.world_size)
         found.append(RoutePrice(Route.NATIVE, Price(DENSE, sent, sent * own.reduced_byte_seconds)))
-    scan = 0.0 if is_sparse or is_host else table_bytes * SCAN_BYTE_SECONDS
+    launched = 0.0 if is_host else TABLE_LAUNCHES * LAUNCH_SECONDS
+    scan = launched + (0.0 if is_sparse or is_host else table_bytes * SCAN_BYTE_SECONDS)
     rows = []
     for scheme in schemes:
         sent_bytes = busiest_rank_bytes(scheme, demand)
@@ -491,7 +495,8 @@ def route_prices(
     if lane is not None:
         offers = [offer for offer in offers_of(replace(demand, is_torchs=False), lane, hosts) if not _is_dense(offer)]
         offer = min(offers, key=_seconds)
-        copies = 0.0 if is_host else (demand.held + demand.union) * demand.row_bytes * COPY_BYTE_SECONDS
+        moved = (demand.held + demand.union) * demand.row_bytes
+        copies = 0.0 if is_host else moved * COPY_BYTE_SECONDS + STAGED_LAUNCHES * LAUNCH_SECONDS
         seconds = LANE_SHARE * (_seconds(offer) + copies) + LANE_SECONDS
         found.append(RoutePrice(Route.STAGED, replace(offer, seconds=seconds)))
     return found

@@ -18,7 +18,15 @@ from thinwire import schemes
 from thinwire.comm.machine import DEVICE_KERNELS, Machine
 from thinwire.comm.process_group import ring_all_reduce_bytes
 from thinwire.gradients.collective import CANDIDATES
-from thinwire.sync.choose import Demand, Route, busiest_rank_bytes, work_seconds
+from thinwire.sync.choose import (
+    STAGED_LAUNCHES,
+    SUM_LAUNCHES,
+    TABLE_LAUNCHES,
+    Demand,
+    Route,
+    busiest_rank_bytes,
+    work_seconds,
+)
 from thinwire.sync.collective import plan, sent_bytes
 from thinwire.sync.experience import Routes
 
@@ -100,8 +108,8 @@ class Census:
 
 
 NATIVE = Census(launches=2, waits=0)
-COLLECTIVE = Census(launches=180, waits=2)
-STAGED = Census(launches=20, waits=2)
+COLLECTIVE = Census(launches=SUM_LAUNCHES + TABLE_LAUNCHES, waits=2)
+STAGED = Census(launches=STAGED_LAUNCHES, waits=2)
 """On the lane's thread: training does not wait."""
 
 

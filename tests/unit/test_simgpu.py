@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from simgpu import peek, simulated
 from simgpu.faults import ALONE, FAULTS, run_alone, run_faults
-from simgpu.scenarios import SCENARIOS, Report, copy_of_a_state, run, staging_alone
+from simgpu.scenarios import SCENARIOS, Report, copy_of_a_state, run, staging_alone, two_models
 from thinwire import kernels
 from thinwire.kernels.dispatch import KERNELS, Kernel
 from thinwire.lab.testbed.launch import run_ranks
@@ -260,6 +260,14 @@ def test_training_waits_for_nothing_without_tables_and_two_times_for_tables_on_n
     assert {most_waits(name) for name in SCENARIOS if not name.startswith("nccl") and "ddp" in name} == {0}
     assert {most_waits(name) for name in ("plain, layers", "plain, tables and layers", "plain, sparse")} == {0}
     assert max(map(most_waits, SCENARIOS)) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nccl", [False, True])
+@pytest.mark.parametrize("ddp", [False, True])
+def test_two_models_that_accumulate_and_one_that_is_attached_again(nccl: bool, ddp: bool) -> None:
+    for outcome in run_ranks(two_models, nccl, ddp, world_size=2):
+        assert outcome.value.found == []
 
 
 def test_staging_alone() -> None:

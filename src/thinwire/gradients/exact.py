@@ -110,6 +110,7 @@ class GradientSync:
             if self._is_all_reduced(table):
                 self.dense(lane, table.name, table.gradient)
                 means[table.name] = table.gradient
+                self.unions.pop(table.name, None)  # that was of another sum
             else:
                 sparse.append(table)
         for places in plan_groups([self.shape(table) for table in sparse]):
@@ -630,7 +631,7 @@ def route_asked_for() -> str:
         ValueError: the variable has another value than the legal ones.
     """
     legal = (AUTO, Route.COLLECTIVE, Route.STAGED)
-    asked = os.environ.get(ROUTE_VARIABLE, AUTO)
+    asked = os.environ.get(ROUTE_VARIABLE, "auto")
     if asked not in legal:
         raise unknown(ROUTE_VARIABLE, asked, legal)
     return asked

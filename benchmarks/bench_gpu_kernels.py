@@ -45,8 +45,8 @@ class Result:
     size: int
     density: float
     moved_bytes: int
-    torch_seconds: float | None
-    triton_seconds: float | None
+    reference_seconds: float | None
+    seconds: float | None
 
 
 def operations(size: int, density: float, device: torch.device) -> Iterator[Operation]:

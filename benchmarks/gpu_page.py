@@ -167,7 +167,7 @@ def kernel_rows(cpu: bool) -> list[Row]:
     bandwidth = copy_bandwidth(device, 1 << 24 if cpu else 1 << 30)
     rows: list[Row] = [{"operation": "copy", "gigabytes_a_second": bandwidth / 1e9, "of_a_copy": 1.0}]
     for result in measure_all(device, [100_000] if cpu else SIZES, [0.05] if cpu else DENSITIES, 3 if cpu else 9):
-        rate = result.moved_bytes / result.triton_seconds if result.triton_seconds else 0.0
+        rate = result.moved_bytes / result.seconds if result.seconds else 0.0
         rows.append({**asdict(result), "gigabytes_a_second": rate / 1e9, "of_a_copy": rate / bandwidth})
     return rows
 
@@ -202,7 +202,7 @@ PARTS: dict[str, Callable[[bool], list[Row]]] = {
     "Tests": run_tests,
     "A step of a training": step_rows,
     "Kernels": kernel_rows,
-    "NCCL": probe_rows,
+    "All-reduce": probe_rows,
 }
 
 

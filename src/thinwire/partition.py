@@ -46,7 +46,7 @@ class Partition:
         raise NotImplementedError
 
     def deal(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Deal increasing ids int64 [k] to owners as `thinwire.kernels.deal_rows`, without waiting for a device.
+        """Deal increasing ids int64 [k] to owners as `kernels.deal_rows`, without waiting for a device.
 
         Returns the ids of one owner after the other, their indices in ``ids``, and how many each owner has. Padding,
         ids from ``num_rows`` on, is last and not counted.

@@ -374,7 +374,7 @@ def _gather_numbers(checksum: Sequence[float], lane: Lane) -> list[list[float]]:
 
 
 def _warm_up(staging: Staging, lane: Lane) -> None:
-    with staging.selected():  # the lane's thread begins on device 0
+    with staging.selected():  # threads begin on device 0, and kernels are compiled for the current one
         kernels.warm_up(wait=False)
 
 

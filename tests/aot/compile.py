@@ -116,7 +116,8 @@ def measures(kind: str, compiled: Any) -> dict[str, Any]:
         widths = [32 * int(words or 1) for words in re.findall(r"(?:global|buffer)_load_dword(?:x(\d))?\b", code)]
         stores = [32 * int(words or 1) for words in re.findall(r"(?:global|buffer)_store_dword(?:x(\d))?\b", code)]
         size = len(compiled.asm["hsaco"])
-        fused = re.findall(r"\bv_(?:pk_)?(?:fma|fmac|mad)_(?:f|bf|mix)\w+", code)
+        fused = re.findall(r"\bv_(?:pk_)?(?:fma|fmac|mad)_(?:f|bf|mix)\w+.*", code)
+        fused = [line for line in fused if not re.match(r"v_fma_mix_f32 .*\b1\.0\b", line)]  # a sum with a float16
         return {
             "registers": numbers["vgpr_count"], "spilled": 4 * numbers["vgpr_spill_count"], "size": size,
             "loads": widths, "stores": stores, "fused": fused,

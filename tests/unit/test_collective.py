@@ -92,6 +92,36 @@ def test_sums_have_the_bits_of_the_staged_path_and_the_predicted_bytes(name: str
                 assert steps[step][3] == sent_bytes(plans * 2, pushed * 2, unions * 2, rank)
 
 
+SHAPES = (((50,), 1), ((40, 3), 1), ((9, 8), 2), ((5, 6, 2, 2), 2), ((7, 0), 1), ((0, 3), 1))
+
+
+@pytest.mark.parametrize("name", ["zen", "agsparse", "dense"])
+@pytest.mark.parametrize("counts", [(20, 21, 0), (0, 0, 0)])
+def test_tensors_of_any_dimensions(name: str, counts: tuple[int, ...]) -> None:
+    def local(rank: int, shape: tuple[int, ...], sparse_dim: int) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        count = counts[rank] if shape[0] else 0
+        indices = torch.stack([torch.randint(0, max(1, size), (count,), generator=generator) for size in shape])
+        values = torch.randn(count, *shape[sparse_dim:], generator=generator)
+        return torch.sparse_coo_tensor(indices[:sparse_dim], values, shape, check_invariants=False)
+
+    def run(exchange: LoopbackCollectives) -> list[Tensor]:
+        mine = [local(exchange.rank, *kind) for kind in SHAPES]
+        tables = [
+            NamedGradient(f"{place}", each) for place, each in enumerate([*mine, *[one.to_dense() for one in mine]])
+        ]
+        sums = CollectiveSum(exchange).all_reduce(tables, schemes.NAMED[name])
+        for total, (shape, sparse_dim) in zip(sums, SHAPES, strict=False):
+            assert (total.shape, total.sparse_dim(), total.is_coalesced()) == (shape, sparse_dim, True)
+            torch.sparse_coo_tensor(total._indices(), total._values(), shape, is_coalesced=True, check_invariants=True)
+        return sums
+
+    for sums in results(run_collectives(3, run)):
+        for place, total in enumerate(sums):
+            exact = sum(local(rank, *SHAPES[place % len(SHAPES)]).to_dense() for rank in range(3))
+            torch.testing.assert_close(total.to_dense(), exact)
+
+
 @st.composite
 def jobs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, torch.dtype, bool, str]], int]:
     """The number of ranks, the tables of a step (rows, width, dtype, whether sparse, scheme), and a seed."""

@@ -190,7 +190,7 @@ class _Job:
 
     def find(self) -> None:
         """Find the rows that are not zero, and deal them to ranks."""
-        self.held = torch.zeros_like(self.size)
+        self.held = self.size
         if self.is_sparse:
             self._coalesce()
         elif not self.is_native:
@@ -525,8 +525,7 @@ class _Call:
             return
         arriving = [job.arriving for job in owned]
         send, receive = self._sizes([job.outgoing for job in owned]), self._sizes(arriving)
-        if self.device.type == "cpu":
-            check_fits(sum(receive), self.where)
+        self._check_fits(receive)
 
         def parts() -> list[list[Tensor]]:
             encoded = [job.encoded() for job in owned]
@@ -544,8 +543,13 @@ class _Call:
     ) -> list[list[Tensor]]:
         """Return the bytes of all ranks' pieces of each table, which ``encode`` makes on each rank."""
         sizes = self._sizes(pieces)
+        self._check_fits(sizes)
         own = self._joined(lambda: [encode(job)[0] for job in jobs], sizes[self.rank])
         return _cut(self.exchange.all_gather(own, sizes), pieces)
+
+    def _check_fits(self, sizes: Sequence[int]) -> None:
+        if self.device.type == "cpu":  # elsewhere the allocator refuses
+            check_fits(sum(sizes), self.where)
 
     def _joined(self, parts: Callable[[], list[list[Tensor]]], num_bytes: int) -> Tensor:
         """Return the bytes of all pieces; if making them fails, bytes that are ids of no row and values of nan."""

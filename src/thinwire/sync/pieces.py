@@ -97,11 +97,10 @@ class Coding:
 
 
 def _starts(counts: Tensor, total: int, stride: int) -> Tensor:
-    """Return for each row the index of its piece times a stride, int64 [total]; ``counts`` are the rows of pieces."""
+    """Return for each row the index of its piece times a stride, int64 [total], or [1] where there is one piece."""
     if counts.numel() == 1:
-        return counts.new_zeros(total)
-    starts = torch.arange(0, counts.numel() * max(1, stride), max(1, stride), device=counts.device)
-    return torch.repeat_interleave(starts, counts, output_size=total)
+        return counts.new_zeros(1)
+    return torch.repeat_interleave(counts, output_size=total) * stride
 
 
 def _runs(pieces: Sequence[CodedPiece]) -> Iterator[tuple[Format, list[CodedPiece], int]]:

@@ -109,7 +109,7 @@ class Synchronizer:
                 lane.close()
             raise
         if not (self._is_left_to_ddp or isinstance(self._plug, Alone)):
-            self._lane.submit(lambda lane: kernels.warm_up(wait=False))  # while the first forward runs
+            self._lane.submit(lambda lane: kernels.warm_up(wait=False, device=device))  # while the first forward runs
         self._steps.plug, self._steps.compressed, self._steps.execution = self._plug, self._compressed, self._execution
         self._steps.native, self._steps.collective = self._native, self._collective
         if self._lookups.candidates and self._sharding is None:

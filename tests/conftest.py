@@ -36,6 +36,16 @@ def one_thread() -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
+def kernels_compile_one_after_the_other(request: pytest.FixtureRequest) -> None:
+    """One worker compiles them, and the others wait. Of two processes that compile one function for different types at
+    the same time, numba's cache (0.68) may keep the code of one under the types of the other: it writes the index
+    before the code. Called with float64, such code took the bits for integers.
+    """
+    if hasattr(request.config, "workerinput"):
+        kernels.warm_up()
+
+
+@pytest.fixture(autouse=True, scope="session")
 def ranks_start_with_dynamo() -> None:
     launch.preload("torch._dynamo")
     launch.preload("checkpoint_faults.training")

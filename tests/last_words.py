@@ -10,6 +10,7 @@ import faulthandler
 import os
 import resource
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
         faulthandler.enable(_stacks)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     """A thread outside of Python: it also ends a test that holds Python's lock."""
     if _stacks is None:
@@ -42,6 +44,7 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     return True
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_timeout_cancel_timer(item: pytest.Item) -> bool | None:
     if _stacks is None:
         return None
@@ -52,8 +55,11 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool | None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
     node = report.node
-    status = node.gateway._io.popen.wait(_SECONDS_TO_END)
-    how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    try:
+        status = node.gateway._io.popen.wait(_SECONDS_TO_END)
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+    except subprocess.TimeoutExpired:
+        how = "it hung up and still runs"
     killed = _killed_for_memory() - node.workerinput["killed_for_memory"]
     stacks = _stacks_of(node)
     report.longrepr = "\n".join(

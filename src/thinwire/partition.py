@@ -45,10 +45,6 @@ class Partition:
         """Return the position of each id in the part of its owner, without a table and without waiting for a device."""
         raise NotImplementedError
 
-    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
-        """Return the id of each (owner, position): the inverse of `owners` and `positions`."""
-        raise NotImplementedError
-
     def deal(self, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Deal increasing ids int64 [k] to owners as `kernels.deal_rows`, without waiting for a device.
 
@@ -78,9 +74,6 @@ class Contiguous(Partition):
 
     def positions(self, ids: Tensor) -> Tensor:
         return ids % max(1, self.range_rows)
-
-    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
-        return owners * self.range_rows + positions
 
     @cached_property
     def parts(self) -> tuple[Range, ...]:
@@ -119,9 +112,6 @@ class BlockCyclic(Partition):
 
     def positions(self, ids: Tensor) -> Tensor:
         return torch.div(ids, self.world_size, rounding_mode="floor")
-
-    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
-        return positions * self.world_size + owners
 
     @cached_property
     def parts(self) -> tuple[Strided, ...]:
@@ -175,7 +165,8 @@ class Permutation(Partition):
     def positions(self, ids: Tensor) -> Tensor:
         return torch.div(ids, self.world_size, rounding_mode="floor")
 
-    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
+    def ids(self, owners: Tensor | int, positions: Tensor) -> Tensor:
+        """Return the id of each (owner, position)."""
         return positions * self.world_size + (owners - self.rotation(positions)) % self.world_size
 
     @cached_property
@@ -283,9 +274,6 @@ class FirstRanks(Partition):
 
     def positions(self, ids: Tensor) -> Tensor:
         return self.owned.positions(ids)
-
-    def ids(self, owners: Tensor, positions: Tensor) -> Tensor:
-        return self.owned.ids(owners, positions)
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from thinwire import kernels
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
+from thinwire.comm.process_group import Staging
 from thinwire.cuda.staging import staging_for
 from thinwire.follow import state as states
 from thinwire.follow.describe import configuration
@@ -109,7 +110,7 @@ class Synchronizer:
                 lane.close()
             raise
         if not (self._is_left_to_ddp or isinstance(self._plug, Alone)):
-            self._lane.submit(lambda lane: kernels.warm_up(wait=False, device=device))  # while the first forward runs
+            self._lane.submit(partial(_warm_up, self._staging))  # while the first forward runs
         self._steps.plug, self._steps.compressed, self._steps.execution = self._plug, self._compressed, self._execution
         self._steps.native, self._steps.collective = self._native, self._collective
         if self._lookups.candidates and self._sharding is None:
@@ -370,6 +371,11 @@ class Synchronizer:
 def _gather_numbers(checksum: Sequence[float], lane: Lane) -> list[list[float]]:
     with lane.setting_up():
         return lane.channel(Subject("attach", "checksums of shards")).gather_numbers(checksum)
+
+
+def _warm_up(staging: Staging, lane: Lane) -> None:
+    with staging.selected():  # threads begin on device 0, and kernels are compiled for the current one
+        kernels.warm_up(wait=False)
 
 
 def _adopt_tables(buckets: Buckets, plug: Plug) -> None:

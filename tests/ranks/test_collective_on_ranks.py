@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ import thinwire
 from simgpu import has_interpreter, peek, simulated
 from thinwire import schemes
 from thinwire.comm.collectives import Collectives
-from thinwire.errors import PeerError
+from thinwire.errors import LostPeerError, PeerError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.sync.collective import CollectiveSum, NamedGradient
 
@@ -61,15 +62,32 @@ def _sums(context: RankContext, scheme: str, device: str) -> tuple[int, int]:
     return total.exchange.host_waits, total.exchange.traffic.sent_bytes
 
 
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_sums_over_gloo(world_size: int) -> None:
-    run_ranks(_all_schemes, world_size=world_size, timeout_seconds=60)
+def test_sums_over_gloo() -> None:
+    run_ranks(_all_schemes, world_size=3, timeout_seconds=60)
 
 
 def _all_schemes(context: RankContext) -> None:
     for scheme in SCHEMES:
         waits, _ = _sums(context, scheme, "cpu")
         assert 2 * STEPS <= waits <= 3 * STEPS
+
+
+def _one_dies(context: RankContext) -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    total = CollectiveSum(Collectives(group))
+    gradients = [NamedGradient("words", rows(context.rank, 0, torch.float32))]
+    total.all_reduce(gradients, schemes.ZEN)
+    if context.rank == 1:
+        os._exit(1)
+    with pytest.raises(LostPeerError, match=f"rank {context.rank}: the exchange with the other 2 ranks broke off"):
+        total.all_reduce(gradients, schemes.ZEN)
+    return "told"
+
+
+def test_a_rank_that_dies_is_lost_to_all_over_gloo() -> None:
+    outcomes = run_ranks(_one_dies, world_size=3, timeout_seconds=30, check=False)
+    assert [outcomes[rank].value for rank in (0, 2)] == ["told", "told"]
 
 
 @dataclass

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from collective import LoopbackCollectives, results, run_collectives
@@ -39,8 +41,14 @@ def gradient(rank: int, step: int, num_rows: int, width: int, dtype: torch.dtype
     return values
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-@pytest.mark.parametrize("name", SCHEMES)
+@pytest.mark.parametrize(
+    ("name", "world_size"),
+    [
+        pytest.param(name, world_size, marks=() if name == "zen" or world_size in (1, 3) else pytest.mark.slow)
+        for name in SCHEMES
+        for world_size in WORLD_SIZES
+    ],
+)
 def test_sums_have_the_bits_of_the_staged_path_and_the_predicted_bytes(name: str, world_size: int) -> None:
     scheme, scale = SCHEMES[name], 1 / 3
     shapes = {dtype: (70 * place, 3) for place, dtype in enumerate(SUPPORTED_DTYPES)}  # one of them is empty
@@ -82,6 +90,87 @@ def test_sums_have_the_bits_of_the_staged_path_and_the_predicted_bytes(name: str
         if world_size > 1:
             for rank, steps in enumerate(outcomes):
                 assert steps[step][3] == sent_bytes(plans * 2, pushed * 2, unions * 2, rank)
+
+
+SHAPES = (((50,), 1), ((40, 3), 1), ((9, 8), 2), ((5, 6, 2, 2), 2), ((7, 0), 1), ((0, 3), 1))
+
+
+@pytest.mark.parametrize("name", ["zen", "agsparse", "dense"])
+@pytest.mark.parametrize("counts", [(20, 21, 0), (0, 0, 0)])
+def test_tensors_of_any_dimensions(name: str, counts: tuple[int, ...]) -> None:
+    def local(rank: int, shape: tuple[int, ...], sparse_dim: int) -> Tensor:
+        generator = torch.Generator().manual_seed(rank)
+        count = counts[rank] if shape[0] else 0
+        indices = torch.stack([torch.randint(0, max(1, size), (count,), generator=generator) for size in shape])
+        values = torch.randn(count, *shape[sparse_dim:], generator=generator)
+        return torch.sparse_coo_tensor(indices[:sparse_dim], values, shape, check_invariants=False)
+
+    def run(exchange: LoopbackCollectives) -> list[Tensor]:
+        mine = [local(exchange.rank, *kind) for kind in SHAPES]
+        tables = [
+            NamedGradient(f"{place}", each) for place, each in enumerate([*mine, *[one.to_dense() for one in mine]])
+        ]
+        sums = CollectiveSum(exchange).all_reduce(tables, schemes.NAMED[name])
+        for total, (shape, sparse_dim) in zip(sums, SHAPES, strict=False):
+            assert (total.shape, total.sparse_dim(), total.is_coalesced()) == (shape, sparse_dim, True)
+            torch.sparse_coo_tensor(total._indices(), total._values(), shape, is_coalesced=True, check_invariants=True)
+        return sums
+
+    for sums in results(run_collectives(3, run)):
+        for place, total in enumerate(sums):
+            exact = sum(local(rank, *SHAPES[place % len(SHAPES)]).to_dense() for rank in range(3))
+            torch.testing.assert_close(total.to_dense(), exact)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, torch.dtype, bool, str]], int]:
+    """The number of ranks, the tables of a step (rows, width, dtype, whether sparse, scheme), and a seed."""
+    sizes = st.sampled_from([0, 1, 2, 255, 256, 257, 600]) | st.integers(0, 90)
+    several = st.sampled_from([name for name in SCHEMES if name != "dense"])
+    table = st.tuples(sizes, st.sampled_from([1, 2, 5]), st.sampled_from(SUPPORTED_DTYPES), st.booleans(), several)
+    tables = draw(st.lists(table, min_size=1, max_size=4) | st.lists(table, min_size=65, max_size=66))
+    return draw(st.sampled_from([1, 2, 3, 4])), tables, draw(st.integers(0, 1000))
+
+
+@given(jobs())
+@settings(max_examples=8)
+def test_any_tables_have_the_bits_of_the_staged_path(
+    job: tuple[int, list[tuple[int, int, torch.dtype, bool, str]], int],
+) -> None:
+    world_size, tables, seed = job
+
+    def run(exchange: LoopbackCollectives) -> list[Tensor]:
+        total, sums = CollectiveSum(exchange), []
+        for step in range(2):
+            mine = [
+                NamedGradient(f"{place}", uneven(exchange.rank, seed + step + place, rows, width, dtype, sparse))
+                for place, (rows, width, dtype, sparse, _) in enumerate(tables)
+            ]
+            sums = [one.to_dense() for one in total.all_reduce(mine, [SCHEMES[name] for *_, name in tables], 0.5)]
+        return sums
+
+    outcomes = results(run_collectives(world_size, run))
+    for place, (num_rows, width, dtype, sparse, name) in enumerate(tables):
+        rows = [
+            SparseRows.from_tensor(uneven(rank, seed + 1 + place, num_rows, width, dtype, sparse))
+            for rank in range(world_size)
+        ]
+        staged = run_ranks(
+            world_size, lambda peer, of=rows, by=name: synchronized(peer, of[peer.rank], SCHEMES[by], 0.5)
+        )
+        for sums, outcome in zip(outcomes, staged, strict=True):
+            assert torch.equal(sums[place], outcome.get().to_dense())
+
+
+def uneven(rank: int, seed: int, num_rows: int, width: int, dtype: torch.dtype, sparse: bool) -> Tensor:
+    """A gradient; a sparse one is not coalesced and has repeated ids."""
+    dense = gradient(rank, seed, num_rows, width, dtype)
+    if not sparse:
+        return dense
+    tensor = dense.to_sparse(1)
+    ids, values = tensor._indices(), tensor._values()
+    order = torch.cat([torch.arange(ids.shape[1]).flip(0), torch.arange(ids.shape[1] // 2)])
+    return torch.sparse_coo_tensor(ids[:, order], values[order], dense.shape, check_invariants=False)
 
 
 def dealt(partition: object, ids: Tensor, world_size: int) -> list[int]:

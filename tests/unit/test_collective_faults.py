@@ -12,6 +12,7 @@ from torch import Tensor
 
 from collective import LoopbackCollectives, Tamper, results, run_collectives
 from thinwire import schemes
+from thinwire.comm import process_group
 from thinwire.errors import CorruptHeaderError, CorruptMessageError, MismatchError, PeerError
 from thinwire.schemes import Scheme
 from thinwire.sync import collective
@@ -237,6 +238,14 @@ def test_a_record_of_zeros_is_none(call: int) -> None:
         2, lambda exchange: mean(CollectiveSum(exchange), few(exchange)), changing(call, Tensor.zero_)
     )
     assert isinstance(outcomes[1], CorruptHeaderError)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_rows_that_do_not_fit_into_memory_are_not_received(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "UNASKED_BYTES", 0)
+    monkeypatch.setattr(process_group, "_available_bytes", lambda: 10)
+    outcomes = run_collectives(2, lambda exchange: mean(CollectiveSum(exchange), few(exchange), schemes.NAMED[name]))
+    assert all("has 10 bytes of memory left" in str(outcome) for outcome in outcomes), outcomes
 
 
 @pytest.mark.parametrize("name", schemes.NAMED)

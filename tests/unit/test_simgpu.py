@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import islice
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.utils._pytree import tree_leaves
 
 from simgpu import peek, simulated
 from simgpu.faults import ALONE, FAULTS, run_alone, run_faults
 from simgpu.scenarios import SCENARIOS, Report, copy_of_a_state, run, staging_alone
 from thinwire import kernels
-from thinwire.kernels.reference import rows as reference
+from thinwire.kernels.dispatch import KERNELS, Kernel
 from thinwire.lab.testbed.launch import run_ranks
 
 # --- the device itself
@@ -156,55 +162,96 @@ def test_a_device_of_another_rank_is_not_touched() -> None:
 # --- kernels
 
 
-@pytest.mark.xfail(strict=False, reason="it concatenates ids of the host and of the device")
-def test_blocks_of_a_gradient_are_found_on_its_device() -> None:
-    dense = torch.zeros(1000)
-    dense[::70] = 1
+def moved(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("cuda")
+    return type(value)(map(moved, value)) if isinstance(value, (list, tuple)) else value
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("kernel", KERNELS.values(), ids=lambda kernel: kernel.name)
+def test_every_kernel_takes_tensors_of_a_device(kernel: Kernel) -> None:
+    """And gives such, with the bits of the host. Those of the memories of compressors are for the host alone."""
+    samples = [(sample, sample.call(kernel.reference)) for sample in islice(kernel.samples(), 4)]
+    again = list(islice(kernel.samples(), 4))
     with simulated() as world:
-        found = kernels.nonzero_blocks(dense.to("cuda"))
-        assert torch.equal(peek(found), reference.nonzero_blocks(dense))
-        assert world.errors == []
+        call = getattr(kernels, kernel.name)
+        for (_, expected), sample in zip(samples, again, strict=True):
+            got = call(*moved(sample.args), **sample.settings)
+            for one, right in zip(tensors_in(got), tensors_in(expected), strict=True):
+                assert one.is_cuda
+                assert torch.equal(bits(peek(one)), bits(right))
+        assert (world.races, world.errors) == ([], [])
 
 
 # --- whole steps
 
 Reports = dict[str, list[Report]]
+SLOW = {
+    "plain, one device", "plain, half", "plain, planned", "plain, fused", "ddp, tables alone", "ddp, agsparse",
+    "ddp, dense", "ddp, auto", "ddp, unused", "nccl, small buckets", "nccl, sparse", "nccl, half", "nccl, growing",
+    "nccl, unused", "nccl, auto", "nccl, compressed", "nccl, plain",
+}  # fmt: skip
+every_scenario = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SCENARIOS]
+)
 
 
-@pytest.fixture(scope="module")
-def reports() -> Reports:
-    """Of the kernels that run here: Triton's with TRITON_INTERPRET=1, else the references."""
-    names = list(SCENARIOS)
-    outcomes = run_ranks(run, names, world_size=2)
-    found = {name: [outcome.value[place] for outcome in outcomes] for place, name in enumerate(names)}
-    print(f"{'waits of training for the device':40} in each step of the slowest rank")
-    for name, (one, other) in found.items():
-        print(f"{name:40} {' '.join(str(max(pair)) for pair in zip(one.num_waits, other.num_waits, strict=True))}")
+def run_with(kernels: str, function: Callable[..., Any], names: Sequence[str]) -> dict[str, list[Report]]:
+    """The reports of both ranks, by name: with the reference kernels, or with those of Triton in its interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1") if kernels == "triton" else patch.delenv("TRITON_INTERPRET", False)
+        outcomes = run_ranks(function, list(names), world_size=2, timeout_seconds=110)
+    return {name: [outcome.value[place] for outcome in outcomes] for place, name in enumerate(names)}
+
+
+@cache
+def reports_of(kernels: str, is_slow: bool) -> Reports:
+    return run_with(kernels, run, [name for name in SCENARIOS if (name in SLOW) == is_slow])
+
+
+TRITON = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed"),
+]
+
+
+@pytest.fixture(params=["reference", pytest.param("triton", marks=TRITON)])
+def reports(request: pytest.FixtureRequest, name: str) -> list[Report]:
+    found = reports_of(request.param, name in SLOW)[name]
+    waits = zip(*(report.num_waits for report in found), strict=True)
+    print(f"{name} ({request.param}): waits of training in each step: {', '.join(str(max(pair)) for pair in waits)}")
     return found
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_steps_have_no_races_and_right_means(reports: Reports, name: str) -> None:
-    for report in reports[name]:
+@every_scenario
+def test_steps_have_no_races_and_right_means(reports: list[Report], name: str) -> None:
+    for report in reports:
         assert report.found == [], report.trace
         assert report.reused > 20, "memory is used again"
 
 
 def most_waits(name: str) -> int:
-    """Of a step: for zeros in compressed or dense means one; on NCCL two for all tables together."""
+    """Of a step: on NCCL two for all tables together; for gradients that a rank does not have one."""
     scenario = SCENARIOS[name]
     by_collectives = scenario.nccl and scenario.tables and scenario.scheme != "two_level:zen"
-    reads_means = scenario.ddp is None and (scenario.compress or scenario.plan or scenario.scheme == "dense")
-    return 2 * bool(by_collectives) + bool(reads_means) + (scenario.optional and scenario.ddp is None)
+    return 2 * bool(by_collectives) + (scenario.optional and scenario.ddp is None)
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_waits_of_training_for_the_device(reports: Reports, name: str) -> None:
+@every_scenario
+def test_waits_of_training_for_the_device(reports: list[Report], name: str) -> None:
     """Beyond those of DDP, which reads which parameters were used, and of reference kernels, which Triton's have not.
 
     From the third step on: before, ranks agree on the order of gradients, and measure links.
     """
-    for report in reports[name]:
+    for report in reports:
         assert len(report.num_waits) == SCENARIOS[name].steps
         assert max(report.num_waits[2:]) <= most_waits(name), report.waits
 
@@ -249,9 +296,8 @@ def test_a_fault_is_found_on_one_rank(name: str) -> None:
     ],
 )
 def test_faults_are_found(names: tuple[str, ...]) -> None:
-    outcomes = run_ranks(run_faults, list(names), world_size=2)
-    missed = [name for place, name in enumerate(names) if not is_found(*(one.value[place] for one in outcomes))]
-    assert missed == []
+    found = run_with("reference", run_faults, names)
+    assert [name for name, reports in found.items() if not is_found(*reports)] == []
 
 
 def test_there_are_enough_faults() -> None:

@@ -246,7 +246,7 @@ class Agreement:
 
     def lose(self, error: Exception) -> None:
         """Record that the holder does not answer any more."""
-        self._registration.lost()
+        self._registration.close()
         self._notices.add(f"the holder of this host is lost, and training goes on without checkpoints: {error}")
 
     def grant(self, num_bytes: int) -> None:

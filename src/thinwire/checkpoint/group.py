@@ -97,11 +97,6 @@ def on_all(group: dist.ProcessGroup, do: Callable[[], T], kind: type[Exception] 
     return done[0]
 
 
-def least(values: Sequence[int], group: dist.ProcessGroup) -> list[int]:
-    """Return the least value of all ranks at each index; collective."""
-    return [min(votes) for votes in zip(*gather(values, group), strict=True)]
-
-
 def gather(values: Sequence[int], group: dist.ProcessGroup) -> list[list[int]]:
     """Gather the numbers of each rank, in rank order; collective. All are below 2**53."""
     gathered = agree.gather_numbers(Exchange(group), "checkpoint votes", values)

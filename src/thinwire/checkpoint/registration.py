@@ -19,7 +19,7 @@ from thinwire.checkpoint.placement import replicas_of_ranks
 from thinwire.comm.hosts import boot_id
 from thinwire.errors import ThinwireError
 from thinwire.holder.client import DEFAULT_LAYOUT_BYTES, HolderClient
-from thinwire.holder.replication import parse_address
+from thinwire.holder.replication import is_loopback, parse_address
 from thinwire.holder.start import HolderOptions, end_with_agent, ensure_holder, load_secret, socket_path
 from thinwire.holder.version import ShardId, topology_digest
 
@@ -28,7 +28,6 @@ logger = logging.getLogger("thinwire")
 GRANULE_BYTES = 1 << 20
 LAYOUT_BYTES_PER_TENSOR = 4096
 _JOBS: dict[int, str] = {}  # by process, because a forked one is another job
-_LOOPBACK = ("127.", "[::1]", "localhost")
 
 
 def room_bytes(payload_bytes: int) -> int:
@@ -111,7 +110,7 @@ class Registration:
         try:
             self._connect_all()
         except BaseException:
-            self.lost()
+            self.close()
             raise
 
     @property
@@ -202,7 +201,7 @@ class Registration:
         self.holders = [each["address"] for each in told]
         labels = [each["domain"] or each["address"] for each in told]
         self._domains = labels if any(each["domain"] for each in told) else None
-        local = next((holder for holder in self.holders if holder.startswith(_LOOPBACK)), None)
+        local = next((holder for holder in self.holders if is_loopback(parse_address(holder)[0])), None)
         if local is not None and len({each["boot"] for each in told}) > 1:
             raise ValueError(f"other hosts cannot reach the holder at {local}: start it with --bind ADDRESS")
 
@@ -213,8 +212,8 @@ class Registration:
                 self.client = self._connect()
         return self.client is not None
 
-    def lost(self) -> None:
-        """Close the connection to a holder that is gone; not collective."""
+    def close(self) -> None:
+        """Close the connection, also to a holder that is gone; not collective."""
         self.registered = False
         client, self.client = self.client, None
         if client is not None:
@@ -275,14 +274,14 @@ class Registration:
             try:
                 do()
             except Exception:
-                self.lost()
+                self.close()
                 raise
 
         on_all(self._group, guarded, ValueError)
 
     def _hello(self, payload_bytes: int, attempt: int, peers: list[str]) -> None:
         if self.registered:  # a connection has one shard, and its peers stay
-            self.lost()
+            self.close()
         self.reconnect()
         if self.client is None:
             raise ValueError(f"no holder at {self._path}")
@@ -291,6 +290,3 @@ class Registration:
         for address, reason in self.client.unreachable.items():
             logger.warning("the holder at %s cannot be reached yet: %s", address, reason)
         self.registered, self._room, self.peers, self._attempt = True, room, peers, attempt
-
-    def close(self) -> None:
-        self.lost()

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from thinwire.checkpoint.choice import Choice, choose
 from thinwire.checkpoint.dcp.tier import DiskShards, PersistentTier
-from thinwire.checkpoint.group import least, on_all
+from thinwire.checkpoint.group import on_all
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.recovery import (
     ForeignShards,
@@ -139,7 +139,7 @@ class Restorer:
         """Free the versions of the run on the hosts of this job; collective. Raises ValueError if one is in use."""
         registration = self._registration
         if registration.registered:
-            registration.lost()
+            registration.close()
         registration.reconnect()
         deadline = time.monotonic() + _RELEASE_SECONDS  # in which a holder notices that a trainer is gone
 
@@ -210,15 +210,13 @@ class Restorer:
         return [v for versions in found.inventories.values() for v in versions if v.shard.run_id == self._run_id]
 
     def _load(self, candidate: _Candidate) -> str:
-        """Why one of the ranks could not, or empty; collective."""
-        failure = ""
+        """Why some ranks could not, the same on all of them, or empty; collective."""
         try:
-            candidate.load()
-        except (ThinwireError, ValueError, OSError, RuntimeError, KeyError) as error:
-            failure = f"rank {self._rank}: {error}"
-            logger.warning("step %s %s was not restored: %s", candidate.step, candidate.where, failure)
-        done = least([not failure], self._group) == [1]
-        return "" if done else failure or "another rank failed"
+            on_all(self._group, candidate.load)
+        except ThinwireError as error:
+            logger.warning("step %s %s was not restored: %s", candidate.step, candidate.where, error)
+            return str(error)
+        return ""
 
     def _candidates(self, found: Survey, step: int | None) -> tuple[list[_Candidate], list[str], list[str]]:
         """All versions that can be restored, and why others cannot, in memory and on the disk; collective.

@@ -217,7 +217,7 @@ def _reduced_byte_seconds(
     return _believed(max(seconds - steps, seconds / 4) / ring_all_reduce_bytes(4 * count, exchange.world_size))
 
 
-_DEVICE_KERNELS = 0.0, 5e-10, 7e-13, 5e-10, 7e-13, 5e-10, 7e-13
+DEVICE_KERNELS = 0.0, 5e-10, 7e-13, 5e-10, 7e-13, 5e-10, 7e-13
 """Fields of `Machine` from ``part_seconds`` on, for a GPU: rows are read and written at 3 TB/s, and 2e9 ids are sorted
 in a second. That is the roofline of an H100; seconds of real steps correct it: `thinwire.sync.experience.Routes`."""
 
@@ -237,7 +237,7 @@ def measure_collectives(
         LostPeerError: see `Collectives`.
     """
     world_size = exchange.world_size
-    kernels = _DEVICE_KERNELS if device.type != "cpu" else kernel_seconds(world_size)
+    kernels = DEVICE_KERNELS if device.type != "cpu" else kernel_seconds(world_size)
     if world_size == 1:
         return None
     record = torch.zeros(world_size, Header.NUM_BYTES // 8, dtype=torch.int64, device=device)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from thinwire.errors import CorruptMessageError, LostPeerError, PeerError, ThinwireError
 from thinwire.holder.acceptor import Acceptor
 from thinwire.holder.frames import Connection, FrameKind, Handshake
-from thinwire.holder.replication import call, parse_address
+from thinwire.holder.replication import call, is_loopback, parse_address
 from thinwire.holder.version import field
 
 _CLOSED_CONNECTION_SECONDS = 1.0  # after which an agent whose connection was closed is lost, if it does not return
@@ -203,10 +203,6 @@ def is_local(host: str) -> bool:
             sock.bind(where)
             return True
     return False
-
-
-def is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 class BoardServer:

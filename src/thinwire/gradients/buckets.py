@@ -118,6 +118,8 @@ class Buckets:
         self._clock = clock or Clock()
         self._tables = {id(parameter) for parameter in lookups.parameters}
         self._seen: set[str] = set()
+        self.sees_zeros = False  # whether `is_zero` is going to be asked
+        self._zeros: set[str] = set()
         self._waiting: list[tuple[Contents, Future[Tensor]]] = []
         self._waiting_bytes = 0
         self._collected: list[_Collected] = []
@@ -224,9 +226,11 @@ class Buckets:
         """Return whether a table is all-reduced like any other gradient in this step."""
         return self._gradients.leaves(name)
 
-    def union(self, name: str) -> int | None:
-        """Return the number of rows in the sum of a table in its last step, or None if it never travelled as rows."""
-        return self._gradients.unions.get(name)
+    def is_zero(self, name: str) -> bool:
+        """Return whether the mean of a table or a compressed gradient is zero everywhere; once for each backward."""
+        was_seen = name in self._zeros
+        self._zeros.discard(name)
+        return was_seen or self._gradients.unions.get(name) == 0
 
     def release(self, name: str, gradient: Tensor) -> None:
         """Add the unsent rest of earlier gradients, if compression ended; see `CompressedSync.release`."""
@@ -313,7 +317,24 @@ class Buckets:
         self._clock.run(job)
         for contents in batch:
             self._synchronize_dense(lane, contents)
+        if self.sees_zeros:
+            whole = [(table.name, table.gradient) for table in tables if not table.gradient.is_sparse]
+            self._see(whole + [pair for contents in batch for pair in contents.compressed])
         return [means[contents.tables[0].name] if contents.buffer.is_sparse else contents.buffer for contents in batch]
+
+    def _see(self, means: Sequence[tuple[str, Tensor]]) -> None:
+        """Note which means are zero. Those of tables that went as rows are not read, and a GPU is asked once."""
+        unions = {name: self._gradients.unions.get(name) for name, _ in means}
+        unread = [(name, mean) for name, mean in means if (rows := unions[name]) is None or rows >= len(mean)]
+        if self._staging.is_host:
+            have_values = [bool(mean.flatten()[:1024].any()) or bool(mean.any()) for _, mean in unread]
+        elif unread:
+            (flags,) = self._staging.to_host(torch.stack([mean.any() for _, mean in unread]))
+            have_values = flags.tolist()
+        else:
+            have_values = []
+        self._zeros -= unions.keys()
+        self._zeros |= {name for (name, _), has_values in zip(unread, have_values, strict=True) if not has_values}
 
     def _synchronize_dense(self, lane: Lane, contents: Contents) -> None:
         if contents.compressed:

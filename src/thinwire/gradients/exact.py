@@ -110,6 +110,7 @@ class GradientSync:
             if self._is_all_reduced(table):
                 self.dense(lane, table.name, table.gradient)
                 means[table.name] = table.gradient
+                self.unions.pop(table.name, None)  # that was of another sum
             else:
                 sparse.append(table)
         for places in plan_groups([self.shape(table) for table in sparse]):

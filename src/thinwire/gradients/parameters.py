@@ -193,6 +193,7 @@ class ParameterHooks(Plug):
     ) -> None:
         self.trained = list(trained)
         self._buckets = buckets
+        buckets.sees_zeros = True
         self._lookups = lookups
         self._lane = lane
         self._begin = begin
@@ -282,29 +283,17 @@ class ParameterHooks(Plug):
         Only a mean of zeros can be of a parameter without a gradient on any rank. All ranks have the same means, so
         they gather votes about the same parameters, and about none in an ordinary step.
         """
-        empty = self._zeros(means)
+        empty = [
+            place
+            for place, mean in means.items()
+            if (mean._nnz() == 0 if mean.is_sparse else self._buckets.is_zero(self.trained[place].name))
+        ]
         if not empty:
             return set()
         mine = [float(place not in done.stand_ins) for place in empty]
         subject = Subject("gradients of zeros", f"{len(mine)} numbers")
         told = self._lane.submit(lambda lane: lane.channel(subject).gather_numbers(mine)).wait()
         return {place for place, ranks in zip(empty, zip(*told, strict=True), strict=True) if not any(ranks)}
-
-    def _zeros(self, means: Mapping[int, Tensor]) -> list[int]:
-        """Return which means are zero everywhere. Tables that went as rows are not read, and a GPU is asked once."""
-        empty, unknown = [], []
-        for place, mean in means.items():
-            union = mean._nnz() if mean.is_sparse else self._buckets.union(self.trained[place].name)
-            if union == 0:
-                empty.append(place)
-            elif not mean.is_sparse and (union is None or union >= len(mean)):
-                unknown.append(place)
-        if unknown and not means[unknown[0]].is_cpu:
-            have_values = torch.stack([means[place].any() for place in unknown]).tolist()
-        else:
-            unread = (means[place] for place in unknown)
-            have_values = [bool(mean.flatten()[:1024].any()) or bool(mean.any()) for mean in unread]
-        return empty + [place for place, has_values in zip(unknown, have_values, strict=True) if not has_values]
 
     def _agree_on_order(self, done: _Pass) -> None:
         order = [*done.ready, *(place for place in self._order if place not in done.ready)]

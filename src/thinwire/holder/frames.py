@@ -95,7 +95,7 @@ class Handshake:
         self._number += 1
         if self._number == 1:
             mac = next((mac for mac in macs() if mac in field(greeting, "macs", list, 1, 8)), "")
-            self._nonces = (_nonce(greeting) + self._nonce + mac).encode()
+            self._nonces = (_digits(greeting, "nonce", _NONCE_DIGITS) + self._nonce + mac).encode()
             self.wanted = _HEADER.size + TAG_BYTES
             proofs = [_proof(secret, b"listener", self._nonces) for secret in self._secrets]
             return _packed(FrameKind.GREETING, {"nonce": self._nonce, "mac": mac, "proofs": proofs}, 0, 0, Tags())
@@ -145,7 +145,7 @@ class Connection:
         mac, proofs = field(answer, "mac", str, 0, 8), field(answer, "proofs", list, 0, 64)
         if mac not in macs():
             raise PeerError(f"the other side can make no tags of {' or '.join(macs())}")
-        nonces = (mine + _nonce(answer) + mac).encode()
+        nonces = (mine + _digits(answer, "nonce", _NONCE_DIGITS) + mac).encode()
         proven = (s for s in secret.splitlines() if _proof(s, b"listener", nonces) in proofs)
         if (common := next(proven, None)) is None:
             raise PeerError("the holder has another secret: give the same secret file, or THINWIRE_SECRET, to all")
@@ -189,7 +189,13 @@ class Connection:
         try:
             with self._lost_peer("receive"):
                 self._socket.settimeout(first_seconds)
-                first, descriptors = self._first_byte()
+                if self._take_descriptors:
+                    first, received, _, _ = socket.recv_fds(self._socket, 1, 8, socket.MSG_CMSG_CLOEXEC)
+                    descriptors = tuple(received)
+                else:
+                    first = self._socket.recv(1)
+                if not first:
+                    raise LostPeerError("the other side closed the connection")
                 self._socket.settimeout(self._timeout_seconds)
             head = first + self._read(_HEADER.size + TAG_BYTES - 1)
             text = self._read(_lengths(head, self._max_json, self._max_payload)[0])
@@ -201,16 +207,6 @@ class Connection:
                 os.close(descriptor)
             self.close()
             raise
-
-    def _first_byte(self) -> tuple[bytes, tuple[int, ...]]:
-        descriptors: list[int] = []
-        if self._take_descriptors:
-            first, descriptors, _, _ = socket.recv_fds(self._socket, 1, 8, socket.MSG_CMSG_CLOEXEC)
-        else:
-            first = self._socket.recv(1)
-        if not first:
-            raise LostPeerError("the other side closed the connection")
-        return first, tuple(descriptors)
 
     def read_payload(self, frame: Frame, limit_bytes: int) -> bytes:
         """Return a small payload, such as a layout. Raises CorruptMessageError if it exceeds ``limit_bytes``."""
@@ -346,10 +342,6 @@ class Connection:
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-
-
-def _nonce(content: dict[str, Any]) -> str:
-    return _digits(content, "nonce", _NONCE_DIGITS)
 
 
 def _digits(content: dict[str, Any], name: str, count: int) -> str:

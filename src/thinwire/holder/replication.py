@@ -84,6 +84,11 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether only this host reaches that address."""
+    return host in ("localhost", "::1") or host.startswith("127.")
+
+
 Call = Callable[[str], Connection]
 
 

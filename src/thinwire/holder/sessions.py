@@ -214,8 +214,11 @@ class TrainerSession(Session):
         self.grants.revoke()
         try:
             unreachable = self._replicate_to(shard, addresses)
-        except ValueError:
-            self._resign(shard)
+        except ValueError:  # so the shard is given up after all; its memory is freed if it holds no version
+            with self.store.changed:
+                shard.trainer, shard.replicas, self.shard = None, {}, None
+            if not shard.complete():
+                self.store.remove(shard)
             raise
         return {"payload_bytes": shard.size.payload_bytes, "unreachable": unreachable}
 
@@ -256,13 +259,6 @@ class TrainerSession(Session):
         for sender in senders.values():
             sender.start()
         return unreachable
-
-    def _resign(self, shard: Shard) -> None:
-        """Give the shard up after all; its memory is freed if it holds no version."""
-        with self.store.changed:
-            shard.trainer, shard.replicas, self.shard = None, {}, None
-        if not shard.complete():
-            self.store.remove(shard)
 
     def slot(self, request: dict[str, Any], _: bytes) -> dict[str, Any] | None:
         shard, keep_step = self.own(), request.get("keep_step")

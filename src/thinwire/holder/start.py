@@ -20,11 +20,11 @@ from typing import Any
 
 from thinwire.errors import LostPeerError, ThinwireError
 from thinwire.holder.client import HolderClient
+from thinwire.holder.replication import PeerTimes, is_loopback
 from thinwire.holder.store import BudgetError, available_bytes, parse_bytes
 
 SECRET_VARIABLE, SOCKET_VARIABLE = "THINWIRE_SECRET", "THINWIRE_HOLDER"
 AGENT_VARIABLE = "THINWIRE_AGENT"  # the process of the elastic agent, for its workers
-_LOOPBACK = ("127.", "::1", "localhost")
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -104,7 +104,7 @@ def _generated(socket: Path) -> Path:
 def _secret_for(bind: str, socket: Path, secret_file: str | None) -> bytes:
     path = _generated(socket)
     if secret_file is None and not os.environ.get(SECRET_VARIABLE):
-        if not bind.startswith(_LOOPBACK):
+        if not is_loopback(bind):
             raise ValueError(
                 f"peers connect to {bind}: give all holders and trainers of the job one secret, by --secret-file or"
                 f" {SECRET_VARIABLE}"
@@ -132,7 +132,6 @@ def budget_bytes(memory_budget: str | None) -> int:
 
 def config_of(options: dict[str, Any]) -> Any:
     """Return the ``HolderConfig`` for ``HolderOptions.to_json()``. Raises ValueError for options that cannot be."""
-    from thinwire.holder.replication import PeerTimes
     from thinwire.holder.server import HolderConfig
 
     path, secret_file = Path(options["socket"]), options["secret_file"]

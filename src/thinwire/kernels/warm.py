@@ -17,21 +17,20 @@ from thinwire.kernels.samples import gpu_rows, rows
 _logger = logging.getLogger("thinwire")
 
 
-def warm_up(wait: bool = True, device: torch.device | None = None) -> float:
+def warm_up(wait: bool = True) -> float:
     """Compile all kernels for all dtypes, or load them from the cache; return the seconds spent.
 
     Compiling costs 11 seconds of a processor, once a machine and version; loading costs half a second, most of it the
     import of numba. Of processes that call it at the same time one compiles and the others wait. It does nothing if
     numba is missing or ``THINWIRE_KERNELS=reference``.
 
-    For a CUDA device it compiles Triton's kernels too, for float32 and bfloat16 and usual widths of rows: 9 seconds of
-    a processor, once a machine, of which the ranks of a host each start with another part. It launches nothing. Other
-    widths are compiled at the first step with such a table.
+    A process that uses CUDA compiles Triton's kernels too, for the current device, float32 and bfloat16, and usual
+    widths of rows: 9 seconds of a processor, once a machine, of which the ranks of a host each start with another part.
+    It launches nothing. Other widths are compiled at the first step with such a table.
 
     Args:
         wait: whether to wait until all are ready; else this imports numba only, a process in the background compiles
             what is not in the cache, and each kernel is loaded at its first call.
-        device: the device of the gradients; None: the current device, if this process uses CUDA.
 
     Example:
         >>> from thinwire import kernels
@@ -39,7 +38,7 @@ def warm_up(wait: bool = True, device: torch.device | None = None) -> float:
     """
     started = time.perf_counter()
     if dispatch.mode() != "reference":
-        for_gpu = _start_for_gpu(device)
+        for_gpu = _start_for_gpu()
         if dispatch.has_numba():
             if wait:
                 _compile_or_load()
@@ -50,13 +49,12 @@ def warm_up(wait: bool = True, device: torch.device | None = None) -> float:
     return time.perf_counter() - started
 
 
-def _start_for_gpu(device: torch.device | None) -> threading.Thread | None:
-    """Compile Triton's kernels in a thread of their own; None unless the device is one of CUDA."""
-    is_used = torch.backends.cuda.is_built() and torch.cuda.is_initialized()
-    if not is_used or (device is not None and device.type != "cuda"):
+def _start_for_gpu() -> threading.Thread | None:
+    """Compile Triton's kernels in a thread of their own; None if this process does not use CUDA."""
+    if not (torch.backends.cuda.is_built() and torch.cuda.is_initialized()):
         return None
-    index = torch.cuda.current_device() if device is None or device.index is None else device.index
-    thread = threading.Thread(target=_compile_for_gpu, args=(index,), name="thinwire-compiles-triton", daemon=True)
+    device = torch.cuda.current_device()
+    thread = threading.Thread(target=_compile_for_gpu, args=(device,), name="thinwire-compiles-triton", daemon=True)
     thread.start()
     return thread
 

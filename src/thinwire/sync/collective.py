@@ -190,7 +190,7 @@ class _Job:
 
     def find(self) -> None:
         """Find the rows that are not zero, and deal them to ranks."""
-        self.held = torch.zeros_like(self.size)
+        self.held = self.size
         if self.is_sparse:
             self._coalesce()
         elif not self.is_native:
@@ -240,12 +240,12 @@ class _Job:
 
     def add(self, payloads: Sequence[Tensor], scale: float) -> None:
         """Add up the pieces of all ranks."""
-        positions, values, _, self.is_wrong = self.plan.push.decode(payloads, self.arriving, self.counts)
-        self.union, self.total, self.size = positions, values * scale, self.counts
-        if self.world_size > 1:
-            self.union, self.total, self.size = kernels.merge_rows(
-                positions, values, self.arriving[0].size, positions.numel(), scale
-            )
+        positions, values, self.is_wrong = self.plan.push.decode(payloads, self.arriving, self.counts)
+        if self.world_size == 1:
+            self.union, self.total, self.size = positions, values * scale, self.counts
+        else:
+            size = self.arriving[0].size
+            self.union, self.total, self.size = kernels.merge_rows(positions, values, size, positions.numel(), scale)
 
     def dense(self) -> Tensor:
         """Return the gradient as a dense matrix [num_rows, width]: its own memory, or a copy of a sparse one."""
@@ -277,10 +277,11 @@ class _Job:
         """Return the gradient's sum from those of all parts; if one is corrupt, it is filled with nan."""
         partition, num_rows = self.plan.partition, self.plan.num_rows
         assert partition is not None
-        positions, values, owners, is_wrong = self.plan.pull.decode(payloads, self.sums, self.sizes_on_device)
-        ids = partition.ids(owners, positions)
-        self.is_wrong = is_wrong | (ids >= num_rows).any()
-        ids, values = ids.clamp(max=max(0, num_rows - 1)), values.masked_fill(self.is_wrong, torch.nan)
+        positions, values, is_wrong = self.plan.pull.decode(payloads, self.sums, self.sizes_on_device)
+        ids = partition.join(positions.split([piece.count for piece in self.sums]))
+        is_outside = ids >= num_rows
+        self.is_wrong = is_wrong | is_outside.any()
+        ids, values = ids.masked_fill(is_outside, 0), values.masked_fill(self.is_wrong, torch.nan)
         if self.is_sparse:
             ids, order = ids.sort()
             values = kernels.gather_rows(values, order)
@@ -524,8 +525,7 @@ class _Call:
             return
         arriving = [job.arriving for job in owned]
         send, receive = self._sizes([job.outgoing for job in owned]), self._sizes(arriving)
-        if self.device.type == "cpu":
-            check_fits(sum(receive), self.where)
+        self._check_fits(receive)
 
         def parts() -> list[list[Tensor]]:
             encoded = [job.encoded() for job in owned]
@@ -543,8 +543,13 @@ class _Call:
     ) -> list[list[Tensor]]:
         """Return the bytes of all ranks' pieces of each table, which ``encode`` makes on each rank."""
         sizes = self._sizes(pieces)
+        self._check_fits(sizes)
         own = self._joined(lambda: [encode(job)[0] for job in jobs], sizes[self.rank])
         return _cut(self.exchange.all_gather(own, sizes), pieces)
+
+    def _check_fits(self, sizes: Sequence[int]) -> None:
+        if self.device.type == "cpu":  # elsewhere the allocator refuses
+            check_fits(sum(sizes), self.where)
 
     def _joined(self, parts: Callable[[], list[list[Tensor]]], num_bytes: int) -> Tensor:
         """Return the bytes of all pieces; if making them fails, bytes that are ids of no row and values of nan."""

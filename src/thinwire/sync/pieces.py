@@ -59,11 +59,10 @@ class Coding:
         """
         ends = [*accumulate((piece.count for piece in pieces), initial=0)]
         data = values.contiguous().view(-1).view(torch.uint8)
-        numbers = torch.repeat_interleave(counts, output_size=ends[-1])
         indices = []
         for format, run, first in _runs(pieces):
             span = slice(ends[first], ends[first + len(run)])
-            indices += _WRITERS[format](positions[span], numbers[span] - first, run)
+            indices += _WRITERS[format](positions[span], counts[first : first + len(run)], run)
         padding = data.new_zeros(ALIGNMENT_BYTES)
         encoded = []
         for piece, index, start in zip(pieces, indices, ends, strict=False):
@@ -74,29 +73,34 @@ class Coding:
 
     def decode(
         self, payloads: Sequence[Tensor], pieces: Sequence[CodedPiece], counts: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what `encode` was given, from the bytes of each piece, each at a multiple of `ALIGNMENT_BYTES`.
 
         Returns:
-            (positions, values, the index of the piece of each row, int64 [k], and whether the ids are not what these
-            pieces can hold, bool []). Positions are brought into the range of the largest part, so that no row is
-            written elsewhere; do not use rows of which the last result is true.
+            (positions, values, and whether the ids are not what these pieces can hold, bool []). Positions are brought
+            into the range of the largest part, so that no row is written elsewhere; do not use rows of which the last
+            result is true.
         """
         ends = [*accumulate((piece.count for piece in pieces), initial=0)]
         cuts = [piece.count * self.row_bytes for piece in pieces]
         values = torch.cat([payload[:cut] for payload, cut in zip(payloads, cuts, strict=True)])
         tails = [payload[cut:] for payload, cut in zip(payloads, cuts, strict=True)]
-        numbers = torch.repeat_interleave(counts, output_size=ends[-1])
         found = [
-            _READERS[format](tails[first:], numbers[ends[first] : ends[first + len(run)]] - first, run)
+            _READERS[format](tails[first:], counts[first : first + len(run)], run)
             for format, run, first in _runs(pieces)
         ]
-        positions, largest = torch.cat(found), max(piece.size for piece in pieces)
-        is_wrong = ((positions < 0) | (positions >= largest)).any()
-        positions = positions.clamp(0, max(0, largest - 1))
-        keys = numbers * largest + positions
-        is_wrong = is_wrong | (keys[1:] <= keys[:-1]).any()
-        return positions, values.view(self.dtype).view(ends[-1], self.width), numbers, is_wrong
+        index, largest = torch.cat(found), max(piece.size for piece in pieces)
+        positions = index.clamp(0, max(0, largest - 1))
+        keys = positions + _starts(counts, ends[-1], largest)
+        is_wrong = (positions != index).any() | (keys[1:] <= keys[:-1]).any()
+        return positions, values.view(self.dtype).view(ends[-1], self.width), is_wrong
+
+
+def _starts(counts: Tensor, total: int, stride: int) -> Tensor:
+    """Return for each row the index of its piece times a stride, int64 [total], or [1] where there is one piece."""
+    if counts.numel() == 1:
+        return counts.new_zeros(1)
+    return torch.repeat_interleave(counts, output_size=total) * stride
 
 
 def _runs(pieces: Sequence[CodedPiece]) -> Iterator[tuple[Format, list[CodedPiece], int]]:
@@ -108,43 +112,45 @@ def _runs(pieces: Sequence[CodedPiece]) -> Iterator[tuple[Format, list[CodedPiec
         first += len(run)
 
 
-def _write_coo(positions: Tensor, numbers: Tensor, run: Sequence[CodedPiece]) -> list[Tensor]:
+def _write_coo(positions: Tensor, counts: Tensor, run: Sequence[CodedPiece]) -> list[Tensor]:
     dtype = index_dtype(run[0].size)
     return list(positions.to(dtype).view(torch.uint8).split([piece.count * dtype.itemsize for piece in run]))
 
 
-def _read_coo(tails: Sequence[Tensor], numbers: Tensor, run: Sequence[CodedPiece]) -> Tensor:
+def _read_coo(tails: Sequence[Tensor], counts: Tensor, run: Sequence[CodedPiece]) -> Tensor:
     dtype = index_dtype(run[0].size)
     cut = [tail[: piece.count * dtype.itemsize] for tail, piece in zip(tails, run, strict=False)]
     index = torch.cat(cut).view(dtype).to(torch.int64)
     return index & 0xFFFF if dtype == torch.int16 else index
 
 
-def _write_bitmaps(positions: Tensor, numbers: Tensor, run: Sequence[CodedPiece]) -> list[Tensor]:
+def _write_bitmaps(positions: Tensor, counts: Tensor, run: Sequence[CodedPiece]) -> list[Tensor]:
     stride = max(map(_bitmap_bytes, run))
-    bitmap = kernels.pack_bits(positions + numbers * (8 * stride), len(run) * 8 * stride)
+    starts = _starts(counts, positions.numel(), 8 * stride)
+    bitmap = kernels.pack_bits(positions + starts, len(run) * 8 * stride)
     return [bitmap[place * stride :][: _bitmap_bytes(piece)] for place, piece in enumerate(run)]
 
 
-def _read_bitmaps(tails: Sequence[Tensor], numbers: Tensor, run: Sequence[CodedPiece]) -> Tensor:
+def _read_bitmaps(tails: Sequence[Tensor], counts: Tensor, run: Sequence[CodedPiece]) -> Tensor:
     stride = max(map(_bitmap_bytes, run))
-    bitmap = numbers.new_zeros(len(run), stride, dtype=torch.uint8)
+    bitmap = counts.new_zeros(len(run), stride, dtype=torch.uint8)
     for row, tail, piece in zip(bitmap, tails, run, strict=False):
         row[: _bitmap_bytes(piece)] = tail[: _bitmap_bytes(piece)]
-    ones, count = kernels.find_bits(bitmap.view(-1), numbers.numel())
-    return (ones - numbers * (8 * stride)).masked_fill(count != numbers.numel(), -1)
+    total = sum(piece.count for piece in run)
+    ones, count = kernels.find_bits(bitmap.view(-1), total)
+    return (ones - _starts(counts, total, 8 * stride)).masked_fill(count != total, -1)
 
 
 def _bitmap_bytes(piece: CodedPiece) -> int:
     return (piece.size + 7) // 8 if piece.count else 0
 
 
-def _write_nothing(positions: Tensor, numbers: Tensor, run: Sequence[CodedPiece]) -> list[Tensor]:
+def _write_nothing(positions: Tensor, counts: Tensor, run: Sequence[CodedPiece]) -> list[Tensor]:
     return [positions[:0].view(torch.uint8)] * len(run)
 
 
-def _read_all(tails: Sequence[Tensor], numbers: Tensor, run: Sequence[CodedPiece]) -> Tensor:
-    return torch.cat([torch.arange(piece.count, device=numbers.device) for piece in run])
+def _read_all(tails: Sequence[Tensor], counts: Tensor, run: Sequence[CodedPiece]) -> Tensor:
+    return torch.cat([torch.arange(piece.count, device=counts.device) for piece in run])
 
 
 _WRITERS = {Format.COO: _write_coo, Format.HASH_BITMAP: _write_bitmaps, Format.DENSE: _write_nothing}

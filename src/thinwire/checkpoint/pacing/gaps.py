@@ -27,29 +27,21 @@ PROFILED_ITERATIONS = 20
 
 
 @dataclass(frozen=True)
-class Timespan:
-    """A period in which the network is idle, counted from the start of an iteration."""
-
-    start_seconds: float
-    length_seconds: float
-
-
-@dataclass(frozen=True)
 class IdleProfile:
-    """Idle timespans of an iteration: medians over the profiled iterations.
+    """Idle timespans of an iteration, (start, length) in seconds from its start: medians over the profiled iterations.
 
     ``variation``: standard deviation of their lengths over their median, all together. ``agreement``: the part of the
     iterations with the most common number of timespans; the others are left out.
     """
 
-    timespans: tuple[Timespan, ...]
+    timespans: tuple[tuple[float, float], ...]
     variation: float
     agreement: float
 
     @property
     def spans(self) -> tuple[float, ...]:
         """Seconds of each timespan."""
-        return tuple(timespan.length_seconds for timespan in self.timespans)
+        return tuple(length for _, length in self.timespans)
 
     @property
     def steady(self) -> bool:
@@ -78,10 +70,8 @@ def profile(iterations: Sequence[Sequence[tuple[float, float]]]) -> IdleProfile:
     most = max(counts.values())
     count = min(count for count, times in counts.items() if times == most)
     columns = list(zip(*(timespans for timespans in iterations if len(timespans) == count), strict=True))
-    timespans = tuple(
-        Timespan(median(start for start, _ in column), median(length for _, length in column)) for column in columns
-    )
-    total = sum(timespan.length_seconds for timespan in timespans)
+    timespans = tuple((median(start for start, _ in part), median(length for _, length in part)) for part in columns)
+    total = sum(length for _, length in timespans)
     deviation = sum(pstdev(length for _, length in column) for column in columns)
     variation = deviation / total if total > 0 else math.inf
     return IdleProfile(timespans, variation, most / len(iterations))
@@ -166,7 +156,7 @@ def gap_grants(
         iteration, number = divmod(place, len(rooms))
         length = min(rooms[number], num_bytes)
         if length:
-            grants.append(Grant(found.timespans[number].start_seconds, length, iteration))
+            grants.append(Grant(found.timespans[number][0], length, iteration))
         num_bytes -= length
     return grants
 
@@ -328,7 +318,7 @@ class Pacer:
         """The grants, each followed by the end of its gap, a grant of 0 bytes; evenly paced ones have no gaps."""
         if self.profile is None or self._revoke is None or not self._link[0]:
             return list(grants)
-        ends = {span.start_seconds: span.start_seconds + span.length_seconds for span in self.profile.timespans}
+        ends = {start: start + length for start, length in self.profile.timespans}
         return [
             each for grant in grants
             for each in (grant, *(Grant(ends[at], 0, grant.iteration) for at in [grant.seconds] if at in ends))
@@ -341,7 +331,7 @@ class Pacer:
             found, (speed, latency) = self.profile, self._link
             if found is None or self._grants[:1] != [ended]:  # there is another offer meanwhile
                 return
-            ends = [span.start_seconds + span.length_seconds for span in found.timespans]
+            ends = [start + length for start, length in found.timespans]
             place = ended.iteration * len(ends) + (ends.index(ended.seconds) + 1 if ended.seconds in ends else 0)
             grants: list[Grant] = []
             with contextlib.suppress(ValueError):

@@ -327,6 +327,7 @@ SCENARIOS = {
         Scenario("nccl, unused", tables=(600, 400), optional=True, steps=6, nccl=True),
         Scenario("nccl, half", dtype=torch.bfloat16, ddp={}, nccl=True),
         Scenario("nccl, agsparse", scheme="agsparse", ddp={"gradient_as_bucket_view": True}, nccl=True),
+        Scenario("nccl, dense", tables=(600, 50), sparse=True, scheme="dense", ddp={}, nccl=True),
         Scenario("nccl, auto", scheme="auto", steps=12, ddp={}, nccl=True),
         Scenario("nccl, compressed", layers=(64, 7), compress=("top_k", 0.3), ddp={}, nccl=True, is_exact=False),
     )
@@ -448,5 +449,4 @@ def copy_of_a_state() -> Report:
         Cycle.settle(cycle)
         worker.close(5)
         _finish(report, world)
-        report.intruders = [one for one in report.intruders if "pageable" not in one]  # tensors of the host
     return report

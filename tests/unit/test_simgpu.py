@@ -15,12 +15,14 @@ from torch import Tensor, nn
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
-from simgpu import peek, simulated
+import thinwire
+from simgpu import capturing, peek, simulated
 from simgpu.faults import ALONE, FAULTS, run_alone, run_faults
-from simgpu.scenarios import SCENARIOS, Report, copy_of_a_state, run, staging_alone
+from simgpu.scenarios import SCENARIOS, Report, copy_of_a_state, run, staging_alone, two_models
 from thinwire import kernels
+from thinwire.errors import ThinwireError
 from thinwire.kernels.dispatch import KERNELS, Kernel
-from thinwire.lab.testbed.launch import run_ranks
+from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 # --- the device itself
 
@@ -262,6 +264,14 @@ def test_training_waits_for_nothing_without_tables_and_two_times_for_tables_on_n
     assert max(map(most_waits, SCENARIOS)) <= 3
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("nccl", [False, True])
+@pytest.mark.parametrize("ddp", [False, True])
+def test_two_models_that_accumulate_and_one_that_is_attached_again(nccl: bool, ddp: bool) -> None:
+    for outcome in run_ranks(two_models, nccl, ddp, world_size=2):
+        assert outcome.value.found == []
+
+
 def test_staging_alone() -> None:
     assert staging_alone().found == []
 
@@ -302,3 +312,43 @@ def test_faults_are_found(names: tuple[str, ...]) -> None:
 
 def test_there_are_enough_faults() -> None:
     assert len(FAULTS) >= 30
+
+
+# --- attach where it has no place, and where the current device is another
+
+
+def _in_capture(context: RankContext, nccl: bool) -> None:
+    with simulated(own=(context.rank,), nccl=nccl):
+        torch.cuda.set_device(context.rank)
+        model = nn.Embedding(500, 16).to("cuda")
+        sync = thinwire.attach(model, "zen")
+        ids = torch.arange(5).to("cuda")
+        loss = model(ids).square().sum()
+        with capturing(), pytest.raises(ThinwireError, match=r"CUDA graph is being captured.*make_graphed_callables"):
+            loss.backward()
+        with pytest.raises(ThinwireError):
+            model(ids).square().sum().backward()
+        sync.detach()
+
+
+@pytest.mark.parametrize("nccl", [False, True])
+def test_a_backward_that_is_captured_is_refused_by_name(nccl: bool) -> None:
+    run_ranks(_in_capture, nccl, world_size=2, timeout_seconds=60)
+
+
+def _elsewhere(context: RankContext) -> list[str]:
+    """The script never calls ``torch.cuda.set_device``, as stock DDP does not need it."""
+    device = torch.device("cuda", 1 + context.rank)
+    with simulated(own=(device.index,)) as world:
+        model = nn.Sequential(nn.Embedding(500, 16), nn.Linear(16, 3)).to(device)
+        sync = thinwire.attach(model, "zen")
+        for step in range(3):
+            model.zero_grad()
+            model(torch.arange(3 + step, device=device)).square().sum().backward()
+        sync.detach()
+        return world.errors + world.races
+
+
+def test_the_device_of_the_model_need_not_be_the_current_one() -> None:
+    for outcome in run_ranks(_elsewhere, world_size=2, timeout_seconds=60):
+        assert outcome.value == []

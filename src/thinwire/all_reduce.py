@@ -87,7 +87,7 @@ def sparse_all_reduce(
         >>> total = thinwire.sparse_all_reduce(gradient)                                  # doctest: +SKIP
     """
     group = resolve_group(process_group)
-    if tensor.is_cuda and "nccl" in dist.get_backend_config(group):
+    if isinstance(tensor, Tensor) and tensor.is_cuda and "nccl" in dist.get_backend_config(group):
         return _on_gpu(tensor, scheme, op, group, async_op)
     if group.size() == 1:
         return _alone(tensor, scheme, op, async_op)

@@ -114,10 +114,8 @@ def attach(
     _check_arguments(scheme, timeout, grad_scaler)
     group = _group_of(model, process_group)
     with telling_peers(group, timeout):
-        route_asked_for()
         leave_out(model, exclude)
-        check_parameters(model)
-        check_mesh(model, group)
+        _check_model(model, group)
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
     if (plan is not None or fuse is not None) and is_sharded(model):
@@ -138,6 +136,13 @@ def attach(
         _check_momentum(optimizer, plans, module_of(model))
     intent = _intent(model, fuse, plan, fallback, any(_has_momentum(entry.compressor) for entry in plans.values()))
     return Synchronizer(model, group, scheme, timeout, plans or None, compression if plans else None, intent)
+
+
+def _check_model(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise ValueError for what ranks read for themselves: parameters, their mesh, and the environment."""
+    check_parameters(model)
+    check_mesh(model, group)
+    route_asked_for()
 
 
 def _check_arguments(scheme: str | Scheme | TwoLevel, timeout: object, grad_scaler: object) -> None:

@@ -131,6 +131,32 @@ def test_a_plain_module_on_a_gpu() -> None:
     run_ranks(_plain_module, world_size=2, timeout_seconds=100)
 
 
+def _table_alone(context: RankContext) -> None:
+    """The device is kept busy, so that an optimizer that does not wait for the mean reads something else."""
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    torch.manual_seed(0)
+    table = nn.Embedding(NUM_WORDS, WIDTH).to(device)
+    sync = thinwire.attach(table, "zen")
+    for step in range(STEPS):
+        table.zero_grad()
+        words = [torch.arange(20) * (1 + rank + step) for rank in range(context.world_size)]
+        loss = table(words[context.rank].to(device)).sum()
+        with torch.cuda.stream(sync._staging._device._stream):  # type: ignore[attr-defined]
+            torch.cuda._sleep(1 << 28)
+        loss.backward()
+        gradient = table.weight.grad.clone()  # type: ignore[union-attr]
+        expected = torch.zeros(NUM_WORDS, WIDTH)
+        for each in words:
+            expected.index_add_(0, each, torch.full((20, WIDTH), 1 / context.world_size))
+        torch.testing.assert_close(gradient.cpu(), expected)
+    sync.detach()
+
+
+def test_a_mean_is_there_when_backward_has_ended() -> None:
+    run_ranks(_table_alone, world_size=2, timeout_seconds=100)
+
+
 # --- two GPUs
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,6 +12,7 @@ from torch import Tensor
 
 from thinwire.cuda.device import CudaDevice
 from thinwire.cuda.staging import DeviceStaging, staging_for
+from thinwire.errors import ThinwireError
 from thinwire.gradients.tables import TableGradient, staged
 from thinwire.sparse import SUPPORTED_DTYPES
 
@@ -69,6 +72,47 @@ def test_a_future_makes_streams_wait_and_not_the_host(device: torch.device) -> N
     copy = result.clone()
     assert time.perf_counter() - started < 0.2, "the host has gone on"
     assert bool((copy == 3).all())
+
+
+def test_a_future_of_another_stream_waits_for_the_lane_too(device: torch.device) -> None:
+    """As where a bucket also needs an all-reduce of NCCL; the lane's own stream waits for nothing of that."""
+    staging = staging_for(device)
+    gradient = torch.zeros(1 << 20, device=device)
+    future = staging.future()
+    with staging.taking(staging.hand_over([gradient])):
+        torch.cuda._sleep(CYCLES)
+        gradient.fill_(3.0)
+        with staging.completing():
+            future.set_result(gradient)
+    assert bool((future.wait().clone() == 3).all())
+
+
+def test_a_capture_is_refused(device: torch.device) -> None:
+    staging = staging_for(device)
+    gradient = torch.zeros(8, device=device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        gradient.add_(1)
+        with pytest.raises(ThinwireError, match="CUDA graph is being captured"):
+            staging.hand_over([gradient])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a second GPU")
+def test_a_thread_that_works_for_the_second_device_leaves_the_first_alone() -> None:
+    """In a process of its own, where nothing has used the first one."""
+    script = """
+import threading, torch
+from thinwire.cuda.staging import staging_for
+gradient = torch.ones(1000, device="cuda:1")
+staging = staging_for(gradient.device)
+handover = staging.hand_over([gradient])
+def job():
+    with staging.taking(handover):
+        staging.to_device(*staging.to_host(gradient))
+thread = threading.Thread(target=job)
+thread.start(), thread.join()
+assert torch._C._cuda_hasPrimaryContext(1) and not torch._C._cuda_hasPrimaryContext(0)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=100)
 
 
 def test_the_lane_waits_for_what_was_handed_over(device: torch.device) -> None:

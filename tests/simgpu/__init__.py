@@ -32,7 +32,8 @@ run one of your own in a test of yours::
 ``simulated(own=(1,))`` lets the process use cuda:1 alone. ``capturing()`` is a time in which the current stream is
 captured. Without Triton, or without TRITON_INTERPRET=1, the reference kernels run on simulated tensors; with both
 the Triton kernels do. What is not simulated: the thread of autograd that a device has (backward runs on the caller's),
-and kernels that run late: bits are those of the order in which the host issued the work, except for copies.
+and kernels that run late: bits are those of the order in which the host issued the work, except for copies. What NumPy
+does to pinned memory counts as one read, when ``numpy()`` is called; an array that begins inside of it is not seen.
 """
 
 from simgpu.device import Event, Stream, World, capturing

@@ -256,6 +256,7 @@ class World:
         self.errors: list[str] = []
         self.waits: Counter[tuple[str, str, str]] = Counter()  # thread, what, where
         self.launches: Counter[tuple[str, str, str]] = Counter()  # thread, stream, what
+        self.stashed: dict[int, list[Tensor]] = {}  # tensors of collectives of NCCL that nobody has waited for
         self.issued_nccl: dict[int, set[str]] = defaultdict(set)
         self.captured: Stream | None = None
         self.has_nccl = False

@@ -24,6 +24,7 @@ from thinwire.comm.process_group import Handover
 from thinwire.cuda import arena, device, staging
 from thinwire.gradients import buckets, exact, parameters, tables
 from thinwire.lab.testbed.launch import RankContext
+from thinwire.sync.collective import CollectiveSum
 
 Function = Callable[..., Any]
 
@@ -169,7 +170,7 @@ def _means_are_uploaded_on_another_stream(right: Function) -> Function:
 @fault(NCCL, collectives.Collectives, "_all_to_all")
 def _rows_are_used_while_nccl_sends_them(right: Function) -> Function:
     def all_to_all(self: Any, *args: Any) -> None:
-        dist.all_to_all_single(*args, group=self.process_group, async_op=True)
+        dist.all_to_all_single(*args, group=self._group(), async_op=True)
 
     return all_to_all
 
@@ -181,6 +182,32 @@ def _counts_are_read_while_they_are_copied(right: Function) -> Function:
             return right(self, *args)
 
     return numbers
+
+
+@fault(NCCL, collectives.Collectives, "_all_gather")
+def _sums_are_used_while_nccl_sends_them(right: Function) -> Function:
+    def all_gather(self: Any, incoming: Tensor, outgoing: Tensor) -> None:
+        dist.all_gather_into_tensor(incoming, outgoing, group=self._group(), async_op=True)
+
+    return all_gather
+
+
+@fault("nccl, dense", collectives.Collectives, "_all_reduce")
+def _dense_sums_are_used_while_nccl_makes_them(right: Function) -> Function:
+    def all_reduce(self: Any, tensor: Tensor) -> None:
+        dist.all_reduce(tensor, group=self._group(), async_op=True)
+
+    return all_reduce
+
+
+@fault(NCCL, CollectiveSum, "all_reduce")
+def _the_host_looks_at_a_sum(right: Function) -> Function:
+    def all_reduce(self: Any, *args: Any) -> list[Tensor]:
+        sums = right(self, *args)
+        bool(sums[0].any())
+        return sums
+
+    return all_reduce
 
 
 # --- waits of the host
@@ -333,6 +360,11 @@ def _the_optimizer_does_not_wait_for_a_checkpoint(right: Function) -> Function:
 @fault("checkpoint", device.CudaDevice, "selected")
 def _the_thread_of_checkpoints_does_not_select_its_device(right: Function) -> Function:
     return lambda self: nullcontext()
+
+
+@fault("checkpoint", device.CudaDevice, "pinned")
+def _a_checkpoint_goes_through_memory_that_is_not_pinned(right: Function) -> Function:
+    return lambda self, num_bytes: torch.empty(num_bytes, dtype=torch.uint8)
 
 
 @fault("checkpoint", copier.SlotStaging, "copy")

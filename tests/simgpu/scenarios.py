@@ -327,10 +327,45 @@ SCENARIOS = {
         Scenario("nccl, unused", tables=(600, 400), optional=True, steps=6, nccl=True),
         Scenario("nccl, half", dtype=torch.bfloat16, ddp={}, nccl=True),
         Scenario("nccl, agsparse", scheme="agsparse", ddp={"gradient_as_bucket_view": True}, nccl=True),
+        Scenario("nccl, dense", tables=(600, 50), sparse=True, scheme="dense", ddp={}, nccl=True),
         Scenario("nccl, auto", scheme="auto", steps=12, ddp={}, nccl=True),
         Scenario("nccl, compressed", layers=(64, 7), compress=("top_k", 0.3), ddp={}, nccl=True, is_exact=False),
     )
 }
+
+
+def two_models(context: RankContext, nccl: bool, ddp: bool) -> Report:
+    """Two models in turn, with accumulation; one of them is detached, and attached with another scheme."""
+    with simulated(own=(context.rank,), nccl=nccl) as world:
+        report = Report(world.races, world.errors)
+        torch.cuda.set_device(context.rank)
+        target = torch.device("cuda", context.rank)
+        models = [_make(SCENARIOS["plain, tables and layers"]).to(target) for _ in range(2)]
+        wrapped = [DistributedDataParallel(model) if ddp else model for model in models]
+        syncs = [thinwire.attach(model, "zen") for model in wrapped]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+        def backward(model: nn.Module, step: int) -> None:
+            ids = _batch(SCENARIOS["plain, tables and layers"], context.rank, step)
+            model(ids.pin_memory().to(target, non_blocking=True)).square().mean().backward()
+
+        for step in range(5):
+            if step == 3:
+                syncs[0].detach()
+                syncs[0] = thinwire.attach(wrapped[0], "agsparse")
+            for model, sync, optimizer in zip(wrapped, syncs, optimizers, strict=True):
+                optimizer.zero_grad()
+                with sync.no_sync():
+                    backward(model, step)
+                backward(model, step + 1)
+                optimizer.step()
+        for one, other in zip(*(model.parameters() for model in models), strict=True):
+            if not torch.allclose(peek(one), peek(other), atol=1e-5):
+                report.wrong.append("WRONG PARAMETERS: those of the two models differ")
+        for sync in syncs:
+            sync.detach()
+        _finish(report, world)
+    return report
 
 
 # --- scenarios of one process
@@ -414,5 +449,4 @@ def copy_of_a_state() -> Report:
         Cycle.settle(cycle)
         worker.close(5)
         _finish(report, world)
-        report.intruders = [one for one in report.intruders if "pageable" not in one]  # tensors of the host
     return report

@@ -196,6 +196,11 @@ def _run(
         actor = stream.name
         if late is not None:
             stream.put(late)
+    for tensor in given:  # an operation in place may resize the parts of a sparse tensor, which this memory cannot
+        if tensor.layout is torch.sparse_coo and id(tensor) in written:
+            touch(world, actor, tensor, True, here)
+            with torch._C._DisableTorchDispatch():
+                tensor.data = tensor.detach().clone()
     out = args[0] if late is not None else func(*args, **kwargs)
     if name not in EMPTY:
         for tensor, block in zip(given, blocks, strict=True):
@@ -206,7 +211,7 @@ def _run(
             tensor.data = moved(world, tensor, target)
             touch(world, actor, tensor, True, here)
     old = {id(tensor): tensor for tensor in given}
-    storages = {part.untyped_storage().data_ptr() for tensor in given for part in parts(tensor)}
+    storages = {part.untyped_storage().data_ptr() for tensor in given for part in parts(tensor)} - {0}  # no memory
 
     def placed(value: Any) -> Any:
         if not isinstance(value, Tensor) or id(value) in old:
@@ -285,10 +290,12 @@ def _waits_of(
         non_blocking = _is_non_blocking(name, args, kwargs)
         crosses = any(block is None or block.device == PINNED for block in blocks)
         pageable = any(block is None and tensor.numel() > 0 for tensor, block in zip(given, blocks, strict=True))
-        if crosses and (pageable or not non_blocking):
+        if crosses and non_blocking and pageable and blocks[0] is not None:  # it returns when the source is staged
+            world.count_wait("pageable copy")
+        elif crosses and (pageable or not non_blocking):
             what = "pageable copy" if pageable else "blocking copy"
             world.host_waits(what, world.clocks[world.stream(device).name])
-    elif name in WAITS:
+    elif name in WAITS or (name == "repeat_interleave" and kwargs.get("output_size") is None):
         world.host_waits(name, world.clocks[world.stream(device).name])
 
 
@@ -309,7 +316,7 @@ def _collective(world: World, func: Any, args: tuple[Any, ...], kwargs: dict[str
     with world.lock:
         if there and world.has_nccl:
             index = device_of(there[0]) or 0
-            world.stream(index).wait_stream(issue(world, index, name, "nccl default", there))
+            world.stream(index).wait_stream(issue(world, index, name, "nccl default", there, is_async=True))
         else:
             for tensor in there:
                 world.host_waits("Gloo on CUDA tensors", world.clocks[world.stream(device_of(tensor)).name])
@@ -317,19 +324,23 @@ def _collective(world: World, func: Any, args: tuple[Any, ...], kwargs: dict[str
     return func(*args, **kwargs)
 
 
-def issue(world: World, index: int, name: str, communicator: str, tensors: list[Tensor]) -> Stream:
-    """Book a collective of NCCL on the stream of its communicator, behind the current stream."""
+def issue(world: World, index: int, name: str, communicator: str, tensors: list[Tensor], is_async: bool) -> Stream:
+    """Book a collective of NCCL: on the stream of its communicator behind the current one, or else on the current one.
+
+    As in torch since 2.8, no stream is recorded: what is asynchronous keeps its tensors alive until somebody waits.
+    """
     threads = world.issued_nccl[index]
     threads.add(world.host().name)
     if len(threads) > 1:
         world.error(f"NCCL on cuda:{index} is issued by several threads ({', '.join(sorted(threads))})")
-    stream = world.streams.get(f"cuda:{index} {communicator}")
-    stream = stream or Stream(torch.device("cuda", index), kind=communicator)
-    stream.wait_stream(world.stream(index))
+    stream = world.stream(index)
+    if is_async:
+        before, stream = stream, world.streams.get(f"cuda:{index} {communicator}")
+        stream = stream or Stream(torch.device("cuda", index), kind=communicator)
+        stream.wait_stream(before)
     world.launch(index, f"nccl {name}", stream=stream)
     for tensor in tensors:
         touch(world, stream.name, tensor, True, f"{name} of NCCL at {where()}")
-        tensor.record_stream(stream)
     return stream
 
 

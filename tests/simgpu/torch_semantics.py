@@ -255,9 +255,12 @@ class Work:
     def __init__(self, stream: Stream, tensors: list[Tensor]) -> None:
         self._stream, self._tensors = stream, tensors
         self._event = stream.record_event()
+        self._key = next(current().numbers)
+        current().stashed[self._key] = tensors
 
     def wait(self, timeout: Any = None) -> bool:
         current().stream(self._stream.device_index).wait_event(self._event)
+        current().stashed.pop(self._key, None)
         return True
 
     def is_completed(self) -> bool:
@@ -298,16 +301,12 @@ def _over_nccl(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         index = device_of(tensors[0]) or 0
         with world.lock:
             key = f"nccl {id(group) if group is not None and group is not dist.group.WORLD else 'default'}"
-            stream = issue(world, index, name, key, tensors)
+            stream = issue(world, index, name, key, tensors, is_async)
         with world.blind():
             done = real(*args, **kwargs)
             if is_method:
                 done.wait()
-        work = Work(stream, tensors)
-        if is_async:
-            return work
-        work.wait()
-        return None
+        return Work(stream, tensors) if is_async else None
 
     return call
 

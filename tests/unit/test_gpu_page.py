@@ -22,7 +22,7 @@ def gpu_page(monkeypatch: pytest.MonkeyPatch):
 
 JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.gpu.test_a" name="test_good"/>
-<testcase classname="tests.gpu.test_a" name="test_bad"><failure message="assert 1 == 2&#10;more">text</failure></testcase>
+<testcase classname="tests.gpu.test_a" name="test_bad"><failure message="assert 1 == 2&#10;more"/></testcase>
 <testcase classname="tests.gpu.test_a" name="test_broken"><error message="no memory">text</error></testcase>
 <testcase classname="tests.gpu.test_a" name="test_two_gpus"><skipped message="one GPU"/></testcase>
 </testsuite></testsuites>"""

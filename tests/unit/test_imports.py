@@ -22,7 +22,7 @@ ROOMS = {
     "wire": {"errors", "kernels", "observe"},
     "partition": {"kernels", "wire"},
     "comm": {"errors", "kernels", "observe", "sparse", "wire", "partition"},
-    "cuda": {"comm"},
+    "cuda": {"errors", "comm"},
     "sync": {"errors", "kernels", "sparse", "wire", "partition", "comm"},
     "schemes": {"sync", "wire"},
     "compress": {"errors", "kernels", "observe", "sparse", "wire"},

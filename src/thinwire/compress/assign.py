@@ -12,27 +12,7 @@ from thinwire.compress.memory import with_memory
 
 @dataclass(frozen=True)
 class LeaveSmall:
-    """The policy of `leave_small`."""
-
-    compressor: Compressor
-    min_elements: int = 1024
-    min_dimensions: int = 2
-
-    def __post_init__(self) -> None:
-        _compressor(self.compressor, "leave_small got")
-        if self.min_elements < 0 or self.min_dimensions < 0:
-            raise ValueError(
-                f"parameters of fewer than {self.min_elements} elements or {self.min_dimensions} dimensions: use limits"
-                " of at least 0"
-            )
-
-    def __call__(self, parameter: Parameter) -> Compressor | None:
-        large = parameter.numel >= self.min_elements and len(parameter.shape) >= self.min_dimensions
-        return self.compressor if large else None
-
-
-def leave_small(compressor: Compressor, min_elements: int = 1024, min_dimensions: int = 2) -> LeaveSmall:
-    """Return a policy that leaves small and one-dimensional parameters to an exact all-reduce.
+    """A policy that leaves small and one-dimensional parameters to an exact all-reduce.
 
     DGC and PowerSGD do this. Biases and norms are a thousandth of the bytes, cost a message like any other, and suffer
     most from a stale value.
@@ -51,7 +31,25 @@ def leave_small(compressor: Compressor, min_elements: int = 1024, min_dimensions
         >>> policy(Parameter("fc.bias", (4096,))) is None
         True
     """
-    return LeaveSmall(compressor, min_elements, min_dimensions)
+
+    compressor: Compressor
+    min_elements: int = 1024
+    min_dimensions: int = 2
+
+    def __post_init__(self) -> None:
+        _compressor(self.compressor, "leave_small got")
+        if self.min_elements < 0 or self.min_dimensions < 0:
+            raise ValueError(
+                f"parameters of fewer than {self.min_elements} elements or {self.min_dimensions} dimensions: use limits"
+                " of at least 0"
+            )
+
+    def __call__(self, parameter: Parameter) -> Compressor | None:
+        large = parameter.numel >= self.min_elements and len(parameter.shape) >= self.min_dimensions
+        return self.compressor if large else None
+
+
+leave_small = LeaveSmall
 
 
 Compress = Compressor | Policy | Mapping[str, Compressor | None]

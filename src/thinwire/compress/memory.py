@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ class ErrorFeedback(Wrapper):
 
     (Seide et al. 2014; Karimireddy et al., ICML'19.) ``p = g + decay * e``; send ``C(p)``; ``e = p - C(p)``. State of a
     parameter: ``error``, of its shape, float32 for 16-bit gradients (in 16 bits the small rest would vanish), and the
-    state of the wrapped compressor as ``inner``.
+    state of the wrapped compressor as ``inner``. `thinwire.attach` adds it if needed.
 
     Args:
         inner: the compressor.
@@ -26,6 +26,11 @@ class ErrorFeedback(Wrapper):
 
     Raises:
         ValueError: a decay outside [0, 1]; a compressor that has a memory already.
+
+    Example:
+        >>> from thinwire.compress.methods.select import top_k
+        >>> error_feedback(top_k(0.01)).name
+        'error_feedback(top_k(0.01))'
     """
 
     decay: float = 1.0
@@ -69,33 +74,7 @@ class ErrorFeedback(Wrapper):
         self.inner.finish(mean, parameter, state["inner"])
 
 
-def error_feedback(inner: Compressor, decay: float = 1.0) -> ErrorFeedback:
-    """Return a compressor that remembers its unsent rest, see `ErrorFeedback`; `thinwire.attach` adds it if needed.
-
-    Example:
-        >>> from thinwire.compress.methods.select import top_k
-        >>> error_feedback(top_k(0.01)).name
-        'error_feedback(top_k(0.01))'
-    """
-    return ErrorFeedback(inner, decay)
-
-
-def momentum_correction(
-    inner: Compressor,
-    momentum: float = 0.9,
-    *,
-    nesterov: bool = False,
-    clip_norm: float | None = None,
-    masking: bool = True,
-) -> MomentumCorrection:
-    """Return a sparsifier with momentum before it instead of in the optimizer, see `MomentumCorrection`.
-
-    Example:
-        >>> from thinwire.compress.methods.select import top_k
-        >>> momentum_correction(top_k(0.01), 0.5).name
-        'momentum_correction(top_k(0.01), 0.5)'
-    """
-    return MomentumCorrection(inner, momentum, nesterov, clip_norm, masking)
+error_feedback = ErrorFeedback
 
 
 def with_memory(compressor: Compressor) -> Compressor:
@@ -128,9 +107,15 @@ class MomentumCorrection(Wrapper):
 
     Raises:
         ValueError: momentum outside [0, 1); a compressor that has a memory already.
+
+    Example:
+        >>> from thinwire.compress.methods.select import top_k
+        >>> momentum_correction(top_k(0.01), 0.5).name
+        'momentum_correction(top_k(0.01), 0.5)'
     """
 
     momentum: float = 0.9
+    _: KW_ONLY
     nesterov: bool = False
     clip_norm: float | None = None
     masking: bool = True
@@ -179,3 +164,6 @@ class MomentumCorrection(Wrapper):
             return gradient
         norm = float(torch.linalg.vector_norm(gradient))
         return gradient * (self.clip_norm / norm) if norm > self.clip_norm else gradient
+
+
+momentum_correction = MomentumCorrection

@@ -152,14 +152,12 @@ def _joined(entries: list[Any], rank: int) -> Any:
 def _cut(state: State, owner: int, world_size: int, rank: int) -> State:
     """Return the state of a piece."""
 
-    def cut(entries: list[Any], rank: int) -> Any:
-        (entry,) = entries
-        if not isinstance(entry, Tensor) or entry.dim() != 1:
-            return entry.clone() if isinstance(entry, Tensor) else entry
-        start, stop = span(entry.numel(), owner, world_size)
-        return entry[start:stop].clone()
+    def cut(name: str, entry: Any) -> Any:
+        if not isinstance(entry, Tensor):
+            return rank if name == "salt" else entry
+        return entry[slice(*span(entry.numel(), owner, world_size))].clone() if entry.dim() == 1 else entry.clone()
 
-    return _merged([state], cut, rank)
+    return mapped(cut, state)
 
 
 def _kind(entry: object) -> str:

@@ -33,12 +33,9 @@ _INNER, _DENSE = 0, 1
 
 @dataclass(frozen=True)
 class WarmUp(Wrapper):
-    """The wrapper of `warm_up`. State: ``step``, the next one; ``inner``.
+    """The wrapper of `warm_up`, which describes the other settings. State: ``step``, the next one; ``inner``.
 
     Args:
-        inner: the compressor after the warm-up; if it is a sparsifier also during it, at larger densities.
-        steps: number of steps of the warm-up; 0 for none.
-        start_density: density of the first step.
         stairs: number of equal parts of the warm-up, such as epochs, with a constant density; None changes it every
             step.
 
@@ -207,7 +204,8 @@ def warm_up(inner: Compressor, steps: int, start_density: float = 0.25) -> WarmU
 
     Args:
         inner: a compressor or wrapper.
-        steps: number of steps of the warm-up, counted in the state of each parameter; four epochs in the paper.
+        steps: number of steps of the warm-up, counted in the state of each parameter; four epochs in the paper, 0 for
+            none.
         start_density: density of sparsifiers in the first step.
 
     Raises:

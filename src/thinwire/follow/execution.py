@@ -17,7 +17,7 @@ from thinwire.comm.lane import Lane
 from thinwire.follow.fit import Measured
 from thinwire.follow.grouping import Following, Intent, regrouped
 from thinwire.fuse.profile import Groups, Profile
-from thinwire.fuse.timeline import iteration_seconds, simulate
+from thinwire.fuse.timeline import events, iteration_seconds
 from thinwire.gradients.compressed import FLUSH_STEPS
 from thinwire.gradients.ddp import are_same
 from thinwire.observe.step import StepTimes
@@ -90,7 +90,7 @@ class Execution:
     def predicted_events(self) -> tuple[Event, ...]:
         """Return the events of a step predicted from the measured profile, or none if nothing was measured."""
         groups = None if self.profile is None else self._following.current()
-        return () if self.profile is None or groups is None else simulate(self.profile, groups).events
+        return () if self.profile is None or groups is None else events(self.profile, groups)
 
     def state_dict(self) -> dict[str, Any]:
         groups = self._following.groups

@@ -76,14 +76,7 @@ def groups_ending_at(ends: Iterable[int]) -> Groups:
 
 @dataclass(frozen=True)
 class Layerwise(NamedPolicy, constructor="layerwise"):
-    """The policy of `layerwise`."""
-
-    def groups(self, profile: Profile) -> Groups:
-        return groups_ending_at(range(1, profile.num_tensors + 1))
-
-
-def layerwise() -> Layerwise:
-    """Return the policy that sends each tensor by itself, as soon as its gradient is ready.
+    """A policy that sends each tensor by itself, as soon as its gradient is ready.
 
     Wait-free backpropagation (Zhang et al., "Poseidon", ATC'17). Best where launches and messages cost nothing, for
     nothing overlaps more. At 0.4 ms a launch, 300 tensors cost 120 ms.
@@ -94,24 +87,21 @@ def layerwise() -> Layerwise:
         >>> layerwise().groups(Profile([1, 1], [4, 4], free, free, free))
         ((0,), (1,))
     """
-    return Layerwise()
+
+    def groups(self, profile: Profile) -> Groups:
+        return groups_ending_at(range(1, profile.num_tensors + 1))
 
 
 @dataclass(frozen=True)
 class OneBucket(NamedPolicy, constructor="one_bucket"):
-    """The policy of `one_bucket`."""
-
-    def groups(self, profile: Profile) -> Groups:
-        return groups_ending_at([profile.num_tensors])
-
-
-def one_bucket() -> OneBucket:
-    """Return the policy that sends one group of everything, after backward.
+    """A policy that sends one group of everything, after backward.
 
     The other end of the scale from `thinwire.fuse.layerwise`: one launch, one message, and nothing overlaps. Best where
     launches and latency are all that communication costs. Ok-Topk (Li and Hoefler, PPoPP'22) does this.
     """
-    return OneBucket()
+
+    def groups(self, profile: Profile) -> Groups:
+        return groups_ending_at([profile.num_tensors])
 
 
 MEBIBYTE = 1024 * 1024
@@ -119,7 +109,21 @@ MEBIBYTE = 1024 * 1024
 
 @dataclass(frozen=True)
 class ByteCap(NamedPolicy, constructor="byte_cap"):
-    """The policy of `byte_cap`."""
+    """A policy whose buckets close at ``mb`` MiB, as DDP's do: each overshoots by up to one tensor.
+
+    Args:
+        mb: MiB of a bucket; DDP's ``bucket_cap_mb``, 25 by default. Horovod's buffer has 64.
+        first_mb: MiB of the first bucket; DDP has 1 MiB, so that communication begins early. None means ``mb``.
+
+    Raises:
+        ValueError: a cap that is not above 0.
+
+    Best without measurements: it knows neither the link nor the compressor, and rarely costs more than twice the best.
+
+    Example:
+        >>> byte_cap(mb=8, first_mb=1).name
+        'byte_cap:mb=8:first_mb=1'
+    """
 
     mb: float = 25.0
     first_mb: float | None = None
@@ -142,28 +146,16 @@ class ByteCap(NamedPolicy, constructor="byte_cap"):
         return groups_ending_at(ends)
 
 
-def byte_cap(mb: float = 25.0, first_mb: float | None = None) -> ByteCap:
-    """Return the policy whose buckets close at ``mb`` MiB, as DDP's do: each overshoots by up to one tensor.
-
-    Args:
-        mb: MiB of a bucket; DDP's ``bucket_cap_mb``, 25 by default. Horovod's buffer has 64.
-        first_mb: MiB of the first bucket; DDP has 1 MiB, so that communication begins early. None means ``mb``.
-
-    Raises:
-        ValueError: a cap that is not above 0.
-
-    Best without measurements: it knows neither the link nor the compressor, and rarely costs more than twice the best.
-
-    Example:
-        >>> byte_cap(mb=8, first_mb=1).name
-        'byte_cap:mb=8:first_mb=1'
-    """
-    return ByteCap(mb, first_mb)
-
-
 @dataclass(frozen=True)
 class EqualCount(NamedPolicy, constructor="equal_count"):
-    """The policy of `equal_count`."""
+    """A policy of ``count`` groups, or one per tensor if there are fewer; their lengths differ by at most 1.
+
+    The public code of Cupcake does this, and with 2 groups MergeComp (arXiv 2103.15195) starts from it. Best where
+    tensors are alike.
+
+    Raises:
+        ValueError: less than one group.
+    """
 
     count: int = 2
 
@@ -176,21 +168,17 @@ class EqualCount(NamedPolicy, constructor="equal_count"):
         return groups_ending_at(profile.num_tensors * (place + 1) // count for place in range(count))
 
 
-def equal_count(count: int = 2) -> EqualCount:
-    """Return the policy of ``count`` groups, or one per tensor if there are fewer; their lengths differ by at most 1.
-
-    The public code of Cupcake does this, and with 2 groups MergeComp (arXiv 2103.15195) starts from it. Best where
-    tensors are alike.
-
-    Raises:
-        ValueError: less than one group.
-    """
-    return EqualCount(count)
-
-
 @dataclass(frozen=True)
 class MgWfbp(NamedPolicy, constructor="mg_wfbp"):
-    """The policy of `mg_wfbp`."""
+    """A policy that merges the next tensor iff its gradient is ready before the group could start + alpha.
+
+    Shi, Chu and Li, "MG-WFBP" (INFOCOM'19; arXiv 1912.09268, Theorem 1 and Algorithm 1): with l - 1 the tensor whose
+    gradient comes after that of l, merge l into l - 1 iff ready(l - 1) < start of communication(l) + alpha. One pass,
+    O(N).
+
+    The paper knows no compression, so readiness is that of backward alone and only ``profile.communicate`` counts. Best
+    for uncompressed gradients: it loses little there, and costs no search.
+    """
 
     def groups(self, profile: Profile) -> Groups:
         ready, ends_bytes, link = profile.ready_seconds, profile.end_bytes, profile.communicate
@@ -204,22 +192,20 @@ class MgWfbp(NamedPolicy, constructor="mg_wfbp"):
         return groups_ending_at([*ends, profile.num_tensors])
 
 
-def mg_wfbp() -> MgWfbp:
-    """Return the policy that merges the next tensor iff its gradient is ready before the group could start + alpha.
-
-    Shi, Chu and Li, "MG-WFBP" (INFOCOM'19; arXiv 1912.09268, Theorem 1 and Algorithm 1): with l - 1 the tensor whose
-    gradient comes after that of l, merge l into l - 1 iff ready(l - 1) < start of communication(l) + alpha. One pass,
-    O(N).
-
-    The paper knows no compression, so readiness is that of backward alone and only ``profile.communicate`` counts. Best
-    for uncompressed gradients: it loses little there, and costs no search.
-    """
-    return MgWfbp()
-
-
 @dataclass(frozen=True)
 class Omgs(NamedPolicy, constructor="omgs"):
-    """The policy of `omgs`."""
+    """A policy that merges the next tensor iff the waiting added is less than the communication saved.
+
+    Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs"
+    (INFOCOM'20), as its public code has it. With t_b, t_s and t_c the seconds of backward, sparsification and
+    communication, p the bytes of the group, q those of the next tensor:
+
+        waiting = t_b(q) + t_s(p + q) - t_s(p) - t_s(q) - (start of communication(p) - end of sparsification(p))
+        saving  = t_c(p) + t_c(q) - t_c(p + q)
+
+    One pass, O(N). The costs are this profile's; those of the paper are of one cluster. Best for sparsifiers whose
+    launch is cheap, and whose decoding, which it does not see, is cheap too.
+    """
 
     def groups(self, profile: Profile) -> Groups:
         sizes, compress, communicate = profile.size_bytes, profile.compress, profile.communicate
@@ -240,42 +226,9 @@ class Omgs(NamedPolicy, constructor="omgs"):
         return groups_ending_at([*ends, profile.num_tensors])
 
 
-def omgs() -> Omgs:
-    """Return the policy that merges the next tensor iff the waiting added is less than the communication saved.
-
-    Shi et al., "Communication-Efficient Distributed Deep Learning with Merged Gradient Sparsification on GPUs"
-    (INFOCOM'20), as its public code has it. With t_b, t_s and t_c the seconds of backward, sparsification and
-    communication, p the bytes of the group, q those of the next tensor:
-
-        waiting = t_b(q) + t_s(p + q) - t_s(p) - t_s(q) - (start of communication(p) - end of sparsification(p))
-        saving  = t_c(p) + t_c(q) - t_c(p + q)
-
-    One pass, O(N). The costs are this profile's; those of the paper are of one cluster. Best for sparsifiers whose
-    launch is cheap, and whose decoding, which it does not see, is cheap too.
-    """
-    return Omgs()
-
-
 @dataclass(frozen=True)
 class SaFusion(NamedPolicy, constructor="safusion"):
-    """The policy of `safusion`."""
-
-    align: bool = True
-    adapt: bool = True
-    mb: float = 25.0
-
-    def __post_init__(self) -> None:
-        byte_cap(self.mb)  # raises ValueError for an illegal cap
-
-    def groups(self, profile: Profile) -> Groups:
-        if self.adapt:
-            return _adaptive_groups(profile)
-        by_bytes = byte_cap(self.mb).groups(profile)
-        return equal_count(len(by_bytes)).groups(profile) if self.align else by_bytes
-
-
-def safusion(align: bool = True, adapt: bool = True, mb: float = 25.0) -> SaFusion:
-    """Return the policy of buffers whose communication just covers backward and selection of the next one.
+    """A policy of buffers whose communication just covers backward and selection of the next one.
 
     Ming et al., "SAFusion" (HPDC'25): the intra-worker adaptive rule.
     1. The first group has the number of tensors with the shortest iteration, with the others by the next two rules. (In
@@ -298,7 +251,19 @@ def safusion(align: bool = True, adapt: bool = True, mb: float = 25.0) -> SaFusi
     Raises:
         ValueError: ``mb`` is not above 0.
     """
-    return SaFusion(align, adapt, mb)
+
+    align: bool = True
+    adapt: bool = True
+    mb: float = 25.0
+
+    def __post_init__(self) -> None:
+        byte_cap(self.mb)  # raises ValueError for an illegal cap
+
+    def groups(self, profile: Profile) -> Groups:
+        if self.adapt:
+            return _adaptive_groups(profile)
+        by_bytes = byte_cap(self.mb).groups(profile)
+        return equal_count(len(by_bytes)).groups(profile) if self.align else by_bytes
 
 
 def _adaptive_groups(profile: Profile) -> Groups:
@@ -337,20 +302,7 @@ BEAM = 2
 
 @dataclass(frozen=True)
 class Cupcake(NamedPolicy, constructor="cupcake"):
-    """The policy of `cupcake`."""
-
-    def groups(self, profile: Profile) -> Groups:
-        modes = [Mode(profile.compress, profile.communicate, profile.decompress)]
-        simple = [policy.groups(profile) for policy in (one_bucket(), layerwise(), mg_wfbp(), omgs())]
-        best = min(simple, key=lambda groups: iteration_seconds(profile, groups))
-        for width in (BEAM, None):
-            found = search(profile, modes, iteration_seconds(profile, best), width)
-            best = groups_ending_at(found.ends) if found.ends else best
-        return best
-
-
-def cupcake() -> Cupcake:
-    """Return the policy of the groups with the least `thinwire.plan.iteration_seconds` of all 2^(N - 1).
+    """A policy of the groups with the least `thinwire.plan.iteration_seconds` of all 2^(N - 1).
 
     Wang et al., "Cupcake: A Compression Scheduler for Scalable Communication-Efficient Distributed Training"
     (MLSys'23), state the problem, and search a tree of first groups with two pruning rules
@@ -368,18 +320,22 @@ def cupcake() -> Cupcake:
         >>> cupcake().groups(Profile([1, 1, 9, 1], [1, 1, 1, 1], launch, free, link))
         ((0, 1), (2, 3))
     """
-    return Cupcake()
 
+    def groups(self, profile: Profile) -> Groups:
+        modes = [Mode(profile.compress, profile.communicate, profile.decompress)]
+        simple = [policy.groups(profile) for policy in (one_bucket(), layerwise(), mg_wfbp(), omgs())]
+        best = min(simple, key=lambda groups: iteration_seconds(profile, groups))
+        for width in (BEAM, None):
+            found = search(profile, modes, iteration_seconds(profile, best), width)
+            best = groups_ending_at(found.ends) if found.ends else best
+        return best
+
+
+layerwise, one_bucket, byte_cap, equal_count = Layerwise, OneBucket, ByteCap, EqualCount
+mg_wfbp, omgs, cupcake, safusion = MgWfbp, Omgs, Cupcake, SaFusion
 
 POLICIES: dict[str, Callable[..., Policy]] = {
-    "layerwise": layerwise,
-    "byte_cap": byte_cap,
-    "equal_count": equal_count,
-    "one_bucket": one_bucket,
-    "mg_wfbp": mg_wfbp,
-    "omgs": omgs,
-    "cupcake": cupcake,
-    "safusion": safusion,
+    kind.constructor: kind for kind in (Layerwise, ByteCap, EqualCount, OneBucket, MgWfbp, Omgs, Cupcake, SaFusion)
 }
 """Constructors of policies by name."""
 

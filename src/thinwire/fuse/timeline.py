@@ -1,4 +1,4 @@
-"""The timeline of one iteration under a grouping: its length, its waits, and the communication it hides.
+"""The timeline of one iteration under a grouping: its length and its events.
 
 One compute stream: backward in order; a group is compressed right after its last gradient, which delays what follows.
 One channel, in order: a group starts when it is compressed and the channel is free. Decompression is on the compute
@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from thinwire.fuse.profile import Groups, Linear, Profile, check_groups
@@ -41,7 +39,8 @@ def iteration_seconds(
         >>> iteration_seconds(profile, ((0,), (1,))), iteration_seconds(profile, ((0, 1),))
         (10.0, 11.0)
 
-    Planners call it often, so it records no events; `simulate` returns the same number, to the bit, with them.
+    Planners call it often, so it records no events; `thinwire.plan.simulate` returns the same number, to the bit, with
+    them.
     """
     check_groups(profile, groups)
     choices = _check_choices(groups, dense, compressed)
@@ -60,66 +59,18 @@ def iteration_seconds(
     return clock
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """One simulated iteration and its statistics; all in seconds.
-
-    Attributes:
-        events: events of the tracks "compute" and "channel", in order of time on each.
-        iteration_seconds: see `iteration_seconds`.
-        compute_busy_seconds: backward + encode + decode.
-        channel_busy_seconds: communication of all groups.
-        exposed_seconds: communication that computing waits for: iteration = compute busy + exposed.
-        overlapped_seconds: communication beside computing: channel busy = exposed + overlapped. P(X) of Cupcake.
-        bubbles: start and seconds of each gap between two communications, in which the channel waits for gradients.
-    """
-
-    events: tuple[Event, ...]
-    iteration_seconds: float
-    compute_busy_seconds: float
-    channel_busy_seconds: float
-    exposed_seconds: float
-    overlapped_seconds: float
-    bubbles: tuple[tuple[float, float], ...]
-
-    @property
-    def busy_seconds(self) -> dict[str, float]:
-        """Busy seconds of each track."""
-        return {COMPUTE: self.compute_busy_seconds, CHANNEL: self.channel_busy_seconds}
-
-
-def simulate(
+def events(
     profile: Profile, groups: Groups, dense: Linear | None = None, compressed: Sequence[bool] | None = None
-) -> Timeline:
-    """Simulate, event by event, the iteration that `iteration_seconds` prices. Arguments and errors are the same.
+) -> tuple[Event, ...]:
+    """Return the events of the iteration that `iteration_seconds` prices, in order of time on each track.
 
-    Example:
-        >>> free, link = Linear(0, 0), Linear(alpha=1, beta=1)
-        >>> line = simulate(Profile([2, 2], [3, 3], free, free, link), ((0,), (1,)))
-        >>> line.exposed_seconds, line.overlapped_seconds, line.bubbles
-        (6.0, 2.0, ())
+    The tracks are "compute" and "channel". Arguments and errors are those of `iteration_seconds`.
     """
-    steps = _schedule(profile, groups, dense, compressed)
-    total = steps[-1].decode + steps[-1].decode_seconds
-    computing = math.fsum((*profile.backward_seconds, *(step.encode_seconds + step.decode_seconds for step in steps)))
-    channel = math.fsum(step.send_seconds for step in steps)
-    exposed = min(channel, max(0.0, total - computing))  # rounding is no exposure
-    gaps = [
-        (earlier.send + earlier.send_seconds, later.send - (earlier.send + earlier.send_seconds))
-        for earlier, later in pairwise(steps)
-    ]
-    return Timeline(
-        events=(*_compute_events(profile, groups, steps), *_channel_events(groups, steps)),
-        iteration_seconds=total,
-        compute_busy_seconds=computing,
-        channel_busy_seconds=channel,
-        exposed_seconds=exposed,
-        overlapped_seconds=channel - exposed,
-        bubbles=tuple((start, seconds) for start, seconds in gaps if seconds > 0),
-    )
+    steps = schedule(profile, groups, dense, compressed)
+    return *_compute_events(profile, groups, steps), *_channel_events(groups, steps)
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     """A group's work: start and seconds of each part."""
 
     size_bytes: float
@@ -131,7 +82,8 @@ class _Step(NamedTuple):
     decode_seconds: float
 
 
-def _schedule(profile: Profile, groups: Groups, dense: Linear | None, compressed: Sequence[bool] | None) -> list[_Step]:
+def schedule(profile: Profile, groups: Groups, dense: Linear | None, compressed: Sequence[bool] | None) -> list[Step]:
+    """Return the work of each group. Arguments and errors are those of `iteration_seconds`."""
     check_groups(profile, groups)
     choices = _check_choices(groups, dense, compressed)
     ready, ends = profile.ready_seconds, profile.end_bytes
@@ -144,7 +96,7 @@ def _schedule(profile: Profile, groups: Groups, dense: Linear | None, compressed
         delay += encode_seconds
         send, send_seconds = max(channel, ready[group[-1] + 1] + delay), communicate(size)
         channel = send + send_seconds
-        sent.append(_Step(size, encode, encode_seconds, send, send_seconds, math.nan, decompress(size)))
+        sent.append(Step(size, encode, encode_seconds, send, send_seconds, math.nan, decompress(size)))
     clock = ready[-1] + delay
     steps = []
     for step in sent:
@@ -172,7 +124,7 @@ def _costs(profile: Profile, dense: Linear | None, compressed: bool) -> tuple[Li
     return _FREE, dense, _FREE
 
 
-def _compute_events(profile: Profile, groups: Groups, steps: Sequence[_Step]) -> Iterator[Event]:
+def _compute_events(profile: Profile, groups: Groups, steps: Sequence[Step]) -> Iterator[Event]:
     """Yield backward of each tensor, and all encoding and decoding that costs any time."""
     for place, (group, step) in enumerate(zip(groups, steps, strict=True)):
         delay = step.encode - profile.ready_seconds[group[-1] + 1]
@@ -188,10 +140,10 @@ def _compute_events(profile: Profile, groups: Groups, steps: Sequence[_Step]) ->
             yield Event(f"decode group {place}", COMPUTE, step.decode, step.decode_seconds, _about(group, step))
 
 
-def _channel_events(groups: Groups, steps: Sequence[_Step]) -> Iterator[Event]:
+def _channel_events(groups: Groups, steps: Sequence[Step]) -> Iterator[Event]:
     for place, (group, step) in enumerate(zip(groups, steps, strict=True)):
         yield Event(f"communicate group {place}", CHANNEL, step.send, step.send_seconds, _about(group, step))
 
 
-def _about(group: tuple[int, ...], step: _Step) -> dict[str, float]:
+def _about(group: tuple[int, ...], step: Step) -> dict[str, float]:
     return {"tensors": len(group), "bytes": step.size_bytes}

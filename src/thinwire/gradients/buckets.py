@@ -167,6 +167,7 @@ class Buckets:
         others = tuple(table for table in contents.tables if table not in taken)
         rest = replace(contents, tables=others, started=())
         queued = self._queue(rest) if others or rest.others or rest.compressed else None
+        self._staging.hand_over(())  # refuses the capture of a CUDA graph
         future = self._staging.future()
         self._collected.append(_Collected(replace(contents, tables=taken), future, queued))
         names = {table.name for table in taken}

@@ -631,7 +631,7 @@ def route_asked_for() -> str:
         ValueError: the variable has another value than the legal ones.
     """
     legal = (AUTO, Route.COLLECTIVE, Route.STAGED)
-    asked = os.environ.get(ROUTE_VARIABLE, AUTO)
+    asked = os.environ.get(ROUTE_VARIABLE, "auto")
     if asked not in legal:
         raise unknown(ROUTE_VARIABLE, asked, legal)
     return asked

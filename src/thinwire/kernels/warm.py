@@ -53,9 +53,8 @@ def _start_for_gpu() -> threading.Thread | None:
     """Compile Triton's kernels in a thread of their own; None if this process does not use CUDA."""
     if not (torch.backends.cuda.is_built() and torch.cuda.is_initialized()):
         return None
-    thread = threading.Thread(
-        target=_compile_for_gpu, args=(torch.cuda.current_device(),), name="thinwire-compiles-triton", daemon=True
-    )
+    device = torch.cuda.current_device()
+    thread = threading.Thread(target=_compile_for_gpu, args=(device,), name="thinwire-compiles-triton", daemon=True)
     thread.start()
     return thread
 

@@ -1,18 +1,19 @@
 """Plans: what to send together, what to compress and how, predicted before anything is trained.
 
-Profiles and the timeline, which are in `thinwire.fuse`, and measuring and choosing, which are in
-`thinwire.lab.planning`, are offered here too. What compresses or measures is imported on first use.
+Profiles and prices of groups, which are in `thinwire.fuse`, and measuring, choosing and statistics of the timeline,
+which are in `thinwire.lab.planning`, are offered here too. What compresses or measures is imported on first use.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from thinwire.fuse.profile import Groups, Linear, Profile, check_groups
-from thinwire.fuse.timeline import Timeline, iteration_seconds, simulate
+from thinwire.fuse.timeline import iteration_seconds
 
 if TYPE_CHECKING:
     from thinwire.lab.planning.measurement import Measurement
     from thinwire.lab.planning.planner import best_plan
+    from thinwire.lab.planning.timeline import Timeline, simulate
     from thinwire.lab.planning.training import How, Training, measure_training
     from thinwire.plan.plan import Candidate, Group, Plan
 
@@ -39,6 +40,7 @@ _HOMES = {
     "lab.planning.measurement": ("Measurement",),
     "plan.plan": ("Candidate", "Group", "Plan"),
     "lab.planning.planner": ("best_plan",),
+    "lab.planning.timeline": ("Timeline", "simulate"),
 }
 
 

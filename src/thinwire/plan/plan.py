@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -148,7 +149,7 @@ class Plan:
             raise ValueError(f"the plan has no groups: {_HOW}")
         if self.groups and self.groups[0].joins:
             raise ValueError(f"the first group of the plan joins the group before it, and there is none: {_HOW}")
-        twice = _first_twice(self.parameters)
+        twice = next((name for name, count in Counter(self.parameters).items() if count > 1), None)
         if twice is not None:
             raise ValueError(f"parameter {twice!r} is in the plan twice: {_HOW}")
 
@@ -282,15 +283,6 @@ def fingerprint(parameters: Iterable[Parameter]) -> str:
     """Return the SHA-256 over names, shapes and dtypes, independent of the order of parameters."""
     lines = sorted(f"{entry.name!r} {entry.dtype} {list(entry.shape)}" for entry in parameters)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
-
-
-def _first_twice(names: Iterable[str]) -> str | None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
 
 
 def _difference(planned: set[str], present: set[str]) -> str:

@@ -37,14 +37,7 @@ class LowRank(Compressor):
     """A compressor of a gradient [n, ...] as a matrix [n, m], approximated by factors [n, r] and [m, r].
 
     Factors are kept transposed, as contiguous rows [r, n] and [r, m]: the products of a large matrix with a thin one
-    are 3 to 10 times as fast that way.
-
-    Args:
-        rank: r; at most min(n, m) is used.
-        min_compression_rate: a parameter is sent whole unless r (n + m) elements are fewer by more than this factor
-            than n m. Vectors always are.
-        start_step: number of first steps that send all parameters whole.
-        seed: seed of the first factors, the same on all ranks.
+    are 3 to 10 times as fast that way. `power_sgd` describes the settings; vectors are always sent whole.
     """
 
     rank: int

@@ -29,10 +29,8 @@ class SampledTopK(DensitySparsifier):
     zero if there are fewer.
 
     Args:
-        density: k / numel, in (0, 1].
-        sample: fraction of the elements that is sampled.
+        sample: fraction of the elements that is sampled, in (0, 1].
         min_sample: least number of elements in the sample, if there are that many.
-        values: code of the selected values; None sends them as they are.
 
     Raises:
         ValueError: a density or sample outside (0, 1], a sample of no elements.
@@ -131,7 +129,6 @@ FIRST_RATIO = 0.25
 ADAPT_EVERY = 5
 TOLERANCE = 0.2
 
-Distribution = str
 DISTRIBUTIONS = ("exponential", "gamma", "pareto")
 
 
@@ -143,7 +140,7 @@ class Sidco(DensitySparsifier):
     their counts over k, and the ``last_error`` of the mean.
     """
 
-    distribution: Distribution = "exponential"
+    distribution: str = "exponential"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -191,9 +188,7 @@ class Sidco(DensitySparsifier):
         return pareto_excess(mean, variance, ratio)
 
 
-def sidco(
-    density: float = 0.001, *, distribution: Distribution = "exponential", values: Compressor | None = None
-) -> Sidco:
+def sidco(density: float = 0.001, *, distribution: str = "exponential", values: Compressor | None = None) -> Sidco:
     """Return SIDCo (Abdelmoniem et al., MLSys'21, arXiv 2101.10761): a quantile of a distribution fitted to magnitudes.
 
     The first stage fits the magnitudes that are not zero, each further one those that exceed the last threshold, of

@@ -85,7 +85,8 @@ def scattered(compressor: Compressor, parameter: Parameter, world_size: int) -> 
 
 def _price(name: str, compressor: Compressor, parameter: Parameter, world_size: int) -> float:
     if name == AllReduce.name:
-        return ring_all_reduce_bytes(_summed_bytes(compressor, parameter), world_size)
+        specs = [spec for specs in summable_code(compressor).round_specs(parameter) for spec in specs]
+        return ring_all_reduce_bytes(sum((spec.numel or 0) * spec.dtype.itemsize for spec in specs), world_size)
     packed = packed_code(compressor).packed_bytes(parameter)
     if packed is None:
         return float("inf")
@@ -94,11 +95,6 @@ def _price(name: str, compressor: Compressor, parameter: Parameter, world_size: 
     if name == AllGather.name:
         return (world_size - 1) * packed
     return ring_all_reduce_bytes(packed, world_size) / _WORTH_A_SECOND_CODING
-
-
-def _summed_bytes(compressor: Compressor, parameter: Parameter) -> int:
-    specs = [spec for specs in summable_code(compressor).round_specs(parameter) for spec in specs]
-    return sum((spec.numel or 0) * spec.dtype.itemsize for spec in specs)
 
 
 def _is_possible(reduction: Reduction, compressor: Compressor, parameter: Parameter) -> bool:

@@ -143,6 +143,22 @@ def test_find_rows(device: torch.device, size: int, capacity: int) -> None:
     assert found[0].tolist() == (expected.tolist() + [size] * capacity)[:capacity]
 
 
+@pytest.mark.parametrize("width", [0, 1, 5])
+def test_find_rows_of_a_stack(device: torch.device, width: int) -> None:
+    """Of matrices of any number of rows, each found as alone."""
+    sizes = (3, 0, 32, 4100, 1, 0)
+    matrices = [some_rows(size, width, torch.float32, 0.4) for size in sizes]
+    *starts, num_rows = reference.stack_starts(sizes)
+    first, *below = [matrix.to(device) for matrix in matrices]
+    for capacity in (0, 100, 5000):
+        with without_waiting(device):
+            found = gpu_find.find_rows(first, capacity, below)
+        check_same(reference.find_rows(matrices[0], capacity, matrices[1:]), found)
+    expected = [reference.nonzero_rows(matrix) + start for matrix, start in zip(matrices, starts, strict=True)]
+    assert torch.equal(found[0].cpu()[: int(found[1])], torch.cat(expected))
+    assert int(found[0][-1]) == num_rows
+
+
 @every_size
 @pytest.mark.parametrize("spread", [1, 10**9])
 @pytest.mark.parametrize("world_size", [1, 3, 8, 100, 40_000])
@@ -154,17 +170,15 @@ def test_deal_rows(device: torch.device, size: int, spread: int, world_size: int
     ids = torch.cat([torch.tensor([-3]), some_ids(size, size * spread)])
     on_device = ids.to(device)
     expected = reference.deal(ids[(ids >= 0) & (ids < num_rows)], world_size, seed)
-    for capacity in (None, 0, 3) if world_size > 100 else (None, 0, 3, ids.numel() + 1):
-        with without_waiting(device):
-            dealt = gpu_ids.deal_rows(on_device, num_rows, world_size, seed, capacity)
-        check_same(reference.deal_rows(ids, num_rows, world_size, seed, capacity), dealt)
-        assert dealt[2].tolist() == [positions.numel() for positions, _ in expected]
-        if capacity is not None and capacity > ids.numel():
-            positions = torch.cat([row[row < num_rows] // world_size for row in dealt[0].cpu()])
-            assert torch.equal(positions, torch.cat([positions for positions, _ in expected]))
-            for owner, (mine, _) in enumerate(expected):
-                ours = gpu_ids.dealt_ids(owner, mine.to(device), world_size, seed)
-                assert torch.equal(ours, dealt[0][owner][: mine.numel()])
+    with without_waiting(device):
+        dealt = gpu_ids.deal_rows(on_device, num_rows, world_size, seed)
+    check_same(reference.deal_rows(ids, num_rows, world_size, seed), dealt)
+    assert dealt[2].tolist() == [positions.numel() for positions, _ in expected]
+    parts = dealt[0].cpu().split([*dealt[2].tolist(), ids.numel() - int(dealt[2].sum())])
+    assert torch.equal(torch.cat(parts[:-1]) // world_size, torch.cat([positions for positions, _ in expected]))
+    assert torch.equal(ids[dealt[1].cpu()], dealt[0].cpu())
+    for owner, (mine, _) in enumerate(expected):
+        assert torch.equal(gpu_ids.dealt_ids(owner, mine.to(device), world_size, seed).cpu(), parts[owner])
 
 
 @every_size
@@ -219,6 +233,10 @@ def test_take_and_put(device: torch.device, size: int, dtype: torch.dtype, width
         with without_waiting(device):
             taken = gpu_rows.take_rows(dense, on_device)
         check_same(reference.take_rows(rows, ids), taken)
+        kept = torch.full_like(taken, 7.0)
+        with without_waiting(device):
+            gpu_rows.take_rows(dense, on_device, kept)
+        check_same(reference.take_rows(rows, ids, torch.full_like(taken.cpu(), 7.0)), kept)
         target = torch.zeros_like(dense)
         with nullcontext() if dense is strided else without_waiting(device):
             gpu_rows.put_rows(target, on_device, taken)

@@ -77,7 +77,7 @@ def unknown(what: str, given: str, legal: Iterable[str], more: str = "") -> Valu
     """
     from difflib import get_close_matches
 
-    names = [*legal]
+    names = [str(name) for name in legal]
     near = get_close_matches(given.lower().replace("-", "_"), names, n=1)
     hint = f". Did you mean {near[0]!r}?" if near else ""
     return ValueError(f"unknown {what} {given!r}; legal are {', '.join(names)}{more}{hint}")

@@ -18,8 +18,10 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from itertools import product
 from pathlib import Path
+from pkgutil import iter_modules
 from tempfile import NamedTemporaryFile
 from typing import Any
 from unittest.mock import patch
@@ -30,11 +32,12 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from thinwire.kernels import gpu
 from thinwire.kernels.gpu import find, ids, rows
 from thinwire.kernels.gpu.jit import compiling_only
 from thinwire.kernels.warm import _compile_for_gpu
 
-MODULES = (find, ids, rows)
+MODULES = [import_module(f"{gpu.__name__}.{module.name}") for module in iter_modules(gpu.__path__)]
 TARGETS = {f"sm_{capability}": GPUTarget("cuda", capability, 32) for capability in (80, 90, 100)}
 TARGETS["gfx942"] = GPUTarget("hip", "gfx942", 64)
 NVIDIA = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"

@@ -305,6 +305,8 @@ def _other_route(context: RankContext) -> None:
     error, legal = (ValueError, "unknown THINWIRE_ROUTE 'fast'; legal are auto, collective, staged")
     with route("auto" if context.rank else "fast"), pytest.raises((error, thinwire.MismatchError), match=legal):
         thinwire.attach(model)
+    with route("collective"), pytest.raises(thinwire.MismatchError, match=r"'users.weight'.*\[1100, 8\], sparse"):
+        thinwire.attach(DistributedDataParallel(Tables(sparse=context.rank == 0)), "zen")
 
 
 def _auto(context: RankContext) -> None:

@@ -13,9 +13,10 @@ from torch import Tensor
 from collective import LoopbackCollectives, results, run_collectives
 from loopback import run_ranks, synchronized
 from thinwire import schemes
+from thinwire.kernels import stack_starts
 from thinwire.schemes import Format, Scheme
 from thinwire.sparse import SUPPORTED_DTYPES, SparseRows
-from thinwire.sync.collective import CollectiveSum, Counts, NamedGradient, plan, sent_bytes
+from thinwire.sync.collective import CollectiveSum, Counts, NamedGradient, plan, sent_bytes, stacks
 
 SCHEMES: dict[str, Scheme] = {
     "zen": schemes.ZEN,
@@ -70,14 +71,14 @@ def test_sums_have_the_bits_of_the_staged_path_and_the_predicted_bytes(name: str
 
     outcomes = results(run_collectives(world_size, run))
     for step in range(3):
-        pushed, unions = [], []
+        plans, pushed, unions = [], [], []
         for place, (dtype, (num_rows, width)) in enumerate(shapes.items()):
             rows = [SparseRows.from_tensor(gradient(rank, step, num_rows, width, dtype)) for rank in range(world_size)]
             staged = run_ranks(world_size, lambda peer, of=rows: synchronized(peer, of[peer.rank], scheme, scale))
-            made = plan(scheme, num_rows, width, dtype, world_size)
-            pushed.append(pushed_rows(made.partition, rows))
-            union = torch.cat([each.ids for each in rows]).unique()
-            unions.append(dealt(made.partition, union, world_size))
+            plans += [plan(scheme, num_rows, width, dtype, world_size)] * 2  # the dense one and the sparse one
+            partition = plans[-1].partition
+            pushed += [[dealt(partition, each.ids, world_size) for each in rows]] * 2
+            unions += [dealt(partition, torch.cat([each.ids for each in rows]).unique(), world_size)] * 2
             for steps, outcome in zip(outcomes, staged, strict=True):
                 sums, counts, waits, _ = steps[step]
                 expected = outcome.get().to_dense()
@@ -86,10 +87,61 @@ def test_sums_have_the_bits_of_the_staged_path_and_the_predicted_bytes(name: str
                 held = tuple(each.ids.numel() for each in rows)
                 assert counts[f"sparse {dtype}"] == Counts(held, int((expected != 0).any(1).sum()))
                 assert waits == 2
-        plans = [plan(scheme, *shapes[dtype], dtype, world_size) for dtype in shapes]
         if world_size > 1:
             for rank, steps in enumerate(outcomes):
-                assert steps[step][3] == sent_bytes(plans * 2, pushed * 2, unions * 2, rank)
+                assert steps[step][3] == sent_bytes(plans, pushed, unions, rank)
+
+
+STACKED = ((70, False), (0, False), (33, True), (64, False), (5, True), (1, False), (40, True))
+"""Rows of tables, and whether they are sparse."""
+
+
+@pytest.mark.parametrize("name", ["zen", "sparse_ps", "zen_in_bitmaps", "agsparse", "one_server", "dense"])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_stacked_tables_have_the_bits_of_tables_alone_and_the_predicted_bytes(name: str, world_size: int) -> None:
+    scheme = SCHEMES[name]
+
+    def table(rank: int, step: int, place: int) -> Tensor:
+        num_rows, sparse = STACKED[place]
+        return uneven(rank, 7 * step + place, num_rows, 3, torch.float32, sparse)
+
+    def run(exchange: LoopbackCollectives) -> list[tuple[list[Tensor], dict[str, Counts], int]]:
+        together, steps = CollectiveSum(exchange), []
+        alone = [CollectiveSum(exchange) for _ in STACKED]
+        for step in range(4):
+            there = [place for place in range(len(STACKED)) if step != 2 or place % 3]  # not all in each step
+            mine = [NamedGradient(f"{place}", table(exchange.rank, step, place)) for place in there]
+            before = exchange.traffic.sent_bytes
+            sums = together.all_reduce(mine, scheme, 0.5)
+            sent = exchange.traffic.sent_bytes - before
+            for place, total in zip(there, sums, strict=True):
+                again = NamedGradient("alone", table(exchange.rank, step, place))
+                (single,) = alone[place].all_reduce([again], scheme, 0.5)
+                assert torch.equal(total.to_dense(), single.to_dense())
+                assert total.is_sparse == single.is_sparse
+                assert together.counts[f"{place}"] == alone[place].counts["alone"]
+            steps.append((sums, together.counts, sent))
+        return steps
+
+    outcomes = results(run_collectives(world_size, run))
+    if world_size == 1 or name == "dense":
+        return
+    plans, pushed, unions = [], [], []
+    for places in stacks((scheme, 3, torch.float32, sparse) for _, sparse in STACKED):
+        *starts, num_rows = stack_starts([STACKED[place][0] for place in places])
+        plans.append(plan(scheme, num_rows, 3, torch.float32, world_size))
+        ids = [
+            torch.cat([
+                table(rank, 3, place).to_dense().any(1).nonzero().flatten() + start
+                for place, start in zip(places, starts, strict=True)
+            ])
+            for rank in range(world_size)
+        ]  # fmt: skip
+        pushed.append([dealt(plans[-1].partition, each, world_size) for each in ids])
+        unions.append(dealt(plans[-1].partition, torch.cat(ids).unique(), world_size))
+    assert len(plans) == 2
+    for rank, steps in enumerate(outcomes):
+        assert steps[3][2] == sent_bytes(plans, pushed, unions, rank, len(STACKED))
 
 
 SHAPES = (((50,), 1), ((40, 3), 1), ((9, 8), 2), ((5, 6, 2, 2), 2), ((7, 0), 1), ((0, 3), 1))
@@ -178,7 +230,3 @@ def dealt(partition: object, ids: Tensor, world_size: int) -> list[int]:
     if partition is None:
         return [ids.numel()] * world_size
     return [len(places) for _, places in partition.split(ids)]  # type: ignore[attr-defined]
-
-
-def pushed_rows(partition: object, rows: list[SparseRows]) -> list[list[int]]:
-    return [dealt(partition, each.ids, len(rows)) for each in rows]

@@ -18,6 +18,7 @@ import thinwire
 from thinwire import compress, fuse, schemes
 from thinwire.errors import unknown
 from thinwire.plan import Group, Plan
+from thinwire.sync.choose import Route
 
 
 @pytest.fixture(scope="module")
@@ -192,4 +193,5 @@ def test_the_nearest_name_is_suggested_only_if_there_is_one() -> None:
     assert str(unknown("scheme", "Zen", ["auto", "zen"])) == (
         "unknown scheme 'Zen'; legal are auto, zen. Did you mean 'zen'?"
     )
+    assert str(unknown("route", "stage", Route)).endswith("Did you mean 'staged'?")
     assert str(unknown("scheme", "x", ["zen"], " or a Scheme")) == "unknown scheme 'x'; legal are zen or a Scheme"

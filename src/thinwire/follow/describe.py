@@ -23,9 +23,11 @@ def configuration(
 ) -> str:
     """Return a description of the synchronization, which is equal on ranks that can work together."""
     lines = [f"scheme={scheme if isinstance(scheme, str) else scheme.describe()}"]
+    tables = [module for module in model.modules() if getattr(module, "sparse", False) is True]
+    sparse = {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
     for name, parameter in synchronized_parameters(model):
-        frozen = "" if parameter.requires_grad else ", frozen"
-        lines.append(f"parameter {name!r}: {parameter.dtype} {list(local_of(parameter).shape)}{frozen}")
+        more = ("" if parameter.requires_grad else ", frozen") + (", sparse" if id(parameter) in sparse else "")
+        lines.append(f"parameter {name!r}: {parameter.dtype} {list(local_of(parameter).shape)}{more}")
     if not isinstance(model, DistributedDataParallel):
         lines += [
             f"buffer {name!r}: {buffer.dtype} {list(buffer.shape)}" for name, buffer in synchronized_buffers(model)

@@ -24,10 +24,10 @@ from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce
 from thinwire.errors import ranks_told
 from thinwire.gradients.exact import DENSE_PAUSE_STEPS, GradientSync, Started
 from thinwire.gradients.tables import TableGradient, share
-from thinwire.kernels import dispatch
+from thinwire.kernels import dispatch, stack_starts
 from thinwire.observe.step import ParameterRecord
 from thinwire.sync.choose import Demand, Point, Route
-from thinwire.sync.collective import CollectiveSum, Counts, NamedGradient, plan, refusal, sent_bytes
+from thinwire.sync.collective import CollectiveSum, Counts, NamedGradient, plan, refusal, sent_bytes, stacks
 from thinwire.sync.experience import Routes
 from thinwire.sync.named import AGSPARSE_CODED, AUTO, ZEN, name_of
 from thinwire.sync.scheme import Scheme
@@ -204,7 +204,7 @@ class CollectiveTables:
         row_bytes = [table.layout.width * table.gradient.element_size() for table in tables]
         weights = [(one.held[rank] + one.union) * size for one, size in zip(counts, row_bytes, strict=True)]
         kinds = [
-            (scheme, table.layout.num_rows, table.layout.width, table.gradient.dtype, world_size)
+            (scheme, table.layout.num_rows, table.layout.width, table.gradient.dtype, table.gradient.is_sparse)
             for table, scheme in zip(tables, schemes, strict=True)
         ]
         for place, (table, each) in enumerate(zip(tables, share(sent, weights), strict=True)):
@@ -224,11 +224,16 @@ class CollectiveTables:
 
 def _predicted(part: float, kinds: Sequence[Any], counts: Sequence[Counts], rank: int) -> float:
     """Return the predicted bytes of one of the tables of a sum, if each rank deals its rows to owners evenly."""
-    pushed, unions = [], []
-    for (scheme, *_, world_size), one in zip(kinds, counts, strict=True):
-        pushed.append([share(held, [1] * world_size) if scheme.is_parallel else [held] for held in one.held])
-        unions.append(share(one.union, [1] * world_size))
-    return part * sent_bytes([plan(*kind) for kind in kinds], pushed, unions, rank)
+    world_size = len(counts[0].held)
+    plans, pushed, unions = [], [], []
+    for places in stacks((scheme, *rest) for scheme, _, *rest in kinds):
+        scheme, _, width, dtype, _ = kinds[places[0]]
+        num_rows = stack_starts([kinds[place][1] for place in places])[-1]
+        plans.append(plan(scheme, num_rows, width, dtype, world_size))
+        held = [sum(of_rank) for of_rank in zip(*(counts[place].held for place in places), strict=True)]
+        pushed.append([share(rows, [1] * world_size) if scheme.is_parallel else [rows] for rows in held])
+        unions.append(share(sum(counts[place].union for place in places), [1] * world_size))
+    return part * sent_bytes(plans, pushed, unions, rank, len(kinds))
 
 
 class _Stopwatch:

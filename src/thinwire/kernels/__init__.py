@@ -5,6 +5,7 @@
 from thinwire.kernels.dispatch import KERNELS, using
 from thinwire.kernels.reference.codes import elias_fano_bytes
 from thinwire.kernels.reference.quantize import packed_codes_bytes
+from thinwire.kernels.reference.rows import stack_starts
 from thinwire.kernels.reference.select import Moments
 from thinwire.kernels.registry import *
 from thinwire.kernels.warm import warm_up
@@ -13,6 +14,7 @@ __all__ = [
     "Moments",
     "elias_fano_bytes",
     "packed_codes_bytes",
+    "stack_starts",
     "using",
     "warm_up",
     *KERNELS,

@@ -39,7 +39,7 @@ nonzero_rows = _row(
     _rows.nonzero_rows, lambda rows, ids: _sample(rows), **_SEARCH,
     cpu=f"{_CPU}rows", from_size=1 << 12, knows=_inputs.is_matrix,
 )  # fmt: skip
-find_rows = _row(_rows.find_rows, lambda rows, ids: _sample(rows, 2), **_SEARCH)
+find_rows = _row(_rows.find_rows, lambda rows, ids: _sample(rows, 2, [rows]), **_SEARCH)
 deal = _row(
     _rows.deal, lambda: _sample(_some_ids(), 2, 0), **_OF_IDS,
     knows=lambda ids, world_size, seed: _inputs.are_ids(ids) and world_size <= 1 << 16,
@@ -76,7 +76,12 @@ scatter_rows = _row(
     _rows.scatter_rows, lambda rows, ids: _sample(rows, ids, rows[:2].clone()), **_OF_ROWS,
     size=_inputs.elements_of(2), from_size=1 << 17, knows=_inputs.can_scatter,
 )  # fmt: skip
-take_rows = _row(_rows.take_rows, lambda rows, ids: _sample(rows, ids), **_ON_GPU)
+take_rows = _row(
+    _rows.take_rows,
+    lambda rows, ids: _sample(rows, ids),
+    lambda rows, ids: _sample(rows, ids, rows[:2].clone()),
+    **_ON_GPU,
+)
 put_rows = _row(_rows.put_rows, lambda rows, ids: _sample(rows, ids, rows[:2].clone()), **_ON_GPU)
 merge_rows = _row(
     _rows.merge_rows, lambda rows, ids: _sample(ids, rows[:2], 3, 4), **_ON_GPU, profiled_as="sum"
@@ -84,7 +89,6 @@ merge_rows = _row(
 deal_rows = _row(
     _rows.deal_rows,
     lambda: _sample(_some_ids(), 5, 2, 0),
-    lambda: _sample(_some_ids(), 5, 2, 0, 2),
     gpu=f"{_GPU}ids",
 )
 union_places = _row(

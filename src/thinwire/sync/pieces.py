@@ -63,13 +63,13 @@ class Coding:
         for format, run, first in _runs(pieces):
             span = slice(ends[first], ends[first + len(run)])
             indices += _WRITERS[format](positions[span], counts[first : first + len(run)], run)
-        padding = data.new_zeros(ALIGNMENT_BYTES)
-        encoded = []
-        for piece, index, start in zip(pieces, indices, ends, strict=False):
-            parts = [data[start * self.row_bytes :][: piece.count * self.row_bytes], index]
-            parts.append(padding[: piece.num_bytes - sum(part.numel() for part in parts)])
-            encoded.append([part for part in parts if part.numel()])
-        return encoded
+        parts = [
+            [data[start * self.row_bytes :][: piece.count * self.row_bytes], index]
+            for piece, index, start in zip(pieces, indices, ends, strict=False)
+        ]
+        lacking = [piece.num_bytes - sum(map(len, part)) for piece, part in zip(pieces, parts, strict=True)]
+        zeros = data.new_zeros(ALIGNMENT_BYTES) if any(lacking) else data[:0]
+        return [[*part, zeros[:lack]] for part, lack in zip(parts, lacking, strict=True)]
 
     def decode(
         self, payloads: Sequence[Tensor], pieces: Sequence[CodedPiece], counts: Tensor
@@ -77,9 +77,8 @@ class Coding:
         """Return what `encode` was given, from the bytes of each piece, each at a multiple of `ALIGNMENT_BYTES`.
 
         Returns:
-            (positions, values, and whether the ids are not what these pieces can hold, bool []). Positions are brought
-            into the range of the largest part, so that no row is written elsewhere; do not use rows of which the last
-            result is true.
+            (positions, values, and which ids are not what these pieces can hold, bool [k]). Positions are brought into
+            the range of the largest part, so that no row is written elsewhere; if any id is wrong, use no row.
         """
         ends = [*accumulate((piece.count for piece in pieces), initial=0)]
         cuts = [piece.count * self.row_bytes for piece in pieces]
@@ -89,18 +88,18 @@ class Coding:
             _READERS[format](tails[first:], counts[first : first + len(run)], run)
             for format, run, first in _runs(pieces)
         ]
-        index, largest = torch.cat(found), max(piece.size for piece in pieces)
+        index, largest = found[0] if len(found) == 1 else torch.cat(found), max(piece.size for piece in pieces)
         positions = index.clamp(0, max(0, largest - 1))
-        keys = positions + _starts(counts, ends[-1], largest)
-        is_wrong = (positions != index).any() | (keys[1:] <= keys[:-1]).any()
-        return positions, values.view(self.dtype).view(ends[-1], self.width), is_wrong
+        keys, wrong = _shifted(positions, counts, largest), positions != index
+        wrong[1:].logical_or_(keys[1:] <= keys[:-1])
+        return positions, values.view(self.dtype).view(ends[-1], self.width), wrong
 
 
-def _starts(counts: Tensor, total: int, stride: int) -> Tensor:
-    """Return for each row the index of its piece times a stride, int64 [total], or [1] where there is one piece."""
+def _shifted(positions: Tensor, counts: Tensor, stride: int) -> Tensor:
+    """Return positions int64 [k], plus the index of their piece times a stride."""
     if counts.numel() == 1:
-        return counts.new_zeros(1)
-    return torch.repeat_interleave(counts, output_size=total) * stride
+        return positions
+    return positions.add(torch.repeat_interleave(counts, output_size=positions.numel()), alpha=stride)
 
 
 def _runs(pieces: Sequence[CodedPiece]) -> Iterator[tuple[Format, list[CodedPiece], int]]:
@@ -125,20 +124,20 @@ def _read_coo(tails: Sequence[Tensor], counts: Tensor, run: Sequence[CodedPiece]
 
 
 def _write_bitmaps(positions: Tensor, counts: Tensor, run: Sequence[CodedPiece]) -> list[Tensor]:
-    stride = max(map(_bitmap_bytes, run))
-    starts = _starts(counts, positions.numel(), 8 * stride)
-    bitmap = kernels.pack_bits(positions + starts, len(run) * 8 * stride)
+    stride = -(-max(map(_bitmap_bytes, run)) // 4) * 4  # whole words, as the search reads them
+    bitmap = kernels.pack_bits(_shifted(positions, counts, 8 * stride), len(run) * 8 * stride)
     return [bitmap[place * stride :][: _bitmap_bytes(piece)] for place, piece in enumerate(run)]
 
 
 def _read_bitmaps(tails: Sequence[Tensor], counts: Tensor, run: Sequence[CodedPiece]) -> Tensor:
-    stride = max(map(_bitmap_bytes, run))
-    bitmap = counts.new_zeros(len(run), stride, dtype=torch.uint8)
-    for row, tail, piece in zip(bitmap, tails, run, strict=False):
-        row[: _bitmap_bytes(piece)] = tail[: _bitmap_bytes(piece)]
+    stride = -(-max(map(_bitmap_bytes, run)) // 4) * 4  # whole words, as the search reads them
+    zeros, parts = counts.new_zeros(stride, dtype=torch.uint8), []
+    for tail, piece in zip(tails, run, strict=False):
+        parts += [tail[: _bitmap_bytes(piece)], zeros[_bitmap_bytes(piece) :]]
+    bitmap = torch.cat(parts)
     total = sum(piece.count for piece in run)
-    ones, count = kernels.find_bits(bitmap.view(-1), total)
-    return (ones - _starts(counts, total, 8 * stride)).masked_fill(count != total, -1)
+    ones, count = kernels.find_bits(bitmap, total)
+    return _shifted(ones, counts, -8 * stride).masked_fill(count != total, -1)
 
 
 def _bitmap_bytes(piece: CodedPiece) -> int:

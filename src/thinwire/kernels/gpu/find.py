@@ -1,20 +1,21 @@
 """Search for non-zero rows, and bitmaps, on a GPU.
 
 A bitmap is int32 words [ceil(size / 32)], least significant bit first: its bytes are those of `pack_bits`. The search
-for rows reads the tensor once and writes a bit for each row; then these bits are listed. Between them the numbers of
-ones of all blocks are added up by ``torch.cumsum``.
+for rows reads the tensor once and writes a bit for each row; then the bits of each block are counted, the counts added
+up by ``torch.cumsum``, and the ones listed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from thinwire.kernels.gpu.jit import jit, launch, num_blocks, tiles, tl
-from thinwire.kernels.reference.rows import row_words
+from thinwire.kernels.reference.rows import STACK_ALIGNMENT, row_words, stack_starts
 
 _BLOCK_WORDS = 128  # so one program lists the ones among 4096 bits
-_BLOCK_ROWS = 32 * _BLOCK_WORDS
 _BLOCK_IDS = 1024
 _TILE_WORDS = (
     2048  # that a program reads at once; of 4096, rows of 200 bytes took 221 registers, and those of 6 spilled
@@ -23,15 +24,17 @@ _TILE_WORDS = (
 
 def nonzero_rows(dense: Tensor) -> Tensor:
     """Return the non-zero rows as the reference; it waits for their number, which `find_rows` does not."""
-    bitmap, counts = _flag_rows(dense)
+    bitmap = _flag_rows((dense,))
+    counts = _count(bitmap)
     ends = counts.cumsum(0)
     found = int(ends[-1]) if ends.numel() else 0
     return _list(bitmap, counts, ends, torch.empty(found, dtype=torch.int64, device=dense.device))
 
 
-def find_rows(dense: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Find rows as the reference."""
-    return _list_some(*_flag_rows(dense), capacity, dense.shape[0])
+def find_rows(dense: Tensor, capacity: int, below: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+    """Find rows as the reference: one launch for each matrix, and four for all."""
+    matrices = (dense, *below)
+    return _list_some(_flag_rows(matrices), capacity, stack_starts([matrix.shape[0] for matrix in matrices])[-1])
 
 
 def pack_bits(positions: Tensor, size: int) -> Tensor:
@@ -45,34 +48,39 @@ def pack_bits(positions: Tensor, size: int) -> Tensor:
 
 def find_bits(bitmap: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
     """Find the ones of a bitmap as the reference."""
-    return _list_some(*_count_bits(bitmap), capacity, 8 * bitmap.numel())
+    words = bitmap
+    if any(number % 4 for number in (bitmap.numel(), bitmap.storage_offset(), bitmap.data_ptr())):
+        words = torch.zeros(num_blocks(bitmap.numel(), 4) * 4, dtype=torch.uint8, device=bitmap.device)
+        words[: bitmap.numel()] = bitmap
+    return _list_some(words.view(torch.int32), capacity, 8 * bitmap.numel())
 
 
-def _count_bits(bitmap: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the words of a uint8 bitmap, of any length and address, and the ones of each block of them."""
-    padded = torch.zeros(num_blocks(bitmap.numel(), 4) * 4, dtype=torch.uint8, device=bitmap.device)
-    padded[: bitmap.numel()] = bitmap
-    words = padded.view(torch.int32)
+def _count(words: Tensor) -> Tensor:
+    """Return the ones of each block of `_BLOCK_WORDS` words."""
     counts = torch.empty(num_blocks(words.numel(), _BLOCK_WORDS), dtype=torch.int64, device=words.device)
     launch(_count_ones, counts.numel(), words, words, counts, words.numel(), _BLOCK_WORDS)
-    return words, counts
+    return counts
 
 
-def _flag_rows(dense: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the bitmap of rows with a non-zero word, and the ones of each block of `_BLOCK_WORDS` of its words."""
-    words = row_words(dense) if dense.numel() else dense.new_empty(0, 1, dtype=torch.uint8)
-    num_rows, width = words.shape
-    bitmap = torch.empty(num_blocks(num_rows, 32), dtype=torch.int32, device=words.device)
-    counts = torch.zeros(num_blocks(num_rows, _BLOCK_ROWS), dtype=torch.int64, device=words.device)
-    tile = tiles(width, _TILE_WORDS, most_columns=64)
-    tile["ROWS"] = max(32, tile["ROWS"])
-    programs = num_blocks(num_rows, tile["ROWS"])
-    launch(_flag, programs, words, words, bitmap, counts, num_rows, width, **tile, BLOCK_ROWS=_BLOCK_ROWS)
-    return bitmap, counts
+def _flag_rows(matrices: Sequence[Tensor]) -> Tensor:
+    """Return the bitmap of rows with a non-zero word, of stacked matrices."""
+    *starts, num_rows = stack_starts([matrix.shape[0] for matrix in matrices])
+    make = torch.empty if matrices[0].shape[1] else torch.zeros  # in rows without columns nothing is searched
+    bitmap = make(num_blocks(num_rows, 32), dtype=torch.int32, device=matrices[0].device)
+    for matrix, start in zip(matrices, starts, strict=True):
+        if matrix.numel():
+            words = row_words(matrix)
+            height, width = words.shape
+            tile = tiles(width, _TILE_WORDS, most_columns=64)
+            tile["ROWS"] = max(32, tile["ROWS"])
+            programs = num_blocks(height, tile["ROWS"])
+            launch(_flag, programs, words, words, bitmap[start // STACK_ALIGNMENT :], height, width, **tile)
+    return bitmap
 
 
-def _list_some(words: Tensor, counts: Tensor, capacity: int, padding: int) -> tuple[Tensor, Tensor]:
+def _list_some(words: Tensor, capacity: int, padding: int) -> tuple[Tensor, Tensor]:
     """Return the first positions of ones, padded, and the number of all, int64 [1], without waiting for it."""
+    counts = _count(words)
     ids = torch.full((capacity,), padding, dtype=torch.int64, device=words.device)
     ends = counts.cumsum(0)
     _list(words, counts, ends, ids)
@@ -84,11 +92,8 @@ def _list(words: Tensor, counts: Tensor, ends: Tensor, ids: Tensor) -> Tensor:
     return ids
 
 
-@jit("num_rows")
-def _flag(
-    words, bitmap, counts, num_rows, width,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-):  # fmt: skip
+@jit("bitmap", "num_rows")
+def _flag(words, bitmap, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     row = first_row + tl.arange(0, ROWS)
     found = tl.zeros([ROWS], dtype=tl.int32)
@@ -104,7 +109,6 @@ def _flag(
     word = first_row // 32 + tl.arange(0, ROWS // 32)
     ones = tl.sum(bits, axis=1).to(tl.int32, bitcast=True)  # bits are apart, so their sum is their union
     tl.store(bitmap + word, ones, mask=word * 32 < num_rows)
-    tl.atomic_add(counts + first_row // BLOCK_ROWS, tl.sum(found, axis=0).to(tl.int64), sem="relaxed")
 
 
 @jit("ids", "num_ids", "size")

@@ -20,28 +20,15 @@ def dealt_ids(owner: int, positions: Tensor, world_size: int, seed: int) -> Tens
     return ids
 
 
-def deal_rows(
-    ids: Tensor, num_rows: int, world_size: int, seed: int, capacity: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def deal_rows(ids: Tensor, num_rows: int, world_size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Deal ids as the reference, without waiting: a launch computes owners, and a stable sort of these groups ids."""
     ids = ids.contiguous()
     owners = torch.empty(ids.numel(), dtype=torch.int16 if world_size < 1 << 15 else torch.int32, device=ids.device)
+    counts = torch.zeros(world_size, dtype=torch.int64, device=ids.device)
     programs = num_blocks(ids.numel(), _BLOCK)
-    launch(_owners, programs, ids, ids, owners, ids.numel(), num_rows, *_words(seed), world_size, BLOCK=_BLOCK)
-    owners, order = owners.sort(stable=True)  # padding has the owner ``world_size``, and so is last
-    bounds = torch.arange(world_size + 1, dtype=owners.dtype, device=ids.device)
-    firsts = torch.searchsorted(owners, bounds)
-    counts = firsts[1:] - firsts[:-1]
-    if capacity is None:
-        places = torch.where(owners < world_size, order, -1)
-    elif ids.numel():
-        slots = torch.arange(capacity, device=ids.device)
-        slot = (firsts[:-1, None] + slots).clamp_(max=ids.numel() - 1)
-        places = torch.where(slots < counts[:, None], order[slot], -1)
-    else:
-        places = ids.new_full((world_size, capacity), -1)
-    dealt = torch.where(places >= 0, ids[places.clamp(min=0)], num_rows) if ids.numel() else places + (num_rows + 1)
-    return dealt, places, counts
+    launch(_owners, programs, ids, ids, owners, counts, ids.numel(), num_rows, *_words(seed), world_size, BLOCK=_BLOCK)
+    places = owners.sort(stable=True)[1]  # padding has the owner ``world_size``, and so is last
+    return ids[places], places, counts
 
 
 def _words(seed: int) -> tuple[int, int]:
@@ -74,7 +61,7 @@ def _dealt_ids(positions, ids, num_ids, owner, seed_low, seed_high, world_size, 
 
 
 @jit("ids", "num_ids", "num_rows", "seed_low", "seed_high", "world_size")
-def _owners(ids, owners, num_ids, num_rows, seed_low, seed_high, world_size, BLOCK: tl.constexpr):
+def _owners(ids, owners, counts, num_ids, num_rows, seed_low, seed_high, world_size, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     id = tl.load(ids + place, mask=place < num_ids, other=-1)
     inside = (id >= 0) & (id < num_rows)
@@ -82,3 +69,4 @@ def _owners(ids, owners, num_ids, num_rows, seed_low, seed_high, world_size, BLO
     owner = id - group * world_size + _rotation(group, seed_low, seed_high, world_size)
     owner = tl.where(owner >= world_size, owner - world_size, owner)
     tl.store(owners + place, tl.where(inside, owner, world_size).to(owners.dtype.element_ty), mask=place < num_ids)
+    tl.atomic_add(counts + owner, tl.full([BLOCK], 1, tl.int64), mask=inside, sem="relaxed")

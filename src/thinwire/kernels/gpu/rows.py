@@ -16,6 +16,7 @@ from thinwire.kernels.reference import rows as reference
 
 _TILE = 2048  # elements that a program reads at once
 _SUM_TILE = 128  # sums of a program, which is one warp
+_BLOCK_IDS = 1024
 _AHEAD = 16  # rows that it reads before it adds the first
 _ACCUMULATORS = {
     torch.float16: torch.float32,
@@ -42,12 +43,13 @@ def scatter_rows(dense: Tensor, ids: Tensor, values: Tensor) -> Tensor:
     return dense
 
 
-def take_rows(values: Tensor, places: Tensor) -> Tensor:
+def take_rows(values: Tensor, places: Tensor, out: Tensor | None = None) -> Tensor:
     """Gather rows as the reference."""
-    values, taken = values.contiguous(), values.new_empty(places.numel(), values.shape[1])
+    values = values.contiguous()
+    taken = values.new_empty(places.numel(), values.shape[1]) if out is None else out
     if not _alike(taken, values, places):
-        return reference.take_rows(values, places)
-    _copy(_gather, taken, values, places)
+        return reference.take_rows(values, places, out)
+    _copy(_gather, taken, values, places, keeps=out is not None)
     return taken
 
 
@@ -64,23 +66,17 @@ def sum_rows(pieces: Sequence[tuple[Tensor, Tensor]], scale: float = 1.0) -> tup
     """Sum rows as the reference; it waits for the size of the union."""
     ids, values = pieces[0] if len(pieces) == 1 else (torch.cat(each) for each in zip(*pieces, strict=True))
     ids, order, ranks = _ranked(ids)
-    count = ranks[-1:] if ids.numel() else ranks.new_zeros(1)
-    firsts = _firsts(ranks, int(count))
-    return ids[firsts[:-1]], _sum(order, firsts, count, values, pieces[0][1].dtype, scale)
+    union, firsts, count = _runs(ids, ranks, int(ranks[-1]) if ids.numel() else 0, torch.iinfo(ids.dtype).max)
+    return union, _sum(order, firsts, count, values, pieces[0][1].dtype, scale)
 
 
 def merge_rows(
     ids: Tensor, values: Tensor, num_rows: int, capacity: int, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sum rows as the reference, without waiting."""
-    if not ids.numel():
-        union = ids.new_full((capacity,), num_rows)
-        return union, values.new_zeros(capacity, values.shape[1]), ids.new_zeros(1)
-    ids, order, ranks = _ranked(torch.where((ids >= 0) & (ids < num_rows), ids, num_rows))
-    count = ranks[-1:] - (ids[-1:] == num_rows).long()
-    firsts = _firsts(ranks, capacity)
-    union = ids[firsts[:-1].clamp(max=ids.numel() - 1)]
-    union.masked_fill_(torch.arange(capacity, device=ids.device) >= count, num_rows)
+    largest = torch.iinfo(ids.dtype).max
+    ids, order, ranks = _ranked((ids & largest).clamp(max=num_rows))  # without its sign a negative id is a large one
+    union, firsts, count = _runs(ids, ranks, capacity, num_rows)
     return union, _sum(order, firsts, count, values, values.dtype, scale), count
 
 
@@ -92,9 +88,19 @@ def _ranked(ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return ids, order, is_first.cumsum(0)
 
 
-def _firsts(ranks: Tensor, num_runs: int) -> Tensor:
-    """Return where the first runs start, int64 [num_runs + 1]; behind the last run, the number of ids."""
-    return torch.searchsorted(ranks, torch.arange(1, num_runs + 2, device=ranks.device))
+def _runs(ids: Tensor, ranks: Tensor, capacity: int, padding: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the ids of the first runs, padded, where they start, int64 [capacity + 1], and the number of all, [1].
+
+    Behind the last run, the number of ids. A run of ``padding``, which is the last, does not count.
+    """
+    union = torch.full((capacity,), padding, dtype=torch.int64, device=ids.device)
+    firsts = torch.full((capacity + 1,), ids.numel(), dtype=torch.int64, device=ids.device)
+    count = (torch.empty if ids.numel() else torch.zeros)(1, dtype=torch.int64, device=ids.device)
+    programs = num_blocks(ids.numel(), _BLOCK_IDS)
+    launch(
+        _note_runs, programs, ids, ids, ranks, union, firsts, count, ids.numel(), capacity, padding, BLOCK=_BLOCK_IDS
+    )
+    return union, firsts, count
 
 
 def _sum(order: Tensor, firsts: Tensor, count: Tensor, values: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -123,10 +129,10 @@ def _alike(some: Tensor, all_rows: Tensor, places: Tensor) -> bool:
     return same and places.dtype == torch.int64 and some.is_contiguous() and all_rows.is_contiguous()
 
 
-def _copy(kernel: object, target: Tensor, source: Tensor, places: Tensor) -> None:
-    """Copy rows as the widest integers that divide them and both addresses."""
+def _copy(kernel: object, target: Tensor, source: Tensor, places: Tensor, keeps: bool = False) -> None:
+    """Copy rows as the widest integers that divide them and both addresses; without ``keeps``, gather zeros, too."""
     if not target.numel() or not source.numel():
-        if kernel is _gather:
+        if kernel is _gather and not keeps:
             target.zero_()
         return
     words = [reference.row_words(target), reference.row_words(source)]
@@ -134,19 +140,23 @@ def _copy(kernel: object, target: Tensor, source: Tensor, places: Tensor) -> Non
     target, source = (matrix.view(-1).view(word).view(matrix.shape[0], -1) for matrix in (target, source))
     rows, some = (target.shape[0], source) if kernel is _scatter else (source.shape[0], target)
     num_places, width = some.shape
-    tile = tiles(width, _TILE)
+    tile = tiles(width, _TILE) | ({"KEEPS": keeps} if kernel is _gather else {})
     programs = num_blocks(num_places, tile["ROWS"])
     launch(kernel, programs, some, source, target, places.contiguous(), num_places, rows, width, **tile)
 
 
 @jit("places", "num_places", "num_rows")
-def _gather(source, target, places, num_places, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def _gather(
+    source, target, places, num_places, num_rows, width,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, KEEPS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     place = tl.load(places + row, mask=row < num_places, other=-1)
     there = (place >= 0) & (place < num_rows)
+    written = (row < num_places) & there if KEEPS else row < num_places
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)[None, :]
-        inside = (row < num_places)[:, None] & (column < width)
+        inside = written[:, None] & (column < width)
         word = tl.load(source + place[:, None] * width + column, mask=inside & there[:, None], other=0)
         tl.store(target + row[:, None] * width + column, word, mask=inside)
 
@@ -161,6 +171,19 @@ def _scatter(source, target, places, num_places, num_rows, width, ROWS: tl.const
         inside = there[:, None] & (column < width)
         word = tl.load(source + row[:, None] * width + column, mask=inside, other=0)
         tl.store(target + place[:, None] * width + column, word, mask=inside)
+
+
+@jit("num_ids", "capacity", "padding")
+def _note_runs(ids, ranks, union, firsts, count, num_ids, capacity, padding, BLOCK: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = place < num_ids
+    id = tl.load(ids + place, mask=inside, other=0)
+    run = tl.load(ranks + place, mask=inside, other=0) - 1
+    before = tl.load(ranks + place - 1, mask=inside & (place > 0), other=0) - 1
+    is_first = inside & (run != before)
+    tl.store(firsts + run, place, mask=is_first & (run <= capacity))
+    tl.store(union + run, id, mask=is_first & (run < capacity))
+    tl.store(count + place * 0, run + (id < padding), mask=place == num_ids - 1)
 
 
 @jit("count", "num_sums")

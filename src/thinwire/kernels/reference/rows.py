@@ -11,6 +11,9 @@ _ROW_WORDS = ((8, torch.int64), (4, torch.int32), (2, torch.int16), (1, torch.ui
 _UINT32_MASK = 0xFFFFFFFF
 _ACCUMULATE = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 
+STACK_ALIGNMENT = 32
+"""Rows at a multiple of which each matrix of a stack starts, so that each has words of a bitmap of its own."""
+
 
 def nonzero_rows(dense: Tensor) -> Tensor:
     """Return the ids of the rows of ``dense`` [num_rows, width] with any non-zero bit, sorted int64 [k].
@@ -28,12 +31,30 @@ def nonzero_rows(dense: Tensor) -> Tensor:
     return (low != 0).logical_or_(high != 0).nonzero().flatten()
 
 
-def find_rows(dense: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+def stack_starts(sizes: Sequence[int]) -> list[int]:
+    """Return where matrices of so many rows start if they are stacked for `find_rows`, and the rows of the stack.
+
+    Example:
+        >>> stack_starts([3, 40, 1])
+        [0, 32, 96, 97]
+    """
+    starts = [0]
+    for size in sizes:
+        starts[-1] = -(-starts[-1] // STACK_ALIGNMENT) * STACK_ALIGNMENT
+        starts.append(starts[-1] + size)
+    return starts
+
+
+def find_rows(dense: Tensor, capacity: int, below: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
     """Find the non-zero rows as `nonzero_rows`, into memory of a fixed size; on a GPU the host does not wait.
 
     Of `find_rows`, `deal_rows`, `take_rows`, `put_rows` and `merge_rows` no result has a size that depends on data:
     the numbers of ids stay on the device, and ids that are no rows, below 0 or from ``num_rows`` on, are padding that
     all of them skip.
+
+    Args:
+        below: further matrices of the same width, device and dtype, stacked below ``dense``; each starts at the next
+            multiple of `STACK_ALIGNMENT` rows, and the rows between are no rows of any.
 
     Returns:
         (ids int64 [capacity], the first ones that fit, increasing, then ``num_rows``; count int64 [1], the number of
@@ -43,8 +64,10 @@ def find_rows(dense: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
         >>> find_rows(torch.tensor([[0.0], [2.0], [0.0], [3.0]]), capacity=3)
         (tensor([1, 3, 4]), tensor([2]))
     """
-    found = nonzero_rows(dense)
-    return _padded(found, capacity, dense.shape[0]), found.new_full((1,), found.numel())
+    matrices = (dense, *below)
+    *starts, num_rows = stack_starts([matrix.shape[0] for matrix in matrices])
+    found = torch.cat([nonzero_rows(matrix) + start for matrix, start in zip(matrices, starts, strict=True)])
+    return _padded(found, capacity, num_rows), found.new_full((1,), found.numel())
 
 
 def find_bits(bitmap: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
@@ -97,8 +120,11 @@ def scatter_rows(dense: Tensor, ids: Tensor, values: Tensor) -> Tensor:
     return dense.index_copy_(0, ids, values)
 
 
-def take_rows(values: Tensor, places: Tensor) -> Tensor:
+def take_rows(values: Tensor, places: Tensor, out: Tensor | None = None) -> Tensor:
     """Gather the rows ``places`` int64 [k] of ``values`` [num_rows, width]; zeros for places that are no rows.
+
+    Args:
+        out: contiguous, [k, width], to write them to; it keeps what it has for places that are no rows.
 
     Example:
         >>> take_rows(torch.tensor([[1.0], [2.0]]), torch.tensor([1, -1, 2]))
@@ -106,7 +132,7 @@ def take_rows(values: Tensor, places: Tensor) -> Tensor:
                 [0.],
                 [0.]])
     """
-    taken = values.new_zeros(places.numel(), *values.shape[1:])
+    taken = values.new_zeros(places.numel(), *values.shape[1:]) if out is None else out
     inside = _inside(places, values.shape[0])
     taken[inside] = values[places[inside]]
     return taken
@@ -273,31 +299,22 @@ def deal(ids: Tensor, world_size: int, seed: int) -> list[tuple[Tensor, Tensor]]
     return [(groups[places], places) for places in group_by_owner(owners, world_size)]
 
 
-def deal_rows(
-    ids: Tensor, num_rows: int, world_size: int, seed: int, capacity: int | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def deal_rows(ids: Tensor, num_rows: int, world_size: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     """Deal increasing ids int64 [k] to owners as `deal`; see `find_rows` for padding.
 
-    Args:
-        capacity: the number of ids that are kept for each owner; None: all, those of owner r + 1 right behind those of
-            owner r, as an exchange of unequal parts sends them.
-
     Returns:
-        (dealt ids [world_size, capacity] or [k], each owner's increasing, padded with ``num_rows``; places, the indices
-        of these in ``ids``, padded with -1; counts [world_size], the numbers of all ids of the owners); all int64.
+        (ids [k], those of one owner after the other, each owner's increasing, then padding in its order; places [k],
+        the indices of these in ``ids``; counts [world_size], the numbers of ids of the owners); all int64.
 
     Example:
         >>> ids, places, counts = deal_rows(torch.tensor([0, 3, 4, 9]), num_rows=9, world_size=2, seed=0)
         >>> int(counts.sum()), sorted(ids.tolist()), int(places[-1])
-        (3, [0, 3, 4, 9], -1)
+        (3, [0, 3, 4, 9], 3)
     """
-    valid = _inside(ids, num_rows).nonzero().flatten()
-    places = [valid[places] for _, places in deal(ids[valid], world_size, seed)]
-    counts = torch.cat([ids.new_full((1,), part.numel()) for part in places])
-    parts, size = (places, capacity) if capacity is not None else ([torch.cat(places)], ids.numel())
-    dealt = torch.stack([_padded(ids[part], size, num_rows) for part in parts])
-    kept = torch.stack([_padded(part, size, -1) for part in parts])
-    return (dealt, kept, counts) if capacity is not None else (dealt[0], kept[0], counts)
+    owners = (ids + owner_by_hash(torch.div(ids, world_size, rounding_mode="floor"), world_size, seed)) % world_size
+    owners = owners.masked_fill(~_inside(ids, num_rows), world_size)
+    places = owners.argsort(stable=True)
+    return ids[places], places, (owners == torch.arange(world_size, device=ids.device)[:, None]).sum(1)
 
 
 def dealt_ids(owner: int, positions: Tensor, world_size: int, seed: int) -> Tensor:

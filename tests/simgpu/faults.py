@@ -288,6 +288,11 @@ def _memory_is_not_recorded(right: Function) -> Function:
     return nothing
 
 
+@fault("staging", staging, "_strided")
+def _of_a_sparse_gradient_only_the_ids_are_recorded(right: Function) -> Function:
+    return lambda tensor: right(tensor)[:1]
+
+
 @fault("plain, sparse", arena.Arena, "take")
 def _the_arena_hands_memory_out_twice(right: Function) -> Function:
     def take(self: Any, num_bytes: int) -> Tensor | None:

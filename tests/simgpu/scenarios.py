@@ -382,9 +382,10 @@ def staging_alone() -> Report:
 
         def job(handover: Handover) -> list[Tensor]:
             with staging.taking(handover):
-                hosts = staging.to_host(*handover.tensors)
+                gradients = [one._values() if one.is_sparse else one for one in handover.tensors]
+                hosts = staging.to_host(*gradients)
                 made = staging.to_device(*(host * 2 for host in hosts))
-                for gradient, mean in zip(handover.tensors, made, strict=True):
+                for gradient, mean in zip(gradients, made, strict=True):
                     gradient.copy_(mean)
             return made
 
@@ -394,6 +395,10 @@ def staging_alone() -> Report:
 
         for step in range(5):
             gradient = torch.full((100 + 20 * step,), float(step), device=target)
+            if step % 2:
+                ids = torch.arange(len(gradient), device=target)[None]
+                gradient = torch.sparse_coo_tensor(ids, gradient, gradient.shape, check_invariants=False)
+                del ids
             done = lane.submit(partial(job, staging.hand_over([gradient])))
             del gradient
             again = torch.full((100 + 20 * step,), -1.0, device=target)

@@ -57,7 +57,7 @@ def find_bits(bitmap: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
 
 def _count(words: Tensor) -> Tensor:
     """Return the ones of each block of `_BLOCK_WORDS` words."""
-    counts = torch.empty(num_blocks(words.numel(), _BLOCK_WORDS), dtype=torch.int64, device=words.device)
+    counts = torch.zeros(num_blocks(words.numel(), _BLOCK_WORDS), dtype=torch.int64, device=words.device)
     launch(_count_ones, counts.numel(), words, words, counts, words.numel(), _BLOCK_WORDS)
     return counts
 

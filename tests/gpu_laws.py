@@ -294,5 +294,5 @@ def test_the_host_waits_once_for_a_sum(device: torch.device, monkeypatch: pytest
     monkeypatch.setattr(gpu_rows, "launch", lambda kernel, *_, **__: launches.append(kernel))
     with _Counting() as counting:
         gpu_rows.sum_rows(pieces)
-    assert counting.waits == len(launches) == 1
-    assert counting.operations <= 9 + 2 * (num_pieces > 1)
+    assert counting.waits == 1
+    assert counting.operations + len(launches) <= 11 + 2 * (num_pieces > 1), (counting.operations, len(launches))

@@ -1,0 +1,124 @@
+"""Ranks that train as one: those of a host, whose gradients DDP averages, or among which FSDP2 cut the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from thinwire.comm.lane import resolve_group
+from thinwire.comm.process_group import lost_peer
+from thinwire.errors import PeerError
+from thinwire.gradients.fsdp import sharding_of
+from thinwire.gradients.model import synchronized_parameters
+from thinwire.gradients.parameters import broadcast_all
+from thinwire.outer.average import Told
+
+MESH = (
+    "mesh = init_device_mesh(device_type, (hosts, ranks_of_a_host), mesh_dim_names=('hosts', 'host')), and attach with"
+    " process_group=mesh['hosts']"
+)
+
+
+class InnerGroup:
+    """The ranks that make the same inner steps together with this one, and land each round together.
+
+    Of ranks that have the same parameters only the first sends differences to other hosts, so that bytes between hosts
+    do not multiply. Of ranks that have shards each sends its own.
+
+    Args:
+        process_group: these ranks, as DDP or FSDP2 has them. Its timeout must be longer than a round.
+        is_alike: whether they have the same parameters, and not shards.
+    """
+
+    def __init__(self, process_group: dist.ProcessGroup, is_alike: bool) -> None:
+        self._group, self._is_alike = process_group, is_alike
+        self.speaks = not is_alike or process_group.rank() == 0
+
+    def wait(self, wait: Callable[[], Told], means: Sequence[Tensor], world_size: int) -> Told:
+        """Return what a round told, on the training thread of all these ranks: all of them land it, or none.
+
+        Args:
+            wait: waits for the round of this rank; it is not called on ranks that do not speak.
+            means: the means of the round, which ranks that do not speak get here.
+            world_size: number of ranks of a round.
+
+        Raises:
+            PeerError: the round of another of these ranks failed.
+            LostPeerError: one of them died, or did not come within the timeout of their group.
+        """
+        failure: Exception | None = None
+        numbers = torch.zeros(1 + 3 * world_size, dtype=torch.float64)
+        try:
+            told = wait() if self.speaks else None
+        except Exception as error:
+            failure = error
+            numbers[0] = 1 + dist.get_rank()
+        else:
+            if told is not None:
+                refused = [float(rank in told.refused) for rank in range(world_size)]
+                numbers[1:] = torch.tensor([*told.steps, *refused, *told.flags], dtype=torch.float64)
+        device = means[0].device if means else torch.device("cpu")
+        numbers = numbers.to(device)
+        self._run(lambda: dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group))
+        failed, *rest = numbers.tolist()
+        if failure is not None:
+            raise failure
+        if failed:
+            raise PeerError(
+                f"rank {dist.get_rank()}: the round of rank {int(failed) - 1} failed, which trains together with this"
+                " one; its own error says why"
+            )
+        if self._is_alike:
+            self._run(lambda: broadcast_all(means, self._group))
+        steps, refused, flags = (rest[start : start + world_size] for start in range(0, len(rest), world_size))
+        given_up = tuple(rank for rank, is_refused in enumerate(refused) if is_refused)
+        return Told(tuple(steps), given_up, tuple(map(int, flags)))
+
+    def _run(self, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            raise lost_peer(error, dist.get_rank(), self._group.size()) from error
+
+
+def inner_group(model: nn.Module, outer: dist.ProcessGroup) -> InnerGroup | None:
+    """Return the ranks that train as one with this one, or None if it trains alone.
+
+    Args:
+        outer: the ranks of an outer loop.
+
+    Raises:
+        ValueError: both have ranks in common, or a layout in which ranks would drift apart.
+    """
+    if isinstance(model, DistributedDataParallel):
+        group, is_alike = resolve_group(model.process_group), True
+        build = (
+            "build it inside of a host, DistributedDataParallel(module, process_group=mesh.get_group('host')), with"
+            f" {MESH}; or attach the plain module"
+        )
+    elif (sharding := sharding_of(model)) is not None:
+        if sharding.replicas is not None:
+            raise ValueError(
+                f"outer= takes FSDP models without replicas: call fully_shard(model, mesh=mesh['host']) with {MESH}"
+            )
+        alone = next((name for name, entry in synchronized_parameters(model) if entry.requires_grad), None)
+        if alone is not None:
+            raise ValueError(
+                f"FSDP ignores parameter {alone!r}, so that the ranks of a host would train it apart: leave it out of"
+                " ignored_params=, or use DDP inside of a host"
+            )
+        group, is_alike = sharding.group(), False
+        build = f"call fully_shard(model, mesh=mesh['host']) with {MESH}"
+    else:
+        return None
+    both = set(dist.get_process_group_ranks(group)).intersection(dist.get_process_group_ranks(outer))
+    if len(both) > 1:
+        raise ValueError(
+            f"ranks {sorted(both)} average gradients in every step, and outer= would average their parameters again:"
+            f" {build}"
+        )
+    return InnerGroup(group, is_alike) if group.size() > 1 else None

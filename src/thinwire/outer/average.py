@@ -78,6 +78,17 @@ class Told:
     refused: tuple[int, ...]
     flags: tuple[int, ...]
 
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Told:
+        """Return what `numbers` returned, of one rank or the largest of several, as far as they were given."""
+        steps, refused, flags = (numbers[place::3] for place in range(3))
+        return cls(tuple(steps), tuple(rank for rank, one in enumerate(refused) if one), tuple(map(int, flags)))
+
+    def numbers(self) -> list[float]:
+        """Return three numbers for each rank."""
+        refused = [float(rank in self.refused) for rank in range(len(self.steps))]
+        return [float(one) for of_rank in zip(self.steps, refused, self.flags, strict=True) for one in of_rank]
+
     @property
     def weights(self) -> tuple[float, ...]:
         """The steps that count."""
@@ -172,10 +183,8 @@ class Averager:
         channel = lane.channel(_subject(differences, buffers))
         traffic = lane.exchange.traffic
         before = traffic.sent_bytes
-        mine = channel.attempt(lambda: [float(steps), float(self._is_finite(tensors, limits)), float(flag)])
-        numbers = channel.gather_numbers(mine)
-        refused = tuple(rank for rank, (_, finite, _) in enumerate(numbers) if not finite)
-        told = Told(tuple(one[0] for one in numbers), refused, tuple(int(one[2]) for one in numbers))
+        mine = channel.attempt(lambda: [float(steps), float(not self._is_finite(tensors, limits)), float(flag)])
+        told = Told.of([number for of_rank in channel.gather_numbers(mine) for number in of_rank])
         self._book_opening(traffic.sent_bytes - before)
         self._note(lane, told, differences)
         if not told.total:

@@ -15,7 +15,6 @@ from thinwire.errors import PeerError
 from thinwire.gradients.fsdp import sharding_of
 from thinwire.gradients.model import synchronized_parameters
 from thinwire.gradients.parameters import broadcast_all
-from thinwire.outer.average import Told
 
 MESH = (
     "mesh = init_device_mesh(device_type, (hosts, ranks_of_a_host), mesh_dim_names=('hosts', 'host')), and attach with"
@@ -38,33 +37,30 @@ class InnerGroup:
         self._group, self._is_alike = process_group, is_alike
         self.speaks = not is_alike or process_group.rank() == 0
 
-    def wait(self, wait: Callable[[], Told], means: Sequence[Tensor], world_size: int) -> Told:
-        """Return what a round told, on the training thread of all these ranks: all of them land it, or none.
+    def wait(self, wait: Callable[[], Sequence[float]], count: int, device: torch.device) -> list[float]:
+        """Wait for a round on the training thread of all these ranks: all of them go on, or none.
 
         Args:
-            wait: waits for the round of this rank; it is not called on ranks that do not speak.
-            means: the means of the round, which ranks that do not speak get here.
-            world_size: number of ranks of a round.
+            wait: waits for the round of this rank, and returns ``count`` numbers, 0 or more, to tell the others; it is
+                not called on ranks that do not speak.
+            device: device of the parameters.
+
+        Returns:
+            The largest of each number.
 
         Raises:
             PeerError: the round of another of these ranks failed.
             LostPeerError: one of them died, or did not come within the timeout of their group.
         """
         failure: Exception | None = None
-        numbers = torch.zeros(1 + 3 * world_size, dtype=torch.float64)
+        numbers = [0.0] * (1 + count)
         try:
-            told = wait() if self.speaks else None
+            numbers[1:] = wait() if self.speaks else numbers[1:]
         except Exception as error:
-            failure = error
-            numbers[0] = 1 + dist.get_rank()
-        else:
-            if told is not None:
-                refused = [float(rank in told.refused) for rank in range(world_size)]
-                numbers[1:] = torch.tensor([*told.steps, *refused, *told.flags], dtype=torch.float64)
-        device = means[0].device if means else torch.device("cpu")
-        numbers = numbers.to(device)
-        self._run(lambda: dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group))
-        failed, *rest = numbers.tolist()
+            failure, numbers[0] = error, 1.0 + dist.get_rank()
+        largest = torch.tensor(numbers, dtype=torch.float64, device=device)
+        self._run(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group))
+        failed, *told = largest.tolist()
         if failure is not None:
             raise failure
         if failed:
@@ -72,11 +68,12 @@ class InnerGroup:
                 f"rank {dist.get_rank()}: the round of rank {int(failed) - 1} failed, which trains together with this"
                 " one; its own error says why"
             )
+        return told
+
+    def share(self, means: Sequence[Tensor]) -> None:
+        """Give the means of a round to ranks that do not speak, after `wait`."""
         if self._is_alike:
             self._run(lambda: broadcast_all(means, self._group))
-        steps, refused, flags = (rest[start : start + world_size] for start in range(0, len(rest), world_size))
-        given_up = tuple(rank for rank, is_refused in enumerate(refused) if is_refused)
-        return Told(tuple(steps), given_up, tuple(map(int, flags)))
 
     def _run(self, collective: Callable[[], object]) -> None:
         try:

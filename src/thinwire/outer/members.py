@@ -13,7 +13,6 @@ from __future__ import annotations
 import itertools
 import json
 import logging
-import math
 import re
 import secrets
 import time
@@ -25,14 +24,14 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import distributed_c10d
 
-from thinwire.comm.channel import Channel, Draft, Subject
+from thinwire.comm.channel import Draft, Subject
 from thinwire.comm.connections import PrivateGroup
-from thinwire.comm.lane import Lane
-from thinwire.comm.process_group import Staging, check_fits
+from thinwire.comm.lane import EXIT_SECONDS, Lane
+from thinwire.comm.process_group import Staging
 from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, ThinwireError, told
+from thinwire.follow.state import packed, unpacked
 from thinwire.wire import Format, Kind, aligned
 
 T = TypeVar("T")
@@ -44,7 +43,6 @@ FORM_SECONDS = 30.0
 """Longest that the ranks of a generation wait for each other's connections: all have just agreed on it."""
 ATTEMPTS = 5
 """Number of generations that may fail in a row before their first round."""
-CHUNK_BYTES = 32 << 20
 _MAX_BYTES = 1 << 20
 _GENERATION = "generation"
 _CPU = torch.device("cpu")
@@ -153,6 +151,16 @@ class Members:
         found._begin(store, str(found.rank), Generation(0, {rank: str(rank) for rank in ranks}, began=True))
         return found
 
+    def size(self) -> int:
+        """Return the number of planned ranks."""
+        return len(self._ranks)
+
+    @property
+    def number(self) -> int:
+        """The number of the generation, which changes with its ranks."""
+        assert self._generation is not None, "nobody has met yet"
+        return self._generation.number
+
     def _begin(self, store: dist.Store, token: str, generation: Generation | None) -> None:
         self._store, self._token, self._generation = store, token, generation
         self._is_new = generation is None
@@ -186,7 +194,7 @@ class Members:
             raise ValueError("these Members are attached already: make others, with a PrefixStore of their own")
         self._is_taken = True
         self._prepare(enter, min_ranks, timeout, staging)
-        return self._settle(self._ask(), 0)
+        return self._settle(self._ask(), lambda: 0)
 
     def watch(
         self,
@@ -224,23 +232,23 @@ class Members:
             self._is_store_lost = True
             return False
 
-    def admit(self, lane: Lane, done: int) -> Lane:
+    def admit(self, lane: Lane, done: Callable[[], int]) -> Lane:
         """Return the lane with those that asked to be let in, in place of ``lane``; a collective call between rounds.
 
         Args:
-            done: number of rounds that this rank has finished.
+            done: returns the number of rounds that this rank has finished.
 
         Raises:
             LostPeerError: as for `regroup`.
         """
         return self._settle(self._meet(lane, admits=True), done, lane)
 
-    def regroup(self, lane: Lane, error: BaseException, done: int) -> Lane:
+    def regroup(self, lane: Lane, error: BaseException, done: Callable[[], int]) -> Lane:
         """Return the lane of those that are left, after a job of ``lane`` failed on this rank.
 
         Args:
             error: how it failed; anything but the failure of a peer is raised again.
-            done: number of rounds that this rank has finished.
+            done: returns the number of rounds that this rank has finished.
 
         Raises:
             LostPeerError: fewer than ``min_ranks`` are left, the store is gone, or another process took this rank.
@@ -250,8 +258,12 @@ class Members:
         logger.warning("rank %d: who is left goes on, because %s", self.rank, error)
         return self._settle(self._meet(lane), done, lane)
 
-    def _settle(self, generation: Generation, done: int, before: Lane | None = None) -> Lane:
+    def _settle(self, generation: Generation, done: Callable[[], int], before: Lane | None = None) -> Lane:
         """Connect the ranks of a generation and let new ones in; after a failure, meet again without who is lost."""
+        if before is not None:  # its thread must not go on with a round that is made again
+            before.break_off("its ranks have met anew")
+            before.abandon()
+            before.join(EXIT_SECONDS)
         for attempt in itertools.count(1):
             self._generation = generation
             lane, without = None, frozenset[int]()
@@ -259,7 +271,7 @@ class Members:
                 group = PrivateGroup(self._make_group)
                 group.process_group._get_backend(_CPU)._set_default_timeout(self._exchange_timeout)  # type: ignore[attr-defined]
                 lane = Lane(group, self._exchange_timeout, self._staging)
-                lane.submit(lambda lane: self._open(lane, done)).wait()
+                lane.submit(lambda lane: self._open(lane, done())).wait()
             except MismatchError:  # all know of it
                 assert lane is not None
                 if self._is_new or attempt == ATTEMPTS:
@@ -275,7 +287,6 @@ class Members:
                 if before is not None:
                     lane.exchange.traffic, lane.setup = before.exchange.traffic, before.setup
                     lane.busy_seconds, lane.watcher = before.busy_seconds, before.watcher
-                    before.abandon()
                 self._is_new, self._is_store_lost, lane.is_watched = False, False, True
                 return lane
             generation = self._meet(lane, is_late=True, without=without)
@@ -479,86 +490,22 @@ def _written(generation: Generation) -> str:
     return json.dumps(asdict(generation), sort_keys=True)
 
 
-def hand_over(channel: Channel, roll: Roll, state: Any) -> Any:
-    """Return the state of the source on new ranks, and what was passed on all others; a collective call.
-
-    Args:
-        state: numbers, texts, None, tensors, and lists and dicts of these.
+def hand_over(lane: Lane, roll: Roll, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that the source passes on new ranks, and nothing on others; a job of the lane.
 
     Raises:
-        CorruptMessageError: what arrived makes no sense.
-        MismatchError, PeerError: see `thinwire.comm.channel.Channel.swap`.
+        MismatchError, PeerError, CorruptMessageError: see `thinwire.comm.channel.Channel.swap`.
     """
-    is_source, is_new = channel.rank == roll.source, channel.rank in roll.new
-    tensors: list[Tensor] = []
+    is_source, is_new = lane.rank == roll.source, lane.rank in roll.new
+    mine = packed(dict(state)) if is_source else torch.empty(0, dtype=torch.uint8)
+    told = lane.channel(Subject("bytes of the state", "1 number")).gather_numbers([mine.numel()])
+    (size,) = told[roll.source]
+    channel = lane.channel(Subject("state of new ranks", f"{size:.0f} bytes"))
 
-    def chunk(make: Callable[[], Tensor], ranks: Iterable[int]) -> Tensor:
-        """Return what the source makes, at most a chunk of bytes, on these ranks."""
+    def drafts() -> list[Draft]:
+        whole = torch.nn.functional.pad(mine, (0, aligned(mine.numel()) - mine.numel()))
+        return [Draft(Format.COO, 0, whole if rank in roll.new else whole[:0]) for rank in range(lane.world_size)]
 
-        def drafts() -> list[Draft]:
-            data = make() if is_source else torch.empty(0, dtype=torch.uint8)
-            padded = torch.nn.functional.pad(data, (0, aligned(data.numel()) - data.numel()))
-            full, none = Draft(Format.COO, data.numel(), padded), Draft(Format.COO, 0, padded[:0])
-            return [full if rank in ranks else none for rank in range(channel.world_size)]
-
-        message = channel.swap(Kind.GATHER, drafts, CHUNK_BYTES)[roll.source]
-        with channel.reading(message):
-            return message.payload[: message.header.count]
-
-    def plain() -> Tensor:
-        return torch.frombuffer(bytearray(json.dumps(_flat(state, tensors)).encode()), dtype=torch.uint8)
-
-    text = chunk(plain, range(channel.world_size)).numpy().tobytes()
-    try:
-        tree, specs = json.loads(text), list[tuple[torch.dtype, list[int]]]()
-        _restored(tree, lambda dtype, shape: specs.append((_DTYPES[dtype], shape)))
-        arrived = iter([_bytes_of(dtype, shape, channel, is_new) for dtype, shape in specs])
-    except (ValueError, TypeError, KeyError, RuntimeError) as error:
-        raise CorruptMessageError(f"{channel.where(roll.source)}: a state that makes no sense: {error}") from error
-    taken = []
-    for place, (dtype, shape) in enumerate(specs):
-        whole = next(arrived)
-        sent = tensors[place].reshape(-1).view(torch.uint8) if is_source else whole
-        for start in range(0, math.prod(shape) * dtype.itemsize, CHUNK_BYTES):
-            span = slice(start, start + CHUNK_BYTES)
-            data = chunk(lambda sent=sent, span=span: sent[span], roll.new)
-            if is_new:
-                whole[span] = data
-        taken.append(whole.view(dtype).view(shape) if is_new else whole)
-    in_order = iter(taken)
-    return _restored(tree, lambda dtype, shape: next(in_order)) if is_new else state
-
-
-_DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-    )
-}  # fmt: skip
-
-
-def _bytes_of(dtype: torch.dtype, shape: list[int], channel: Channel, is_new: bool) -> Tensor:
-    num_bytes = math.prod(shape) * dtype.itemsize
-    check_fits(num_bytes, channel.where)
-    return torch.empty(num_bytes if is_new else 0, dtype=torch.uint8)
-
-
-def _flat(value: Any, tensors: list[Tensor]) -> Any:
-    """Return a value as JSON has it, with its tensors in a list."""
-    if isinstance(value, Tensor):
-        tensors.append(value.detach().cpu().contiguous())
-        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
-    if isinstance(value, Mapping):
-        return {"dict": [[key, _flat(entry, tensors)] for key, entry in value.items()]}
-    return [_flat(entry, tensors) for entry in value] if isinstance(value, (list, tuple)) else value
-
-
-def _restored(value: Any, tensor: Callable[[str, list[int]], Any]) -> Any:
-    if isinstance(value, list):
-        return [_restored(entry, tensor) for entry in value]
-    if not isinstance(value, dict):
-        return value
-    if "tensor" in value:
-        return tensor(*value["tensor"])
-    return {key: _restored(entry, tensor) for key, entry in value["dict"]}
+    message = channel.swap(Kind.GATHER, drafts, aligned(int(size)) if is_new else 0)[roll.source]
+    with channel.reading(message):
+        return unpacked(message.payload[: int(size)]) if is_new else {}

@@ -27,6 +27,7 @@ PACKAGES = {
     "thinwire.compress": "Compressors. See [compression](../guides/compression.md).",
     "thinwire.fuse": "Fusion policies: which gradients travel together. See [fusion](../guides/fusion.md).",
     "thinwire.plan": "Plans, measurements and the timeline that judges them. See [plans](../guides/plans.md).",
+    "thinwire.outer": "Outer loops: local SGD, DiLoCo, ShadowSync. See [outer loops](../guides/outer.md).",
     "thinwire.checkpoint": "Checkpoints in the memory of peers. See [checkpoints](../guides/checkpoints.md).",
 }
 

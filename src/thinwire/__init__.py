@@ -10,7 +10,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from thinwire import checkpoint, compress, errors, fuse, integrations, plan, schemes
+    from thinwire import checkpoint, compress, errors, fuse, integrations, outer, plan, schemes
     from thinwire.all_reduce import sparse_all_reduce
     from thinwire.attach import attach
     from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, PeerError, ThinwireError
@@ -39,6 +39,7 @@ __all__ = [
     "errors",
     "fuse",
     "integrations",
+    "outer",
     "plan",
     "schemes",
     "sparse_all_reduce",

@@ -34,17 +34,20 @@ ROOMS = {
     "follow": {"errors", "observe", "wire", "comm", "sync", "compress", "fuse", "plan", "gradients"},
     "all_reduce": {"sparse", "comm", "sync"},
     "synchronizer": {"errors", "observe", "kernels", "comm", "cuda", "sync", "compress", "gradients", "follow"},
-    "attach": {"errors", "sparse", "comm", "sync", "compress", "fuse", "plan", "gradients", "follow", "synchronizer"},
+    "outer": {"errors", "observe", "comm", "cuda", "sync", "compress", "gradients", "follow"},
+    "attach": {
+        "errors", "sparse", "comm", "sync", "compress", "fuse", "plan", "gradients", "follow", "synchronizer", "outer",
+    },
     "holder": {"errors"},
     "elastic": {"errors", "holder"},
     "checkpoint": {"errors", "comm", "cuda", "holder"},
-    "integrations": {"errors", "comm", "gradients", "synchronizer", "attach", "checkpoint"},
+    "integrations": {"errors", "comm", "gradients", "synchronizer", "outer", "attach", "checkpoint"},
     "lab": {
         "errors", "observe", "kernels", "sparse", "wire", "partition", "comm", "cuda", "sync", "schemes", "compress",
-        "fuse", "plan", "gradients", "follow", "all_reduce", "synchronizer", "attach", "holder",
+        "fuse", "plan", "gradients", "follow", "all_reduce", "synchronizer", "outer", "attach", "holder",
         "checkpoint", "__init__", "__version__",
     },
-    "cli": {"errors", "compress", "fuse", "plan", "holder", "checkpoint", "lab", "__init__", "__version__"},
+    "cli": {"errors", "compress", "fuse", "plan", "outer", "holder", "checkpoint", "lab", "__init__", "__version__"},
     "__main__": {"cli"},
 }  # fmt: skip
 

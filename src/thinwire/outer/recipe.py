@@ -1,0 +1,230 @@
+"""Recipes of outer loops: when parameters are averaged, and what is done with the mean, as data.
+
+All ranks share an *anchor*, a copy of the parameters with the same bits everywhere. Each rank trains its own parameters
+away from it. A round averages the differences ``anchor - parameter`` over ranks, and takes the mean as the gradient of
+the anchor: an outer SGD steps the anchor, and ``mix`` says how far the parameters go to it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from thinwire.errors import unknown
+
+ALGORITHMS = {  # defaults of lr, momentum and mix
+    "easgd": (0.5, 0.0, 0.5),
+    "average": (1.0, 0.0, 0.5),
+    "bmuf": (0.5, 0.5, 0.5),
+}
+
+
+@dataclass(frozen=True)
+class OuterRecipe:
+    """The settings of an outer loop, which `local_sgd`, `diloco` and `shadow_sync` fill in.
+
+    Args:
+        name: the function that made it.
+        algorithm: that of `shadow_sync`, or the name again.
+        every: inner steps of a full round; None for rounds in the background.
+        every_seconds: least seconds between the beginnings of two rounds in the background; 0 for no pause.
+        lr, momentum, nesterov: settings of the outer ``torch.optim.SGD``, whose gradient is the mean difference.
+        mix: weight of the anchor in ``parameter = (1 - mix) * parameter + mix * anchor``.
+        fragments: parts of the model that take turns, one every ``every / fragments`` steps.
+        delay: inner steps between the launch of a fragment and its landing in the parameters.
+        start_step: inner steps at the start after each of which parameters are averaged.
+        min_ranks: how many ranks are enough to go on when others are lost; None for all.
+
+    Raises:
+        ValueError: a setting out of range.
+    """
+
+    name: str
+    algorithm: str
+    every: int | None = None
+    every_seconds: float = 0.0
+    lr: float = 1.0
+    momentum: float = 0.0
+    nesterov: bool = False
+    mix: float = 1.0
+    fragments: int = 1
+    delay: int = 0
+    start_step: int = 0
+    min_ranks: int | None = None
+
+    @property
+    def in_background(self) -> bool:
+        """Whether rounds are not counted in inner steps."""
+        return self.every is None
+
+    def __post_init__(self) -> None:
+        if self.every is not None:
+            _check_count("every", self.every, 1, "the number of inner steps between two rounds, such as 64")
+        _check_count("fragments", self.fragments, 1, "the number of parts that take turns, such as 4")
+        _check_count("delay", self.delay, 0, "a number of inner steps, or 0 to wait for the mean")
+        _check_count("start_step", self.start_step, 0, "a number of inner steps, or 0")
+        if self.min_ranks is not None:
+            _check_count("min_ranks", self.min_ranks, 1, "a number of ranks, or None for all")
+        _check_number("lr", self.lr, 0.0, math.inf, "more than 0, such as 0.7", excluded=(0.0, math.inf))
+        _check_number("momentum", self.momentum, 0.0, 1.0, "from 0 to less than 1, such as 0.9", excluded=(1.0,))
+        _check_number("mix", self.mix, 0.0, 1.0, "more than 0 and at most 1, which replaces", excluded=(0.0,))
+        _check_number("every_seconds", self.every_seconds, 0.0, math.inf, "seconds, or None", excluded=(math.inf,))
+        if not isinstance(self.nesterov, bool):
+            raise ValueError(f"nesterov is {self.nesterov!r}: pass True or False")
+        if self.nesterov and self.momentum == 0.0:
+            raise ValueError("nesterov=True needs momentum: pass momentum=0.9, or nesterov=False")
+        if self.every is not None and self.fragments > self.every:
+            raise ValueError(
+                f"{self.fragments} fragments do not fit in every={self.every} steps: one is launched every"
+                " `every / fragments` steps, so pass at most as many"
+            )
+        if self.every is not None and self.delay > self.every:
+            raise ValueError(
+                f"delay={self.delay} is more than every={self.every}: a fragment lands before it is launched again, so"
+                " pass at most as many steps"
+            )
+
+    def launches(self, step: int) -> tuple[int, ...]:
+        """Return the fragments that are launched after an inner step, counted from 1.
+
+        Each is launched once in ``every`` steps, evenly; up to ``start_step`` all are after each step.
+        """
+        assert self.every is not None, "rounds in the background are not counted in inner steps"
+        if step <= self.start_step:
+            return tuple(range(self.fragments))
+        at = (step - self.start_step - 1) % self.every + 1
+        return tuple(one for one in range(self.fragments) if (one + 1) * self.every // self.fragments == at)
+
+    def describe(self) -> str:
+        """Return the settings on which all ranks must agree, as a call."""
+        return f"{self!r}"
+
+
+def local_sgd(every: int = 8, start_step: int = 0, min_ranks: int | None = None) -> OuterRecipe:
+    """Average parameters after every so many inner steps: local SGD, and post-local SGD with ``start_step``.
+
+    With plain SGD and ``every=1`` this is data-parallel training.
+
+    Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR'19; Lin et al., "Don't Use Large
+    Mini-Batches, Use Local SGD", ICLR'20.
+
+    Args:
+        every: inner steps between two rounds.
+        start_step: inner steps at the start after each of which parameters are averaged.
+        min_ranks: how many ranks are enough to go on when others are lost; None for all.
+
+    Raises:
+        ValueError: a setting out of range.
+
+    Example:
+        >>> sync = thinwire.attach(model, outer=local_sgd(every=8), optimizer=optimizer)      # doctest: +SKIP
+    """
+    _check_count("every", every, 1, "the number of inner steps between two rounds, such as 8")
+    return OuterRecipe("local_sgd", "local_sgd", every, start_step=start_step, min_ranks=min_ranks)
+
+
+def diloco(
+    every: int = 64,
+    lr: float = 0.7,
+    momentum: float = 0.9,
+    nesterov: bool = True,
+    fragments: int = 1,
+    delay: int = 0,
+    mix: float = 1.0,
+    start_step: int = 0,
+    min_ranks: int | None = None,
+) -> OuterRecipe:
+    """Step the anchor by the mean difference with Nesterov momentum: DiLoCo, and Streaming DiLoCo with fragments.
+
+    With ``fragments`` parts of the model take turns; with ``delay`` training goes on while they travel. With a
+    sparsifier and ``momentum=0.0, nesterov=False`` this is SparseLoCo.
+
+    Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, and "Streaming
+    DiLoCo with overlapping communication", 2025; Sarfi et al., "Communication Efficient LLM Pre-training with
+    SparseLoCo", 2025.
+
+    Args:
+        every: inner steps of a full round.
+        lr, momentum, nesterov: settings of the outer SGD. Without momentum, nesterov must be False.
+        fragments: parts of the model, of similar size; one is launched every ``every / fragments`` steps.
+        delay: inner steps between launch and landing; at most ``every``.
+        mix: weight of the anchor when it lands: 1 replaces the parameters. (Streaming DiLoCo's alpha is 1 - mix.)
+        start_step: inner steps at the start after each of which parameters are averaged.
+        min_ranks: how many ranks are enough to go on when others are lost; None for all.
+
+    Raises:
+        ValueError: a setting out of range.
+
+    Example:
+        >>> recipe = diloco(every=32, fragments=4, delay=2, mix=0.5)
+        >>> recipe.launches(8), recipe.launches(9)
+        ((0,), ())
+    """
+    _check_count("every", every, 1, "the number of inner steps of a full round, such as 64")
+    return OuterRecipe(
+        "diloco", "diloco", every, 0.0, lr, momentum, nesterov, mix, fragments, delay, start_step, min_ranks
+    )
+
+
+def shadow_sync(
+    algorithm: str = "easgd",
+    every_seconds: float | None = None,
+    mix: float | None = None,
+    lr: float | None = None,
+    momentum: float | None = None,
+    min_ranks: int | None = None,
+) -> OuterRecipe:
+    """Average in the background, as often as the network allows, and never block a step: ShadowSync.
+
+    Source: Zheng et al., "ShadowSync: Performing Synchronization in the Background for Highly Scalable Distributed
+    Training", 2020; Zhang et al., "Deep learning with Elastic Averaging SGD", NeurIPS'15; Chen and Huo, "Scalable
+    training of deep learning machines by incremental block training with intra-block parallel optimization and
+    blockwise model-update filtering", ICASSP'16.
+
+    Args:
+        algorithm: "easgd" moves the anchor by ``lr`` towards the mean; "average" makes it the mean; "bmuf" gives it
+            block momentum.
+        every_seconds: least seconds between the beginnings of two rounds; None for no pause.
+        mix: weight of the anchor in the parameters after a round.
+        lr, momentum: settings of the outer SGD; None for those of the algorithm.
+        min_ranks: how many ranks are enough to go on when others are lost; None for all.
+
+    Raises:
+        ValueError: an unknown algorithm, or a setting out of range.
+
+    Example:
+        >>> shadow_sync("average").lr
+        1.0
+    """
+    if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
+        raise unknown("algorithm", str(algorithm), ALGORITHMS)
+    if every_seconds is not None:
+        _check_number("every_seconds", every_seconds, 0.0, math.inf, "seconds, or None", excluded=(0.0, math.inf))
+    usual = ALGORITHMS[algorithm]
+    if algorithm == "average" and (lr, momentum) != (None, None):
+        raise ValueError("algorithm='average' takes the mean as it is: leave out lr= and momentum=, or take 'bmuf'")
+    if algorithm == "easgd" and momentum:
+        raise ValueError("algorithm='easgd' has no momentum: leave out momentum=, or take algorithm='bmuf'")
+    chosen = (usual[0] if lr is None else lr, usual[1] if momentum is None else momentum)
+    return OuterRecipe(
+        "shadow_sync",
+        algorithm,
+        every_seconds=0.0 if every_seconds is None else every_seconds,
+        lr=chosen[0],
+        momentum=chosen[1],
+        mix=usual[2] if mix is None else mix,
+        min_ranks=min_ranks,
+    )
+
+
+def _check_count(name: str, value: object, least: int, instead: str) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name} is {value!r}: pass {instead}")
+
+
+def _check_number(
+    name: str, value: object, least: float, most: float, instead: str, excluded: tuple[float, ...]
+) -> None:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not least <= value <= most or value in excluded:
+        raise ValueError(f"{name} is {value!r}: pass {instead}")

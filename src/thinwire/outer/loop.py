@@ -6,7 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, NoReturn
@@ -41,6 +41,8 @@ from thinwire.synchronizer import Synchronizer
 VERSION = 1
 ENDING = 1
 """Flag of a rank that is in `Rounds.synchronize`."""
+ASKED = 2
+"""Flag of a rank that knows of a process that waits to be let in."""
 
 
 @dataclass(eq=False)
@@ -56,6 +58,12 @@ class Flight:
         is_refused: whether the parameters of this rank were not finite.
         counts: whether any rank had a mean to give.
         flags: those of all ranks, once it is done.
+        number: how many were launched before.
+        flag: that of this rank.
+        generation: number of that of the members whose lane averages it.
+        means: what its job makes of differences and buffers, which are kept where it may be made again.
+        told: what the job returns, as soon as all means are there.
+        is_committed: whether all ranks have them.
     """
 
     fragment: int
@@ -68,6 +76,12 @@ class Flight:
     is_refused: bool = False
     counts: bool = True
     flags: tuple[int, ...] = ()
+    number: int = 0
+    flag: int = 0
+    generation: int = 0
+    means: tuple[dict[str, Tensor], Mapping[str, Tensor | None]] = field(default_factory=lambda: ({}, {}))
+    told: tuple[Told, list[str]] | None = None
+    is_committed: bool = False
 
 
 class Rounds:
@@ -93,10 +107,15 @@ class Rounds:
     ) -> None:
         self._recipe, self._anchors, self._averager, self._lane = recipe, anchors, averager, lane
         self._buffers, self._staging, self._inner = buffers, staging, inner
+        self._members: Members | None = None
+        self._text = ""
+        self._untrained: Callable[[], Mapping[str, Tensor]] = dict
         self._flights: list[Flight] = []
         self._since = [0] * recipe.fragments  # inner steps since the last launch
         self._position = 0  # in the schedule
         self._launched = self.landed = 0
+        self._finished = 0  # launches whose means this rank has, landed or not
+        self.lost_steps = 0
         self.steps = self.ranks = 0
         self._is_swapped = False
         self.exposed_seconds = 0.0
@@ -112,9 +131,11 @@ class Rounds:
         self.steps += 1
         self._position += 1
         self._since = [count + 1 for count in self._since]
-        for flight in self._flights if self._inner is None else ():  # those wait together
+        for flight in list(self._flights) if self._inner is None else ():  # those wait together
             if flight.future is not None and flight.future.done():
                 self._wait(flight)
+        if self._members is not None and self._lane.is_broken:
+            self._regroup(ThinwireError("another rank is gone"))
         self._land_due()
         while self._launched < self._recipe.launched(self._position):
             self._launch()
@@ -131,7 +152,7 @@ class Rounds:
         while together < self._recipe.fragments:
             flight = self._launch(ENDING)
             self._land(flight, 1.0)
-            together = together + 1 if all(flag & ENDING for flag in flight.flags) else 0
+            together = together + 1 if flight.flags and all(flag & ENDING for flag in flight.flags) else 0
         self._position = self._recipe.step_of(self._launched)
 
     def land_all(self) -> None:
@@ -153,6 +174,9 @@ class Rounds:
         """Return the state, with the means of what is in flight, for which it waits."""
         for flight in self._flights:
             self._wait(flight)
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         flights = [
             {
                 "fragment": flight.fragment,
@@ -164,6 +188,7 @@ class Rounds:
                 "counts": flight.counts,
             }
             for flight in self._flights
+            if flight.future is None
         ]
         return {
             "steps": self.steps,
@@ -208,21 +233,37 @@ class Rounds:
         differences = self._anchors.difference(fragment)
         buffers = self._anchors.buffer_difference(self._buffers()) if fragment == 0 else {}
         steps, self._since[fragment] = self._since[fragment], 0
-        sent = [tensor for tensor in (*differences.values(), *buffers.values()) if tensor is not None]
-
-        def run(lane: Lane) -> tuple[Told, list[str]]:
-            moved = _moved(lane, buffers) if buffers else []
-            told = self._averager.mean(lane, differences, steps, [*_chosen(buffers, moved).values()], flag)
-            self._averager.finish_round(True)
-            return told, moved
-
-        speaks = self._inner is None or self._inner.speaks
-        future = submit(self._lane, self._staging, sent, run) if speaks else Future()
         lands_at = self.steps + (0 if is_plain or flag & ENDING else recipe.delay)
-        flight = Flight(fragment, lands_at, steps, is_plain, differences, buffers, future)
+        flight = Flight(fragment, lands_at, steps, is_plain, differences, buffers, None)
+        flight.number, flight.flag = self._launched, flag
+        self._send(flight)
         self._flights.append(flight)
         self._launched += 1
         return flight
+
+    def _send(self, flight: Flight) -> None:
+        """Have the lane average a flight."""
+        members, differences, buffers = self._members, flight.differences, flight.buffers
+        if members is not None:
+            differences = {name: tensor.clone() for name, tensor in differences.items()}
+            buffers = {name: None if tensor is None else tensor.clone() for name, tensor in buffers.items()}
+            flight.generation = members.number
+        flight.means = differences, buffers
+        sent = [tensor for tensor in (*differences.values(), *buffers.values()) if tensor is not None]
+
+        def run(lane: Lane) -> tuple[Told, list[str]]:
+            flag = flight.flag | ASKED * (members is not None and members.asked(lane))
+            moved = _moved(lane, buffers) if buffers else []
+            told = self._averager.mean(lane, differences, flight.steps, [*_chosen(buffers, moved).values()], flag)
+            if members is not None:  # who passes this knows that all have the means
+                flight.told, self._finished = (told, moved), flight.number + 1
+                lane.channel(Subject(f"the end of round {flight.number}", "")).open()
+            self._averager.finish_round(True)
+            flight.is_committed = True
+            return told, moved
+
+        speaks = self._inner is None or self._inner.speaks
+        flight.future = submit(self._lane, self._staging, sent, run) if speaks else Future()
 
     def _land_due(self) -> None:
         for flight in [flight for flight in self._flights if flight.lands_at <= self.steps]:
@@ -231,6 +272,8 @@ class Rounds:
     def _land(self, flight: Flight, mix: float) -> None:
         """Step the anchors of a fragment by its means, and mix them in."""
         self._wait(flight)
+        if flight not in self._flights:
+            return  # this rank was left out, and has gone on from what others have
         self._flights.remove(flight)
         weight = 1.0 if flight.is_plain or flight.is_refused else mix
         if flight.counts:
@@ -238,23 +281,90 @@ class Rounds:
             self._anchors.land_buffers(self._buffers(), _chosen(flight.buffers, flight.buffers), weight)
         self._anchors.mix(flight.fragment, weight)
         self.landed += 1
+        members, flags = self._members, flight.flags
+        if members is None or flight.generation != members.number or any(flag & ENDING for flag in flags):
+            return
+        if any(flag & ASKED for flag in flags):
+            self._lane = members.admit(self._lane, lambda: self._finished)
+            self._send_again()
 
     def _wait(self, flight: Flight) -> None:
         """Wait for the means of a launched fragment."""
-        if flight.future is None:
-            return
         started = time.perf_counter()
         try:
-            told, moved = self._told(flight)
+            while flight.future is not None and flight in self._flights:
+                try:
+                    self._accept(flight, *self._told(flight))
+                except Exception as error:
+                    self._regroup(error)
         except Exception:
             self._drop_failed()
             raise
         finally:
             self.exposed_seconds += time.perf_counter() - started
+
+    def _accept(self, flight: Flight, told: Told, moved: Sequence[str]) -> None:
+        """Record the means of a flight."""
         flight.future, flight.flags, flight.counts = None, told.flags, told.total > 0
         flight.is_refused = self._lane.rank in told.refused
-        flight.buffers = _chosen(flight.buffers, moved)
+        flight.differences, flight.buffers = flight.means[0], _chosen(flight.means[1], moved)
         self.ranks = told.ranks or self.ranks
+
+    def _regroup(self, error: Exception) -> None:
+        """Go on with the ranks that are left; raise the error if there are no others to go on with."""
+        if self._members is None:
+            raise error
+        self._lane = self._members.regroup(self._lane, error, lambda: self._finished)
+        self._send_again()
+
+    def _send_again(self) -> None:
+        for flight in self._flights:
+            if flight.future is not None:
+                self._send(flight)
+
+    def enter(self, lane: Lane, roll: Roll) -> None:
+        """Begin with the ranks of a lane, as a job of it, while the thread of training waits."""
+        is_new = lane.rank in roll.new
+        self._settle(-1 if is_new else roll.done)
+        self._averager.moved_to(lane)
+        lane.channel(Subject("attach", "\n".join([self._text, *self._averager.describe()]))).open()
+        if not roll.new:
+            return
+        state = {**self._state(), "launched": roll.done, "untrained": self._untrained()} if not is_new else {}
+        state = hand_over(lane, roll, state)
+        if is_new:
+            self._take(state)
+
+    def _settle(self, done: int) -> None:
+        """Accept what all ranks have finished, and take back what they have not."""
+        flights = [flight for flight in self._flights if flight.future is not None]
+        middle = next((flight for flight in flights if not flight.is_committed), None)
+        if middle is not None:
+            self._averager.finish_round(middle.number < done)
+        for flight in flights:
+            if flight.number < done:
+                assert flight.told is not None, "finished, so it was told"
+                self._accept(flight, *flight.told)
+        self._finished = max(self._finished if not flights else 0, done)
+
+    @torch.no_grad()
+    def _take(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of another rank, with no steps that count."""
+        lost = list(self._since)
+        for flight in self._flights:
+            lost[flight.fragment] += flight.steps
+        self.lost_steps += max(lost)
+        self._flights = []
+        self.check_state(state)
+        self.load_state_dict(state)
+        self._since = [0] * self._recipe.fragments
+        self._finished = self._launched
+        for flight in self._flights:
+            flight.is_refused = False
+        for fragment in range(self._recipe.fragments):
+            self._anchors.mix(fragment, 1.0)
+        for name, tensor in self._untrained().items():
+            tensor.copy_(state["untrained"][name])
 
     def _told(self, flight: Flight) -> tuple[Told, list[str]]:
         """Return what a round told, and the buffers that were averaged, on all ranks that train as one."""

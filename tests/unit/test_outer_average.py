@@ -170,6 +170,19 @@ def test_a_rank_that_overflowed_counts_nothing(
     assert all("not finite in round 1 of 5 parameters, 'table' to 'empty'" in line for line in warned)
 
 
+@pytest.mark.parametrize(("value", "refused"), [(1e20, ()), (math.inf, (1,)), (math.nan, (1,))])
+def test_buffers_may_be_large_and_must_be_finite(value: float, refused: tuple[int, ...]) -> None:
+    def train(network: LoopbackExchange) -> tuple[Told, Tensor, Tensor]:
+        rank = Rank(network)
+        buffer, narrow = torch.full((2,), value if network.rank else 1.0), torch.ones(3, dtype=torch.bfloat16)
+        return rank.round(rank.differences(0), 2, buffers=[buffer, narrow]), buffer, narrow
+
+    for told, buffer, narrow in results(2, train):
+        assert told.refused == refused
+        assert buffer.tolist() == ([1.0, 1.0] if refused else [pytest.approx(5e19)] * 2)
+        assert narrow.tolist() == [1.0] * 3
+
+
 def test_rounds_may_be_of_nothing_and_carry_flags() -> None:
     def train(network: LoopbackExchange) -> Told:
         return Rank(network).round({}, 3, flag=10 + network.rank)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.futures import Future
 
 from thinwire.comm.agree import RECORD_BYTES
 from thinwire.comm.channel import Subject, opening_bytes
@@ -17,7 +19,7 @@ from thinwire.comm.process_group import Staging
 from thinwire.compress.base import Memory, Parameter
 from thinwire.compress.state import owe
 from thinwire.follow import state as states
-from thinwire.gradients.buckets import OTHERS, as_real
+from thinwire.gradients.buckets import OTHERS, as_real, set_exception
 from thinwire.gradients.compressed import CompressedSync, Statistics, fused_all_reduce
 from thinwire.gradients.compression import Compression
 from thinwire.gradients.exact import GradientSync
@@ -31,6 +33,8 @@ OPENINGS = "openings of rounds"
 """Name of the row of `OuterLoop.table` for the numbers that a round begins with."""
 LARGEST = 1e12
 """Largest element of a difference that counts as finite: the squares of a thousand million of them are, in float32."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger("thinwire")
 
@@ -73,6 +77,17 @@ class Told:
     steps: tuple[float, ...]
     refused: tuple[int, ...]
     flags: tuple[int, ...]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Told:
+        """Return what `numbers` returned, of one rank or the largest of several, as far as they were given."""
+        steps, refused, flags = (numbers[place::3] for place in range(3))
+        return cls(tuple(steps), tuple(rank for rank, one in enumerate(refused) if one), tuple(map(int, flags)))
+
+    def numbers(self) -> list[float]:
+        """Return three numbers for each rank."""
+        refused = [float(rank in self.refused) for rank in range(len(self.steps))]
+        return [float(one) for of_rank in zip(self.steps, refused, self.flags, strict=True) for one in of_rank]
 
     @property
     def weights(self) -> tuple[float, ...]:
@@ -164,13 +179,12 @@ class Averager:
             PeerError, CorruptMessageError: as for gradients.
         """
         tensors = [as_real(tensor) for tensor in (*differences.values(), *buffers)]
+        limits = [LARGEST] * len(differences) + [math.inf] * len(buffers)
         channel = lane.channel(_subject(differences, buffers))
         traffic = lane.exchange.traffic
         before = traffic.sent_bytes
-        mine = channel.attempt(lambda: [float(steps), float(self._is_finite(tensors)), float(flag)])
-        numbers = channel.gather_numbers(mine)
-        refused = tuple(rank for rank, (_, finite, _) in enumerate(numbers) if not finite)
-        told = Told(tuple(one[0] for one in numbers), refused, tuple(int(one[2]) for one in numbers))
+        mine = channel.attempt(lambda: [float(steps), float(not self._is_finite(tensors, limits)), float(flag)])
+        told = Told.of([number for of_rank in channel.gather_numbers(mine) for number in of_rank])
         self._book_opening(traffic.sent_bytes - before)
         self._note(lane, told, differences)
         if not told.total:
@@ -248,13 +262,15 @@ class Averager:
             rest = self._statistics.records, True, self._statistics
             self._compressed = CompressedSync(plans, self._compression, lane, *rest)
 
-    def _is_finite(self, tensors: Sequence[Tensor]) -> bool:
-        """Return whether all elements are finite; a device is asked once."""
-        extremes = [torch.stack(torch.aminmax(tensor)).double() for tensor in tensors if tensor.numel()]
-        if not extremes:
+    def _is_finite(self, tensors: Sequence[Tensor], limits: Sequence[float]) -> bool:
+        """Return whether all elements are finite and within limits; a device is asked once."""
+        pairs = [
+            (torch.stack(torch.aminmax(one)), limit) for one, limit in zip(tensors, limits, strict=True) if one.numel()
+        ]
+        if not pairs:
             return True
-        (seen,) = self._staging.to_host(torch.stack(extremes))
-        return bool((seen.abs() <= LARGEST).all())
+        (seen,) = self._staging.to_host(torch.stack([extremes.double() for extremes, _ in pairs]))
+        return bool(seen.isfinite().all() and (seen.abs().amax(1) <= torch.tensor([limit for _, limit in pairs])).all())
 
     def _average_tables(self, lane: Lane, differences: Mapping[str, Tensor]) -> None:
         """Average tables as rows. Each is searched for them, however dense it was: a round is worth that."""
@@ -312,3 +328,26 @@ def _weigh(tensors: Sequence[Tensor], weight: float) -> None:
     """Multiply in place. A weight of 0 makes zeros of anything; one of 1 changes no bits."""
     for tensor in tensors if weight != 1.0 else ():
         tensor.mul_(weight) if weight else tensor.zero_()
+
+
+def submit(
+    lane: Lane, staging: Staging, tensors: Sequence[Tensor], job: Callable[[Lane], T]
+) -> Future[tuple[T, Sequence[Tensor]]]:
+    """Submit a job that reads and writes tensors, and return a future of its result, and of them.
+
+    On a device the job runs after what wrote them, and streams that wait for the future run after the job.
+    """
+    handover, future = staging.hand_over(tensors), staging.future()
+
+    def run(lane: Lane) -> None:
+        with staging.taking(handover):
+            future.set_result((job(lane), tensors))
+
+    def pass_on(done: Future[None]) -> None:
+        try:
+            done.value()
+        except Exception as error:
+            set_exception([future], error)
+
+    lane.submit(run).add_done_callback(pass_on)
+    return future

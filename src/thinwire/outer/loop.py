@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.channel import Subject
@@ -33,6 +34,7 @@ from thinwire.observe.step import ParameterRecord
 from thinwire.outer.anchors import Anchors
 from thinwire.outer.average import Averager, Entry, Told, submit
 from thinwire.outer.inner import InnerGroup, inner_group
+from thinwire.outer.members import Members, Roll, hand_over
 from thinwire.outer.recipe import OuterRecipe
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
@@ -93,6 +95,8 @@ class Rounds:
         buffers: returns the floating buffers by name, as they are now.
         staging: the way of differences to the lane, and back.
         inner: the ranks that train as one with this one, or None.
+        text: what ranks have to agree on, with what the averager describes.
+        untrained: returns the tensors by name that newcomers take besides anchors.
     """
 
     def __init__(
@@ -104,12 +108,13 @@ class Rounds:
         buffers: Callable[[], Mapping[str, Tensor]],
         staging: Staging,
         inner: InnerGroup | None = None,
+        text: str = "",
+        untrained: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
-        self._recipe, self._anchors, self._averager, self._lane = recipe, anchors, averager, lane
+        self._recipe, self.anchors, self.averager, self.lane = recipe, anchors, averager, lane
         self._buffers, self._staging, self._inner = buffers, staging, inner
-        self._members: Members | None = None
-        self._text = ""
-        self._untrained: Callable[[], Mapping[str, Tensor]] = dict
+        self._text, self._untrained = text, untrained
+        self._members: Members | None = None  # those with whom rounds are made again, if a rank may be lost
         self._flights: list[Flight] = []
         self._since = [0] * recipe.fragments  # inner steps since the last launch
         self._position = 0  # in the schedule
@@ -119,6 +124,17 @@ class Rounds:
         self.steps = self.ranks = 0
         self._is_swapped = False
         self.exposed_seconds = 0.0
+
+    def meet_in(self, members: Members | None, lane: Lane, timeout: timedelta | None) -> None:
+        """Go on with the ranks of a lane; if some are enough, with those that are left when one is lost.
+
+        Args:
+            members: the ranks that take part; None for those of the lane.
+        """
+        self.lane = lane
+        if members is not None and self._recipe.min_ranks is not None:
+            self._members = members
+            members.watch(lane, self.enter, self._recipe.min_ranks, timeout, self._staging)
 
     def after_step(self) -> None:
         """Count an inner step; land what is due, and launch what is due.
@@ -134,7 +150,7 @@ class Rounds:
         for flight in list(self._flights) if self._inner is None else ():  # those wait together
             if flight.future is not None and flight.future.done():
                 self._wait(flight)
-        if self._members is not None and self._lane.is_broken:
+        if self._members is not None and self.lane.is_broken:
             self._regroup(ThinwireError("another rank is gone"))
         self._land_due()
         while self._launched < self._recipe.launched(self._position):
@@ -165,7 +181,7 @@ class Rounds:
         """Give the model the anchors, and its own parameters back at the end; no step may be made inside."""
         self._is_swapped = True
         try:
-            with self._anchors.swapped(self._buffers()):
+            with self.anchors.swapped(self._buffers()):
                 yield
         finally:
             self._is_swapped = False
@@ -196,20 +212,21 @@ class Rounds:
             "launched": self._launched,
             "since": list(self._since),
             "flights": flights,
-            **self._anchors.state_dict(),
+            **self.anchors.state_dict(),
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if `load_state_dict` cannot restore the state."""
-        self._anchors.check_state(state)
+        self.anchors.check_state(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `check_state` has accepted."""
         for flight in self._flights:
             self._wait(flight)
-        self._anchors.load_state_dict(state)
+        self.anchors.load_state_dict(state)
         self.steps, self._position = int(state["steps"]), int(state["position"])
-        self._launched, self._since = int(state["launched"]), list(state["since"])
+        self._launched = self._finished = int(state["launched"])
+        self._since = list(state["since"])
         self._flights = [
             Flight(
                 int(one["fragment"]),
@@ -230,8 +247,8 @@ class Rounds:
         recipe = self._recipe
         fragment = self._launched % recipe.fragments
         is_plain = self._launched < recipe.start_step * recipe.fragments
-        differences = self._anchors.difference(fragment)
-        buffers = self._anchors.buffer_difference(self._buffers()) if fragment == 0 else {}
+        differences = self.anchors.difference(fragment)
+        buffers = self.anchors.buffer_difference(self._buffers()) if fragment == 0 else {}
         steps, self._since[fragment] = self._since[fragment], 0
         lands_at = self.steps + (0 if is_plain or flag & ENDING else recipe.delay)
         flight = Flight(fragment, lands_at, steps, is_plain, differences, buffers, None)
@@ -254,16 +271,16 @@ class Rounds:
         def run(lane: Lane) -> tuple[Told, list[str]]:
             flag = flight.flag | ASKED * (members is not None and members.asked(lane))
             moved = _moved(lane, buffers) if buffers else []
-            told = self._averager.mean(lane, differences, flight.steps, [*_chosen(buffers, moved).values()], flag)
+            told = self.averager.mean(lane, differences, flight.steps, [*_chosen(buffers, moved).values()], flag)
             if members is not None:  # who passes this knows that all have the means
                 flight.told, self._finished = (told, moved), flight.number + 1
                 lane.channel(Subject(f"the end of round {flight.number}", "")).open()
-            self._averager.finish_round(True)
+            self.averager.finish_round(True)
             flight.is_committed = True
             return told, moved
 
         speaks = self._inner is None or self._inner.speaks
-        flight.future = submit(self._lane, self._staging, sent, run) if speaks else Future()
+        flight.future = submit(self.lane, self._staging, sent, run) if speaks else Future()
 
     def _land_due(self) -> None:
         for flight in [flight for flight in self._flights if flight.lands_at <= self.steps]:
@@ -277,15 +294,15 @@ class Rounds:
         self._flights.remove(flight)
         weight = 1.0 if flight.is_plain or flight.is_refused else mix
         if flight.counts:
-            self._anchors.step(flight.fragment, flight.differences, flight.is_plain)
-            self._anchors.land_buffers(self._buffers(), _chosen(flight.buffers, flight.buffers), weight)
-        self._anchors.mix(flight.fragment, weight)
+            self.anchors.step(flight.fragment, flight.differences, flight.is_plain)
+            self.anchors.land_buffers(self._buffers(), _chosen(flight.buffers, flight.buffers), weight)
+        self.anchors.mix(flight.fragment, weight)
         self.landed += 1
         members, flags = self._members, flight.flags
         if members is None or flight.generation != members.number or any(flag & ENDING for flag in flags):
             return
         if any(flag & ASKED for flag in flags):
-            self._lane = members.admit(self._lane, lambda: self._finished)
+            self.lane = members.admit(self.lane, lambda: self._finished)
             self._send_again()
 
     def _wait(self, flight: Flight) -> None:
@@ -306,7 +323,7 @@ class Rounds:
     def _accept(self, flight: Flight, told: Told, moved: Sequence[str]) -> None:
         """Record the means of a flight."""
         flight.future, flight.flags, flight.counts = None, told.flags, told.total > 0
-        flight.is_refused = self._lane.rank in told.refused
+        flight.is_refused = self.lane.rank in told.refused
         flight.differences, flight.buffers = flight.means[0], _chosen(flight.means[1], moved)
         self.ranks = told.ranks or self.ranks
 
@@ -314,7 +331,7 @@ class Rounds:
         """Go on with the ranks that are left; raise the error if there are no others to go on with."""
         if self._members is None:
             raise error
-        self._lane = self._members.regroup(self._lane, error, lambda: self._finished)
+        self.lane = self._members.regroup(self.lane, error, lambda: self._finished)
         self._send_again()
 
     def _send_again(self) -> None:
@@ -326,8 +343,8 @@ class Rounds:
         """Begin with the ranks of a lane, as a job of it, while the thread of training waits."""
         is_new = lane.rank in roll.new
         self._settle(-1 if is_new else roll.done)
-        self._averager.moved_to(lane)
-        lane.channel(Subject("attach", "\n".join([self._text, *self._averager.describe()]))).open()
+        self.averager.moved_to(lane)
+        lane.channel(Subject("attach", "\n".join([self._text, *self.averager.describe()]))).open()
         if not roll.new:
             return
         state = {**self._state(), "launched": roll.done, "untrained": self._untrained()} if not is_new else {}
@@ -340,12 +357,12 @@ class Rounds:
         flights = [flight for flight in self._flights if flight.future is not None]
         middle = next((flight for flight in flights if not flight.is_committed), None)
         if middle is not None:
-            self._averager.finish_round(middle.number < done)
+            self.averager.finish_round(middle.number < done)
         for flight in flights:
             if flight.number < done:
                 assert flight.told is not None, "finished, so it was told"
                 self._accept(flight, *flight.told)
-        self._finished = max(self._finished if not flights else 0, done)
+        self._finished = max(done, 0)
 
     @torch.no_grad()
     def _take(self, state: Mapping[str, Any]) -> None:
@@ -358,11 +375,10 @@ class Rounds:
         self.check_state(state)
         self.load_state_dict(state)
         self._since = [0] * self._recipe.fragments
-        self._finished = self._launched
         for flight in self._flights:
             flight.is_refused = False
         for fragment in range(self._recipe.fragments):
-            self._anchors.mix(fragment, 1.0)
+            self.anchors.mix(fragment, 1.0)
         for name, tensor in self._untrained().items():
             tensor.copy_(state["untrained"][name])
 
@@ -374,7 +390,7 @@ class Rounds:
             (told, moved), _ = flight.future.wait()
             return [*told.numbers(), *(float(name not in moved) for name in flight.buffers)]
 
-        count = 3 * self._lane.world_size
+        count = 3 * self.lane.world_size
         told = numbers() if self._inner is None else self._inner.wait(numbers, count + len(flight.buffers))
         moved = [name for name, stays in zip(flight.buffers, told[count:], strict=True) if not stays]
         if self._inner is not None:
@@ -429,7 +445,7 @@ class OuterLoop(Synchronizer):
     def __init__(
         self,
         model: nn.Module,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | Members,
         recipe: OuterRecipe,
         optimizer: torch.optim.Optimizer,
         compression: Compression | None,
@@ -444,28 +460,53 @@ class OuterLoop(Synchronizer):
         entries = [Entry(name, parameter, id(parameter) in tables) for name, parameter in named.items()]
         device = next(parameter.device for parameter in named.values() if parameter.requires_grad)
         self._staging = staging_for(device)
-        self._host = inner = inner_group(model, group, device)
+        self._host = inner = _inner_group(model, group, device, recipe)
         speaks = inner is None or inner.speaks
         self._rows: dict[str, ParameterRecord] = {}
-        self._lane = Lane(group, timeout, self._staging)
-        try:
-            coded = compression if speaks else None
-            self._averager = Averager(self._lane, entries, coded, scheme, self._rows, self._staging)
-            lines = [recipe.describe(), configuration(scheme, model, None, None), *self._averager.describe()]
-            self._lane.submit(partial(_agree, "\n".join(lines))).wait()
-            broadcast_all((*named.values(), *dict(synchronized_buffers(module_of(model))).values()), group)
-            buffers = partial(_floating_buffers, weakref.ref(module_of(model)))
+        text = "\n".join([recipe.describe(), configuration(scheme, model, None, None)])
+        module = weakref.ref(module_of(model))
+        buffers, untrained = partial(_floating_buffers, module), partial(_untrained, module)
+        coded = compression if speaks else None
+
+        def average(lane: Lane) -> Averager:
+            return Averager(lane, entries, coded, scheme, self._rows, self._staging)
+
+        def begin(lane: Lane, averager: Averager) -> Rounds:
             finite = {name: buffer for name, buffer in buffers().items() if bool(buffer.isfinite().all())}
             anchors = Anchors(named, finite, recipe)
-            self._rounds = Rounds(recipe, anchors, self._averager, self._lane, buffers, self._staging, inner)
-        except Exception:
-            self._lane.close()
-            raise
-        self._hook = StepHook(self._rounds, anchors, named, self._lane.world_size)
+            return Rounds(recipe, anchors, averager, lane, buffers, self._staging, inner, text, untrained)
+
+        if isinstance(group, Members):
+            found: list[Rounds] = []
+
+            def enter(lane: Lane, roll: Roll) -> None:
+                found[:] = found or [begin(lane, average(lane))]
+                found[0].enter(lane, roll)
+
+            lane = group.enter(enter, recipe.min_ranks, timeout, self._staging)
+            self._rounds, members = found[0], group
+        else:
+            lane = Lane(group, timeout, self._staging)
+            try:
+                averager = average(lane)
+                lane.submit(partial(_agree, "\n".join([text, *averager.describe()]))).wait()
+                broadcast_all((*named.values(), *dict(synchronized_buffers(module_of(model))).values()), group)
+                self._rounds = begin(lane, averager)
+                members = None if recipe.min_ranks is None else Members.of(group)
+            except Exception:
+                lane.close()
+                raise
+        self._averager = self._rounds.averager
+        self._rounds.meet_in(members, lane, timeout)
+        self._hook = StepHook(self._rounds, named)
         self._hook.register(optimizer)
         _attached.add(model)
-        self._at_end = weakref.finalize(model, _release, self._hook, self._lane)
+        self._at_end = weakref.finalize(model, _release, self._hook)
         self._at_end.atexit = False  # type: ignore[misc]  # a property, which the stubs make a field
+
+    @property
+    def _lane(self) -> Lane:  # type: ignore[override]  # members may begin another
+        return self._rounds.lane
 
     def __repr__(self) -> str:
         of = f"<OuterLoop of {type(self._model).__name__}"
@@ -482,7 +523,8 @@ class OuterLoop(Synchronizer):
         ``comm/steps`` are steps of the optimizer, and ``comm/bytes_dense`` is what stock DDP would have sent in them.
         ``comm/exposed_seconds`` is how long the training thread waited for rounds. ``outer/rounds`` have been averaged,
         each of one fragment; ``outer/ranks`` counted in the last one; in ``outer/skipped_rounds`` none did.
-        ``outer/refused`` is how often a rank was left out because its parameters were not finite.
+        ``outer/refused`` is how often a rank was left out because its parameters were not finite. ``outer/lost_steps``
+        are inner steps of this rank that nobody got, because the others went on without it.
         """
         traffic = self._lane.exchange.traffic
         return {
@@ -496,6 +538,7 @@ class OuterLoop(Synchronizer):
             "comm/exposed_seconds": self._rounds.exposed_seconds,
             "outer/inner_steps": float(self._rounds.steps),
             "outer/ranks": float(self._rounds.ranks),
+            "outer/lost_steps": float(self._rounds.lost_steps),
             **self._averager.stats(),
             **self._staging.stats(),
         }
@@ -609,10 +652,8 @@ class StepHook:
         parameters: by name, for what stock DDP would have sent for them.
     """
 
-    def __init__(
-        self, rounds: Rounds, anchors: Anchors, parameters: Mapping[str, nn.Parameter], world_size: int
-    ) -> None:
-        self._rounds, self._anchors, self._world_size = rounds, anchors, world_size
+    def __init__(self, rounds: Rounds, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.rounds = rounds
         self._parameters = list(parameters.values())
         self._handles: list[RemovableHandle] = []
         self.dense_bytes = 0
@@ -634,7 +675,7 @@ class StepHook:
 
     @torch.compiler.disable
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        self._anchors.adopt()
+        self.rounds.anchors.adopt()
 
     @torch.compiler.disable
     def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -642,7 +683,7 @@ class StepHook:
         if found_inf is not None and float(found_inf):
             return
         with torch.no_grad():
-            self._rounds.after_step()
+            self.rounds.after_step()
         self._count_dense()
 
     def _count_dense(self) -> None:
@@ -651,12 +692,12 @@ class StepHook:
         for parameter in self._parameters:
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
-                held = [gradient._nnz()] * self._world_size
+                held = [gradient._nnz()] * self.rounds.lane.world_size
                 row_bytes = gradient._values()[:1].nbytes
                 self.dense_bytes += sparse_all_reduce_bytes(held, 0, row_bytes)
             elif parameter.requires_grad:
                 dense += local_of(parameter).nbytes
-        self.dense_bytes += ring_all_reduce_bytes(dense, self._world_size)
+        self.dense_bytes += ring_all_reduce_bytes(dense, self.rounds.lane.world_size)
 
 
 def _agree(text: str, lane: Lane) -> None:
@@ -671,10 +712,32 @@ def _floating_buffers(module: weakref.ref[nn.Module]) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in named if buffer.is_floating_point()}
 
 
-def _release(hook: StepHook, lane: Lane) -> None:
+def _untrained(module: weakref.ref[nn.Module]) -> dict[str, Tensor]:
+    """Return what has no anchor and is the same on all ranks at the start: frozen parameters, and buffers."""
+    found = module()
+    if found is None:
+        return {}
+    frozen = [(name, entry.detach()) for name, entry in synchronized_parameters(found) if not entry.requires_grad]
+    return {name: local_of(tensor) for name, tensor in (*frozen, *synchronized_buffers(found))}
+
+
+def _inner_group(
+    model: nn.Module, group: dist.ProcessGroup | Members, device: torch.device, recipe: OuterRecipe
+) -> InnerGroup | None:
+    is_plain = not isinstance(model, DistributedDataParallel) and not is_sharded(model)
+    inner = None if isinstance(group, Members) else inner_group(model, group, device)
+    if not is_plain and (isinstance(group, Members) or (recipe.min_ranks is not None and inner is not None)):
+        raise ValueError(
+            "min_ranks= and Members take plain modules: of a host whose ranks train as one, all would have to leave"
+            " and come together. Leave min_ranks= out, or attach the plain module"
+        )
+    return inner
+
+
+def _release(hook: StepHook) -> None:
     """Detach a model that is gone: like `OuterLoop.detach`, but without waiting, and not on all ranks at once."""
     hook.remove()
-    lane.abandon()
+    hook.rounds.lane.abandon()
 
 
 def is_outer(model: nn.Module) -> bool:

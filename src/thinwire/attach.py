@@ -34,6 +34,8 @@ from thinwire.gradients.model import (
     synchronized_parameters,
 )
 from thinwire.gradients.tables import tables_of
+from thinwire.outer.loop import OuterLoop, is_outer
+from thinwire.outer.recipe import OuterRecipe
 from thinwire.plan.plan import Plan
 from thinwire.sync.named import AUTO, resolve
 from thinwire.sync.scheme import Scheme
@@ -56,6 +58,7 @@ def attach(
     ahead: bool = True,
     plan: Plan | None = None,
     fallback: bool = False,
+    outer: OuterRecipe | None = None,
 ) -> Synchronizer:
     """Synchronize the gradients of a model: sparse ones as sparse rows, others exactly or compressed.
 
@@ -87,6 +90,7 @@ def attach(
         grad_scaler: the ``torch.amp.GradScaler`` of the training loop. Memories are then kept in units of unscaled
             gradients, and a step that the scaler skips leaves them as they were.
         optimizer: the optimizer to check: it must have no momentum for parameters whose compressor has it, like `dgc`.
+            With ``outer`` the one whose steps are counted.
         fuse: a policy of `thinwire.fuse`, for a plain module on the CPU: after ten measured steps, gradients travel
             in its groups.
         ahead: whether each parameter is compressed by itself, and payloads are fused; False compresses the compressed
@@ -94,9 +98,11 @@ def attach(
         plan: what to compress, and which gradients travel together. For DDP it must have the buckets of the plan, see
             `thinwire.Plan.bucket_cap_mb_list`.
         fallback: whether a plan that is slower than exact synchronization is dropped, on all ranks at the same step.
+        outer: a recipe of `thinwire.outer`, with which ranks train apart: another algorithm, see docs/guides/outer.md.
 
     Returns:
-        A `Synchronizer`: statistics, state, `Synchronizer.no_sync`, and `Synchronizer.detach`.
+        A `Synchronizer`: statistics, state, `Synchronizer.no_sync`, and `Synchronizer.detach`; with ``outer`` an
+        `OuterLoop`.
 
     Raises:
         ValueError: an FSDP1 model, one that has another hook or is attached already; an unknown scheme; a
@@ -112,20 +118,17 @@ def attach(
     """
     model = find_model(model)
     _check_arguments(scheme, timeout, grad_scaler)
+    if outer is not None:
+        _check_outer(outer, fuse=fuse, plan=plan, fallback=fallback, ahead=ahead, grad_scaler=grad_scaler)
+        return _attach_outer(model, outer, optimizer, process_group, timeout, scheme, exclude, compress, exchange)
     group = _group_of(model, process_group)
     with telling_peers(group, timeout):
         leave_out(model, exclude)
         _check_model(model, group)
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
-    if (plan is not None or fuse is not None) and is_sharded(model):
-        raise ValueError("FSDP decides which gradients travel together: leave out plan= and fuse=, and pass compress=")
-    if fallback:
-        _check_fallback(model, plan)
-    if plan is not None:
-        _check_alone(plan, {"compress": compress, "fuse": fuse, "exchange": exchange, "ahead": ahead})
-    if fuse is not None:
-        _check_fuse(model, fuse)
+    alone = {"compress": compress, "fuse": fuse, "exchange": exchange, "ahead": ahead}
+    _check_grouping(model, plan, fuse, fallback, alone)
     if plan is None and compress is None:
         _check_exact(exchange, ahead)
         intent = None if fuse is None else Intent(_names(model), (fuse,))
@@ -136,6 +139,61 @@ def attach(
         _check_momentum(optimizer, plans, module_of(model))
     intent = _intent(model, fuse, plan, fallback, any(_has_momentum(entry.compressor) for entry in plans.values()))
     return Synchronizer(model, group, scheme, timeout, plans or None, compression if plans else None, intent)
+
+
+def _attach_outer(
+    model: nn.Module,
+    recipe: OuterRecipe,
+    optimizer: object,
+    process_group: Group,
+    timeout: timedelta | None,
+    scheme: str | Scheme | TwoLevel,
+    exclude: str | Iterable[str | Tensor],
+    compress: Compress | None,
+    exchange: str | Scheme | TwoLevel,
+) -> OuterLoop:
+    """Return the outer loop of a model."""
+    group = resolve_group(process_group)
+    with telling_peers(group, timeout):
+        leave_out(model, exclude)
+        _check_model(model, group)
+        if is_outer(model):
+            raise ValueError("an outer loop of this model runs already: call detach() on it first")
+        if recipe.min_ranks is not None and recipe.min_ranks > group.size():
+            raise ValueError(f"min_ranks={recipe.min_ranks} is more than the {group.size()} ranks of the process group")
+        if compress is None:
+            _check_exact(exchange, ahead=True)
+        counted = _unwrapped(optimizer, module_of(model))
+        compression = None if compress is None else Compression(compress, exchange)
+    return OuterLoop(model, group, recipe, counted, compression, scheme, timeout)
+
+
+def _check_outer(recipe: object, **others: object) -> None:
+    """Raise ValueError for what is no recipe, and for arguments that are about gradients."""
+    if not isinstance(recipe, OuterRecipe):
+        raise ValueError(f"outer is {recipe!r}: pass a recipe such as thinwire.outer.diloco(every=64)")
+    reasons = {
+        "fuse": "no gradients travel that could be grouped",
+        "plan": "no gradients travel that could be grouped",
+        "fallback": "there is no plan to drop",
+        "ahead": "a difference is compressed parameter by parameter",
+        "grad_scaler": "differences carry no loss scale, and steps that a scaler skips do not count anyway",
+    }
+    for name, value in others.items():
+        if value != (name == "ahead") and value is not None:
+            raise ValueError(f"{name}={value!r} has no meaning with outer=: {reasons[name]}. Leave it out")
+
+
+def _unwrapped(optimizer: object, module: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer inside of what Accelerate and Lightning wrap around it."""
+    while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
+        optimizer = inner
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError(f"outer= counts the steps of an optimizer, and optimizer is {optimizer!r}: pass optimizer=")
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    if not any(id(parameter) in known for parameter in module.parameters()):
+        raise ValueError(f"{type(optimizer).__name__} has no parameter of the model: pass the optimizer that trains it")
+    return optimizer
 
 
 def _check_model(model: nn.Module, group: dist.ProcessGroup) -> None:
@@ -196,6 +254,20 @@ def _group_of(model: nn.Module, process_group: Group) -> dist.ProcessGroup:
     if process_group is not None and resolve_group(process_group) != own:
         raise ValueError(f"{wrapper} averages over the ranks that it was built with: leave out process_group=")
     return own
+
+
+def _check_grouping(
+    model: nn.Module, plan: Plan | None, fuse: Policy | None, fallback: bool, others: Mapping[str, object]
+) -> None:
+    """Raise ValueError for a plan or a policy that this model cannot follow, or next to ``others``."""
+    if (plan is not None or fuse is not None) and is_sharded(model):
+        raise ValueError("FSDP decides which gradients travel together: leave out plan= and fuse=, and pass compress=")
+    if fallback:
+        _check_fallback(model, plan)
+    if plan is not None:
+        _check_alone(plan, others)
+    if fuse is not None:
+        _check_fuse(model, fuse)
 
 
 def _check_alone(plan: Plan, others: Mapping[str, object]) -> None:

@@ -1,13 +1,33 @@
 """Outer loops: each rank trains by itself, and parameters are averaged seldom or in the background.
 
-A recipe (`local_sgd`, `diloco`, `shadow_sync`) is passed to `thinwire.attach`, which returns an object like
-a `Synchronizer`::
+A recipe (`local_sgd`, `diloco`, `shadow_sync`) is passed to `thinwire.attach`, which returns an `OuterLoop`::
 
     sync = thinwire.attach(model, outer=thinwire.outer.diloco(every=64), optimizer=optimizer)
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from thinwire.outer.recipe import OuterRecipe, diloco, local_sgd, shadow_sync
 
-__all__ = ["OuterRecipe", "diloco", "local_sgd", "shadow_sync"]
+if TYPE_CHECKING:
+    from thinwire.outer.loop import OuterLoop
+
+__all__ = ["OuterLoop", "OuterRecipe", "diloco", "local_sgd", "shadow_sync"]
+
+_MODULES = {"OuterLoop": "loop"}
+
+
+if not TYPE_CHECKING:  # which would take any name for one of ours
+
+    def __getattr__(name: str) -> Any:
+        """Import a class on first use: recipes alone need no torch."""
+        if name in _MODULES:
+            return getattr(import_module(f"thinwire.outer.{_MODULES[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

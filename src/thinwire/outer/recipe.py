@@ -84,16 +84,23 @@ class OuterRecipe:
                 " pass at most as many steps"
             )
 
-    def launches(self, step: int) -> tuple[int, ...]:
-        """Return the fragments that are launched after an inner step, counted from 1.
+    def launched(self, step: int) -> int:
+        """Return how many launches there have been after so many inner steps; fragments take turns.
 
-        Each is launched once in ``every`` steps, evenly; up to ``start_step`` all are after each step.
+        Each fragment is launched once in ``every`` steps, evenly; up to ``start_step`` all are after each step.
         """
         assert self.every is not None, "rounds in the background are not counted in inner steps"
-        if step <= self.start_step:
-            return tuple(range(self.fragments))
-        at = (step - self.start_step - 1) % self.every + 1
-        return tuple(one for one in range(self.fragments) if (one + 1) * self.every // self.fragments == at)
+        return (
+            self.fragments * min(step, self.start_step) + self.fragments * max(0, step - self.start_step) // self.every
+        )
+
+    def step_of(self, launched: int) -> int:
+        """Return the last inner step after which there have been at most so many launches when they began."""
+        assert self.every is not None, "rounds in the background are not counted in inner steps"
+        rounds, rest = divmod(launched, self.fragments)
+        if rounds < self.start_step:
+            return rounds
+        return self.start_step + ((rounds - self.start_step) * self.fragments + rest) * self.every // self.fragments
 
     def describe(self) -> str:
         """Return the settings on which all ranks must agree, as a call."""
@@ -157,8 +164,8 @@ def diloco(
 
     Example:
         >>> recipe = diloco(every=32, fragments=4, delay=2, mix=0.5)
-        >>> recipe.launches(8), recipe.launches(9)
-        ((0,), ())
+        >>> [recipe.launched(step) for step in (7, 8, 9, 32)]
+        [0, 1, 1, 4]
     """
     _check_count("every", every, 1, "the number of inner steps of a full round, such as 64")
     return OuterRecipe(

@@ -1,0 +1,204 @@
+"""The anchors of a model, which all ranks have in common, and the outer optimizer that steps them. Nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thinwire.gradients.model import local_of
+from thinwire.outer.recipe import OuterRecipe
+
+Fragments = tuple[tuple[str, ...], ...]
+
+
+def cut(sizes: Mapping[str, int], count: int) -> Fragments:
+    """Cut names, in their order, into so many fragments of similar size, none of them empty.
+
+    Args:
+        sizes: elements of each parameter, by name.
+
+    Raises:
+        ValueError: there are fewer names than fragments.
+
+    Example:
+        >>> cut({"a": 10, "b": 10, "c": 20}, 2)
+        (('a', 'b'), ('c',))
+    """
+    if count > len(sizes):
+        raise ValueError(f"{count} fragments of {len(sizes)} parameters: pass fragments={max(1, len(sizes))} or less")
+    found: list[list[str]] = [[]]
+    before, left, total = 0, len(sizes), max(1, sum(sizes.values()))
+    for name, size in sizes.items():
+        is_due = before + size / 2 >= total * len(found) / count
+        if found[-1] and len(found) < count and (is_due or left <= count - len(found)):
+            found.append([])
+        found[-1].append(name)
+        before, left = before + size, left - 1
+    return tuple(map(tuple, found))
+
+
+class Anchors:
+    """The anchors of trained parameters, which have the same bits on all ranks, and an outer SGD for each fragment.
+
+    Anchors of 16-bit parameters have 32 bits, others those of the parameter. The anchor of a frozen parameter is the
+    parameter itself, until it is trained.
+
+    Args:
+        parameters: parameters by name, in an order that all ranks share.
+        buffers: floating buffers by name; each is anchored as it is now.
+        recipe: the settings of the outer optimizer, and the number of fragments.
+
+    Raises:
+        ValueError: more fragments than parameters.
+    """
+
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], recipe: OuterRecipe
+    ) -> None:
+        self._parameters, self._recipe = dict(parameters), recipe
+        self.fragments = cut({name: local_of(entry).numel() for name, entry in parameters.items()}, recipe.fragments)
+        self.anchors = {
+            name: nn.Parameter(local_of(entry.detach()), requires_grad=False)
+            for name, entry in self._parameters.items()
+        }
+        self.buffers = {name: _wide(buffer) for name, buffer in buffers.items()}
+        self._frozen = set(self._parameters)
+        self.adopt()
+        self._outers = [
+            torch.optim.SGD(
+                [self.anchors[name] for name in names],
+                recipe.lr,
+                recipe.momentum,
+                nesterov=recipe.nesterov,
+            )
+            for names in self.fragments
+        ]
+
+    def adopt(self) -> None:
+        """Anchor parameters that are trained from now on where they are; call it before each step of the optimizer."""
+        for name in [name for name in self._frozen if self._parameters[name].requires_grad]:
+            self._frozen.remove(name)
+            self.anchors[name].data = _wide(self.anchors[name].detach())
+
+    def local(self, name: str) -> Tensor:
+        """Return this rank's part of a parameter, in the same memory."""
+        return local_of(self._parameters[name].detach())
+
+    def trained(self, fragment: int) -> list[str]:
+        """Return the names of a fragment that have been trained, on all ranks alike."""
+        return [name for name in self.fragments[fragment] if name not in self._frozen]
+
+    def difference(self, fragment: int) -> dict[str, Tensor]:
+        """Return ``anchor - parameter`` of a fragment, in the precision of the anchor.
+
+        The anchor is rounded to the precision of the parameter first: rounding is no training, and a row that nobody
+        touched must differ by zero.
+        """
+        found = {}
+        for name in self.trained(fragment):
+            local, anchor = self.local(name), self.anchors[name].detach()
+            found[name] = torch.sub(anchor.to(local.dtype).to(anchor.dtype), local).contiguous()
+        return found
+
+    def step(self, fragment: int, means: Mapping[str, Tensor], is_plain: bool = False) -> None:
+        """Step the anchors of a fragment by mean differences, which are used up.
+
+        Args:
+            is_plain: whether the mean of the parameters becomes the anchor, without the outer optimizer.
+        """
+        for name, mean in means.items():
+            if is_plain:
+                self.anchors[name].detach().sub_(mean)
+            else:
+                self.anchors[name].grad = mean
+        if not is_plain:
+            self._outers[fragment].step()
+            self._outers[fragment].zero_grad(set_to_none=True)
+
+    @torch.no_grad()
+    def mix(self, fragment: int, weight: float) -> None:
+        """Move the parameters of a fragment towards their anchors; a weight of 1 replaces them."""
+        for name in self.trained(fragment):
+            _mix(self.local(name), self.anchors[name].detach(), weight)
+
+    def buffer_difference(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+        """Return ``anchor - buffer`` by name, and None for a buffer that is gone or has another shape."""
+        found: dict[str, Tensor | None] = {}
+        for name, anchor in self.buffers.items():
+            buffer = buffers.get(name)
+            is_alike = buffer is not None and buffer.shape == anchor.shape
+            found[name] = None if buffer is None or not is_alike else (anchor - buffer.detach()).contiguous()
+        return found
+
+    @torch.no_grad()
+    def land_buffers(self, buffers: Mapping[str, Tensor], means: Mapping[str, Tensor], weight: float) -> None:
+        """Make the means of buffers their anchors, and move the buffers towards them."""
+        for name, mean in means.items():
+            anchor = self.buffers[name].sub_(mean)
+            if name in buffers and buffers[name].shape == anchor.shape:
+                _mix(buffers[name].detach(), anchor, weight)
+
+    @contextmanager
+    def swapped(self, buffers: Mapping[str, Tensor]) -> Iterator[None]:
+        """Put the anchors into the parameters and buffers, and what was there back at the end."""
+        pairs = [(self.local(name), self.anchors[name].detach()) for name in self.anchors if name not in self._frozen]
+        alike = ((buffers[name], anchor) for name, anchor in self.buffers.items() if name in buffers)
+        pairs += [(buffer.detach(), anchor) for buffer, anchor in alike if buffer.shape == anchor.shape]
+        kept = [here.clone() for here, _ in pairs]
+        try:
+            for here, anchor in pairs:
+                here.copy_(anchor)
+            yield
+        finally:
+            for (here, _), local in zip(pairs, kept, strict=True):
+                here.copy_(local)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return anchors, outer momentum and buffers by name: the tensors themselves."""
+        momenta = {}
+        for outer, names in zip(self._outers, self.fragments, strict=True):
+            for name in names:
+                momentum = outer.state.get(self.anchors[name], {}).get("momentum_buffer")
+                if momentum is not None:
+                    momenta[name] = momentum
+        anchors = {name: anchor.detach() for name, anchor in self.anchors.items() if name not in self._frozen}
+        return {"anchors": anchors, "momenta": momenta, "buffers": dict(self.buffers)}
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if `load_state_dict` cannot restore a state."""
+        for kind, here in (("anchors", self.anchors), ("momenta", self.anchors), ("buffers", self.buffers)):
+            for name, tensor in state[kind].items():
+                if name not in here or tensor.shape != here[name].shape:
+                    raise ValueError(f"the state has {kind} of {name!r} {list(tensor.shape)}, and this model has not")
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that `check_state` has accepted."""
+        for name, saved in state["anchors"].items():
+            if name in self._frozen:
+                self._frozen.remove(name)
+                self.anchors[name].data = _wide(self.anchors[name].detach())
+            self.anchors[name].detach().copy_(saved)
+        for name, saved in state["buffers"].items():
+            self.buffers[name].copy_(saved)
+        for outer, names in zip(self._outers, self.fragments, strict=True):
+            outer.state.clear()
+            for name in names:
+                if name in state["momenta"]:
+                    anchor = self.anchors[name]
+                    momentum = state["momenta"][name].to(anchor.device, anchor.dtype, copy=True)
+                    outer.state[anchor]["momentum_buffer"] = momentum
+
+
+def _mix(local: Tensor, anchor: Tensor, weight: float) -> None:
+    """Move a tensor towards its anchor; a weight of 1 replaces it, whatever it was."""
+    local.copy_(torch.lerp(local.to(anchor.dtype), anchor, weight) if weight < 1.0 else anchor)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return a contiguous copy, of at least 32 bits."""
+    dtype = torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else tensor.dtype
+    return tensor.detach().to(dtype, copy=True).contiguous()

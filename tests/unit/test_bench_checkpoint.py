@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from thinwire.cli.bench import app as bench
 from thinwire.lab.bench.checkpoint.benchmark import CheckpointBenchmark
-from thinwire.lab.bench.checkpoint.faults import Killer, Told
+from thinwire.lab.bench.checkpoint.faults import Killer, RankMessage
 from thinwire.lab.bench.checkpoint.methods import METHODS, NONE, THINWIRE
 from thinwire.lab.bench.checkpoint.overhead import Block, OverheadRecord, order_of
 from thinwire.lab.bench.checkpoint.recovery import RankRestored, RankStarted, Recovery, Stepped, Watcher
@@ -282,10 +282,10 @@ class TestKiller:
 
     def test_a_state_of_another_step_is_wrong(self) -> None:
         killer = self.killer("", [])
-        killer(0, Told("restored", 2, "a2"))
+        killer(0, RankMessage("restored", 2, "a2"))
         assert killer.wrong == []
-        killer(1, Told("restored", 2, "b1"))
-        killer(0, Told("state", 3, "a2"))
+        killer(1, RankMessage("restored", 2, "b1"))
+        killer(0, RankMessage("state", 3, "a2"))
         assert [text[:5] for text in killer.wrong] == ["wrong", "wrong"]
         assert "rank 1 is in another state after step 2" in killer.wrong[0]
 
@@ -293,21 +293,21 @@ class TestKiller:
         done: list[str] = []
         killer = self.killer("host", done)
         for rank, name in enumerate("ab"):
-            killer(rank, Told("pid", 100 + rank))
-            killer(rank, Told("restored", 1, f"{name}1"))
+            killer(rank, RankMessage("pid", 100 + rank))
+            killer(rank, RankMessage("restored", 1, f"{name}1"))
         for rank, name in enumerate("ab"):
-            killer(rank, Told("state", 2, f"{name}2"))
-            killer(rank, Told("kept", 1))
+            killer(rank, RankMessage("state", 2, f"{name}2"))
+            killer(rank, RankMessage("kept", 1))
         assert done == [], "only the version that was restored is everywhere"
-        killer(0, Told("kept", 2))
+        killer(0, RankMessage("kept", 2))
         assert done == ["killed [0, 1]", "lost", "killed [0, 1]"]
 
     def test_trainers_are_killed_while_they_restore(self) -> None:
         done: list[str] = []
         killer = self.killer("restore", done)
-        killer(0, Told("pid", 100))
+        killer(0, RankMessage("pid", 100))
         assert done == []
-        killer(1, Told("pid", 101))
+        killer(1, RankMessage("pid", 101))
         assert done == ["killed [0, 1]"]
 
 

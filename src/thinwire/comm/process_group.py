@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -498,7 +498,7 @@ class Staging:
 
     is_host = True
 
-    def future(self) -> Future[Tensor]:
+    def future(self) -> Future[Any]:
         """Return a future that can be completed with a tensor of the device."""
         return Future()
 

@@ -187,6 +187,18 @@ def outstanding(state: Mapping[str, Any], rank: int, world_size: int) -> Tensor 
     return whole
 
 
+def owe(state: Mapping[str, Any], rest: Tensor) -> None:
+    """Make ``rest`` what `outstanding` returns for a new state of the same method, whatever reduces it."""
+    if set(state) != _TWO_SHOT:
+        memories = {0: _memory(state)}
+    else:
+        memories = {int(owner): _memory(piece) for owner, piece in state["pieces"].items()}
+    for owner, memory in memories.items():
+        assert memory is not None, "a method that has a memory has it for any number of ranks"
+        start, stop = span(rest.numel(), owner, len(memories))
+        memory.copy_(rest.reshape(-1)[start:stop].view(memory.shape))
+
+
 def dissolved(state: Mapping[str, Any], sizes: Sequence[int], rank: int, world_size: int) -> list[State]:
     """Return the state of each member, for `fused`, of a gradient that was compressed as one.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Device(Protocol):
         """Allocate uint8 [num_bytes] of host memory that the device copies from and to by itself."""
         ...
 
-    def future(self) -> Future[Tensor]:
+    def future(self) -> Future[Any]:
         """Return a future whose completion records the current stream; streams that wait for it wait for that point."""
         ...
 
@@ -121,5 +121,5 @@ class CudaDevice:
     def pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def future(self) -> Future[Tensor]:
+    def future(self) -> Future[Any]:
         return Future(devices=[self._device])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class DeviceStaging(Staging):
         self._may_write = False  # whether the host has waited, in this job, for copies of earlier ones
         self._overflow_rounds = 0
 
-    def future(self) -> Future[Tensor]:
+    def future(self) -> Future[Any]:
         return self._device.future()
 
     def selected(self) -> AbstractContextManager[object]:

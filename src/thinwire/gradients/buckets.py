@@ -274,7 +274,7 @@ class Buckets:
                 buffer = one.contents.buffer
                 one.future.set_result(means[one.contents.tables[0].name] if buffer.is_sparse else buffer)
         except Exception as error:
-            _set_exception([one.future for one in collected], error)
+            set_exception([one.future for one in collected], error)
             raise
         finally:
             job.ended = time.perf_counter()
@@ -411,10 +411,10 @@ def _fail(batch: Batch, done: Future[None], end: Callable[[], None]) -> None:
     try:
         done.value()
     except Exception as error:
-        _set_exception([future for _, future in batch], error)
+        set_exception([future for _, future in batch], error)
 
 
-def _set_exception(futures: Sequence[Future[Tensor]], error: Exception) -> None:
+def set_exception(futures: Sequence[Future[Tensor]], error: Exception) -> None:
     """Complete the futures that are not done with an error."""
     for future in futures:
         if future.done():

@@ -214,7 +214,7 @@ class Statistics:
         self.nonfinite_steps = 0
         self.bytes_sent = 0
         self.records = records
-        self._world_size = world_size
+        self.world_size = world_size
         self._num_tensors = self._num_missing = 0
 
     def numbers(self, num_parameters: int) -> dict[str, float]:
@@ -232,7 +232,7 @@ class Statistics:
 
     def ring_bytes(self, tensors: Iterable[Tensor]) -> int:
         """Return the bytes that a rank sends for tensors that are summed exactly in a ring."""
-        return ring_all_reduce_bytes(sum(tensor.nbytes for tensor in tensors), self._world_size)
+        return ring_all_reduce_bytes(sum(tensor.nbytes for tensor in tensors), self.world_size)
 
     def book_exact(self, account: str, dense_bytes: int, sent_bytes: int) -> None:
         """Count bytes of gradients that were summed exactly, next to compressed ones."""
@@ -249,7 +249,7 @@ class Statistics:
             record.scheme, record.formats, record.fused = plan.reduction.name, plan.compressor.name, len(outcomes)
             record.density = result.density
             part = weights[place] / sum(weights) if any(weights) else 1 / len(outcomes)
-            dense = ring_all_reduce_bytes(parameter.numel * parameter.dtype.itemsize, self._world_size)
+            dense = ring_all_reduce_bytes(parameter.numel * parameter.dtype.itemsize, self.world_size)
             record.add(sent[place], booking.predicted_bytes * part, dense)
 
     def count_missing(self, outcomes: Sequence[Outcome]) -> None:
@@ -402,6 +402,8 @@ class CompressedSync:
         compression: the request from which they follow.
         lane: the lane, for its rank and world_size.
         records: rows of the table, by name.
+        can_skip: whether `finish_step` may be told to forget a step; with a scaler it may in any case.
+        statistics: counts that go on; None for new ones.
     """
 
     def __init__(
@@ -410,13 +412,16 @@ class CompressedSync:
         compression: Compression | PlannedCompression,
         lane: Lane,
         records: dict[str, ParameterRecord],
+        can_skip: bool = False,
+        statistics: Statistics | None = None,
     ) -> None:
         scaler = compression.grad_scaler
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._can_skip = can_skip or self._scaler is not None
         self.plans = dict(plans)
         self.paused = False
         self.memories = self._remembered(lane)
-        self.statistics = Statistics(records, lane.world_size)
+        self.statistics = statistics or Statistics(records, lane.world_size)
         self.averaging = Averaging(self.memories, self.statistics, compression.scheme, self._scaler)
         self._is_finite = True
 
@@ -449,10 +454,10 @@ class CompressedSync:
         self._is_finite &= self.averaging.run(lane, gradients, others, account)
         self.statistics.bytes_sent += traffic.sent_bytes - before
 
-    def finish_step(self) -> None:
-        """End a step. With a scaler, which skips a step that overflowed, memories are restored to those before it."""
+    def finish_step(self, is_kept: bool = True) -> None:
+        """End a step. If it is not kept, or a scaler skips it, memories are restored to those before it."""
         self.statistics.nonfinite_steps += not self._is_finite
-        self.memories.finish_step(self._is_finite)
+        self.memories.finish_step(self._is_finite and is_kept)
         self._is_finite = True
 
     def release(self, name: str, gradient: Tensor) -> None:
@@ -464,4 +469,4 @@ class CompressedSync:
         return self.statistics.numbers(len(self.plans))
 
     def _remembered(self, lane: Lane) -> Memories:
-        return Memories(self.plans, lane.rank, lane.world_size, can_skip=self._scaler is not None)
+        return Memories(self.plans, lane.rank, lane.world_size, self._can_skip)

@@ -187,7 +187,7 @@ class FusedSync(CompressedSync):
     def _remembered(self, lane: Lane) -> FusedMemories:
         for plan in self.plans.values():
             check_flat(plan)
-        return FusedMemories(self.plans, lane.rank, lane.world_size, can_skip=self._scaler is not None)
+        return FusedMemories(self.plans, lane.rank, lane.world_size, self._can_skip)
 
 
 def check_flat(plan: Planned) -> None:

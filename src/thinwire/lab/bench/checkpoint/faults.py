@@ -58,7 +58,7 @@ class FaultRun:
 
 
 @dataclass(frozen=True)
-class Told:
+class RankMessage:
     """Message of a rank: ``what`` is "pid", "restored", "state" or "kept"."""
 
     what: str
@@ -90,7 +90,7 @@ def train(context: RankContext, run: FaultRun) -> int:
     """Run one rank up to the last step, unless it is killed, and tell the launcher of every state."""
     warnings.simplefilter("ignore")
     os.environ.pop("LOCAL_WORLD_SIZE", None)  # or a holder would be started where there is none
-    context.send(Told("pid", os.getpid()))
+    context.send(RankMessage("pid", os.getpid()))
     trainer = Trainer(run.work, None, context.rank, context.world_size)
     checkpointer = Checkpointer(
         trainer.model, trainer.optimizer, synchronizer=trainer.synchronizer, run_id=run.run_id,
@@ -98,12 +98,12 @@ def train(context: RankContext, run: FaultRun) -> int:
     )  # fmt: skip
     with checkpointer:
         first = checkpointer.restore() or 0
-        context.send(Told("restored", first, digest_of(trainer)))
+        context.send(RankMessage("restored", first, digest_of(trainer)))
         for step in range(first + 1, STEPS + 1):
             trainer.step()
-            context.send(Told("state", step, digest_of(trainer)))
+            context.send(RankMessage("state", step, digest_of(trainer)))
             checkpointer.step()
-            context.send(Told("kept", int(checkpointer.stats()["checkpoint/replicated_step"])))
+            context.send(RankMessage("kept", int(checkpointer.stats()["checkpoint/replicated_step"])))
         checkpointer.flush(10.0)
     return STEPS
 
@@ -132,7 +132,7 @@ class Killer:
     killed: bool = False
     wrong: list[str] = field(default_factory=list)
 
-    def __call__(self, rank: int, message: Told) -> None:
+    def __call__(self, rank: int, message: RankMessage) -> None:
         if message.what == "pid":
             self.pids[rank] = message.step
             if self.kind in ("restore", "replacement") and len(self.pids) == len(self.reference):

@@ -1,0 +1,353 @@
+"""Weighted means over ranks of differences between anchors and parameters: exact, as rows, or compressed."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.futures import Future
+
+from thinwire.comm.agree import RECORD_BYTES
+from thinwire.comm.channel import Subject, opening_bytes
+from thinwire.comm.lane import Lane
+from thinwire.comm.process_group import Staging
+from thinwire.compress.base import Memory, Parameter
+from thinwire.compress.state import owe
+from thinwire.follow import state as states
+from thinwire.gradients.buckets import OTHERS, as_real, set_exception
+from thinwire.gradients.compressed import CompressedSync, Statistics, fused_all_reduce
+from thinwire.gradients.compression import Compression
+from thinwire.gradients.exact import GradientSync
+from thinwire.gradients.model import local_of
+from thinwire.gradients.tables import TableGradient, staged
+from thinwire.observe.step import ParameterRecord
+from thinwire.sync.scheme import Scheme
+from thinwire.sync.two_level import TwoLevel
+
+OPENINGS = "openings of rounds"
+"""Name of the row of `OuterLoop.table` for the numbers that a round begins with."""
+LARGEST = 1e12
+"""Largest element of a difference that counts as finite: the squares of a thousand million of them are, in float32."""
+
+T = TypeVar("T")
+
+logger = logging.getLogger("thinwire")
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """A parameter of an outer loop.
+
+    Args:
+        name: its name, the same on all ranks.
+        parameter: the parameter; of a DTensor its shard on this rank counts.
+        is_table: whether a round changes few of its rows.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    is_table: bool
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its differences: of 16-bit parameters they would vanish in 16 bits."""
+        is_double = self.parameter.dtype in (torch.float64, torch.complex128)
+        dtype = torch.float64 if is_double else torch.float32
+        return dtype.to_complex() if self.parameter.is_complex() else dtype
+
+    def describe(self) -> str:
+        return f"parameter {self.name!r}: {self.parameter.dtype} {list(local_of(self.parameter).shape)}"
+
+
+@dataclass(frozen=True)
+class Told:
+    """What all ranks know after a round, in rank order.
+
+    Args:
+        steps: inner steps that each rank made.
+        refused: ranks whose differences were not finite, so that they have to take the anchors.
+        flags: the number that each rank passed as ``flag``.
+    """
+
+    steps: tuple[float, ...]
+    refused: tuple[int, ...]
+    flags: tuple[int, ...]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Told:
+        """Return what `numbers` returned, of one rank or the largest of several, as far as they were given."""
+        steps, refused, flags = (numbers[place::3] for place in range(3))
+        return cls(tuple(steps), tuple(rank for rank, one in enumerate(refused) if one), tuple(map(int, flags)))
+
+    def numbers(self) -> list[float]:
+        """Return three numbers for each rank."""
+        refused = [float(rank in self.refused) for rank in range(len(self.steps))]
+        return [float(one) for of_rank in zip(self.steps, refused, self.flags, strict=True) for one in of_rank]
+
+    @property
+    def weights(self) -> tuple[float, ...]:
+        """The steps that count."""
+        return tuple(0.0 if rank in self.refused else max(0.0, steps) for rank, steps in enumerate(self.steps))
+
+    @property
+    def total(self) -> float:
+        """The sum of weights; without any there is no mean, and anchors stay."""
+        return sum(self.weights)
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that count."""
+        return sum(weight > 0 for weight in self.weights)
+
+
+class Averager:
+    """The mean over ranks of their differences, weighted by inner steps: ``sum(w_k d_k) / sum(w_k)``.
+
+    Tables travel as the rows in which the difference is not zero, which are those that any step since the last round
+    touched; what is compressed, as gradients are, with memories of what was not sent; all else in an all-reduce. All
+    ranks get the same bits, and with equal steps those of the plain mean. A rank without steps counts nothing, nor does
+    one whose differences are not finite. (They are weighted before they are compressed, so a memory holds what the
+    mean is owed, and it is sent even by a rank that counts nothing.)
+
+    Args:
+        lane: the lane of the ranks.
+        entries: all parameters of the outer loop.
+        compression: what to compress, or None; tables never are.
+        scheme: the scheme of tables, as `thinwire.attach` takes it.
+        records: rows of the table, by name.
+        staging: the way of differences to the host, and back; None if they are there.
+
+    Raises:
+        ValueError: a compressor that refuses a parameter, or cannot be exchanged as asked for.
+    """
+
+    def __init__(
+        self,
+        lane: Lane,
+        entries: Sequence[Entry],
+        compression: Compression | None,
+        scheme: str | Scheme | TwoLevel,
+        records: dict[str, ParameterRecord],
+        staging: Staging | None = None,
+    ) -> None:
+        self._entries = {entry.name: entry for entry in entries}
+        self._compression, self._scheme, self._staging = compression, scheme, staging or Staging()
+        self._statistics = Statistics(records, lane.world_size)
+        self._rounds = self._skipped = self._refused = 0
+        self._enter(lane)
+
+    def describe(self) -> list[str]:
+        """Return lines on which all ranks must agree."""
+        lines = [entry.describe() + ", as rows" * entry.is_table for entry in self._entries.values()]
+        return [*lines, f"scheme {self._tables.scheme}", *(self._compressed.describe() if self._compressed else ())]
+
+    @property
+    def remembers(self) -> bool:
+        """Whether what is not sent is remembered and sent later, which outer momentum would count several times."""
+        plans = () if self._compressed is None else self._compressed.plans.values()
+        return any(plan.compressor.memory is Memory.OWN for plan in plans)
+
+    def mean(
+        self,
+        lane: Lane,
+        differences: Mapping[str, Tensor],
+        steps: float,
+        buffers: Sequence[Tensor] = (),
+        flag: int = 0,
+    ) -> Told:
+        """Replace differences by their mean, in place; a job of the lane calls it on all ranks with the same names.
+
+        Where differences are on a device the job does so inside of ``staging.taking``. After an error they are
+        undefined: who wants to try again makes them again, or passes copies. `finish_round` follows in the same job.
+
+        Args:
+            differences: contiguous tensors of `Entry.dtype` by name, in the same order on all ranks.
+            steps: inner steps of this rank since it passed these names last, 0 or more.
+            buffers: contiguous floating-point tensors that are averaged likewise.
+            flag: a number to tell all ranks.
+
+        Returns:
+            What the ranks told. If nobody counts, differences are 0, and buffers as they were.
+
+        Raises:
+            MismatchError: ranks pass other names, shapes or dtypes; on all of them.
+            PeerError, CorruptMessageError: as for gradients.
+        """
+        tensors = [as_real(tensor) for tensor in (*differences.values(), *buffers)]
+        limits = [LARGEST] * len(differences) + [math.inf] * len(buffers)
+        channel = lane.channel(_subject(differences, buffers))
+        traffic = lane.exchange.traffic
+        before = traffic.sent_bytes
+        mine = channel.attempt(lambda: [float(steps), float(not self._is_finite(tensors, limits)), float(flag)])
+        told = Told.of([number for of_rank in channel.gather_numbers(mine) for number in of_rank])
+        self._book_opening(traffic.sent_bytes - before)
+        self._note(lane, told, differences)
+        if not told.total:
+            for difference in differences.values():
+                difference.zero_()
+            return told
+        _weigh(tensors, lane.world_size * told.weights[lane.rank] / told.total)
+        self._average_tables(lane, differences)
+        names = [name for name in differences if not self._entries[name].is_table]
+        coded = [name for name in names if self._compressed is not None and self._compressed.takes(name)]
+        exact = [as_real(tensor) for tensor in (*(differences[one] for one in names if one not in coded), *buffers)]
+        if coded:
+            self._average_compressed(lane, {name: differences[name] for name in coded}, exact)
+        elif exact:
+            before = traffic.sent_bytes
+            fused_all_reduce(channel, exact)
+            self._statistics.book_exact(OTHERS, self._statistics.ring_bytes(exact), traffic.sent_bytes - before)
+        return told
+
+    def finish_round(self, committed: bool = True) -> None:
+        """End a round; one that is not committed leaves memories as they were, so that it can be sent again."""
+        if self._compressed is not None:
+            self._compressed.finish_step(committed)
+        self._tables.finish_step()
+
+    def moved_to(self, lane: Lane) -> None:
+        """Go on with other ranks, on all of them. What the mean was owed by this rank it still gets."""
+        before = self._compressed
+        self._enter(lane)
+        if before is None or self._compressed is None:
+            return
+        memories = self._compressed.memories
+        for name in before.plans.keys() & self._compressed.plans.keys():
+            rest = before.memories.outstanding(name)
+            if rest is not None:  # of a sum that is divided by another number of ranks from now on
+                owe(memories.states[name], rest * (lane.world_size / before.memories.world_size))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank, in the layout of `thinwire.Synchronizer.state_dict`."""
+        return states.saved(self._rounds, self._entries, self._tables, self._compressed, None)
+
+    def check_state(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError, saying what to do, if `load_state_dict` cannot restore the state."""
+        states.check(state, self._entries, self._compressed, None)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a state that `check_state` has accepted."""
+        states.restore(state, self._tables, self._compressed, None)
+        self._rounds = int(state["steps"])
+
+    def stats(self) -> dict[str, float]:
+        """Return the counts of rounds, and the ``compress/`` entries of `thinwire.Synchronizer.stats`."""
+        return {
+            "outer/rounds": float(self._rounds),
+            "outer/skipped_rounds": float(self._skipped),
+            "outer/refused": float(self._refused),
+            **(self._compressed.stats() if self._compressed is not None else {}),
+        }
+
+    def _enter(self, lane: Lane) -> None:
+        """Begin with the ranks of a lane, which know nothing of each other."""
+        self._statistics.world_size = lane.world_size
+        self._tables = GradientSync(self._scheme)
+        self._tables.records = self._statistics.records
+        self._compressed: CompressedSync | None = None
+        if self._compression is None:
+            return
+        dense = [
+            Parameter(entry.name, tuple(local_of(entry.parameter).shape), entry.dtype)
+            for entry in self._entries.values()
+            if not entry.is_table and not entry.parameter.is_complex()
+        ]
+        plans = self._compression.plans(dense, lane.world_size)
+        if plans:
+            rest = self._statistics.records, True, self._statistics
+            self._compressed = CompressedSync(plans, self._compression, lane, *rest)
+
+    def _is_finite(self, tensors: Sequence[Tensor], limits: Sequence[float]) -> bool:
+        """Return whether all elements are finite and within limits; a device is asked once."""
+        pairs = [
+            (torch.stack(torch.aminmax(one)), limit) for one, limit in zip(tensors, limits, strict=True) if one.numel()
+        ]
+        if not pairs:
+            return True
+        (seen,) = self._staging.to_host(torch.stack([extremes.double() for extremes, _ in pairs]))
+        return bool(seen.isfinite().all() and (seen.abs().amax(1) <= torch.tensor([limit for _, limit in pairs])).all())
+
+    def _average_tables(self, lane: Lane, differences: Mapping[str, Tensor]) -> None:
+        """Average tables as rows. Each is searched for them, however dense it was: a round is worth that."""
+        tables = [
+            staged(TableGradient(name, difference), self._staging)
+            for name, difference in differences.items()
+            if self._entries[name].is_table
+        ]
+        self._tables.pauses.clear()
+        self._tables.tables(lane, tables)
+
+    def _average_compressed(self, lane: Lane, coded: Mapping[str, Tensor], exact: Sequence[Tensor]) -> None:
+        assert self._compressed is not None
+        there = [*coded.values(), *exact]
+        hosts = self._staging.to_host(*there)
+        named = list(zip(coded, hosts, strict=False))
+        self._compressed.synchronize(lane, named, hosts[len(named) :], OTHERS)
+        if not self._staging.is_host:
+            for tensor, mean in zip(there, self._staging.to_device(*hosts), strict=True):
+                tensor.copy_(mean)
+
+    def _book_opening(self, sent_bytes: int) -> None:
+        record = self._statistics.records.setdefault(OPENINGS, ParameterRecord(OPENINGS, "numbers", "all-gather"))
+        others = self._statistics.world_size - 1
+        record.add(sent_bytes, opening_bytes(others + 1) + others * RECORD_BYTES, 0)
+
+    def _note(self, lane: Lane, told: Told, differences: Mapping[str, Tensor]) -> None:
+        self._rounds += 1
+        self._skipped += not told.total
+        self._refused += len(told.refused)
+        if lane.rank in told.refused or (told.refused and lane.rank == 0):
+            ranks = ", ".join(str(lane.exchange.global_ranks[rank]) for rank in told.refused)
+            logger.warning(
+                "rank %s: not finite in round %d of %s: %s",
+                ranks,
+                self._rounds,
+                _span(list(differences)),
+                "it takes the anchors, and does not count" if told.total else "no rank counts, and anchors stay",
+            )
+
+
+def _subject(differences: Mapping[str, Tensor], buffers: Sequence[Tensor]) -> Subject:
+    lines = [f"parameter {name!r}: {one.dtype} {list(one.shape)}" for name, one in differences.items()]
+    lines += [f"buffer: {buffer.dtype} {list(buffer.shape)}" for buffer in buffers]
+    return Subject(f"differences of {_span(list(differences))}", "\n".join(lines))
+
+
+def _span(names: Sequence[str]) -> str:
+    if len(names) < 2:
+        return f"parameter {names[0]!r}" if names else "no parameters"
+    return f"{len(names)} parameters, {names[0]!r} to {names[-1]!r}"
+
+
+def _weigh(tensors: Sequence[Tensor], weight: float) -> None:
+    """Multiply in place. A weight of 0 makes zeros of anything; one of 1 changes no bits."""
+    for tensor in tensors if weight != 1.0 else ():
+        tensor.mul_(weight) if weight else tensor.zero_()
+
+
+def submit(
+    lane: Lane, staging: Staging, tensors: Sequence[Tensor], job: Callable[[Lane], T]
+) -> Future[tuple[T, Sequence[Tensor]]]:
+    """Submit a job that reads and writes tensors, and return a future of its result, and of them.
+
+    On a device the job runs after what wrote them, and streams that wait for the future run after the job.
+    """
+    handover, future = staging.hand_over(tensors), staging.future()
+
+    def run(lane: Lane) -> None:
+        with staging.taking(handover):
+            future.set_result((job(lane), tensors))
+
+    def pass_on(done: Future[None]) -> None:
+        try:
+            done.value()
+        except Exception as error:
+            set_exception([future], error)
+
+    lane.submit(run).add_done_callback(pass_on)
+    return future

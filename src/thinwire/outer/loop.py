@@ -121,7 +121,7 @@ class Rounds:
         self._launched = self.landed = 0
         self._finished = 0  # launches whose means this rank has, landed or not
         self.lost_steps = 0
-        self.steps = self.ranks = 0
+        self.steps = self.ranks = self.refusals = 0
         self._is_swapped = False
         self.exposed_seconds = 0.0
 
@@ -324,6 +324,7 @@ class Rounds:
         """Record the means of a flight."""
         flight.future, flight.flags, flight.counts = None, told.flags, told.total > 0
         flight.is_refused = self.lane.rank in told.refused
+        self.refusals += flight.is_refused
         flight.differences, flight.buffers = flight.means[0], _chosen(flight.means[1], moved)
         self.ranks = told.ranks or self.ranks
 
@@ -682,8 +683,11 @@ class StepHook:
         found_inf = getattr(optimizer, "found_inf", None)  # of a GradScaler whose optimizer skips by itself
         if found_inf is not None and float(found_inf):
             return
+        refusals = self.rounds.refusals
         with torch.no_grad():
             self.rounds.after_step()
+        if self.rounds.refusals > refusals:
+            _mend(optimizer)
         self._count_dense()
 
     def _count_dense(self) -> None:
@@ -698,6 +702,14 @@ class StepHook:
             elif parameter.requires_grad:
                 dense += local_of(parameter).nbytes
         self.dense_bytes += ring_all_reduce_bytes(dense, self.rounds.lane.world_size)
+
+
+def _mend(optimizer: torch.optim.Optimizer) -> None:
+    """Forget moments that are not finite: from anchors they would lead to parameters that are not, again."""
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _agree(text: str, lane: Lane) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.gradients.model import is_dtensor
 from thinwire.lab.testbed.launch import RankContext, run_ranks
+from thinwire.outer import OuterRecipe
 
 STEPS = 6
 
@@ -96,24 +99,95 @@ def gathered(tensors: dict[str, Tensor]) -> bool:
     return all(torch.equal(all_of_them[0], other) for other in all_of_them[1:])
 
 
-def train_hosts(context: RankContext, kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    mesh = mesh_of()
-    model = inside(kind, mesh)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
-    recipe = thinwire.outer.local_sgd(every=2)
-    sync = thinwire.attach(model, outer=recipe, optimizer=optimizer, process_group=mesh["hosts"], **options)
+@dataclass(frozen=True)
+class Case:
+    """A training of two hosts with two ranks each.
+
+    Args:
+        bad: step in which the loss of host 1 overflows.
+        resumes: step after which all is built anew, from states.
+    """
+
+    recipe: OuterRecipe
+    compress: Any = None
+    bad: int | None = None
+    resumes: int | None = None
+
+
+LOCAL = thinwire.outer.local_sgd(every=2)
+STREAMING = thinwire.outer.diloco(every=4, fragments=2, delay=1, mix=0.5)
+TOP_K = thinwire.compress.top_k(0.1)
+CASES = {
+    "local": Case(LOCAL),
+    "streaming": Case(STREAMING, TOP_K),
+    "resumed": Case(STREAMING, TOP_K, resumes=3),
+    "overflow": Case(LOCAL, bad=4),
+}
+
+
+def train_case(context: RankContext, kind: str, mesh: DeviceMesh, case: Case) -> dict[str, Any]:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = inside(kind, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+        options: Any = {} if case.compress is None else {"compress": case.compress}
+        group = mesh["hosts"]
+        sync = thinwire.attach(model, outer=case.recipe, optimizer=optimizer, process_group=group, **options)
+        return model, optimizer, sync
+
+    model, optimizer, sync = build()
     for step in range(STEPS):
-        step_of(model, optimizer, batch(step, context.rank))
-    found = whole(model)
-    stats, same = sync.stats(), gathered(found)
+        overflows = case.bad == step and context.rank >= 2
+        step_of(model, optimizer, batch(step, context.rank), float("nan") if overflows else 1.0)
+        if overflows:
+            optimizer.state.clear()
+        if case.resumes == step:
+            states = copy.deepcopy([model.state_dict(), optimizer.state_dict(), sync.state_dict()])
+            sync.detach()
+            model, optimizer, sync = build()
+            for one, state in zip((model, optimizer, sync), states, strict=True):
+                one.load_state_dict(state)
+    before, stats = whole(model), sync.stats()
+    model.eval()
+    with torch.no_grad():
+        model(batch(8, 0))  # FSDP keeps the outermost parameters whole after it
+        with sync.global_parameters():
+            anchored, output = whole(model), model(batch(9, 0))
+        local = model(batch(9, 0))
+        sync.synchronize()
+        last = model(batch(9, 0))
+    same = gathered({"output": output, "last": last, **anchored})
+    found = {"before": before, "parameters": whole(model), "same": same, "stats": stats}
+    found["outputs"] = [output, local, last]
     sync.detach()
-    return {"parameters": found, "same": same, "stats": stats}
+    return found
+
+
+def train_hosts(context: RankContext, kind: str) -> dict[str, dict[str, Any]]:
+    mesh = mesh_of()
+    return {name: train_case(context, kind, mesh, case) for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_hosts_whose_ranks_train_as_one(kind: str) -> None:
-    ranks = [outcome.value for outcome in run_ranks(train_hosts, kind, {}, world_size=4)]
-    right = by_hand(2, 2, 2)
-    assert all(rank["same"] for rank in ranks)
-    for name, mean in right.items():
-        torch.testing.assert_close(ranks[0]["parameters"][name], mean, rtol=1e-4, atol=1e-5, msg=name)
+    ranks = [outcome.value for outcome in run_ranks(train_hosts, kind, world_size=4)]
+    for name in CASES:
+        assert all(rank[name]["same"] for rank in ranks), f"all ranks have the anchors, in the case {name!r}"
+        for of_host in ((0, 1), (2, 3)):
+            one, other = (ranks[rank][name]["before"] for rank in of_host)
+            assert all(torch.equal(one[parameter], other[parameter]) for parameter in one), "a host trains as one"
+    for name, mean in by_hand(2, 2, 2).items():
+        torch.testing.assert_close(ranks[0]["local"]["parameters"][name], mean, rtol=1e-4, atol=1e-5, msg=name)
+    for rank in ranks:
+        for name, parameter in rank["streaming"]["before"].items():
+            assert torch.equal(parameter, rank["resumed"]["before"][name]), "a resumed training has the same bits"
+        assert all(torch.isfinite(one).all() for one in rank["overflow"]["parameters"].values())
+        outputs = rank["streaming"]["outputs"]
+        assert not any(torch.equal(one, other) for one, other in pairwise(outputs)), "none is of older parameters"
+    assert {rank["overflow"]["stats"]["outer/ranks"] for rank in ranks} == {1.0}
+    sent = [rank["local"]["stats"]["comm/bytes_sent"] for rank in ranks]
+    numel = sum(one.numel() for one in ranks[0]["local"]["parameters"].values())
+    assert sent[0] + sent[1] < 3 * 4 * numel, "a host sends its parameters once a round, and of the table some rows"
+    if kind == "ddp":
+        assert sent[1] == sent[3] == 0, "the first rank of a host sends for all"
+    else:
+        assert sent[1] == pytest.approx(sent[0], rel=0.1), "each sends its shards"

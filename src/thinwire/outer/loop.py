@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,13 +33,18 @@ from thinwire.gradients.tables import tables_of
 from thinwire.observe.step import ParameterRecord
 from thinwire.outer.anchors import Anchors
 from thinwire.outer.average import Averager, Entry, Told, submit
-from thinwire.outer.inner import InnerGroup, inner_group
+from thinwire.outer.inner import InnerGroup, inner_group, reshard
 from thinwire.outer.recipe import OuterRecipe
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
 from thinwire.synchronizer import Synchronizer
 
 VERSION = 1
+MOMENTUM_TWICE = (
+    "error feedback sends the rest of a difference in later rounds, and Nesterov momentum then counts it once more:"
+    " SparseLoCo (arXiv 2508.15706) trains without outer momentum, as with momentum=0.0, nesterov=False and"
+    " compress=thinwire.compress.error_feedback(compressor, decay=0.95)"
+)
 ENDING = 1
 """Flag of a rank that is in `Rounds.synchronize`."""
 
@@ -300,6 +306,7 @@ def _chosen(buffers: Mapping[str, Tensor | None], names: Iterable[str]) -> dict[
     return {name: buffer for name in names if (buffer := buffers[name]) is not None}
 
 
+logger = logging.getLogger("thinwire")
 _attached: WeakSet[nn.Module] = WeakSet()
 
 
@@ -335,14 +342,18 @@ class OuterLoop(Synchronizer):
         device = next(parameter.device for parameter in named.values() if parameter.requires_grad)
         self._staging = staging_for(device)
         self._host = inner = inner_group(model, group, device)
-        speaks = inner is None or inner.speaks
+        if inner is not None:
+            inner.check(recipe)
+        self._speaks = inner is None or inner.speaks
         self._rows: dict[str, ParameterRecord] = {}
         self._lane = Lane(group, timeout, self._staging)
         try:
-            coded = compression if speaks else None
+            coded = compression if self._speaks else None
             self._averager = Averager(self._lane, entries, coded, scheme, self._rows, self._staging)
             lines = [recipe.describe(), configuration(scheme, model, None, None), *self._averager.describe()]
             self._lane.submit(partial(_agree, "\n".join(lines))).wait()
+            if recipe.nesterov and self._averager.remembers and self._lane.rank == 0:
+                logger.warning(MOMENTUM_TWICE)
             broadcast_all((*named.values(), *dict(synchronized_buffers(module_of(model))).values()), group)
             buffers = partial(_floating_buffers, weakref.ref(module_of(model)))
             finite = {name: buffer for name, buffer in buffers().items() if bool(buffer.isfinite().all())}
@@ -419,13 +430,18 @@ class OuterLoop(Synchronizer):
             >>> with sync.global_parameters():                                           # doctest: +SKIP
             ...     evaluate(model)
         """
-        with self._rounds.swapped():
-            yield
+        try:
+            with self._rounds.swapped():
+                reshard(self._model)
+                yield
+        finally:
+            reshard(self._model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank: anchors, outer momentum, counts, means in flight, memories of compressors.
 
-        It waits for what is in flight, which ends once all ranks have launched it. Parameters are in the state of the
+        It waits for what is in flight, which ends once all ranks have launched it; so ranks that train as one, inside
+        of DDP or FSDP2, call it together. Parameters are in the state of the
         model, and each rank has its own: save all of them, or `synchronize` before. The tensors are the anchors
         themselves, as in other state dicts of torch.
         """
@@ -433,6 +449,7 @@ class OuterLoop(Synchronizer):
             "version": VERSION,
             "recipe": self._recipe.describe(),
             "parameters": sorted(self._parameter_names),
+            "shard": 0 if self._host is None else self._host.shard,
             **self._rounds.state_dict(),
             "averager": self._averager.state_dict(),
         }
@@ -452,13 +469,23 @@ class OuterLoop(Synchronizer):
         unknown = set(state["parameters"]) ^ set(self._parameter_names)
         if unknown:
             raise ValueError(f"the state belongs to a model with other parameters; {min(unknown)!r} is in one of them")
+        shard = 0 if self._host is None else self._host.shard
+        if state["shard"] != shard:
+            raise ValueError(f"a state of shard {state['shard']}, and here is shard {shard}: save that of every rank")
         self._rounds.check_state(state)
-        self._averager.check_state(state["averager"])
+        if self._speaks:
+            self._averager.check_state(state["averager"])
+            self._averager.load_state_dict(state["averager"])
         self._rounds.load_state_dict(state)
-        self._averager.load_state_dict(state["averager"])
 
     def gathered(self) -> Gathered:
-        """Return the states of all ranks as one object, as `Synchronizer.gathered`."""
+        """Return the states of all ranks as one object, as `Synchronizer.gathered`.
+
+        Raises:
+            ValueError: ranks have shards of parameters.
+        """
+        if self._host is not None and not self._host.is_alike:
+            raise ValueError("rank 0 does not write the shards of all ranks: save sync.state_dict() on every rank")
         return Gathered(self._lane, self.state_dict, self.load_state_dict)
 
     def trace(self, steps: int | None = None) -> NoReturn:

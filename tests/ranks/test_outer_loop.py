@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-import threading
-import weakref
-from collections.abc import Callable, Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -18,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
 from thinwire.compress import error_feedback, qsgd, top_k
-from thinwire.errors import LostPeerError, MismatchError, ThinwireError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.outer import OuterLoop, OuterRecipe, diloco, local_sgd
 

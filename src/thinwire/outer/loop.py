@@ -241,7 +241,7 @@ class Rounds:
         weight = 1.0 if flight.is_plain or flight.is_refused else mix
         if flight.counts:
             self._anchors.step(flight.fragment, flight.differences, flight.is_plain)
-            self._anchors.land_buffers(self._buffers(), _chosen(flight.buffers, flight.buffers), weight)
+        self._anchors.land_buffers(self._buffers(), _chosen(flight.buffers, flight.buffers), weight)
         self._anchors.mix(flight.fragment, weight)
         self.landed += 1
 
@@ -419,6 +419,7 @@ class OuterLoop(Synchronizer):
         """
         self._check_attached()
         self._rounds.synchronize()
+        reshard(self._model)
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -511,6 +512,7 @@ class OuterLoop(Synchronizer):
         _attached.discard(self._model)
         try:
             self._rounds.land_all()
+            reshard(self._model)
         finally:
             self._lane.close()
 

@@ -103,7 +103,7 @@ class Rounds:
         self._since = [0] * recipe.fragments  # inner steps since the last launch
         self._position = 0  # in the schedule
         self._launched = self.landed = 0
-        self.steps = self.ranks = 0
+        self.steps = self.ranks = self.refusals = 0
         self._is_swapped = False
         self.exposed_seconds = 0.0
 
@@ -259,6 +259,7 @@ class Rounds:
             self.exposed_seconds += time.perf_counter() - started
         flight.future, flight.flags, flight.counts = None, told.flags, told.total > 0
         flight.is_refused = self._lane.rank in told.refused
+        self.refusals += flight.is_refused
         flight.buffers = _chosen(flight.buffers, moved)
         self.ranks = told.ranks or self.ranks
 
@@ -560,8 +561,11 @@ class StepHook:
         found_inf = getattr(optimizer, "found_inf", None)  # of a GradScaler whose optimizer skips by itself
         if found_inf is not None and float(found_inf):
             return
+        refusals = self._rounds.refusals
         with torch.no_grad():
             self._rounds.after_step()
+        if self._rounds.refusals > refusals:
+            _mend(optimizer)
         self._count_dense()
 
     def _count_dense(self) -> None:
@@ -576,6 +580,14 @@ class StepHook:
             elif parameter.requires_grad:
                 dense += local_of(parameter).nbytes
         self.dense_bytes += ring_all_reduce_bytes(dense, self._world_size)
+
+
+def _mend(optimizer: torch.optim.Optimizer) -> None:
+    """Forget moments that are not finite: from anchors they would lead to parameters that are not, again."""
+    for state in optimizer.state.values():
+        for tensor in state.values():
+            if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                tensor.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 def _agree(text: str, lane: Lane) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from thinwire.gradients.tables import tables_of
 from thinwire.observe.step import ParameterRecord
 from thinwire.outer.anchors import Anchors
 from thinwire.outer.average import Averager, Entry, Told, submit
-from thinwire.outer.inner import InnerGroup, inner_group
+from thinwire.outer.inner import InnerGroup, inner_group, reshard
 from thinwire.outer.members import Members, Roll, hand_over
 from thinwire.outer.recipe import OuterRecipe
 from thinwire.sync.scheme import Scheme
@@ -41,6 +42,11 @@ from thinwire.sync.two_level import TwoLevel
 from thinwire.synchronizer import Synchronizer
 
 VERSION = 1
+MOMENTUM_TWICE = (
+    "error feedback sends the rest of a difference in later rounds, and Nesterov momentum then counts it once more:"
+    " SparseLoCo (arXiv 2508.15706) trains without outer momentum, as with momentum=0.0, nesterov=False and"
+    " compress=thinwire.compress.error_feedback(compressor, decay=0.95)"
+)
 ENDING = 1
 """Flag of a rank that is in `Rounds.synchronize`."""
 ASKED = 2
@@ -295,7 +301,7 @@ class Rounds:
         weight = 1.0 if flight.is_plain or flight.is_refused else mix
         if flight.counts:
             self.anchors.step(flight.fragment, flight.differences, flight.is_plain)
-            self.anchors.land_buffers(self._buffers(), _chosen(flight.buffers, flight.buffers), weight)
+        self.anchors.land_buffers(self._buffers(), _chosen(flight.buffers, flight.buffers), weight)
         self.anchors.mix(flight.fragment, weight)
         self.landed += 1
         members, flags = self._members, flight.flags
@@ -427,6 +433,7 @@ def _chosen(buffers: Mapping[str, Tensor | None], names: Iterable[str]) -> dict[
     return {name: buffer for name in names if (buffer := buffers[name]) is not None}
 
 
+logger = logging.getLogger("thinwire")
 _attached: WeakSet[nn.Module] = WeakSet()
 
 
@@ -462,17 +469,19 @@ class OuterLoop(Synchronizer):
         device = next(parameter.device for parameter in named.values() if parameter.requires_grad)
         self._staging = staging_for(device)
         self._host = inner = _inner_group(model, group, device, recipe)
-        speaks = inner is None or inner.speaks
+        self._speaks = inner is None or inner.speaks
         self._rows: dict[str, ParameterRecord] = {}
         text = "\n".join([recipe.describe(), configuration(scheme, model, None, None)])
         module = weakref.ref(module_of(model))
         buffers, untrained = partial(_floating_buffers, module), partial(_untrained, module)
-        coded = compression if speaks else None
+        coded = compression if self._speaks else None
 
         def average(lane: Lane) -> Averager:
             return Averager(lane, entries, coded, scheme, self._rows, self._staging)
 
         def begin(lane: Lane, averager: Averager) -> Rounds:
+            if recipe.nesterov and averager.remembers and lane.rank == 0:
+                logger.warning(MOMENTUM_TWICE)
             finite = {name: buffer for name, buffer in buffers().items() if bool(buffer.isfinite().all())}
             anchors = Anchors(named, finite, recipe)
             return Rounds(recipe, anchors, averager, lane, buffers, self._staging, inner, text, untrained)
@@ -562,6 +571,7 @@ class OuterLoop(Synchronizer):
         """
         self._check_attached()
         self._rounds.synchronize()
+        reshard(self._model)
 
     @contextmanager
     def global_parameters(self) -> Iterator[None]:
@@ -573,13 +583,18 @@ class OuterLoop(Synchronizer):
             >>> with sync.global_parameters():                                           # doctest: +SKIP
             ...     evaluate(model)
         """
-        with self._rounds.swapped():
-            yield
+        try:
+            with self._rounds.swapped():
+                reshard(self._model)
+                yield
+        finally:
+            reshard(self._model)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of this rank: anchors, outer momentum, counts, means in flight, memories of compressors.
 
-        It waits for what is in flight, which ends once all ranks have launched it. Parameters are in the state of the
+        It waits for what is in flight, which ends once all ranks have launched it; so ranks that train as one, inside
+        of DDP or FSDP2, call it together. Parameters are in the state of the
         model, and each rank has its own: save all of them, or `synchronize` before. The tensors are the anchors
         themselves, as in other state dicts of torch.
         """
@@ -587,6 +602,7 @@ class OuterLoop(Synchronizer):
             "version": VERSION,
             "recipe": self._recipe.describe(),
             "parameters": sorted(self._parameter_names),
+            "shard": 0 if self._host is None else self._host.shard,
             **self._rounds.state_dict(),
             "averager": self._averager.state_dict(),
         }
@@ -606,13 +622,23 @@ class OuterLoop(Synchronizer):
         unknown = set(state["parameters"]) ^ set(self._parameter_names)
         if unknown:
             raise ValueError(f"the state belongs to a model with other parameters; {min(unknown)!r} is in one of them")
+        shard = 0 if self._host is None else self._host.shard
+        if state["shard"] != shard:
+            raise ValueError(f"a state of shard {state['shard']}, and here is shard {shard}: save that of every rank")
         self._rounds.check_state(state)
-        self._averager.check_state(state["averager"])
+        if self._speaks:
+            self._averager.check_state(state["averager"])
+            self._averager.load_state_dict(state["averager"])
         self._rounds.load_state_dict(state)
-        self._averager.load_state_dict(state["averager"])
 
     def gathered(self) -> Gathered:
-        """Return the states of all ranks as one object, as `Synchronizer.gathered`."""
+        """Return the states of all ranks as one object, as `Synchronizer.gathered`.
+
+        Raises:
+            ValueError: ranks have shards of parameters.
+        """
+        if self._host is not None and not self._host.is_alike:
+            raise ValueError("rank 0 does not write the shards of all ranks: save sync.state_dict() on every rank")
         return Gathered(self._lane, self.state_dict, self.load_state_dict)
 
     def trace(self, steps: int | None = None) -> NoReturn:
@@ -638,6 +664,7 @@ class OuterLoop(Synchronizer):
         _attached.discard(self._model)
         try:
             self._rounds.land_all()
+            reshard(self._model)
         finally:
             self._lane.close()
 
@@ -736,13 +763,14 @@ def _untrained(module: weakref.ref[nn.Module]) -> dict[str, Tensor]:
 def _inner_group(
     model: nn.Module, group: dist.ProcessGroup | Members, device: torch.device, recipe: OuterRecipe
 ) -> InnerGroup | None:
-    is_plain = not isinstance(model, DistributedDataParallel) and not is_sharded(model)
-    inner = None if isinstance(group, Members) else inner_group(model, group, device)
-    if not is_plain and (isinstance(group, Members) or (recipe.min_ranks is not None and inner is not None)):
-        raise ValueError(
-            "min_ranks= and Members take plain modules: of a host whose ranks train as one, all would have to leave"
-            " and come together. Leave min_ranks= out, or attach the plain module"
-        )
+    """Return the ranks that train as one with this one, or None; raise ValueError where they cannot."""
+    if isinstance(group, Members):
+        if isinstance(model, DistributedDataParallel) or is_sharded(model):
+            raise ValueError("Members are ranks that train alone: attach the plain module, not one of DDP or FSDP2")
+        return None
+    inner = inner_group(model, group, device)
+    if inner is not None:
+        inner.check(recipe)
     return inner
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -33,6 +34,7 @@ from thinwire.observe.step import ParameterRecord
 from thinwire.outer.anchors import Anchors
 from thinwire.outer.average import Averager, Entry, Told
 from thinwire.outer.recipe import OuterRecipe
+from thinwire.outer.shadow import ShadowRounds
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
 from thinwire.synchronizer import Synchronizer
@@ -98,6 +100,10 @@ class Rounds:
         self._is_swapped = False
         self.exposed_seconds = 0.0
 
+    def before_step(self) -> None:
+        """Anchor parameters that are trained from now on."""
+        self._anchors.adopt()
+
     def after_step(self) -> None:
         """Count an inner step; land what is due, and launch what is due.
 
@@ -145,6 +151,15 @@ class Rounds:
                 yield
         finally:
             self._is_swapped = False
+
+    def still(self) -> AbstractContextManager[None]:
+        """Return a context in which the state of this rank changes only by its own calls, as it does here anyway."""
+        return nullcontext()
+
+    stopped = still
+
+    def drop(self) -> None:
+        """Begin no more rounds."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the means of what is in flight, for which it waits."""
@@ -320,7 +335,12 @@ class OuterLoop(Synchronizer):
             buffers = partial(_floating_buffers, weakref.ref(module_of(model)))
             finite = {name: buffer for name, buffer in buffers().items() if bool(buffer.isfinite().all())}
             anchors = Anchors(named, finite, recipe)
-            self._rounds = Rounds(recipe, anchors, self._averager, self._lane, buffers, self._staging)
+            parts = recipe, anchors, self._averager, self._lane, buffers, self._staging
+            self._rounds: Rounds | ShadowRounds
+            if recipe.in_background:
+                self._rounds = ShadowRounds(*parts, [entry.name for entry in entries if entry.is_table])
+            else:
+                self._rounds = Rounds(*parts)
         except Exception:
             self._lane.close()
             raise
@@ -402,13 +422,15 @@ class OuterLoop(Synchronizer):
         model, and each rank has its own: save all of them, or `synchronize` before. The tensors are the anchors
         themselves, as in other state dicts of torch.
         """
-        return {
-            "version": VERSION,
-            "recipe": self._recipe.describe(),
-            "parameters": sorted(self._parameter_names),
-            **self._rounds.state_dict(),
-            "averager": self._averager.state_dict(),
-        }
+        with self._rounds.still():
+            state = {
+                "version": VERSION,
+                "recipe": self._recipe.describe(),
+                "parameters": sorted(self._parameter_names),
+                **self._rounds.state_dict(),
+                "averager": self._averager.state_dict(),
+            }
+            return copy.deepcopy(state) if self._recipe.in_background else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank. With the parameters of then, the same steps follow bitwise.
@@ -427,12 +449,14 @@ class OuterLoop(Synchronizer):
             raise ValueError(f"the state belongs to a model with other parameters; {min(unknown)!r} is in one of them")
         self._rounds.check_state(state)
         self._averager.check_state(state["averager"])
-        self._rounds.load_state_dict(state)
-        self._averager.load_state_dict(state["averager"])
+        with self._rounds.stopped():
+            self._rounds.load_state_dict(state)
+            self._averager.load_state_dict(state["averager"])
 
     def gathered(self) -> Gathered:
         """Return the states of all ranks as one object, as `Synchronizer.gathered`."""
-        return Gathered(self._lane, self.state_dict, self.load_state_dict)
+        lane: Any = self._rounds if self._recipe.in_background else self._lane
+        return Gathered(lane, self.state_dict, self.load_state_dict)
 
     def trace(self, steps: int | None = None) -> NoReturn:
         """Raise ValueError: traces show the parts of a backward pass, in which nothing is sent."""
@@ -473,9 +497,9 @@ class StepHook:
     """
 
     def __init__(
-        self, rounds: Rounds, anchors: Anchors, parameters: Mapping[str, nn.Parameter], world_size: int
+        self, rounds: Rounds | ShadowRounds, anchors: Anchors, parameters: Mapping[str, nn.Parameter], world_size: int
     ) -> None:
-        self._rounds, self._anchors, self._world_size = rounds, anchors, world_size
+        self.rounds, self._anchors, self._world_size = rounds, anchors, world_size
         self._parameters = list(parameters.values())
         self._handles: list[RemovableHandle] = []
         self.dense_bytes = 0
@@ -497,7 +521,7 @@ class StepHook:
 
     @torch.compiler.disable
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        self._anchors.adopt()
+        self.rounds.before_step()
 
     @torch.compiler.disable
     def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -505,7 +529,7 @@ class StepHook:
         if found_inf is not None and float(found_inf):
             return
         with torch.no_grad():
-            self._rounds.after_step()
+            self.rounds.after_step()
         self._count_dense()
 
     def _count_dense(self) -> None:
@@ -537,6 +561,7 @@ def _floating_buffers(module: weakref.ref[nn.Module]) -> dict[str, Tensor]:
 def _release(hook: StepHook, lane: Lane) -> None:
     """Detach a model that is gone: like `OuterLoop.detach`, but without waiting, and not on all ranks at once."""
     hook.remove()
+    hook.rounds.drop()
     lane.abandon()
 
 

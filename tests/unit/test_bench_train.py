@@ -6,6 +6,7 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,24 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
+from thinwire import compress, outer
 from thinwire.cli.main import app
+from thinwire.compress.named import split
 from thinwire.lab.bench.jobs.images import DigitsJob
 from thinwire.lab.bench.jobs.job import Data, Job, Samples
 from thinwire.lab.bench.jobs.named import JOBS, get_job
 from thinwire.lab.bench.jobs.own import JobError, same_random_numbers_after
 from thinwire.lab.bench.train.account import covered_seconds
 from thinwire.lab.bench.train.curve import LossCurve, evaluation_steps, reached_at, smoothed, window_of
-from thinwire.lab.bench.train.methods import SETTINGS, TORCH_METHODS, method_of, method_of_plan, parse
+from thinwire.lab.bench.train.methods import (
+    OUTER_METHODS,
+    SETTINGS,
+    TORCH_METHODS,
+    method_of,
+    method_of_plan,
+    parse,
+)
+from thinwire.lab.bench.train.outer import Outer, codec_of
 from thinwire.lab.bench.train.planned import Planning
 from thinwire.lab.bench.train.rank import JobTraining, RankRecord, StepRecord, set_up_optimizer
 from thinwire.lab.bench.train.report import build_report
@@ -146,6 +157,18 @@ def test_the_first_step_is_told_apart() -> None:
     assert (made["bytes_sent_max"], made["bytes_source"], made["bytes_link_max"]) == (4001, "counted", None)
 
 
+def test_a_step_of_an_outer_loop_is_a_mean_over_rounds() -> None:
+    """Of 32 steps 31 have no round: a median would be a step that sends nothing."""
+    waits = [2.0, 0.0, 0.0, 0.0, 0.4]
+    steps = [StepRecord(1.0, wait, 0.5, 0.0, wait, 0.0, 1000.0 * (wait > 0)) for wait in waits]
+    training = JobTraining(get_job("lstm"), "diloco", seed=0, steps=5)
+    loop = RankRecord(parameters=1000, steps=steps, held_out_losses=[(5, 1.0)], rounds=2.0)
+    made, plain = row_of(training, [loop], None), row_of(training, [replace(loop, rounds=None)], None)
+    assert (made["rounds"], made["exposed_seconds"], made["step_seconds"]) == (2.0, pytest.approx(0.1), 1.6)
+    assert (plain["rounds"], plain["exposed_seconds"], plain["step_seconds"]) == (None, 0.0, 1.5)
+    assert made["bytes_sent_max"] == plain["bytes_sent_max"] == 400
+
+
 def test_intervals_in_flight_together_count_once() -> None:
     assert covered_seconds([(0.0, 2.0), (1.0, 3.0), (5.0, 6.0)]) == 4.0
 
@@ -156,7 +179,28 @@ def test_settings_are_read_from_the_name_of_a_method() -> None:
         parse("top_k:0.001")
 
 
-@pytest.mark.parametrize("name", [*TORCH_METHODS, *SETTINGS, *NAMED])
+def test_what_follows_codec_is_the_compressor_of_the_differences() -> None:
+    text = "diloco:every=16:lr=0.5:codec=top_k:density=0.0156:values=qsgd(bits=2;bucket=64):decay=0.95"
+    name, settings = parse(text)
+    assert (name, settings["every"], settings["lr"]) == ("diloco", 16, 0.5)
+    made, arguments = split(settings["codec"])
+    code = codec_of(made, arguments)
+    expected = compress.error_feedback(compress.top_k(0.0156, values=compress.qsgd(2, 64)), decay=0.95)
+    assert code == expected
+    assert codec_of("qsgd", {"bits": 4}) == compress.qsgd(4)
+    assert codec_of("ef_sign_sgd", {"decay": 0.9}) == compress.ef_sign_sgd(0.9), "which has a decay itself"
+    assert method_of(text, get_job("gpt"), steps=100, world_size=2).is_plain
+
+
+def test_outer_loops_have_the_settings_of_their_recipes() -> None:
+    streaming = Outer.of("streaming_diloco", {"every": 16, "inner_lr": 2})
+    assert streaming == Outer(outer.diloco(every=16, fragments=4, delay=4, mix=0.5), 2.0)
+    assert Outer.of("local_sgd", {}).recipe == outer.local_sgd()
+    assert Outer.of("shadow_sync", {"algorithm": "bmuf"}).recipe == outer.shadow_sync("bmuf")
+    assert not method_of("diloco:codec=top_k", get_job("gpt"), 100, 2).compresses("words.weight", torch.empty(64, 64))
+
+
+@pytest.mark.parametrize("name", [*TORCH_METHODS, *SETTINGS, *NAMED, *OUTER_METHODS])
 def test_every_setting_fits_its_constructor(name: str) -> None:
     method_of(name, get_job("lstm"), steps=100, world_size=2)
 
@@ -189,6 +233,18 @@ def test_dgc_without_momentum_takes_any_optimizer() -> None:
         ("plan:file=/nowhere/plan.json", "cannot read the plan /nowhere/plan.json"),
         ("plan:/nowhere/plan.json", "cannot read the plan /nowhere/plan.json"),
         ("plan:compressors=sidco", "sidco"),
+        ("diloco:density=0.01", "unexpected keyword argument 'density'.* behind codec=, as in diloco:every=32:codec="),
+        ("diloco:every=0", "every is 0: pass"),
+        ("diloco:inner_lr=0", "inner_lr of diloco is a factor above 0"),
+        ("diloco:codec=zip", "codec=zip is no compressor; legal are top_k, "),
+        ("diloco:codec=dgc", "codec=dgc has momentum, and so has the outer optimizer; legal are top_k, "),
+        ("diloco:codec=top_k:densty=1", "densty"),
+        ("diloco:codec=top_k:values=qsgd(2)", "a setting is NAME=VALUE"),
+        ("diloco:codec=top_k:decay=x", "decay of codec=top_k is a number"),
+        ("diloco:codec=top_k:warm_up=0.1", "codec=top_k has no warm_up: there are rounds"),
+        ("shadow_sync:algorithm=adam", "adam"),
+        ("shadow_sync:every=32", "'every'"),
+        ("ddp:codec=top_k", "ddp has no codec=, which outer loops have: local_sgd, diloco"),
     ],
 )
 def test_unknown_methods_and_settings(text: str, says: str) -> None:
@@ -269,7 +325,7 @@ def test_judging_and_planning_leave_the_batches_of_the_training_as_they_are() ->
 def row(method: str, seconds: float | None, seed: int = 0, loss: float | None = 1.0) -> dict[str, Any]:
     return {
         "method": method, "seed": seed, "bytes_sent_max": 1e6, "step_seconds_median": 0.1, "exposed_seconds": 0.0,
-        "final_loss": loss, "loss_vs_dense": 0.0, "seconds_to_dense_loss": seconds,
+        "step_seconds": 0.1, "final_loss": loss, "loss_vs_dense": 0.0, "seconds_to_dense_loss": seconds,
     }  # fmt: skip
 
 
@@ -280,6 +336,7 @@ def row(method: str, seconds: float | None, seed: int = 0, loss: float | None = 
         ({"ddp": 10.0, "bf16": 8.0, "zen": 4.0}, "Exact synchronization pays on this link: zen .* 2.50x"),
         ({"ddp": 10.0, "bf16": 10.4, "top_k": 11.0}, "does not pay on this link: the best, bf16, .* 0.96x"),
         ({"ddp": 10.0, "bf16": 5.0, "top_k": 6.0}, "nothing beats bf16 .* top_k, 1.67x"),
+        ({"ddp": 10.0, "bf16": 8.0, "diloco:every=32": 1.0}, "Another algorithm, an outer loop, pays .* 10.00x"),
         ({"ddp": 10.0, "top_k": None}, "does not pay .* no other method reached .* within its steps: top_k"),
         ({"top_k": 1.0}, "add ddp"),
         ({"ddp": 10.0}, "Only stock DDP"),
@@ -326,7 +383,7 @@ def test_a_run_without_a_link(tmp_path: Path) -> None:
     assert (top_k["bytes_source"], top_k["density"] < 0.05) == ("counted", True)
     assert 0 < dense["seconds_to_dense_loss"] <= dense["seconds_curve"][-1]
     html = page.read_text()
-    assert html.count("<figure") == 3
+    assert html.count("<figure") == 4
     assert verdict(written["rows"]).split(":")[0] in html
     assert build_report(written).html().partition("<footer")[0] == html.partition("<footer")[0]
 

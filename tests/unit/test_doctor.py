@@ -32,8 +32,10 @@ from thinwire.lab.doctor.diagnosis import (
     format_mbit,
 )
 from thinwire.lab.planning.measurement import DdpSite
+from thinwire.lab.planning.outer import outer_option
 from thinwire.lab.planning.planner import ROWS, step_seconds
 from thinwire.lab.planning.training import How
+from thinwire.plan.explain import format_bytes
 from thinwire.plan.plan import STOCK, Plan
 
 TOP_K = "top_k:density=0.01"
@@ -125,6 +127,47 @@ It is lossy: compare the loss too, or take the exact way with --compress none.
 """
 
 
+def test_another_algorithm_is_named_where_the_network_dominates_and_is_never_the_advice() -> None:
+    slow = diagnose("a test", measurement(20, world_size=4), ["bf16"], POLICIES)
+    option = slow.outer
+    assert option is not None
+    size, computing = sum(slow.measurement.size_bytes), 0.03 + 0.08
+    assert option.sent_bytes == pytest.approx(2 * 3 / 4 * size / 32, rel=1e-3)
+    assert option.exposed_seconds == pytest.approx(option.sent_bytes * 0.4e-6, rel=0.01), "of 20 Mbit/s"
+    assert option.step_seconds == pytest.approx(computing + option.exposed_seconds)
+    assert option.best_step_seconds == slow.plan.step_seconds > 1.5 * option.step_seconds
+    text, figures = describe(slow), slow.to_json()
+    assert f"Another algorithm, diloco(every=32), would send {format_bytes(option.sent_bytes)} a step" in text
+    assert "see docs/guides/outer.md" in text
+    assert text.endswith(
+        "\n\n    import thinwire\n"
+        "    sync = thinwire.attach(model, outer=thinwire.outer.diloco(every=32), optimizer=optimizer)\n"
+    )
+    assert figures["outer"]["lines"] == option.lines
+    assert figures["outer"]["step_seconds"] == option.step_seconds
+    assert not any("outer" in line for line in figures["advice"]["lines"])
+
+
+def test_another_algorithm_is_not_named_where_it_gains_little() -> None:
+    fast = diagnosis(100, world_size=4)
+    assert fast.exposed_share > 0.7, "under stock DDP, and not where the best way is taken"
+    assert fast.outer is None
+    assert fast.to_json()["outer"] is None
+    assert "Another algorithm" not in describe(fast)
+    assert outer_option(fast.measurement, 10.0, 5.1) is None, "less than half of the step waits"
+    assert outer_option(fast.measurement.at(0.01), 10.0, 1.0) is None, "a thirty-second of the bytes is too much"
+
+
+def test_an_outer_loop_sends_the_rows_of_all_its_steps_and_no_more_than_there_are() -> None:
+    few, all_rows = table(world_size=4, held=(50.0,) * 4, union=180.0), table("b", 4, held=(2e4,) * 4, union=4e4)
+    measured = measurement(1, world_size=4, tables=[few, all_rows], shapes=[(64, 64)])
+    option = outer_option(measured, 1e6, 0.1)
+    assert option is not None
+    whole = 1.5 * 12.8e6 / 32
+    few_rows = option.sent_bytes - whole - 1.5 * 16384 / 32
+    assert 0 < few_rows < 3 * 50 * (256 + 8) * 2, "rows of 64 values and their ids: pushed, and the sums pulled"
+
+
 def with_tables(mbit: float, **changes: Any) -> Diagnosis:
     tables = [table(world_size=4), table("items.weight", 4, num_rows=100_000, held=(50.0,) * 4, union=180.0)]
     measured = measurement(mbit, world_size=4, tables=tables, **changes)
@@ -181,7 +224,7 @@ def test_what_was_measured_decides() -> None:
     text = describe(slow)
     assert "Compression pays" not in text, "which the measured steps contradict"
     assert "An exact way pays" not in text
-    assert text.endswith("\nDo nothing. Stock DDP is as good as anything here, and simpler.\n")
+    assert "\nDo nothing. Stock DDP is as good as anything here, and simpler.\n" in text
     alike = trained(diagnosed, {STOCK: 1.5})
     assert alike.stock_step_seconds == pytest.approx(1.5 * diagnosed.stock_step_seconds)
     assert alike.plan.choice == diagnosed.plan.choice

@@ -25,8 +25,9 @@ SCHEMES = (
 DTYPES = "float32, float64, bfloat16, float16"
 JOBS = "lstm, digits, gpt, xlmr, dlrm, deepfm, nmt, bert, vgg, resnet, word2vec"
 METHODS = (
-    "ddp, bf16, powersgd_torch, thinwire, exact, plan, top_k, dgc, gaussian_k, redsync, sidco, ms_top_k, random_k,"
-    " sign_sgd, ef_sign_sgd, qsgd, terngrad, natural, int8, fp8, fp16, power_sgd, acp_sgd, atomo, ok_topk, hi_top_k"
+    "ddp, bf16, powersgd_torch, thinwire, exact, plan, local_sgd, diloco, streaming_diloco, shadow_sync, top_k, dgc,"
+    " gaussian_k, redsync, sidco, ms_top_k, random_k, sign_sgd, ef_sign_sgd, qsgd, terngrad, natural, int8, fp8, fp16,"
+    " power_sgd, acp_sgd, atomo, ok_topk, hi_top_k"
 )
 CHECKPOINT_METHODS = "none,dcp_sync,dcp_async,blocking,thinwire"
 """Names that the help lists, written out since the modules that define them import torch; a test compares them."""

@@ -43,7 +43,7 @@ def train(
         "--methods",
         "ddp,bf16,top_k,ef_sign_sgd,power_sgd",
         f", of: {METHODS}; or a scheme of bench sync, such as zen. Settings behind a colon: top_k:density=0.001,"
-        " plan:plan.json",
+        " plan:plan.json, diloco:every=32:codec=top_k:density=0.0156",
     ),
     scale: float = option("--scale", None, ", of the parameters of a job; by default it is sized for two cores"),
     hosts: int = option("--hosts", None, ", one rank each; 8 by default"),

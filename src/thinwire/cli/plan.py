@@ -195,6 +195,7 @@ def _finish(
     from dataclasses import asdict, replace
 
     from thinwire.lab.espresso.collectives import cost_table
+    from thinwire.lab.planning.outer import outer_option
     from thinwire.lab.planning.planner import best_plan
 
     best = replace(best_plan(measured, compressors, search=search), created=measured.created)
@@ -202,13 +203,17 @@ def _finish(
     print_measurement(measured, console)
     print_costs(rows, measured.link.message, measured.world_size, sum(measured.size_bytes), console)
     console.print(best.explain(), end="", highlight=False, markup=False, soft_wrap=True)
+    computing = measured.other_seconds + measured.all_backward_seconds
+    outer = outer_option(measured, best.step_seconds, computing)
+    if outer is not None:
+        console.print("\n".join([*outer.describe(), ""]), highlight=False, markup=False, soft_wrap=True)
     if measurement is not None:
         measured.save(measurement)
         console.print(f"Measured: [bold]{measurement}[/]", highlight=False)
     if output is not None:
         save_plan(best, output, console)
     figures = {"plan": best.to_json(), "measurement": measured.to_json(), "costs": [asdict(row) for row in rows]}
-    write_json(figures, json_path)
+    write_json(figures | {"outer": None if outer is None else outer.to_json()}, json_path)
 
 
 def save_plan(best: Plan, output: Path, console: Console) -> None:

@@ -71,8 +71,8 @@ class OuterRecipe:
         _check_number("every_seconds", self.every_seconds, 0.0, math.inf, "seconds, or None", excluded=(math.inf,))
         if not isinstance(self.nesterov, bool):
             raise ValueError(f"nesterov is {self.nesterov!r}: pass True or False")
-        if self.nesterov and self.momentum == 0.0:
-            raise ValueError("nesterov=True needs momentum: pass momentum=0.9, or nesterov=False")
+        if self.momentum == 0.0:  # Nesterov's look ahead is along the momentum
+            object.__setattr__(self, "nesterov", False)
         if self.every is not None and self.fragments > self.every:
             raise ValueError(
                 f"{self.fragments} fragments do not fit in every={self.every} steps: one is launched every"
@@ -144,7 +144,7 @@ def diloco(
     """Step the anchor by the mean difference with Nesterov momentum: DiLoCo, and Streaming DiLoCo with fragments.
 
     With ``fragments`` parts of the model take turns; with ``delay`` training goes on while they travel. With a
-    sparsifier and ``momentum=0.0, nesterov=False`` this is SparseLoCo.
+    sparsifier and ``momentum=0.0`` this is SparseLoCo.
 
     Source: Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023, and "Streaming
     DiLoCo with overlapping communication", 2025; Sarfi et al., "Communication Efficient LLM Pre-training with
@@ -152,7 +152,7 @@ def diloco(
 
     Args:
         every: inner steps of a full round.
-        lr, momentum, nesterov: settings of the outer SGD. Without momentum, nesterov must be False.
+        lr, momentum, nesterov: settings of the outer SGD. Without momentum, nesterov has no effect.
         fragments: parts of the model, of similar size; one is launched every ``every / fragments`` steps.
         delay: inner steps between launch and landing; at most ``every``.
         mix: weight of the anchor when it lands: 1 replaces the parameters. (Streaming DiLoCo's alpha is 1 - mix.)
@@ -176,6 +176,7 @@ def diloco(
 def shadow_sync(
     algorithm: str = "easgd",
     every_seconds: float | None = None,
+    continuous: bool = False,
     mix: float | None = None,
     lr: float | None = None,
     momentum: float | None = None,
@@ -192,6 +193,7 @@ def shadow_sync(
         algorithm: "easgd" moves the anchor by ``lr`` towards the mean; "average" makes it the mean; "bmuf" gives it
             block momentum.
         every_seconds: least seconds between the beginnings of two rounds; None for no pause.
+        continuous: True says that there is no pause, which is the default.
         mix: weight of the anchor in the parameters after a round.
         lr, momentum: settings of the outer SGD; None for those of the algorithm.
         min_ranks: how many ranks are enough to go on when others are lost; None for all.
@@ -207,6 +209,8 @@ def shadow_sync(
         raise unknown("algorithm", str(algorithm), ALGORITHMS)
     if every_seconds is not None:
         _check_number("every_seconds", every_seconds, 0.0, math.inf, "seconds, or None", excluded=(0.0, math.inf))
+    if continuous and every_seconds is not None:
+        raise ValueError("continuous=True makes no pause between rounds: leave out every_seconds=")
     usual = ALGORITHMS[algorithm]
     if algorithm == "average" and (lr, momentum) != (None, None):
         raise ValueError("algorithm='average' takes the mean as it is: leave out lr= and momentum=, or take 'bmuf'")

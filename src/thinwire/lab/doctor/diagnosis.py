@@ -11,6 +11,7 @@ from typing import Any
 from thinwire.fuse.policy import Policy, default_policies
 from thinwire.lab.doctor.advice import Advice, advice_of, lines_of, where_to_paste
 from thinwire.lab.planning.measurement import Measurement
+from thinwire.lab.planning.outer import OuterOption, outer_option
 from thinwire.lab.planning.planner import (
     DEFAULTS,
     LOSSIER_WORTH,
@@ -131,6 +132,12 @@ class Diagnosis:
         """Whether backward waits for the network for more than 3 % of a step."""
         return self.exposed_share > _EXPOSED
 
+    @property
+    def outer(self) -> OuterOption | None:
+        """The outer loop, which is another algorithm; None where it would not help enough to be named."""
+        computing = self.plan.other_seconds + self.backward_seconds
+        return outer_option(self.measurement, self.plan.step_seconds, computing)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "title": self.title,
@@ -143,6 +150,7 @@ class Diagnosis:
                 "lines": lines_of(self.advice, self.measurement.ddp),
                 "where": where_to_paste(self.advice, self.measurement.ddp) if self.advice.attaches else "",
             },
+            "outer": None if self.outer is None else self.outer.to_json(),
             "confirmed": [asdict(row) for row in self.confirmed],
             "tables": [asdict(job) for job in self.measurement.row_jobs],
             "best_exact": {"name": self.best_exact[0], "step_seconds": self.best_exact[1]},
@@ -481,14 +489,18 @@ def _advice(diagnosis: Diagnosis, plan_path: str | None) -> list[str]:
     advice, ddp = diagnosis.advice, diagnosis.measurement.ddp
     if not advice.attaches:
         nothing = "Do nothing. Stock DDP is as good as anything here, and simpler."
-        return [nothing, *_doubt(diagnosis), *_hint(diagnosis)]
+        return [nothing, *_doubt(diagnosis), *_hint(diagnosis), *_another_algorithm(diagnosis)]
     is_written = advice.plan is None or plan_path is not None
     start = "Add" if is_written else "Write the plan with --output plan.json, and add"
     pasted = lines_of(advice, ddp, plan_path or "plan.json")
     lines = [f"{start}, {where_to_paste(advice, ddp)}:", "", *(f"    {line}" for line in pasted)]
     if any(group.compressor for group in diagnosis.plan.groups):
         lines += ["", "It is lossy: compare the loss too, or take the exact way with --compress none."]
-    return [*lines, *_doubt(diagnosis), *_hint(diagnosis)]
+    return [*lines, *_doubt(diagnosis), *_hint(diagnosis), *_another_algorithm(diagnosis)]
+
+
+def _another_algorithm(diagnosis: Diagnosis) -> list[str]:
+    return [] if diagnosis.outer is None else diagnosis.outer.describe()
 
 
 def _doubt(diagnosis: Diagnosis) -> list[str]:

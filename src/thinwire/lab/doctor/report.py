@@ -115,6 +115,10 @@ def _paste(report: Report, diagnosis: Diagnosis, plan_path: str | None) -> None:
     if diagnosis.better_plan is not None:
         name, seconds = diagnosis.better_plan
         report.text(f"A plan may be faster: {name}, {format_seconds(seconds)} a step. Try --output plan.json.")
+    if diagnosis.outer is not None:
+        _, what, where, *_ = diagnosis.outer.describe()
+        report.code("\n".join(diagnosis.outer.lines), f"Another algorithm: {diagnosis.outer.recipe}")
+        report.text(f"{what} {where.removesuffix(':')}.")
 
 
 def _trained(report: Report, diagnosis: Diagnosis) -> None:

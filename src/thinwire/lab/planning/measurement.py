@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from thinwire.comm.hosts import Hosts
 from thinwire.compress.base import Parameter
 from thinwire.fuse.profile import Linear, Profile
 from thinwire.lab.planning.costs import Costs, coded_costs, exact_costs
@@ -161,10 +162,14 @@ class Measurement:
     @cached_property
     def row_jobs(self) -> tuple[RowJob, ...]:
         """The jobs in which `thinwire.attach` sends the tables."""
-        per_host, hosts = divmod(self.world_size, self.hosts)
+        return row_jobs(self.tables, self.link, self.alike)
+
+    @property
+    def alike(self) -> Hosts:
+        """Ranks of each host, if all hosts have as many; else nothing."""
+        per_host, rest = divmod(self.world_size, self.hosts)
         ranks = range(self.world_size)
-        alike = () if hosts else tuple(tuple(ranks[first : first + per_host]) for first in ranks[::per_host])
-        return row_jobs(self.tables, self.link, alike)
+        return () if rest else tuple(tuple(ranks[first : first + per_host]) for first in ranks[::per_host])
 
     @property
     def other_seconds(self) -> float:

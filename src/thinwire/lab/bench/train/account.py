@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 
 @dataclass(frozen=True)
@@ -13,7 +14,8 @@ class Account:
     """Totals of one rank since the method was attached. None stands for a value that a method cannot report.
 
     ``groups`` is the number of groups in which gradients travel now, and ``tensor_missing_rate`` the part of the
-    tensors of which a sparsifier chose nothing.
+    tensors of which a sparsifier chose nothing. An outer loop has ``rounds``, and tells itself how long the training
+    thread waited (``exposed_seconds``): its rounds end in the optimizer's step, not in backward.
     """
 
     encode_seconds: float | None = None
@@ -22,18 +24,27 @@ class Account:
     sent_bytes: float | None = None
     groups: float | None = None
     tensor_missing_rate: float | None = None
+    exposed_seconds: float | None = None
+    rounds: float | None = None
 
 
-class Attached(Protocol):
-    """Interface of a method attached to a model."""
+class Attached(ABC):
+    """Base of methods attached to a model."""
 
+    @abstractmethod
     def account(self) -> Account:
         """Return the statistics so far; called after each step."""
-        ...
 
+    def judged(self) -> AbstractContextManager[None]:
+        """Return a context in which the model has the parameters to judge: its own, except under an outer loop."""
+        return nullcontext()
+
+    def finish(self) -> None:  # noqa: B027  most have nothing to do
+        """Give all ranks the same parameters; called on all ranks after the last step."""
+
+    @abstractmethod
     def close(self) -> None:
-        """Detach the method; called on all ranks after the last step."""
-        ...
+        """Detach the method; called on all ranks after `finish`."""
 
 
 def covered_seconds(intervals: Sequence[tuple[float, float]]) -> float:

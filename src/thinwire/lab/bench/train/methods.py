@@ -5,7 +5,7 @@ also accepts ``warm_up``, the share of the steps over which `thinwire.compress.w
 pattern (`fnmatch`) of names that stay exact, and ``exchange``, ``fuse`` and ``ahead``, which are passed on to
 `thinwire.attach`. With ``fuse``, ``ahead=False`` and ``plan`` the model is a plain module, whose gradients can travel
 in any groups; see `thinwire.lab.bench.train.planned`. The name of a scheme, such as "zen", is `thinwire.attach` with
-that scheme for embedding tables.
+that scheme for embedding tables. Outer loops, which are another algorithm, are in `thinwire.lab.bench.train.outer`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 
 from thinwire.compress.assign import leave_small
 from thinwire.compress.base import Parameter
-from thinwire.compress.named import construct, split
+from thinwire.compress.named import split
 from thinwire.lab.bench.jobs.job import Job
 from thinwire.lab.bench.jobs.own import OwnJob
 from thinwire.lab.bench.train.account import Account, Attached
-from thinwire.lab.bench.train.planned import Planning, grouping
+from thinwire.lab.bench.train.outer import CODEC, Outer, OuterMethod, codec_of
+from thinwire.lab.bench.train.outer import SETTINGS as OUTER_SETTINGS
+from thinwire.lab.bench.train.planned import Planning, compressor_of, grouping
 from thinwire.plan.plan import Plan
 from thinwire.sync.named import AUTO, NAMED
 
@@ -32,7 +35,10 @@ DDP, BF16, POWER_SGD_TORCH, THINWIRE, PLAN = "ddp", "bf16", "powersgd_torch", "t
 EXACT = "exact"
 """Another name of "thinwire": `thinwire.attach(model)`, as doctor and plan call ways without compression."""
 TORCH_METHODS = (DDP, BF16, POWER_SGD_TORCH)
-NAMES = (*TORCH_METHODS, THINWIRE, EXACT, PLAN)
+_CODEC = "codec"
+OUTER_METHODS = tuple(OUTER_SETTINGS)
+"""Outer loops: another algorithm than data-parallel training."""
+NAMES = (*TORCH_METHODS, THINWIRE, EXACT, PLAN, *OUTER_METHODS)
 
 
 @dataclass(frozen=True)
@@ -40,21 +46,23 @@ class Method:
     """A method ready for one job.
 
     Args:
-        attach: attaches it to a model; called on all ranks, once.
+        attach: attaches it to a model and its optimizer; called on all ranks, once.
         compresses: returns whether it compresses a parameter of this name. The next three concern those only.
         optimizer_momentum: whether the optimizer keeps the job's momentum; False if the method has it.
         clips_after_sum: whether the job's clipping of the synchronized gradient stays; False if the method clips.
         learning_rate_scale: factor for methods whose steps have another length than the gradient.
+        inner_lr: factor for the learning rate of all parameters.
         one_bucket: whether DDP must put all gradients into one bucket.
         is_plain: whether the model is a plain module, and not under DDP.
         planning: makes the plan before the first step, which then decides how the model is synchronized.
     """
 
-    attach: Callable[[Any], Attached]
+    attach: Callable[[Any, torch.optim.Optimizer], Attached]
     compresses: Callable[[str, Tensor], bool] = lambda name, parameter: False
     optimizer_momentum: bool = True
     clips_after_sum: bool = True
     learning_rate_scale: float = 1.0
+    inner_lr: float = 1.0
     one_bucket: bool = False
     is_plain: bool = False
     planning: Planning | None = None
@@ -117,11 +125,13 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
         return _torch_method(name, settings)
     if name == PLAN:
         return Method(_unplanned, planning=Planning.of(settings, world_size))
+    if name in OUTER_METHODS:
+        return _outer_method(name, settings)
     attach_settings, is_plain = grouping(settings)
     if name in (THINWIRE, EXACT, *NAMED):
         _refuse(name, settings)
         scheme = name if name in NAMED else AUTO
-        return Method(lambda model: ThinwireMethod(model, scheme=scheme, **attach_settings), is_plain=is_plain)
+        return Method(lambda model, _: ThinwireMethod(model, scheme=scheme, **attach_settings), is_plain=is_plain)
     setting = SETTINGS[name]
     arguments = dict(setting.arguments)
     if setting.of_run is not None:
@@ -130,9 +140,9 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
     warm_up = arguments.pop("warm_up", 0.0)
     attach_settings |= {"exchange": arguments.pop("exchange")} if "exchange" in arguments else {}
     leave = str(arguments.pop("leave", ""))
-    compress = _policy(_warmed_up(construct(name, arguments), round(warm_up * steps)), leave)
+    compress = _policy(_warmed_up(compressor_of(name, arguments), round(warm_up * steps)), leave)
     return Method(
-        lambda model: ThinwireMethod(model, compress=compress, **attach_settings),
+        lambda model, _: ThinwireMethod(model, compress=compress, **attach_settings),
         lambda key, tensor: compress(Parameter(key, tuple(tensor.shape), tensor.dtype)) is not None,
         setting.optimizer_momentum or arguments.get("momentum") == 0.0,
         setting.clips_after_sum,
@@ -145,28 +155,52 @@ def method_of_plan(plan: Plan, planning: Planning) -> Method:
     """Return the method that executes a plan: stock DDP, if the plan is to do nothing."""
     if plan.does_nothing:
         return _torch_method(DDP, {})
-    return Method(lambda model: ThinwireMethod(model, plan=plan, **planning.attach_settings), is_plain=True)
+    return Method(lambda model, _: ThinwireMethod(model, plan=plan, **planning.attach_settings), is_plain=True)
 
 
-def _unplanned(model: object) -> NoReturn:
+def _outer_method(name: str, settings: dict[str, Any]) -> Method:
+    """Return an outer loop; the compressor of its differences has no part in what happens to gradients."""
+    codec = settings.pop(_CODEC, None)
+    outer = Outer.of(name, settings)
+    attach_settings: dict[str, Any] = {"outer": outer.recipe}
+    if codec is not None:
+        method, arguments = split(codec)
+        setting = SETTINGS.get(method)
+        if setting is None or not setting.optimizer_momentum:
+            legal = ", ".join(name for name, setting in SETTINGS.items() if setting.optimizer_momentum)
+            why = "has momentum, and so has the outer optimizer" if setting else "is no compressor"
+            raise ValueError(f"codec={method} {why}; legal are {legal}")
+        arguments = {key: value for key, value in setting.arguments.items() if key != "warm_up"} | arguments
+        attach_settings |= {"exchange": arguments.pop("exchange")} if "exchange" in arguments else {}
+        leave = str(arguments.pop("leave", ""))
+        attach_settings["compress"] = _policy(codec_of(method, arguments), leave)
+    return Method(
+        lambda model, optimizer: OuterMethod(model, optimizer, attach_settings), inner_lr=outer.inner_lr, is_plain=True
+    )
+
+
+def _unplanned(model: object, optimizer: object) -> NoReturn:
     raise AssertionError("a plan decides how to synchronize before that is done")
 
 
 def parse(text: str) -> tuple[str, dict[str, Any]]:
     """Parse ``"top_k:density=0.001"`` into a name and settings; values are Python literals, or else texts.
 
-    ``"plan:plan.json"`` is short for ``"plan:file=plan.json"``.
+    ``"plan:plan.json"`` is short for ``"plan:file=plan.json"``. What follows ``codec=`` of an outer loop is one text.
 
     Raises:
         ValueError: an unknown name or a setting without a value.
     """
     if text.startswith(f"{PLAN}:") and "=" not in text:
         return PLAN, {"file": text.removeprefix(f"{PLAN}:")}
-    name, settings = split(text)
+    loop, found, codec = text.partition(CODEC)
+    name, settings = split(loop)
     legal = (*NAMES, *NAMED, *SETTINGS)
     if name not in legal:
         raise ValueError(f"unknown method {name!r}; legal are {', '.join(legal)}")
-    return name, settings
+    if found and name not in OUTER_METHODS:
+        raise ValueError(f"{name} has no codec=, which outer loops have: {', '.join(OUTER_METHODS)}")
+    return name, settings | ({_CODEC: codec} if found else {})
 
 
 def _refuse(name: str, settings: dict[str, Any]) -> None:
@@ -181,9 +215,10 @@ def _torch_method(name: str, settings: dict[str, Any]) -> Method:
         rank = settings.pop("rank", POWER_SGD_RANK)
         _refuse(name, settings)
         # Its callbacks wait for all-reduces on the threads that Gloo runs these on: two buckets at once dead-lock.
-        return Method(lambda model: TorchPowerSgd(model, rank), one_bucket=True)
+        return Method(lambda model, _: TorchPowerSgd(model, rank), one_bucket=True)
     _refuse(name, settings)
-    return Method({DDP: StockDdp, BF16: Bf16AllReduce}[name])
+    stock = {DDP: StockDdp, BF16: Bf16AllReduce}[name]
+    return Method(lambda model, _: stock(model))
 
 
 def _warmed_up(compressor: Any, steps: int) -> Any:
@@ -199,7 +234,7 @@ def _policy(compressor: Any, leave: str) -> Callable[[Parameter], Any]:
     return lambda parameter: None if fnmatchcase(parameter.name, leave) else large(parameter)
 
 
-class ThinwireMethod:
+class ThinwireMethod(Attached):
     """Method that attaches thinwire to a model, with its settings; exact synchronization without ``compress``."""
 
     def __init__(self, model: nn.Module, **settings: Any) -> None:

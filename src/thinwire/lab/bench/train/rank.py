@@ -47,7 +47,10 @@ class JobTraining:
 
 @dataclass
 class StepRecord:
-    """Seconds of one step on one rank; the last four come from the method, None if it does not report them."""
+    """Seconds of one step on one rank; the last four come from the method, None if it does not report them.
+
+    Exposed are those in which the training thread waited: at the end of backward, or for the round of an outer loop.
+    """
 
     compute_seconds: float
     exposed_seconds: float
@@ -75,6 +78,7 @@ class RankRecord:
     digest: str = ""
     groups: float | None = None
     tensor_missing_rate: float | None = None
+    rounds: float | None = None
     plan: str = ""
 
 
@@ -103,9 +107,11 @@ def train(context: RankContext, training: JobTraining, data: Data | None) -> Ran
     dist.barrier()
     if sent_before is not None:
         record.link_bytes = (_link_bytes(training) or 0) - sent_before
-    record.digest = digest(trainer.network)
     account = trainer.method.account()
     record.groups, record.tensor_missing_rate = account.groups, account.tensor_missing_rate
+    record.rounds = account.rounds
+    trainer.method.finish()
+    record.digest = digest(trainer.network)
     trainer.method.close()
     return record
 
@@ -160,10 +166,10 @@ class _Trainer:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
         set_up_optimizer(self.optimizer, method, self.network, training.method)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: self.job.learning_rate_share(step, training.steps)
+            self.optimizer, lambda step: method.inner_lr * self.job.learning_rate_share(step, training.steps)
         )
         self.clips = method.clips_after_sum
-        self.method = method.attach(self.model)
+        self.method = method.attach(self.model, self.optimizer)
         self.before = self.method.account()
 
     def _planned(self, planning: Planning, data: Data | None) -> Method:
@@ -187,7 +193,10 @@ class _Trainer:
         self.last_gradient_at = time.perf_counter()
 
     def step(self, number: int) -> StepRecord:
-        """One training step. Compute ends when the last gradient is there; the rest of backward is exposed."""
+        """One training step. Compute ends when the last gradient is there; the rest of backward is exposed.
+
+        The rounds of an outer loop end in the optimizer's step, whose seconds are then those without the waiting.
+        """
         batch = self.training.batch()
         started = time.perf_counter()
         self.optimizer.zero_grad()
@@ -202,17 +211,20 @@ class _Trainer:
         if self.context.rank == 0:
             self.context.send((number, loss.item()))
         before, self.before = self.before, self.method.account()
+        waited = 0.0
+        if self.before.exposed_seconds is not None:
+            waited = min(ended - synchronized, self.before.exposed_seconds - (before.exposed_seconds or 0.0))
         return StepRecord(
             compute_seconds=self.last_gradient_at - started,
-            exposed_seconds=synchronized - self.last_gradient_at,
-            optimizer_seconds=ended - synchronized,
+            exposed_seconds=synchronized - self.last_gradient_at + waited,
+            optimizer_seconds=ended - synchronized - waited,
             **_difference(self.before, before),
         )
 
     def held_out_loss(self) -> float:
         """Mean over all held-out samples: each rank computes its share, and a small all-reduce combines them."""
         self.network.eval()
-        with torch.no_grad(), same_random_numbers_after():
+        with torch.no_grad(), same_random_numbers_after(), self.method.judged():
             loss = self.training.loss(self.network, self.held_out)
         self.network.train()
         total = torch.tensor([loss.item() * self.weight, self.weight], dtype=torch.float64)

@@ -41,11 +41,13 @@ _LANE_PARTS = (
 )
 _EARLY = 6
 """The first sixth of a run, where all losses fall alike, is above the plot: the differences are at the end."""
+_BYTES = "megabytes"
+_LABELS = {"curve_steps": "step", "seconds_curve": "time (s)", _BYTES: "sent by a rank (MB)"}
 _MOST_LOSSY = len(palette.DASHES)
 
 
 def build_report(result: dict[str, Any]) -> Report:
-    """Build the page of the verdict, a table and three plots; ``.write(path)`` writes the file."""
+    """Build the page of the verdict, a table and four plots; ``.write(path)`` writes the file."""
     rows = result["rows"]
     summaries = summarize(rows)
     job, environment = rows[0]["job"], result["environment"]
@@ -113,6 +115,14 @@ def _loss_pictures(report: Report, rows: Sequence[dict[str, Any]], loss: str) ->
         height_inches=4.0,
     )
 
+    report.picture(
+        "Loss against bytes",
+        lambda axes: _draw_losses(axes, first_seed, _BYTES, loss, looks),
+        note + " Bytes that the busiest rank has sent so far, on a scale of powers of ten.",
+        _in_words(first_seed, _BYTES, "MB"),
+        height_inches=4.0,
+    )
+
 
 def write_report(result: dict[str, Any], path: Path) -> None:
     """Write the page."""
@@ -148,7 +158,8 @@ def _looks(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[str, Any]]:
 
 
 def _points(row: dict[str, Any], against: str) -> list[tuple[float, float]]:
-    return [(x, y) for x, y in zip(row[against], row["loss_curve"], strict=True) if y is not None]
+    at = [1e-6 * row["bytes_sent_max"] * step for step in row["curve_steps"]] if against == _BYTES else row[against]
+    return [(x, y) for x, y in zip(at, row["loss_curve"], strict=True) if y is not None]
 
 
 def _draw_losses(
@@ -163,8 +174,12 @@ def _draw_losses(
             x, y = zip(*points, strict=True)
             axes.plot(x, y, linestyle=line, color=color, linewidth=width, label=row["method"])
             last = max(last, x[-1])
-    axes.set(xlabel="step" if against == "curve_steps" else "time (s)", ylabel=loss, xlim=(0, last or 1))
-    late = [y for row in rows for _, y in _points(row, against)[len(row[against]) // _EARLY :]]
+    axes.set(xlabel=_LABELS[against], ylabel=loss)
+    if against == _BYTES:
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(0, last or 1)
+    late = [y for row in rows for _, y in _points(row, against)[len(row["loss_curve"]) // _EARLY :]]
     if late:
         axes.set_ylim(min(late) - 0.05 * (max(late) - min(late)), max(late))
     label_ends(axes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -36,6 +36,7 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
     curve = curve_of(training, records)
     by_step = _by_step(records)
     step_seconds = _step_seconds(records)
+    typical = _typical if records[0].rounds is None else _mean_of_late
     return {
         "job": training.job.name,
         "method": training.method,
@@ -47,18 +48,20 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
         "optimizer": records[0].optimizer,
         "steps": training.steps,
         "steps_run": len(by_step),
+        "step_seconds": typical([[seconds] for seconds in step_seconds]),
         "step_seconds_median": statistics.median(step_seconds),
         "step_seconds_p10": _quantile(step_seconds, 0.1),
         "step_seconds_p90": _quantile(step_seconds, 0.9),
         "first_step_seconds": step_seconds[0],
-        "backward_seconds": _median(by_step, "compute_seconds"),
-        "exposed_seconds": _median(by_step, "exposed_seconds"),
-        "optimizer_seconds": _median(by_step, "optimizer_seconds"),
-        "encode_seconds": _median(by_step, "encode_seconds"),
-        "wire_seconds": _median(by_step, "wire_seconds"),
-        "decode_seconds": _median(by_step, "decode_seconds"),
+        "backward_seconds": _seconds(by_step, "compute_seconds", typical),
+        "exposed_seconds": _seconds(by_step, "exposed_seconds", typical),
+        "optimizer_seconds": _seconds(by_step, "optimizer_seconds", typical),
+        "encode_seconds": _seconds(by_step, "encode_seconds", typical),
+        "wire_seconds": _seconds(by_step, "wire_seconds", typical),
+        "decode_seconds": _seconds(by_step, "decode_seconds", typical),
         "groups": records[0].groups,
         "tensor_missing_rate": _mean_or_none([record.tensor_missing_rate for record in records]),
+        "rounds": records[0].rounds,
         "plan": records[0].plan or None,
         **_bytes(training, records),
         "final_loss": _finite(curve.final_loss),
@@ -113,12 +116,27 @@ def _by_step(records: Sequence[RankRecord]) -> list[list[StepRecord]]:
     return [list(steps) for steps in zip(*(record.steps for record in records), strict=True)]
 
 
-def _median(by_step: list[list[StepRecord]], name: str) -> float | None:
-    """Median over steps of the mean over ranks; None if the method does not report it."""
+def _typical(steps: Sequence[Sequence[float]]) -> float:
+    """Median over steps of the mean over ranks."""
+    return statistics.median(map(_mean, steps))
+
+
+def _mean_of_late(steps: Sequence[Sequence[float]]) -> float:
+    """Mean of all steps but the first: most steps of an outer loop have no round, and the median would be one of them.
+
+    The first opens connections.
+    """
+    return _mean([_mean(ranks) for ranks in steps[1:] or steps])
+
+
+def _seconds(
+    by_step: list[list[StepRecord]], name: str, typical: Callable[[Sequence[Sequence[float]]], float]
+) -> float | None:
+    """Seconds of a part of a step; None if the method does not report it."""
     values = [[getattr(step, name) for step in steps] for steps in by_step]
     if any(value is None for steps in values for value in steps):
         return None
-    return statistics.median(_mean(steps) for steps in values)
+    return typical(values)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -15,14 +15,14 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from thinwire.comm.process_group import ring_all_reduce_bytes, sparse_all_reduce_bytes
-from thinwire.lab.bench.train.account import Account, covered_seconds
+from thinwire.lab.bench.train.account import Account, Attached, covered_seconds
 
 POWER_SGD_RANK = 4
 POWER_SGD_START_STEP = 10
 """Step before which torch's hook all-reduces exactly; it requires at least 2, because DDP rebuilds its buckets."""
 
 
-class StockDdp:
+class StockDdp(Attached):
     """DDP without a hook. The time of its collectives comes from its own logger, for the step before."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
@@ -75,7 +75,7 @@ def _sum_sparse(gradient: Tensor, world_size: int) -> Future[Tensor]:
     return work.get_future().then(lambda done: done.value()[0])
 
 
-class Bf16AllReduce:
+class Bf16AllReduce(Attached):
     """Cast, all-reduce in bfloat16, cast back: the honest baseline. Torch's own bf16 hook refuses Gloo.
 
     Gradients are divided by the world size before the cast, and added up in bfloat16 by Gloo's ring.
@@ -117,7 +117,7 @@ class Bf16AllReduce:
         """Do nothing: there is nothing to free."""
 
 
-class TorchPowerSgd:
+class TorchPowerSgd(Attached):
     """Torch's PowerSGD hook (Vogels et al., NeurIPS'19).
 
     It encodes and decodes between its all-reduces: encode is the time in the hook, wire the rest until the bucket is

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.lab.bench.train.curve import TOLERANCE
-from thinwire.lab.bench.train.methods import BF16, DDP, EXACT, THINWIRE, TORCH_METHODS, parse
+from thinwire.lab.bench.train.methods import BF16, DDP, EXACT, OUTER_METHODS, THINWIRE, TORCH_METHODS, parse
 from thinwire.plan.explain import counted
 from thinwire.sync.named import NAMED
 
-COLUMNS = ("method", "MB", "step s", "faster", "loss", "vs ddp", "to loss", "faster")
+COLUMNS = ("method", "MB", "fewer", "step s", "faster", "loss", "vs ddp", "to loss", "faster")
 PAYS_FROM = 1.05
 """Least speedup that counts: less is within the noise of a machine that plays all hosts."""
 
@@ -29,6 +29,7 @@ class MethodSummary:
 
     method: str
     bytes_sent_max: float
+    fewer_bytes: float | None
     step_seconds: float
     final_loss: float | None
     loss_vs_dense: float | None
@@ -55,14 +56,17 @@ def _summary(method: str, rows: list[dict[str, Any]], dense: list[dict[str, Any]
     return MethodSummary(
         method=method,
         bytes_sent_max=median("bytes_sent_max"),
-        step_seconds=median("step_seconds_median"),
+        fewer_bytes=None
+        if dense is None
+        else statistics.median(row["bytes_sent_max"] for row in dense) / max(1.0, median("bytes_sent_max")),
+        step_seconds=median("step_seconds"),
         final_loss=_median_or_none(rows, "final_loss"),
         loss_vs_dense=_median_or_none(rows, "loss_vs_dense"),
         seconds_to_dense_loss=seconds,
         speedup=dense_seconds / seconds if seconds and dense_seconds else None,
         step_speedup=None
         if dense is None
-        else statistics.median(row["step_seconds_median"] for row in dense) / median("step_seconds_median"),
+        else statistics.median(row["step_seconds"] for row in dense) / median("step_seconds"),
     )
 
 
@@ -90,8 +94,8 @@ def caption(result: dict[str, Any]) -> str:
     """Return what the columns mean."""
     judged_by = result["environment"].get("judged_by", "held-out loss")
     return (
-        f"Medians over seeds. MB: sent a step by the busiest rank; faster: than ddp; loss: {judged_by}, mean of the"
-        f" last 10 % of the steps; to loss: until that loss, smoothed, is within {TOLERANCE:.1%} of ddp's final one."
+        f"Medians over seeds. MB: sent a step by the busiest rank; fewer, faster: than ddp; loss: {judged_by}, mean of"
+        f" the last 10 % of the steps; to loss: until that, smoothed, is within {TOLERANCE:.1%} of ddp's final one."
     )
 
 
@@ -121,13 +125,19 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     if (best.speedup or 0) < PAYS_FROM:
         sentence = f"Compression does not pay on this link: the best, {best.method}, {text}."
     elif own and best is own[0]:
-        is_exact = parse(best.method)[0] in (THINWIRE, EXACT, *NAMED)
-        what = "Exact synchronization" if is_exact else "Compression"
+        what = _kind(parse(best.method)[0])
         sentence = f"{what} pays on this link: {best.method} {text}{_against_bf16(best, summaries)}."
     else:
         ahead = f", the best of thinwire, {own[0].method}, {own[0].speedup:.2f}x" if own else ""
         sentence = f"Of what was run, nothing beats {best.method} on this link: it {text}{ahead}."
     return sentence + _too_slow(others)
+
+
+def _kind(name: str) -> str:
+    """Return what a method of thinwire is, as the subject of a sentence."""
+    if name in OUTER_METHODS:
+        return "Another algorithm, an outer loop,"
+    return "Exact synchronization" if name in (THINWIRE, EXACT, *NAMED) else "Compression"
 
 
 def _against_bf16(best: MethodSummary, summaries: dict[str, MethodSummary]) -> str:
@@ -154,20 +164,21 @@ def _cells(summary: MethodSummary) -> list[str]:
     seconds = summary.seconds_to_dense_loss
     return [
         summary.method,
-        f"{summary.bytes_sent_max / 1e6:.3f}",
-        _seconds(summary.step_seconds),
+        _digits(summary.bytes_sent_max / 1e6),
+        _times(summary.fewer_bytes),
+        _digits(summary.step_seconds),
         _times(summary.step_speedup),
         "diverged" if summary.final_loss is None else f"{summary.final_loss:.4f}",
         "-" if summary.loss_vs_dense is None else f"{summary.loss_vs_dense:+.2%}",
-        "never" if seconds is None else f"{_seconds(seconds)} s",
+        "never" if seconds is None else f"{_digits(seconds)} s",
         _times(summary.speedup),
     ]
 
 
 def _times(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}x"
+    return "-" if value is None else f"{value:.2f}x" if value < 100 else f"{value:.0f}x"
 
 
-def _seconds(value: float) -> str:
+def _digits(value: float) -> str:
     """Three digits, or as many as are in front of the point."""
     return f"{value:.{max(0, 2 - math.floor(math.log10(value)))}f}" if 0 < value < 100 else f"{value:.0f}"

@@ -1,0 +1,117 @@
+"""Methods of `thinwire bench train` that are outer loops: ranks train alone, and parameters are averaged seldom.
+
+``diloco:every=32:codec=top_k:density=0.0156:values=qsgd(bits=2):decay=0.95``: settings up to ``codec=`` are those of
+`thinwire.outer.diloco`, and what follows is the compressor of the differences, with the settings that it has as a
+method of its own; ``decay`` is that of its error feedback.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from thinwire import outer
+from thinwire.compress.base import Compressor
+from thinwire.compress.memory import error_feedback
+from thinwire.lab.bench.train.account import Account, Attached
+from thinwire.lab.bench.train.planned import compressor_of
+from thinwire.outer.recipe import OuterRecipe
+
+SETTINGS: dict[str, tuple[Callable[..., OuterRecipe], dict[str, Any]]] = {
+    "local_sgd": (outer.local_sgd, {}),
+    "diloco": (outer.diloco, {"every": 32}),
+    "streaming_diloco": (outer.diloco, {"every": 32, "fragments": 4, "delay": 4, "mix": 0.5}),
+    "shadow_sync": (outer.shadow_sync, {}),
+}
+"""Recipe and settings of each method; those not given here have the recipe's defaults."""
+
+CODEC = ":codec="
+"""Separator of the settings of the recipe and the compressor of the differences."""
+
+
+@dataclass(frozen=True)
+class Outer:
+    """An outer loop as a method.
+
+    Args:
+        recipe: recipe of `thinwire.outer`.
+        inner_lr: factor for the learning rate of the job, whose own was searched for stock DDP.
+    """
+
+    recipe: OuterRecipe
+    inner_lr: float = 1.0
+
+    @classmethod
+    def of(cls, name: str, settings: dict[str, Any]) -> Outer:
+        """Create from the settings of a method.
+
+        Raises:
+            ValueError: settings that the recipe does not take, or values out of range.
+        """
+        make, usual = SETTINGS[name]
+        arguments = usual | settings
+        inner_lr = arguments.pop("inner_lr", 1.0)
+        if not isinstance(inner_lr, (int, float)) or not 0.0 < inner_lr < float("inf"):
+            raise ValueError(f"inner_lr of {name} is a factor above 0 for the job's learning rate, not {inner_lr!r}")
+        try:
+            return cls(make(**arguments), float(inner_lr))
+        except TypeError as error:
+            raise ValueError(
+                f"thinwire.outer.{make.__name__} does not take these settings: {error}; those of the compressor stand"
+                " behind codec=, as in diloco:every=32:codec=top_k:density=0.0156"
+            ) from error
+
+
+def codec_of(name: str, arguments: dict[str, Any]) -> Compressor:
+    """Return the compressor of the differences, with error feedback that decays if ``decay`` is among its settings.
+
+    Raises:
+        ValueError: an unknown compressor, or settings that it does not take; a warm-up.
+    """
+    arguments = dict(arguments)
+    if arguments.pop("warm_up", None):
+        raise ValueError(f"codec={name} has no warm_up: there are rounds, not steps; give start_step= before codec=")
+    if name == "ef_sign_sgd" or "decay" not in arguments:
+        return compressor_of(name, arguments)
+    decay = arguments.pop("decay")
+    if not isinstance(decay, (int, float)):
+        raise ValueError(f"decay of codec={name} is a number in [0, 1], not {decay!r}")
+    return error_feedback(compressor_of(name, arguments), decay=decay)
+
+
+class OuterMethod(Attached):
+    """Method that attaches an outer loop; bytes and seconds are spent in rounds, not in every step."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
+        import thinwire
+
+        self._loop = thinwire.attach(model, optimizer=optimizer, **settings)
+
+    def account(self) -> Account:
+        stats = self._loop.stats()
+        encode, decode = stats.get("compress/encode_seconds", 0.0), stats.get("compress/decode_seconds", 0.0)
+        return Account(
+            encode,
+            stats.get("compress/wire_seconds", stats["comm/seconds"] - encode - decode),
+            decode,
+            stats["comm/bytes_sent"],
+            tensor_missing_rate=stats.get("compress/tensor_missing_rate"),
+            exposed_seconds=stats["comm/exposed_seconds"],
+            rounds=stats["outer/rounds"],
+        )
+
+    @contextmanager
+    def judged(self) -> Iterator[None]:
+        with self._loop.global_parameters():
+            yield
+
+    def finish(self) -> None:
+        self._loop.synchronize()
+
+    def close(self) -> None:
+        self._loop.detach()

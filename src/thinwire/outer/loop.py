@@ -353,8 +353,8 @@ class OuterLoop(Synchronizer):
         self._host = inner = inner_group(model, group, device)
         if recipe.in_background and isinstance(model, DistributedDataParallel):
             raise ValueError(
-                "shadow_sync corrects parameters when rounds end, at unlike steps on the ranks of a host, which DDP keeps"
-                " alike: attach the plain module, or pass outer=thinwire.outer.diloco(..., delay=...)"
+                "shadow_sync corrects parameters when rounds end, at unlike steps on the ranks of a host, which DDP"
+                " keeps alike: attach the plain module, or pass outer=thinwire.outer.diloco(..., delay=...)"
             )
         speaks = inner is None or inner.speaks
         self._rows: dict[str, ParameterRecord] = {}

@@ -107,7 +107,7 @@ def compared(context: RankContext, arguments: argparse.Namespace) -> list[dict[s
     recipe = thinwire.outer.diloco(arguments.every, fragments=arguments.fragments, mix=arguments.mix)
     sync: Any = thinwire.attach(ours, outer=recipe, optimizer=inner[0])
     named = dict(theirs.named_parameters())
-    fragments = [Fragment([named[name] for name in names]) for names in sync._rounds._anchors.fragments]
+    fragments = [Fragment([named[name] for name in names]) for names in sync._rounds.anchors.fragments]
     outers = [
         torch.optim.SGD(one.parameters(), lr=recipe.lr, momentum=recipe.momentum, nesterov=True) for one in fragments
     ]

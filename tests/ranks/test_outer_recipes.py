@@ -69,7 +69,7 @@ def in_step(context: RankContext, recipe: OuterRecipe, steps: int, options: dict
     train(context.rank, range(1, steps + 1), model, optimizer)
     found = parameters(model)
     sync.detach()
-    return found, sync._rounds._anchors.fragments
+    return found, sync._rounds.anchors.fragments
 
 
 NAMES = tuple(PROBLEM.initial())
@@ -155,8 +155,8 @@ class Gate:
 
     def __init__(self, rounds: ShadowRounds) -> None:
         self.reached, self.opened = threading.Semaphore(0), threading.Semaphore(0)
-        self._mean, self._rounds = rounds._averager.mean, rounds
-        rounds._averager.mean = self  # type: ignore[method-assign, assignment]
+        self._mean, self._rounds = rounds.averager.mean, rounds
+        rounds.averager.mean = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, *arguments: Any) -> Any:
         self.reached.release()

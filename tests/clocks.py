@@ -8,7 +8,11 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import FrameType
+from typing import Any, ClassVar
+
+from torch.futures import Future
 
 PATIENCE = 60.0
 """Seconds that a test waits for what must come to be."""
@@ -32,6 +36,27 @@ def wait_until(holds: Callable[[], object], seconds: float = PATIENCE) -> None:
     while not holds():
         assert time.monotonic() < end, "it did not come to be"
         time.sleep(0.01)
+
+
+class SlowRange(nullcontext[None]):
+    """In the place of `torch.profiler.record_function`: a range that ends with a future needs time to end."""
+
+    seen: ClassVar[list[str]] = []
+    not_ended: ClassVar[list[str]] = []
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def _call_end_callbacks_on_future(self, future: Future[Any]) -> Future[Any]:
+        def end(done: Future[Any]) -> Any:
+            time.sleep(0.1)  # as long as a thread may wait for a processor
+            self.not_ended.remove(self._name)
+            return done.value()
+
+        self.seen.append(self._name)
+        self.not_ended.append(self._name)
+        return future.then(end)
 
 
 def calls_of(work: Callable[[], object]) -> int:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from functools import partial
+from itertools import count
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from clocks import SlowRange
 from thinwire.comm.lane import Lane
 from thinwire.comm.machine import Machine
 from thinwire.gradients import exact
@@ -264,3 +268,65 @@ def test_peers_hear_of_a_rank_that_fails_and_lives(place: int) -> None:
     outcomes = run_ranks(partial(_raises, place=place), world_size=4, timeout_seconds=60)
     assert [outcome.value[1] for outcome in outcomes] == [*["LostPeerError"] * 3, "ValueError"]
     assert max(outcome.value[0] for outcome in outcomes) < LIMIT_SECONDS
+
+
+def _steps(context: RankContext, how: str) -> Iterator[thinwire.Synchronizer]:
+    """A table that goes as rows in the first step, and is left to torch later if this is DDP."""
+    leave_small()
+    model = Tables(torch.float32)
+    sync = thinwire.attach(DistributedDataParallel(model) if how == "DDP" else model)
+    for step in count():
+        model.zero_grad()
+        sync._model([lookup(context.rank, step, 0, 20 + step)]).backward()
+        yield sync
+
+
+TABLE = "tables.0.weight"
+RANGES = {
+    "DDP": {f"synchronize {TABLE}", f"all_reduce {TABLE}", "all_reduce bucket 1"},
+    "plain": {f"synchronize {TABLE}", f"synchronize {TABLE}, group 1", "synchronize group 1"},
+}
+
+
+def _profiles(context: RankContext, how: str) -> set[str]:
+    found = set()
+    steps = _steps(context, how)
+    for _ in range(3):
+        with profiler.profile() as trace:
+            next(steps)
+        found |= {event.name.removeprefix("thinwire::") for event in trace.function_events or ()}
+    return {name for name in found if name.startswith(("all_reduce ", "synchronize "))}
+
+
+@pytest.mark.parametrize("how", RANGES)
+def test_a_profile_shows_each_job_by_name_whatever_thread_runs_it(how: str) -> None:
+    """As `torch.profiler.profile()` is called by everybody, without the ranges of other threads."""
+    for outcome in run_ranks(partial(_profiles, how=how), world_size=2, timeout_seconds=60):
+        assert outcome.value == RANGES[how]
+
+
+def _late_ranges(context: RankContext, how: str) -> tuple[set[str], list[str]]:
+    """The ranges of three steps and of one that fails, and those that had not ended when their backward was over."""
+    late = []
+    steps = _steps(context, how)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profiler, "_is_profiler_enabled", True)
+        patch.setattr(profiler, "record_function", SlowRange)
+        for _ in range(3):
+            next(steps)
+            late += SlowRange.not_ended
+        patch.setattr(next(steps)._gradients, "left", {})
+        patch.setattr(exact.GradientSync, "tables", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            next(steps)
+        late += SlowRange.not_ended
+    return set(SlowRange.seen), late
+
+
+@pytest.mark.parametrize("how", RANGES)
+def test_a_range_of_the_profiler_ends_before_its_backward(how: str) -> None:
+    """A profile may end with backward, and frees the memory into which torch writes the end of a range."""
+    for outcome in run_ranks(partial(_late_ranges, how=how), world_size=2, timeout_seconds=60):
+        seen, late = outcome.value
+        assert seen == {f"thinwire::{name}" for name in RANGES[how]}
+        assert late == []

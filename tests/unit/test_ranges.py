@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from threading import Thread
-
 import pytest
 import torch
-from torch import nn
 from torch.autograd import profiler
-from torch.futures import Future
 from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
 from loopback import LoopbackExchange, run_ranks
@@ -18,7 +12,6 @@ from thinwire.comm.channel import Channel, Subject
 from thinwire.gradients.tables import TableGradient
 from thinwire.observe import step
 from thinwire.sync.synchronize import agree, synchronize
-from threaded import LoopbackLane, Rank, on_ranks
 
 RANGES = {f"thinwire::{name}" for name in ("find", "pack", "exchange", "sum", "scatter")}
 
@@ -43,34 +36,6 @@ def test_a_trace_of_a_step_shows_all_ranges(layout: str, scheme: str) -> None:
             outcome.get()
     found = {event.name for event in trace.events() or () if event.name.startswith("thinwire::")}
     assert found == RANGES
-
-
-class Tables(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(600, 8)
-        self.out = nn.Linear(8, 2)
-
-
-def test_a_profile_shows_each_job_by_name_whatever_thread_runs_it() -> None:
-    """As `torch.profiler.profile()` is called by everybody, without the ranges of other threads."""
-
-    def step(exchange: LoopbackExchange) -> set[str]:
-        rank = Rank(exchange, module=Tables())
-        rank.lane.submit = partial(_ended_elsewhere, rank.lane)
-        rank.step(0)
-        with profile(activities=[ProfilerActivity.CPU], acc_events=True) as trace:
-            rank.step(1)
-        return {event.name for event in trace.events() or () if event.name.startswith("thinwire::synchronize")}
-
-    (shown,) = on_ranks(1, step)
-    assert shown == {"thinwire::synchronize words.weight, group 0"}
-
-
-def _ended_elsewhere(lane: LoopbackLane, job: Callable[[LoopbackLane], object]) -> Future[object]:
-    future: Future[object] = Future()
-    Thread(target=future.set_result, args=(job(lane),)).start()
-    return future
 
 
 def test_nothing_is_recorded_while_nobody_profiles(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -200,21 +200,30 @@ class Lane:
     interleave differently, and the training thread goes on meanwhile.
 
     Args:
-        process_group: the ranks that take part. Making a lane is a collective call of all of them.
+        process_group: the ranks that take part, for which a group is made in a collective call of all of them; or a
+            group that nothing else uses, which ends with the lane.
         timeout: longest wait of an exchange for a peer; None uses that of ``process_group``.
         staging: copies tensors that jobs all-reduce to the host and back; None if they are on the host. The group of
             the lane is Gloo's whatever ``process_group`` is.
     """
 
     def __init__(
-        self, process_group: Group = None, timeout: timedelta | None = None, staging: Staging | None = None
+        self,
+        process_group: Group | PrivateGroup = None,
+        timeout: timedelta | None = None,
+        staging: Staging | None = None,
     ) -> None:
-        parent = resolve_group(process_group)
-        self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
-        self._timeout = timeout or _timeout_of(parent)
         staging = staging or Staging()
-        with staging.selected():  # a collective of NCCL takes the current device
-            self._own: PrivateGroup | None = _take_group(parent, self._timeout)
+        self._own: PrivateGroup | None
+        self._parent: Callable[[], dist.ProcessGroup | None] = lambda: None
+        if isinstance(process_group, PrivateGroup):
+            self._own, self._timeout = process_group, timeout
+        else:
+            parent = resolve_group(process_group)
+            self._parent = weakref.ref(parent)  # a lane must not keep alive a group that its owner has destroyed
+            self._timeout = timeout or _timeout_of(parent)
+            with staging.selected():  # a collective of NCCL takes the current device
+                self._own = _take_group(parent, self._timeout)
         self._native: PrivateGroup | None = None
         group = self._own.process_group
         self._group: dist.ProcessGroup | None = group
@@ -224,6 +233,8 @@ class Lane:
         self.setup = Traffic()  # bytes that belong to no gradient: of discovering hosts, measuring, and agreeing
         self.busy_seconds = 0.0
         self.watcher: Callable[[float, float], None] | None = None  # called with the start and end of each job
+        self.lost: frozenset[int] = frozenset()  # ranks whose connections were gone when the lane broke off
+        self.is_watched = False  # whether it also breaks off when a peer is lost between two jobs
         self._sequence = 0
         self._broken: Exception | None = None
         self._machine: Machine | None = None
@@ -322,6 +333,7 @@ class Lane:
         Pending operations fail at once on all ranks, and later jobs are refused with the reason.
         """
         if self._broken is None:
+            self.lost = frozenset(self._own.lost()) if self._own is not None else frozenset()
             self._broken = ThinwireError(reason)  # a new one, without a traceback: its frames would hold the group
         for group in self._groups():
             group.shut_down()
@@ -331,19 +343,28 @@ class Lane:
         """Check whether a thread waits for a lost peer; if so, fail its job, and go on without that thread."""
         ranks = self._waits.look()
         own = self._own
-        if not ranks or own is None:
+        is_idle = self.is_watched and self._current is None and self._broken is None
+        if own is None or not (ranks or is_idle):
             return
         lost = own.lost()
+        if is_idle:
+            if lost:
+                self.break_off(f"rank {self._names(lost)} is gone")
+            return
         if self._broken is None and lost.isdisjoint(ranks) and not (lost and EVERYONE in ranks):
             return
-        gone = ", ".join(str(self.exchange.global_ranks[rank]) for rank in sorted(lost))
-        cause = f"the connection to rank {gone} is gone" if lost else "this rank hung up"
+        cause = f"the connection to rank {self._names(lost)} is gone" if lost else "this rank hung up"
         error = lost_peer(RuntimeError(cause), self.global_rank, self.world_size)
         self.break_off(str(error))
         future = self._current
         if future is not None and self._claims(future):
             self._start_thread()
             future.set_exception(error)  # type: ignore[arg-type]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the lane broke off, so that jobs fail."""
+        return self._broken is not None
 
     def check(self, what: str, cure: str = "") -> None:
         """Raise ThinwireError if the lane was broken off, so that ``what`` cannot be synchronized."""
@@ -420,6 +441,9 @@ class Lane:
         self.break_off(str(error) if isinstance(error, ThinwireError) else f"{type(error).__name__}: {error}")
         self._release()
         forget_locals(error)
+
+    def _names(self, ranks: Iterable[int]) -> str:
+        return ", ".join(str(self.exchange.global_ranks[rank]) for rank in sorted(ranks))
 
     def _groups(self) -> list[PrivateGroup]:
         return [group for group in (self._own, self._native) if group is not None]

@@ -296,7 +296,9 @@ class Exchange:
     hosts: Sequence[int]
     """Host number of each rank; each rank has a host of its own until hosts are discovered."""
     global_ranks: Sequence[int]
-    """Rank of each rank in the default process group, which is the one that logs have: messages name these."""
+    """Rank of each rank in the default process group, which is the one that logs have: messages name these.
+
+    In a group that torch has not registered they are those that its options say."""
 
     def __init__(
         self, process_group: dist.ProcessGroup, ranks: Sequence[int] | None = None, traffic: Traffic | None = None
@@ -307,7 +309,7 @@ class Exchange:
         self.rank = self._ranks.index(process_group.rank())
         self.world_size = len(self._ranks)
         self.hosts = range(self.world_size)
-        global_ranks = dist.get_process_group_ranks(process_group)
+        global_ranks = _global_ranks_of(process_group)
         self.global_ranks = [global_ranks[rank] for rank in self._ranks]
         self.traffic = traffic or Traffic()
         self.hang_up = _nothing
@@ -338,7 +340,7 @@ class Exchange:
         sent = torch.stack(list(outgoing))
         received = torch.empty_like(sent)
         try:
-            self.waits.wait(dist.all_to_all_single(received, sent, group=self.process_group, async_op=True))
+            self.waits.wait(_of(self.process_group).alltoall_base(received, sent, [], []))
         except RuntimeError as error:
             raise self._lost(error) from error
         for rank in self._others():
@@ -424,7 +426,8 @@ class Exchange:
             return
         assert self._is_whole, "the native all-reduce is of the whole group"
         try:
-            self.waits.wait(dist.all_reduce(tensor, group=self.process_group, async_op=True))
+            real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+            self.waits.wait(_of(self.process_group).allreduce([real]))
         except RuntimeError as error:
             raise self._lost(error) from error
         if not tensor.is_sparse:
@@ -461,6 +464,18 @@ class Exchange:
 
     def _lost(self, error: RuntimeError) -> LostPeerError:
         return lost_peer(error, self.global_ranks[self.rank], self.world_size)
+
+
+def _of(process_group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return the group, whose methods work where it is not registered: functions of torch look it up to log errors."""
+    assert process_group is not None, "an exchange that was closed"
+    return process_group
+
+
+def _global_ranks_of(process_group: dist.ProcessGroup) -> list[int]:
+    with contextlib.suppress(KeyError):  # torch has not registered it
+        return dist.get_process_group_ranks(process_group)
+    return list(process_group._get_backend(torch.device("cpu")).options.global_ranks_in_group)
 
 
 def _nothing(reason: str) -> None:

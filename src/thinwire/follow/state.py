@@ -36,14 +36,14 @@ class Gathered:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of all ranks on rank 0, which writes them, and none on the others. All ranks call it."""
-        mine = _packed(self._save())
+        mine = packed(self._save())
         return {"ranks": self._lane.submit(lambda lane: _gather(lane, mine)).wait()}
 
     def of_rank_0(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return the state dict that rank 0 passes, for nodes that do not share a disk. All ranks call it."""
-        data = bytes(_packed(state).numpy()) if self._lane.rank == 0 else b""
+        data = bytes(packed(state).numpy()) if self._lane.rank == 0 else b""
         job = self._lane.submit(lambda lane: gather_bytes(lane.exchange, "states that rank 0 read", data, sys.maxsize))
-        return _unpacked(torch.frombuffer(bytearray(job.wait()[0]), dtype=torch.uint8))
+        return unpacked(torch.frombuffer(bytearray(job.wait()[0]), dtype=torch.uint8))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore this rank's state from those that rank 0 wrote; all ranks call it.
@@ -58,9 +58,9 @@ class Gathered:
         if not ranks:
             raise ValueError("no states in it: rank 0 writes those of all ranks, and this is what another rank wrote")
         if len(ranks) == world_size:
-            self._load(_unpacked(ranks[rank]))
+            self._load(unpacked(ranks[rank]))
             return
-        states = [_unpacked(entry) for entry in ranks]
+        states = [unpacked(entry) for entry in ranks]
         self._load(states[0] if states[0]["compress"] is None else redistribute(states, world_size)[rank])
 
 
@@ -81,13 +81,15 @@ def _gather(lane: Lane, mine: Tensor) -> list[Tensor]:
     return found if channel.rank == 0 else []
 
 
-def _packed(state: dict[str, Any]) -> Tensor:
+def packed(state: dict[str, Any]) -> Tensor:
+    """Return a state as bytes, for `unpacked`."""
     file = io.BytesIO()
     torch.save(state, file)
     return torch.frombuffer(file.getbuffer(), dtype=torch.uint8)
 
 
-def _unpacked(state: Tensor) -> dict[str, Any]:
+def unpacked(state: Tensor) -> dict[str, Any]:
+    """Return the state of `packed`, which may come from elsewhere: numbers, texts and tensors, on the host."""
     file = io.BytesIO(state.cpu().numpy().tobytes())
     found: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     return found

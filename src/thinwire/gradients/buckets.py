@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -22,7 +22,7 @@ from thinwire.gradients.collective import CollectiveTables
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.exact import DenseBucket, GradientSync, NativeAllReduce, Started
 from thinwire.gradients.tables import LookupRows, TableGradient, staged
-from thinwire.observe.step import Clock, JobTimes, Load, enabled, show
+from thinwire.observe.step import Clock, JobTimes, Load, show
 
 Pending = Future[Tensor] | DenseBucket
 """Work to wait for at the end of backward: a job of the lane, or an all-reduce beside it."""
@@ -64,6 +64,10 @@ class Contents:
         exact = sum(gradient.nbytes for _, gradient in self.others)
         compressed = [gradient.nbytes for _, gradient in self.compressed]
         return Load(self.name, exact, sum(compressed), len(compressed))
+
+
+Batch = Sequence[tuple[Contents, Future[Tensor]]]
+"""Buckets of one job, with the futures of their means."""
 
 
 class Buckets:
@@ -281,12 +285,9 @@ class Buckets:
         if batch:
             handover = self._staging.hand_over([tensor for contents, _ in batch for tensor in contents.tensors()])
             job = self._clock.submit(reduce(add, (contents.load for contents, _ in batch)))
-            done = self._lane.submit(lambda lane: self._fulfil(lane, batch, handover, job))
-            if enabled():
-                tables = [table.name for contents, _ in batch for table in contents.tables]
-                rest = [contents.name for contents, _ in batch if contents.others or contents.compressed]
-                show(f"synchronize {', '.join(tables + rest)}", done)
-            done.add_done_callback(lambda done: _fail(batch, done))
+            end = show(lambda: f"synchronize {', '.join(_names(batch))}")
+            done = self._lane.submit(lambda lane: self._fulfil(lane, batch, handover, job, end))
+            done.add_done_callback(lambda done: _fail(batch, done, end))
 
     def _may_wait(self, contents: Contents) -> bool:
         """Mark a bucket as seen; return whether it is a small sparse one that was seen before."""
@@ -297,9 +298,7 @@ class Buckets:
         self._seen.add(table.name)
         return seen and self._gradients.shape(table).is_small
 
-    def _fulfil(
-        self, lane: Lane, batch: Sequence[tuple[Contents, Future[Tensor]]], handover: Handover, job: JobTimes
-    ) -> None:
+    def _fulfil(self, lane: Lane, batch: Batch, handover: Handover, job: JobTimes, end: Callable[[], None]) -> None:
         """Run a job of the lane; see `_fail` for errors."""
         with self._staging.taking(handover):
             results = self._synchronize(lane, [contents for contents, _ in batch], job)
@@ -309,6 +308,7 @@ class Buckets:
                 for one in started:
                     one.wait()
                 self._clock.end(job)
+                end()
                 for (_, future), result in zip(batch, results, strict=True):
                     future.set_result(result)
 
@@ -399,8 +399,15 @@ class _Collected:
     queued: Future[Tensor] | None
 
 
-def _fail(batch: Sequence[tuple[Contents, Future[Tensor]]], done: Future[None]) -> None:
+def _names(batch: Batch) -> list[str]:
+    """Return the names of all tables, and then of all buckets that have anything else."""
+    tables = [table.name for contents, _ in batch for table in contents.tables]
+    return tables + [contents.name for contents, _ in batch if contents.others or contents.compressed]
+
+
+def _fail(batch: Batch, done: Future[None], end: Callable[[], None]) -> None:
     """Pass the failure of a job to every bucket of its batch, whether the job itself or its lane failed."""
+    end()
     try:
         done.value()
     except Exception as error:

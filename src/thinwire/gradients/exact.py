@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
@@ -482,27 +482,33 @@ class DenseBucket:
     started: tuple[Started, ...]
     buffer: Tensor
     job: JobTimes
+    end: Callable[[], None]
 
     def wait(self) -> None:
         """Wait for the sums; raise LostPeerError, as `Started.wait` does."""
-        for one in self.started:
-            one.wait()
-        self._end()
+        try:
+            for one in self.started:
+                one.wait()
+        finally:
+            self.end()
+        self._note_end()
 
     def future(self) -> Future[Tensor]:
         """Return a future of the buffer, as DDP expects it."""
         if self.started:
             return self.started[-1].work.get_future().then(self._ended)
+        self.end()
         future: Future[Tensor] = Future()
         future.set_result(self.buffer)
         return future
 
     def _ended(self, done: Future[list[Tensor]]) -> Tensor:
+        self.end()
         done.value()  # raises the error of the all-reduce
-        self._end()
+        self._note_end()
         return self.buffer
 
-    def _end(self) -> None:
+    def _note_end(self) -> None:
         self.job.ended = self.job.ended or time.perf_counter()
 
 
@@ -547,9 +553,10 @@ class NativeAllReduce:
         job.started = time.perf_counter()
         self._jobs.append(job)
         started = self.start(gradients)
-        if started and enabled():
-            show(f"all_reduce {job.load.name}", started[-1].work.get_future())
-        return DenseBucket(started, buffer, job)
+        end = show(lambda: f"all_reduce {job.load.name}")
+        if started and enabled():  # not only when somebody waits for it
+            started[-1].work.get_future().add_done_callback(lambda done: end())
+        return DenseBucket(started, buffer, job, end)
 
     def start_sparse(self, name: str, gradient: Tensor, job: JobTimes) -> Future[Tensor]:
         """Start averaging a sparse gradient in place by torch's own all-reduce, which adds in rank order, as it must.
@@ -559,6 +566,7 @@ class NativeAllReduce:
         job.started = time.perf_counter()
         self._jobs.append(job)
         held = _distinct_rows(gradient)
+        over = show(lambda: f"all_reduce {name}")
         work = dist.all_reduce(gradient, group=self._process_group, async_op=True)
         assert work is not None, "hooks run on ranks of the group"
         rank, world_size = dist.get_rank(), self._process_group.size()  # its thread must not end the group
@@ -566,6 +574,7 @@ class NativeAllReduce:
         future: Future[Tensor] = Future()  # one that `then` makes would lose the type of an exception
 
         def end(done: Future[list[Tensor]]) -> None:
+            over()
             try:
                 done.value()
             except RuntimeError as error:
@@ -577,7 +586,6 @@ class NativeAllReduce:
             job.ended = time.perf_counter()
             future.set_result(gradient)
 
-        show(f"all_reduce {name}", future)
         work.get_future().add_done_callback(end)
         return future
 

@@ -14,10 +14,11 @@ from thinwire.outer.recipe import OuterRecipe, diloco, local_sgd, shadow_sync
 
 if TYPE_CHECKING:
     from thinwire.outer.loop import OuterLoop
+    from thinwire.outer.members import Members
 
-__all__ = ["OuterLoop", "OuterRecipe", "diloco", "local_sgd", "shadow_sync"]
+__all__ = ["Members", "OuterLoop", "OuterRecipe", "diloco", "local_sgd", "shadow_sync"]
 
-_MODULES = {"OuterLoop": "loop"}
+_MODULES = {"Members": "members", "OuterLoop": "loop"}
 
 
 if not TYPE_CHECKING:  # which would take any name for one of ours

@@ -31,19 +31,19 @@ class InnerGroup:
     Args:
         process_group: these ranks, as DDP or FSDP2 has them. Its timeout must be longer than a round.
         is_alike: whether they have the same parameters, and not shards.
+        device: device of the parameters.
     """
 
-    def __init__(self, process_group: dist.ProcessGroup, is_alike: bool) -> None:
-        self._group, self._is_alike = process_group, is_alike
+    def __init__(self, process_group: dist.ProcessGroup, is_alike: bool, device: torch.device) -> None:
+        self._group, self.is_alike, self._device = process_group, is_alike, device
         self.speaks = not is_alike or process_group.rank() == 0
 
-    def wait(self, wait: Callable[[], Sequence[float]], count: int, device: torch.device) -> list[float]:
+    def wait(self, wait: Callable[[], Sequence[float]], count: int) -> list[float]:
         """Wait for a round on the training thread of all these ranks: all of them go on, or none.
 
         Args:
             wait: waits for the round of this rank, and returns ``count`` numbers, 0 or more, to tell the others; it is
                 not called on ranks that do not speak.
-            device: device of the parameters.
 
         Returns:
             The largest of each number.
@@ -58,7 +58,7 @@ class InnerGroup:
             numbers[1:] = wait() if self.speaks else numbers[1:]
         except Exception as error:
             failure, numbers[0] = error, 1.0 + dist.get_rank()
-        largest = torch.tensor(numbers, dtype=torch.float64, device=device)
+        largest = torch.tensor(numbers, dtype=torch.float64, device=self._device)
         self._run(lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group))
         failed, *told = largest.tolist()
         if failure is not None:
@@ -72,7 +72,7 @@ class InnerGroup:
 
     def share(self, means: Sequence[Tensor]) -> None:
         """Give the means of a round to ranks that do not speak, after `wait`."""
-        if self._is_alike:
+        if self.is_alike:
             self._run(lambda: broadcast_all(means, self._group))
 
     def _run(self, collective: Callable[[], object]) -> None:
@@ -82,11 +82,12 @@ class InnerGroup:
             raise lost_peer(error, dist.get_rank(), self._group.size()) from error
 
 
-def inner_group(model: nn.Module, outer: dist.ProcessGroup) -> InnerGroup | None:
+def inner_group(model: nn.Module, outer: dist.ProcessGroup, device: torch.device) -> InnerGroup | None:
     """Return the ranks that train as one with this one, or None if it trains alone.
 
     Args:
         outer: the ranks of an outer loop.
+        device: device of the parameters.
 
     Raises:
         ValueError: both have ranks in common, or a layout in which ranks would drift apart.
@@ -118,4 +119,4 @@ def inner_group(model: nn.Module, outer: dist.ProcessGroup) -> InnerGroup | None
             f"ranks {sorted(both)} average gradients in every step, and outer= would average their parameters again:"
             f" {build}"
         )
-    return InnerGroup(group, is_alike) if group.size() > 1 else None
+    return InnerGroup(group, is_alike, device) if group.size() > 1 else None

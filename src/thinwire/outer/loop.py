@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,7 +31,8 @@ from thinwire.gradients.parameters import broadcast_all
 from thinwire.gradients.tables import tables_of
 from thinwire.observe.step import ParameterRecord
 from thinwire.outer.anchors import Anchors
-from thinwire.outer.average import Averager, Entry, Told
+from thinwire.outer.average import Averager, Entry, Told, submit
+from thinwire.outer.inner import InnerGroup, inner_group
 from thinwire.outer.recipe import OuterRecipe
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
@@ -63,7 +64,7 @@ class Flight:
     is_plain: bool
     differences: dict[str, Tensor]
     buffers: Mapping[str, Tensor | None]
-    future: Future[tuple[Told, list[str]]] | None
+    future: Future[tuple[tuple[Told, list[str]], Sequence[Tensor]]] | None
     is_refused: bool = False
     counts: bool = True
     flags: tuple[int, ...] = ()
@@ -77,6 +78,7 @@ class Rounds:
     Args:
         buffers: returns the floating buffers by name, as they are now.
         staging: the way of differences to the lane, and back.
+        inner: the ranks that train as one with this one, or None.
     """
 
     def __init__(
@@ -87,9 +89,10 @@ class Rounds:
         lane: Lane,
         buffers: Callable[[], Mapping[str, Tensor]],
         staging: Staging,
+        inner: InnerGroup | None = None,
     ) -> None:
         self._recipe, self._anchors, self._averager, self._lane = recipe, anchors, averager, lane
-        self._buffers, self._staging = buffers, staging
+        self._buffers, self._staging, self._inner = buffers, staging, inner
         self._flights: list[Flight] = []
         self._since = [0] * recipe.fragments  # inner steps since the last launch
         self._position = 0  # in the schedule
@@ -109,7 +112,7 @@ class Rounds:
         self.steps += 1
         self._position += 1
         self._since = [count + 1 for count in self._since]
-        for flight in self._flights:
+        for flight in self._flights if self._inner is None else ():  # those wait together
             if flight.future is not None and flight.future.done():
                 self._wait(flight)
         self._land_due()
@@ -206,17 +209,17 @@ class Rounds:
         buffers = self._anchors.buffer_difference(self._buffers()) if fragment == 0 else {}
         steps, self._since[fragment] = self._since[fragment], 0
         sent = [tensor for tensor in (*differences.values(), *buffers.values()) if tensor is not None]
-        handover = self._staging.hand_over(sent)
 
         def run(lane: Lane) -> tuple[Told, list[str]]:
-            with self._staging.taking(handover):
-                moved = _moved(lane, buffers) if buffers else []
-                told = self._averager.mean(lane, differences, steps, [*_chosen(buffers, moved).values()], flag)
-                self._averager.finish_round(True)
-                return told, moved
+            moved = _moved(lane, buffers) if buffers else []
+            told = self._averager.mean(lane, differences, steps, [*_chosen(buffers, moved).values()], flag)
+            self._averager.finish_round(True)
+            return told, moved
 
+        speaks = self._inner is None or self._inner.speaks
+        future = submit(self._lane, self._staging, sent, run) if speaks else Future()
         lands_at = self.steps + (0 if is_plain or flag & ENDING else recipe.delay)
-        flight = Flight(fragment, lands_at, steps, is_plain, differences, buffers, self._lane.submit(run))
+        flight = Flight(fragment, lands_at, steps, is_plain, differences, buffers, future)
         self._flights.append(flight)
         self._launched += 1
         return flight
@@ -242,7 +245,7 @@ class Rounds:
             return
         started = time.perf_counter()
         try:
-            told, moved = flight.future.wait()
+            told, moved = self._told(flight)
         except Exception:
             self._drop_failed()
             raise
@@ -253,15 +256,36 @@ class Rounds:
         flight.buffers = _chosen(flight.buffers, moved)
         self.ranks = told.ranks or self.ranks
 
+    def _told(self, flight: Flight) -> tuple[Told, list[str]]:
+        """Return what a round told, and the buffers that were averaged, on all ranks that train as one."""
+
+        def numbers() -> list[float]:
+            assert flight.future is not None, "it is waited for once"
+            (told, moved), _ = flight.future.wait()
+            return [*told.numbers(), *(float(name not in moved) for name in flight.buffers)]
+
+        count = 3 * self._lane.world_size
+        told = numbers() if self._inner is None else self._inner.wait(numbers, count + len(flight.buffers))
+        moved = [name for name, stays in zip(flight.buffers, told[count:], strict=True) if not stays]
+        if self._inner is not None:
+            self._inner.share([*flight.differences.values(), *_chosen(flight.buffers, moved).values()])
+        return Told.of(told[:count]), moved
+
     def _drop_failed(self) -> None:
         """Forget all launches that fail: later ones send what they were to send. The failure surfaces once."""
-        for flight in list(self._flights):
-            try:
-                if flight.future is not None:
-                    flight.future.wait()
-            except Exception:
+        for flight in [flight for flight in self._flights if flight.future is not None]:
+            if self._inner is not None or _has_failed(flight.future):  # ranks that train as one forget the same
                 self._flights.remove(flight)
                 self._since[flight.fragment] += flight.steps
+
+
+def _has_failed(future: Future[Any] | None) -> bool:
+    try:
+        if future is not None:
+            future.wait()
+    except Exception:
+        return True
+    return False
 
 
 def _moved(lane: Lane, buffers: Mapping[str, Tensor | None]) -> list[str]:
@@ -310,17 +334,20 @@ class OuterLoop(Synchronizer):
         entries = [Entry(name, parameter, id(parameter) in tables) for name, parameter in named.items()]
         device = next(parameter.device for parameter in named.values() if parameter.requires_grad)
         self._staging = staging_for(device)
+        self._host = inner = inner_group(model, group, device)
+        speaks = inner is None or inner.speaks
         self._rows: dict[str, ParameterRecord] = {}
         self._lane = Lane(group, timeout, self._staging)
         try:
-            self._averager = Averager(self._lane, entries, compression, scheme, self._rows, self._staging)
+            coded = compression if speaks else None
+            self._averager = Averager(self._lane, entries, coded, scheme, self._rows, self._staging)
             lines = [recipe.describe(), configuration(scheme, model, None, None), *self._averager.describe()]
             self._lane.submit(partial(_agree, "\n".join(lines))).wait()
             broadcast_all((*named.values(), *dict(synchronized_buffers(module_of(model))).values()), group)
             buffers = partial(_floating_buffers, weakref.ref(module_of(model)))
             finite = {name: buffer for name, buffer in buffers().items() if bool(buffer.isfinite().all())}
             anchors = Anchors(named, finite, recipe)
-            self._rounds = Rounds(recipe, anchors, self._averager, self._lane, buffers, self._staging)
+            self._rounds = Rounds(recipe, anchors, self._averager, self._lane, buffers, self._staging, inner)
         except Exception:
             self._lane.close()
             raise

@@ -1,0 +1,511 @@
+"""Who takes part in an outer loop: ranks that die, are late, or come back.
+
+Processes meet in *generations*, numbered sets of ranks. A `torch.distributed.Store` holds the last one, and only an
+atomic compare-and-set replaces it, so ranks that cannot reach each other never go on as two sets. Each generation has a
+Gloo group of its own, which no process group of torch knows of, so that its ranks may be processes of several jobs.
+
+Ranks that lost a peer meet again without it; a process that is not in the last generation asks to be let in, which the
+others see at their next round. A process has a *token*, so that one that was restarted is not taken for the lost one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from thinwire.comm.channel import Draft, Subject
+from thinwire.comm.connections import PrivateGroup
+from thinwire.comm.lane import EXIT_SECONDS, Lane
+from thinwire.comm.process_group import Staging
+from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, ThinwireError, told
+from thinwire.follow.state import packed, unpacked
+from thinwire.wire import Format, Kind, aligned
+
+T = TypeVar("T")
+
+POLL_SECONDS = 0.05
+GRACE_SECONDS = 5.0
+"""How long ranks that meet wait for one whose connection is gone: it may live, and have lost another rank."""
+FORM_SECONDS = 30.0
+"""Longest that the ranks of a generation wait for each other's connections: all have just agreed on it."""
+ATTEMPTS = 5
+"""Number of generations that may fail in a row before their first round."""
+_MAX_BYTES = 1 << 20
+_GENERATION = "generation"
+_CPU = torch.device("cpu")
+_groups_seen: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
+
+logger = logging.getLogger("thinwire")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """The processes that take part.
+
+    Args:
+        number: counts from 1; 0 are the ranks of a process group of torch.
+        members: token of the process of each rank.
+        asks: how often processes had asked to be let in, so that a greater number is news.
+        began: whether a rank had the parameters that all others take.
+    """
+
+    number: int
+    members: Mapping[int, str]
+    asks: int = 0
+    began: bool = False
+
+    @classmethod
+    def parsed(cls, data: str, ranks: frozenset[int]) -> Generation:
+        """Return what the store says, checked; raise ValueError if it makes no sense."""
+        value = json.loads(data) if len(data) <= _MAX_BYTES else None
+        if not isinstance(value, dict) or set(value) != {"number", "members", "asks", "began"}:
+            raise ValueError("not a generation")
+        members = {int(rank): str(token) for rank, token in dict(value["members"]).items()}
+        numbers = value["number"], value["asks"]
+        if not members or not ranks.issuperset(members) or not all(type(one) is int and one >= 0 for one in numbers):
+            raise ValueError("a generation of ranks that are not planned")
+        return cls(numbers[0], dict(sorted(members.items())), numbers[1], value["began"] is True)
+
+
+@dataclass(frozen=True)
+class Roll:
+    """What the ranks of a new generation have told each other; ranks are those of its lane.
+
+    Args:
+        source: the rank whose state others take.
+        new: ranks that take it.
+        done: number of rounds that every other rank has finished; who finished more takes them back.
+    """
+
+    source: int
+    new: frozenset[int]
+    done: int
+
+
+class Members:
+    """The planned ranks of an outer loop, for ``thinwire.attach(..., outer=..., process_group=...)``.
+
+    Its processes need no process group in common: each may be a job of its own, which is how one that died comes back
+    while the others go on. It starts the same script with the same rank, and takes parameters, outer optimizer and
+    counts from the others at their next round.
+
+    Args:
+        store: a store that outlives every rank, such as a ``torch.distributed.TCPStore`` on another host. Each job, and
+            each model in it, needs one of its own: ``PrefixStore(name, store)``.
+        rank: number of this process among those planned.
+        world_size: number of planned processes.
+        timeout: longest wait to be let in, since the last sign of the others; it has to be longer than a round takes.
+            It is also the timeout of exchanges, unless ``attach`` gets one.
+
+    Raises:
+        ValueError: a rank or world size out of range, or no store.
+
+    Example:
+        >>> store = torch.distributed.TCPStore("store.example", 29400)             # doctest: +SKIP
+        >>> members = thinwire.outer.Members(store, rank=host, world_size=8)       # doctest: +SKIP
+        >>> recipe = thinwire.outer.diloco(every=64, min_ranks=4)                  # doctest: +SKIP
+        >>> sync = thinwire.attach(model, outer=recipe, optimizer=optimizer,
+        ...                        process_group=members)                          # doctest: +SKIP
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, world_size: int, timeout: timedelta = timedelta(minutes=30)
+    ) -> None:
+        if not isinstance(store, dist.Store):
+            raise ValueError(f"store is {store!r}: pass a torch.distributed.Store, such as a TCPStore")
+        if not isinstance(timeout, timedelta) or timeout <= timedelta():
+            raise ValueError(f"timeout is {timeout!r}: pass a datetime.timedelta, such as timedelta(minutes=5)")
+        if any(type(number) is not int for number in (rank, world_size)) or not 0 <= rank < world_size:
+            raise ValueError(f"rank is {rank!r} of {world_size!r}: pass a number from 0 to world_size - 1")
+        self.rank, self.timeout = rank, timeout
+        self.min_ranks = world_size
+        self._ranks = frozenset(range(world_size))
+        self._begin(dist.PrefixStore("thinwire", _own(store)), secrets.token_hex(8), None)
+
+    @classmethod
+    def of(cls, process_group: dist.ProcessGroup, timeout: timedelta) -> Members:
+        """Return the ranks of a process group, as generation 0: they meet in the default store if one is lost.
+
+        A collective call in so far as all ranks make the same ones in the same order.
+        """
+        found = cls.__new__(cls)
+        ranks = dist.get_process_group_ranks(process_group)
+        found.rank, found.timeout, found.min_ranks = dist.get_rank(), timeout, len(ranks)
+        found._ranks = frozenset(ranks)
+        name = process_group.group_name
+        default = _own(distributed_c10d._get_default_store())
+        store = dist.PrefixStore(f"thinwire/{name}/{next(_groups_seen[name])}", default)
+        found._begin(store, str(found.rank), Generation(0, {rank: str(rank) for rank in ranks}, began=True))
+        return found
+
+    def size(self) -> int:
+        """Return the number of planned ranks."""
+        return len(self._ranks)
+
+    @property
+    def number(self) -> int:
+        """The number of the generation, which changes with its ranks."""
+        assert self._generation is not None, "nobody has met yet"
+        return self._generation.number
+
+    def _begin(self, store: dist.Store, token: str, generation: Generation | None) -> None:
+        self._store, self._token, self._generation = store, token, generation
+        self._is_new = generation is None
+        self._is_store_lost = self._is_taken = False
+        self.times_left_out = 0
+
+    def enter(
+        self,
+        enter: Callable[[Lane, Roll], object],
+        min_ranks: int | None = None,
+        timeout: timedelta | None = None,
+        staging: Staging | None = None,
+    ) -> Lane:
+        """Return the lane of the ranks that take part, once this one is let in.
+
+        At the start all planned ranks are waited for, for the timeout; then ``min_ranks`` are enough. A process that
+        comes later waits for the next round of the others.
+
+        Args:
+            enter: a job of each new lane, now and later: checks that all ranks run the same, and hands over what new
+                ranks need.
+            min_ranks: how many ranks are enough; None for all.
+            timeout: longest wait of an exchange; None for that of the members.
+
+        Raises:
+            ValueError: it was called before, or there are fewer planned ranks than ``min_ranks``.
+            LostPeerError: too few ranks came, nobody let this one in, or the store is gone.
+            MismatchError: the others run another model or recipe.
+        """
+        if self._is_taken:
+            raise ValueError("these Members are attached already: make others, with a PrefixStore of their own")
+        self._is_taken = True
+        self._prepare(enter, min_ranks, timeout, staging)
+        return self._settle(self._ask(), lambda: 0)
+
+    def watch(
+        self,
+        lane: Lane,
+        enter: Callable[[Lane, Roll], object],
+        min_ranks: int | None,
+        staging: Staging | None = None,
+    ) -> None:
+        """Begin with the lane of the process group of `of`, in place of `enter`."""
+        self._prepare(enter, min_ranks, self.timeout, staging)
+        lane.is_watched = True
+
+    def _prepare(
+        self,
+        enter: Callable[[Lane, Roll], object],
+        min_ranks: int | None,
+        timeout: timedelta | None,
+        staging: Staging | None,
+    ) -> None:
+        self.min_ranks = len(self._ranks) if min_ranks is None else min_ranks
+        if self.min_ranks > len(self._ranks):
+            raise ValueError(f"min_ranks={min_ranks} of {len(self._ranks)} ranks: pass at most as many")
+        self._enter, self._staging, self._exchange_timeout = enter, staging, timeout or self.timeout
+
+    def asked(self, lane: Lane) -> bool:
+        """Return whether a process waits to be let in; a job of each round calls it, and tells the others."""
+        assert self._generation is not None
+        try:
+            if lane.rank == 0:
+                self._add("rounds", 1)  # a sign of life, for processes that wait
+            return self._add("asks", 0) > self._generation.asks
+        except LostPeerError as error:
+            if not self._is_store_lost:
+                logger.warning("%s; until then no rank that is lost can come back", error)
+            self._is_store_lost = True
+            return False
+
+    def admit(self, lane: Lane, done: Callable[[], int]) -> Lane:
+        """Return the lane with those that asked to be let in, in place of ``lane``; a collective call between rounds.
+
+        Args:
+            done: returns the number of rounds that this rank has finished.
+
+        Raises:
+            LostPeerError: as for `regroup`.
+        """
+        return self._settle(self._meet(lane, admits=True), done, lane)
+
+    def regroup(self, lane: Lane, error: BaseException, done: Callable[[], int]) -> Lane:
+        """Return the lane of those that are left, after a job of ``lane`` failed on this rank.
+
+        Args:
+            error: how it failed; anything but the failure of a peer is raised again.
+            done: returns the number of rounds that this rank has finished.
+
+        Raises:
+            LostPeerError: fewer than ``min_ranks`` are left, the store is gone, or another process took this rank.
+        """
+        if not lane.is_broken or not isinstance(error, ThinwireError):
+            raise error
+        logger.warning("rank %d: who is left goes on, because %s", self.rank, error)
+        return self._settle(self._meet(lane), done, lane)
+
+    def _settle(self, generation: Generation, done: Callable[[], int], before: Lane | None = None) -> Lane:
+        """Connect the ranks of a generation and let new ones in; after a failure, meet again without who is lost."""
+        if before is not None:  # its thread must not go on with a round that is made again
+            before.break_off("its ranks have met anew")
+            before.abandon()
+            before.join(EXIT_SECONDS)
+        for attempt in itertools.count(1):
+            self._generation = generation
+            lane, without = None, frozenset[int]()
+            try:
+                group = PrivateGroup(self._make_group)
+                group.process_group._get_backend(_CPU)._set_default_timeout(self._exchange_timeout)  # type: ignore[attr-defined]
+                lane = Lane(group, self._exchange_timeout, self._staging)
+                lane.submit(lambda lane: self._open(lane, done())).wait()
+            except MismatchError:  # all know of it
+                assert lane is not None
+                if self._is_new or attempt == ATTEMPTS:
+                    lane.close()
+                    raise
+                without = self._newcomers
+            except RuntimeError as error:
+                is_ours = lane is not None and not (lane.is_broken and isinstance(error, ThinwireError))
+                if is_ours or attempt == ATTEMPTS:
+                    raise
+                logger.warning("rank %d: generation %d failed: %s", self.rank, generation.number, error)
+            else:
+                if before is not None:
+                    lane.exchange.traffic, lane.setup = before.exchange.traffic, before.setup
+                    lane.busy_seconds, lane.watcher = before.busy_seconds, before.watcher
+                self._is_new, self._is_store_lost, lane.is_watched = False, False, True
+                return lane
+            generation = self._meet(lane, is_late=True, without=without)
+            if lane is not None:
+                lane.abandon()
+        raise AssertionError("unreachable")
+
+    def _make_group(self) -> dist.ProcessGroup:
+        """Connect the ranks of the generation; torch does not register the group, which may end at any time."""
+        assert self._generation is not None
+        ranks, number = list(self._generation.members), self._generation.number
+        place, limit = ranks.index(self.rank), min(self._exchange_timeout, timedelta(seconds=FORM_SECONDS))
+        store = dist.PrefixStore(f"group {number}", self._store)
+        group = dist.ProcessGroup(store, place, len(ranks))
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        backend = dist.ProcessGroupGloo(store, place, len(ranks), timeout=limit)
+        backend.options.global_ranks_in_group = ranks
+        group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, backend)
+        return group
+
+    def _open(self, lane: Lane, done: int) -> None:
+        """Agree on who needs what, and do what the loop wants done before the first round."""
+        generation = self._generation
+        assert generation is not None
+        with lane.setting_up():
+            told_all = lane.channel(Subject("members", "rounds")).gather_numbers([float(self._is_new), float(done)])
+            old = [rank for rank, (is_new, _) in enumerate(told_all) if not is_new]
+            if not old and generation.began:
+                error = f"rank {self.rank}: all ranks that had the parameters are gone: restore them from a checkpoint,"
+                raise told(LostPeerError(f"{error} and begin with another PrefixStore"), lane.world_size)
+            new = frozenset(range(lane.world_size)) - set(old or (0,))
+            self._newcomers = frozenset(lane.exchange.global_ranks[rank] for rank in new)
+            least = min((told_all[rank][1] for rank in old), default=0.0)
+            self._enter(lane, Roll((old or [0])[0], new, int(least)))
+            lane.channel(Subject("members", "entered")).open()
+        self._store_call(lambda: self._store.delete_key(f"group {generation.number}/0/{lane.rank}"))
+
+    def _ask(self) -> Generation:
+        """Return the first generation of which this process is a member, by asking to be let in."""
+        self._is_new, self._token = True, secrets.token_hex(8)
+        key, first, heard, is_asked = f"ask/{self.rank}", self._last(), None, False
+        beats: dict[str, int] = {}
+        began = heard_at = time.monotonic()
+        while True:
+            now, waited, asks = self._last(), time.monotonic(), self._add("asks", 0)
+            holder = None if now is None else now.members.get(self.rank)
+            if now is not None and holder == self._token:
+                return now
+            asked = self._peek(key)
+            is_other = is_asked and asked not in (None, self._token)
+            if now is not None and first is not None and holder is not None:
+                is_other |= holder != first.members.get(self.rank) or now.number > first.number + 1
+            if is_other:
+                raise LostPeerError(f"rank {self.rank}: another process takes part as this rank: end one of them")
+            if asked != self._token:
+                self._set(key, self._token)
+                self._add("asks", 1)
+                is_asked = True
+            self._add(f"beat/{self._token}", 1)
+            if now is None:
+                askers = self._askers(beats) | {self.rank: self._token}
+                is_late = waited - began > self._exchange_timeout.total_seconds()
+                if len(askers) == len(self._ranks) or (is_late and len(askers) >= self.min_ranks):
+                    self._propose(None, askers, asks, beats)
+                elif is_late:
+                    raise self._too_few(len(askers), "came")
+            else:
+                first = first or now
+                sign = now.number, self._add("rounds", 0)
+                heard, heard_at = sign, heard_at if sign == heard else waited
+                if waited - heard_at > self.timeout.total_seconds():
+                    raise LostPeerError(
+                        f"rank {self.rank}: generation {now.number} of {len(now.members)} ranks let nobody in for"
+                        f" {self.timeout.total_seconds():g} s: pass Members a timeout longer than a round takes; after"
+                        " all ranks have ended, begin with another PrefixStore"
+                    )
+            time.sleep(POLL_SECONDS)
+
+    def _meet(
+        self, lane: Lane | None, admits: bool = False, is_late: bool = False, without: frozenset[int] = frozenset()
+    ) -> Generation:
+        """Return the next generation that has this process.
+
+        Args:
+            lane: the lane of the last one.
+            admits: whether processes that asked are let in.
+            is_late: whether all others come now, if at all.
+            without: ranks that are left out.
+        """
+        last = self._generation
+        assert last is not None
+        present, askers = {self.rank}, dict[int, str]()
+        beats: dict[str, int] = {}
+        began, limit, asks = time.monotonic(), self._exchange_timeout.total_seconds(), last.asks
+        short = min(FORM_SECONDS if is_late else GRACE_SECONDS, limit)
+        while (now := self._last() or last).number <= last.number:
+            self._add(f"{last.number + 1}/{self._token}", 1)
+            away = [rank for rank in last.members if rank not in present and rank not in without]
+            present |= {rank for rank in away if self._add(f"{last.number + 1}/{last.members[rank]}", 0)}
+            lost = set() if lane is None else {lane.exchange.global_ranks[rank] for rank in lane.lost}
+            is_quick = is_late or (lane is not None and lane.is_broken and not lost)  # it timed out, and so do all
+            waited = time.monotonic() - began
+            wait_for = {rank: short if is_quick or rank in lost else limit for rank in away if rank not in present}
+            if admits:
+                asks = self._add("asks", 0)
+                askers = {rank: token for rank, token in self._askers(beats).items() if rank not in present}
+            is_settled = not admits or waited > short or len(askers) == len(beats)
+            if is_settled and all(waited > patience for patience in wait_for.values()):
+                members = {rank: last.members[rank] for rank in present} | askers
+                if len(members) < self.min_ranks:
+                    raise self._too_few(len(members), "are left")
+                self._propose(last, members, asks, beats)
+            else:
+                time.sleep(POLL_SECONDS)
+        if now.members.get(self.rank) == self._token:
+            return now
+        if self.rank in now.members:
+            raise LostPeerError(f"rank {self.rank}: another process has taken the place of this one: end this one")
+        logger.warning("rank %d: generation %d is without this rank, which asks to be let in", self.rank, now.number)
+        self.times_left_out += 1
+        return self._ask()
+
+    def _propose(self, last: Generation | None, members: Mapping[int, str], asks: int, beats: Iterable[str]) -> None:
+        """Make these the next generation, unless another rank was quicker; then forget what led to it.
+
+        Args:
+            asks: how often processes had asked before it was looked who did.
+            beats: tokens of all that did.
+        """
+        number = 0 if last is None else last.number
+        began = not self._is_new or (last is not None and last.began)
+        proposed = _written(Generation(number + 1, dict(sorted(members.items())), asks, began))
+        expected = "" if last is None or number == 0 else _written(last)
+        if self._store_call(lambda: self._store.compare_set(_GENERATION, expected, proposed)).decode() != proposed:
+            return
+        done = [] if last is None else [f"{number}/{token}" for token in last.members.values()]
+        done += [f"beat/{token}" for token in beats]
+        done += [key for key in (f"ask/{rank}" for rank in self._ranks) if beats and (self._peek(key) or "") in beats]
+        for key in done:
+            self._store_call(lambda key=key: self._store.delete_key(key))
+
+    def _askers(self, beats: dict[str, int]) -> dict[int, str]:
+        """Return the processes that wait to be let in and are alive: their counts move.
+
+        Args:
+            beats: the first count of each token, kept from call to call.
+        """
+        found = {}
+        for rank in self._ranks:
+            token = self._peek(f"ask/{rank}")
+            if token is not None and re.fullmatch("[0-9a-f]{16}", token):
+                count = self._add(f"beat/{token}", 0)
+                if count > beats.setdefault(token, count):
+                    found[rank] = token
+        return found
+
+    def _too_few(self, there: int, verb: str) -> LostPeerError:
+        return LostPeerError(
+            f"rank {self.rank}: {there} of {len(self._ranks)} ranks {verb}, and min_ranks={self.min_ranks} are needed"
+        )
+
+    def _last(self) -> Generation | None:
+        data = self._peek(_GENERATION)
+        if data is None:
+            return None
+        try:
+            return Generation.parsed(data, self._ranks)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CorruptMessageError(
+                f"rank {self.rank}: the store has something else where Members keep their ranks ({error}): give each"
+                " job and each model a PrefixStore of its own"
+            ) from error
+
+    def _peek(self, key: str) -> str | None:
+        """Return the value of a key, or None; ``Store.get`` would wait for it."""
+        value = self._store_call(lambda: self._store.compare_set(key, "?", "?"))
+        return None if value == b"?" else value.decode(errors="replace")
+
+    def _set(self, key: str, value: str) -> None:
+        self._store_call(lambda: self._store.set(key, value))
+
+    def _add(self, key: str, number: int) -> int:
+        return self._store_call(lambda: self._store.add(key, number))
+
+    def _store_call(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise LostPeerError(
+                f"rank {self.rank}: the store in which ranks meet cannot be reached ({str(error).splitlines()[0]}): it"
+                " has to outlive them, as that of torchrun's agent does, or one on another host passed to Members"
+            ) from error
+
+
+def _own(store: dist.Store) -> dist.Store:
+    """Return a connection of our own: a wait on the user's would block what is asked meanwhile."""
+    return store.clone()  # type: ignore[attr-defined]
+
+
+def _written(generation: Generation) -> str:
+    return json.dumps(asdict(generation), sort_keys=True)
+
+
+def hand_over(lane: Lane, roll: Roll, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state that the source passes on new ranks, and nothing on others; a job of the lane.
+
+    Raises:
+        MismatchError, PeerError, CorruptMessageError: see `thinwire.comm.channel.Channel.swap`.
+    """
+    is_source, is_new = lane.rank == roll.source, lane.rank in roll.new
+    mine = packed(dict(state)) if is_source else torch.empty(0, dtype=torch.uint8)
+    told = lane.channel(Subject("bytes of the state", "1 number")).gather_numbers([mine.numel()])
+    (size,) = told[roll.source]
+    channel = lane.channel(Subject("state of new ranks", f"{size:.0f} bytes"))
+
+    def drafts() -> list[Draft]:
+        whole = torch.nn.functional.pad(mine, (0, aligned(mine.numel()) - mine.numel()))
+        return [Draft(Format.COO, 0, whole if rank in roll.new else whole[:0]) for rank in range(lane.world_size)]
+
+    message = channel.swap(Kind.GATHER, drafts, aligned(int(size)) if is_new else 0)[roll.source]
+    with channel.reading(message):
+        return unpacked(message.payload[: int(size)]) if is_new else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import nullcontext
 from datetime import timedelta
 
 import torch
@@ -35,6 +36,7 @@ from thinwire.gradients.model import (
 )
 from thinwire.gradients.tables import tables_of
 from thinwire.outer.loop import OuterLoop, is_outer
+from thinwire.outer.members import Members
 from thinwire.outer.recipe import OuterRecipe
 from thinwire.plan.plan import Plan
 from thinwire.sync.named import AUTO, resolve
@@ -48,7 +50,7 @@ def attach(
     scheme: str | Scheme | TwoLevel = AUTO,
     timeout: timedelta | None = None,
     *,
-    process_group: Group = None,
+    process_group: Group | Members = None,
     exclude: str | Iterable[str | Tensor] = (),
     compress: Compress | None = None,
     exchange: str | Scheme | TwoLevel = AUTO_EXCHANGE,
@@ -79,7 +81,7 @@ def attach(
             first); "auto" chooses by bytes and by the seconds of real steps, and may leave a table to DDP.
         timeout: how long to wait for a peer; None means the timeout of the model's process group.
         process_group: the ranks that have a copy of a plain module, as a ProcessGroup or a one-dimensional DeviceMesh
-            such as ``mesh["dp"]``; None for all ranks. DDP has its own.
+            such as ``mesh["dp"]``; None for all ranks. DDP has its own. With ``outer`` also `thinwire.outer.Members`.
         exclude: parameters and buffers of a plain module that are left alone, on all ranks alike: names, patterns of
             names (``fnmatch``), or parameters. Each rank has its own there. DDP has its own list.
         compress: a compressor of `thinwire.compress`, for all matrices of 1024 elements or more; or a policy, which is
@@ -121,6 +123,8 @@ def attach(
     if outer is not None:
         _check_outer(outer, fuse=fuse, plan=plan, fallback=fallback, ahead=ahead, grad_scaler=grad_scaler)
         return _attach_outer(model, outer, optimizer, process_group, timeout, scheme, exclude, compress, exchange)
+    if isinstance(process_group, Members):
+        raise ValueError("gradients need all ranks in every step: Members are for outer=, pass a process group instead")
     group = _group_of(model, process_group)
     with telling_peers(group, timeout):
         leave_out(model, exclude)
@@ -145,7 +149,7 @@ def _attach_outer(
     model: nn.Module,
     recipe: OuterRecipe,
     optimizer: object,
-    process_group: Group,
+    process_group: Group | Members,
     timeout: timedelta | None,
     scheme: str | Scheme | TwoLevel,
     exclude: str | Iterable[str | Tensor],
@@ -153,8 +157,8 @@ def _attach_outer(
     exchange: str | Scheme | TwoLevel,
 ) -> OuterLoop:
     """Return the outer loop of a model."""
-    group = resolve_group(process_group)
-    with telling_peers(group, timeout):
+    group = process_group if isinstance(process_group, Members) else resolve_group(process_group)
+    with nullcontext() if isinstance(group, Members) else telling_peers(group, timeout):
         leave_out(model, exclude)
         _check_model(model, group)
         if is_outer(model):
@@ -196,10 +200,11 @@ def _unwrapped(optimizer: object, module: nn.Module) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _check_model(model: nn.Module, group: dist.ProcessGroup) -> None:
+def _check_model(model: nn.Module, group: dist.ProcessGroup | Members) -> None:
     """Raise ValueError for what ranks read for themselves: parameters, their mesh, and the environment."""
     check_parameters(model)
-    check_mesh(model, group)
+    if not isinstance(group, Members):
+        check_mesh(model, group)
     route_asked_for()
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,19 +20,20 @@ from torch.nn.parallel import DistributedDataParallel
 import thinwire
 from thinwire.gradients.model import is_dtensor
 from thinwire.lab.testbed.launch import RankContext, run_ranks
+from thinwire.outer import OuterRecipe
 
 STEPS = 6
 
 
 class Net(nn.Module):
-    """A table, layers of odd sizes, and a batch norm, whose buffers differ from host to host."""
+    """A table, layers of odd sizes, and a norm; the buffers of a batch norm differ from host to host."""
 
-    def __init__(self) -> None:
+    def __init__(self, has_buffers: bool) -> None:
         super().__init__()
         self.table = nn.Embedding(900, 16)
-        self.first = nn.Linear(16, 70)
-        self.norm = nn.BatchNorm1d(70)
-        self.last = nn.Linear(70, 3)
+        self.first = nn.Linear(16, 130)
+        self.norm = nn.BatchNorm1d(130) if has_buffers else nn.LayerNorm(130)
+        self.last = nn.Linear(130, 3)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.last(torch.tanh(self.norm(self.first(self.table(ids)))))
@@ -49,8 +53,8 @@ def inside(kind: str, mesh: DeviceMesh) -> nn.Module:
     """A model of which the ranks of a host train one."""
     torch.manual_seed(0)
     if kind == "ddp":
-        return DistributedDataParallel(Net(), process_group=mesh.get_group("host"))
-    model = Net()
+        return DistributedDataParallel(Net(True), process_group=mesh.get_group("host"))
+    model = Net(False)  # each rank of FSDP has buffers of its own
     fully_shard(model.first, mesh=mesh["host"])
     return fully_shard(model, mesh=mesh["host"])
 
@@ -68,17 +72,17 @@ def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, ids: Tensor, sca
     optimizer.step()
 
 
-def by_hand(hosts: int, ranks: int, every: int, batches: Callable[[int, int], Tensor] = batch) -> dict[str, Tensor]:
+def by_hand(has_buffers: bool, hosts: int, ranks: int, every: int) -> dict[str, Tensor]:
     """Local SGD of hosts in one process; a host takes the mean of the gradients of its ranks."""
     torch.manual_seed(0)
-    models = [Net()]
+    models = [Net(has_buffers)]
     models += [copy.deepcopy(models[0]) for _ in range(hosts - 1)]
     optimizers = [torch.optim.SGD(model.parameters(), 0.1, momentum=0.5) for model in models]
     for step in range(STEPS):
         for host, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
             for rank in range(ranks):
-                (model(batches(step, host * ranks + rank)).square().mean() / ranks).backward()
+                (model(batch(step, host * ranks + rank)).square().mean() / ranks).backward()
             optimizer.step()
         if (step + 1) % every == 0:
             for parameters in zip(*(model.parameters() for model in models), strict=True):
@@ -96,24 +100,172 @@ def gathered(tensors: dict[str, Tensor]) -> bool:
     return all(torch.equal(all_of_them[0], other) for other in all_of_them[1:])
 
 
-def train_hosts(context: RankContext, kind: str, options: dict[str, Any]) -> dict[str, Any]:
-    mesh = mesh_of()
-    model = inside(kind, mesh)
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
-    recipe = thinwire.outer.local_sgd(every=2)
-    sync = thinwire.attach(model, outer=recipe, optimizer=optimizer, process_group=mesh["hosts"], **options)
+@dataclass(frozen=True)
+class Case:
+    """A training of two hosts with two ranks each.
+
+    Args:
+        bad: step in which the loss of host 1 overflows.
+        resumes: step after which all is built anew, from states.
+    """
+
+    recipe: OuterRecipe
+    compress: Any = None
+    bad: int | None = None
+    resumes: int | None = None
+
+
+LOCAL = thinwire.outer.local_sgd(every=2)
+STREAMING = thinwire.outer.diloco(every=4, fragments=2, delay=1, mix=0.5)
+TOP_K = thinwire.compress.top_k(0.1)
+CASES = {
+    "local": Case(LOCAL),
+    "streaming": Case(STREAMING, TOP_K),
+    "resumed": Case(STREAMING, TOP_K, resumes=3),
+    "overflow": Case(LOCAL, bad=4),
+}
+
+
+def train_case(context: RankContext, kind: str, mesh: DeviceMesh, case: Case) -> dict[str, Any]:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
+        model = inside(kind, mesh)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
+        options: Any = {} if case.compress is None else {"compress": case.compress}
+        group = mesh["hosts"]
+        sync = thinwire.attach(model, outer=case.recipe, optimizer=optimizer, process_group=group, **options)
+        return model, optimizer, sync
+
+    model, optimizer, sync = build()
     for step in range(STEPS):
-        step_of(model, optimizer, batch(step, context.rank))
-    found = whole(model)
-    stats, same = sync.stats(), gathered(found)
+        overflows = case.bad == step and context.rank >= 2
+        step_of(model, optimizer, batch(step, context.rank), float("nan") if overflows else 1.0)
+        if overflows:
+            optimizer.state.clear()
+        if case.resumes == step:
+            states = copy.deepcopy([model.state_dict(), optimizer.state_dict(), sync.state_dict()])
+            sync.detach()
+            model, optimizer, sync = build()
+            for one, state in zip((model, optimizer, sync), states, strict=True):
+                one.load_state_dict(state)
+    before, stats = whole(model), sync.stats()
+    model.eval()
+    with torch.no_grad():
+        model(batch(8, 0))  # FSDP keeps the outermost parameters whole after it
+        with sync.global_parameters():
+            anchored, output = whole(model), model(batch(9, 0))
+        local = model(batch(9, 0))
+        sync.synchronize()
+        last = model(batch(9, 0))
+    same = gathered({"output": output, "last": last, **anchored})
+    found = {"before": before, "parameters": whole(model), "same": same, "stats": stats}
+    found["outputs"] = [output, local, last]
     sync.detach()
-    return {"parameters": found, "same": same, "stats": stats}
+    return found
+
+
+def train_hosts(context: RankContext, kind: str) -> dict[str, dict[str, Any]]:
+    mesh = mesh_of()
+    return {name: train_case(context, kind, mesh, case) for name, case in CASES.items()}
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_hosts_whose_ranks_train_as_one(kind: str) -> None:
-    ranks = [outcome.value for outcome in run_ranks(train_hosts, kind, {}, world_size=4)]
-    right = by_hand(2, 2, 2)
-    assert all(rank["same"] for rank in ranks)
-    for name, mean in right.items():
-        torch.testing.assert_close(ranks[0]["parameters"][name], mean, rtol=1e-4, atol=1e-5, msg=name)
+    ranks = [outcome.value for outcome in run_ranks(train_hosts, kind, world_size=4)]
+    for name in CASES:
+        assert all(rank[name]["same"] for rank in ranks), f"all ranks have the anchors, in the case {name!r}"
+        for of_host in ((0, 1), (2, 3)):
+            one, other = (ranks[rank][name]["before"] for rank in of_host)
+            assert all(torch.equal(one[parameter], other[parameter]) for parameter in one), "a host trains as one"
+    for name, mean in by_hand(kind == "ddp", 2, 2, 2).items():
+        torch.testing.assert_close(ranks[0]["local"]["parameters"][name], mean, rtol=1e-4, atol=1e-5, msg=name)
+    for rank in ranks:
+        for name, parameter in rank["streaming"]["before"].items():
+            assert torch.equal(parameter, rank["resumed"]["before"][name]), "a resumed training has the same bits"
+        assert all(torch.isfinite(one).all() for one in rank["overflow"]["parameters"].values())
+        outputs = rank["streaming"]["outputs"]
+        assert not any(torch.equal(one, other) for one, other in pairwise(outputs)), "none is of older parameters"
+    assert {rank["overflow"]["stats"]["outer/ranks"] for rank in ranks} == {1.0}
+    sent = [rank["local"]["stats"]["comm/bytes_sent"] for rank in ranks]
+    numel = sum(one.numel() for one in ranks[0]["local"]["parameters"].values())
+    assert sent[0] + sent[1] < 3 * 4 * numel, "a host sends its parameters once a round, and of the table some rows"
+    if kind == "ddp":
+        assert sent[1] == sent[3] == 0, "the first rank of a host sends for all"
+    else:
+        assert sent[1] == pytest.approx(sent[0], rel=0.1), "each sends its shards"
+
+
+def fail(context: RankContext, kind: str) -> list[str]:
+    mesh = mesh_of()
+    model = inside(kind, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    recipe = thinwire.outer.diloco(every=2, fragments=2, delay=1)
+    sync = thinwire.attach(model, outer=recipe, optimizer=optimizer, process_group=mesh["hosts"])
+    found = []
+    for step in range(5):
+        if step == 2 and context.rank == 2:
+            sync._lane.break_off("rank 2 gives up")
+        try:
+            step_of(model, optimizer, batch(step, context.rank))
+        except thinwire.errors.ThinwireError as error:
+            found.append(f"{type(error).__name__}: {error}")
+    with suppress(thinwire.errors.ThinwireError):
+        sync.detach()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_a_round_that_fails_fails_on_all_ranks_of_a_host(kind: str) -> None:
+    """Rank 2 gives up, so rank 0 loses it; ranks 1 and 3 hear of it from those that they train with."""
+    ranks = [outcome.value for outcome in run_ranks(fail, kind, world_size=4)]
+    firsts = [errors[0] for errors in ranks]
+    assert firsts[0].startswith("LostPeerError: ")
+    assert firsts[2].startswith(("LostPeerError: ", "ThinwireError: rank 2"))
+    for mine, theirs in ((1, 0), (3, 2)):
+        assert len(ranks[mine]) == len(ranks[theirs]), "each step fails on both, or on none"
+        assert firsts[mine] == (
+            f"PeerError: rank {mine}: the round of rank {theirs} failed, which trains together with this one; its own"
+            " error says why"
+        )
+
+
+def refuse(context: RankContext) -> None:
+    def refuses(match: str, build: Callable[[], nn.Module], recipe: OuterRecipe = LOCAL, group: Any = None) -> None:
+        model = build()
+        with pytest.raises(ValueError, match=match):
+            attached(model, recipe, group)
+
+    def attached(model: nn.Module, recipe: OuterRecipe, group: Any) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        return thinwire.attach(model, outer=recipe, optimizer=optimizer, process_group=group)
+
+    mesh = mesh_of(1)
+    hosts = mesh["hosts"]
+    refuses(
+        r"ranks \[0, 1\] average gradients in every step.*process_group=mesh\['hosts'\]", lambda: inside("ddp", mesh)
+    )
+    refuses(
+        r"ranks \[0, 1\] average gradients.*fully_shard\(model, mesh=mesh\['host'\]\)", lambda: inside("fsdp", mesh)
+    )
+    refuses("without replicas", lambda: fully_shard(Net(False), mesh=mesh_of(2)), group=hosts)
+    for kind in ("ddp", "fsdp"):
+        alone = thinwire.outer.local_sgd(min_ranks=1)
+        refuses("min_ranks= is for ranks that train alone", lambda kind=kind: inside(kind, mesh), alone, hosts)
+        shadow = thinwire.outer.shadow_sync()
+        refuses("shadow_sync is for ranks that train alone", lambda kind=kind: inside(kind, mesh), shadow, hosts)
+
+    def ignoring() -> nn.Module:
+        model = Net(False)
+        return fully_shard(model, mesh=mesh["host"], ignored_params={model.table.weight})
+
+    refuses(r"FSDP ignores parameter 'table\.weight'", ignoring, group=hosts)
+    sync = attached(inside("fsdp", mesh), LOCAL, hosts)
+    with pytest.raises(ValueError, match="on every rank"):
+        sync.gathered()
+    state = sync.state_dict()
+    with pytest.raises(ValueError, match=f"a state of shard 7, and here is shard {context.rank}"):
+        sync.load_state_dict({**state, "shard": 7})
+    sync.detach()
+
+
+def test_what_no_ranks_of_a_host_can_do() -> None:
+    run_ranks(refuse, world_size=2)

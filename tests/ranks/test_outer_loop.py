@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import threading
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -208,3 +210,345 @@ def flat(state: Mapping[str, Tensor], like: nn.Module) -> Tensor:
 )
 def test_a_run_is_resumed_bitwise_from_each_step(recipe: OuterRecipe, options: dict[str, Any]) -> None:
     run_ranks(_resumes, recipe, options, 13, world_size=2, timeout_seconds=90)
+
+
+# --- what training does
+
+
+def _uneven(context: RankContext) -> None:
+    """Ranks that make unlike numbers of steps, and of rounds, meet in synchronize, and go on together."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recipe = diloco(every=4, fragments=2, delay=1, start_step=1)
+    sync = attached(model, recipe, optimizer)
+    number = 0
+    for _ in range(3):
+        for _ in range(5 + 6 * context.rank):
+            step(model, optimizer, context.rank, number)
+            number += 1
+        sync.synchronize()
+        assert is_same_on_all_ranks(model)
+        with sync.global_parameters():
+            assert is_same_on_all_ranks(model)
+    sync.synchronize()
+    assert sync.stats()["outer/ranks"] >= 1, "of the last round that had any"
+    for _ in range(5):
+        step(model, optimizer, context.rank, number)
+    sync.detach()
+    sync.detach()
+    with pytest.raises(ThinwireError, match="was detached"):
+        sync.synchronize()
+
+
+def test_uneven_numbers_of_steps_meet_again() -> None:
+    run_ranks(_uneven, world_size=3, timeout_seconds=60)
+
+
+def _weights(context: RankContext) -> None:
+    """One parameter, to which each rank adds its own number in each step: the mean weighs by steps."""
+    model = nn.Linear(1, 1, bias=False).double()
+    nn.init.zeros_(model.weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    sync = attached(model, local_sgd(every=100), optimizer)
+    for _ in range(1 + 2 * context.rank):
+        model.weight.grad = torch.full_like(model.weight, -(10.0**context.rank))
+        optimizer.step()
+    sync.synchronize()
+    ranks = range(context.world_size)
+    steps = [1 + 2 * rank for rank in ranks]
+    expected = sum(steps[rank] * steps[rank] * 10.0**rank for rank in ranks) / sum(steps)
+    assert model.weight.item() == pytest.approx(expected, rel=1e-12)
+    sync.detach()
+
+
+def test_a_mean_weighs_by_inner_steps() -> None:
+    run_ranks(_weights, world_size=3, timeout_seconds=60)
+
+
+class Scaled:
+    """What Accelerate and Lightning wrap around an optimizer."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+def _steps_that_count(context: RankContext) -> None:
+    model = made()
+    groups = [{"params": model.table.parameters(), "lr": 0.2}, {"params": [*model.first.parameters()], "lr": 0.1}]
+    optimizer = torch.optim.SGD([*groups, {"params": [*model.norm.parameters(), *model.last.parameters()]}], lr=0.05)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    sync = attached(model, local_sgd(every=2), Scaled(optimizer))
+    for number in range(4):
+        with sync.no_sync():
+            model(torch.arange(3)).sum().backward()  # accumulation: only steps count
+        step(model, optimizer, context.rank, number)
+        schedule.step()
+        assert is_same_on_all_ranks(model) == (number % 2 == 1)
+    assert sync.stats()["outer/inner_steps"] == 4
+    sync.detach()
+
+    for is_fused in (False, True):  # whether the scaler skips the step, or the optimizer by itself
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=is_fused)
+        sync = attached(model, local_sgd(every=2), optimizer)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        for number in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.arange(4) + context.rank).square().sum() * (float("inf") if number == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert is_same_on_all_ranks(model) == (number == 2)
+        assert sync.stats()["outer/inner_steps"] == 2
+        sync.detach()
+
+    model = made()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+    sync = attached(model, local_sgd(every=1), optimizer)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = model(torch.arange(4) + context.rank).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert sync.stats()["outer/inner_steps"] == 1
+    assert is_same_on_all_ranks(model)
+    sync.detach()
+
+
+def test_only_steps_of_the_optimizer_count() -> None:
+    run_ranks(_steps_that_count, world_size=2, timeout_seconds=60)
+
+
+class Tied(nn.Module):
+    """The table is the output layer too, and another part is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 16)
+        self.late = nn.Linear(16, 16).requires_grad_(False)
+        self.out = nn.Linear(16, 300, bias=False)
+        self.out.weight = self.table.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.late(self.table(ids))))[:, :2]
+
+
+def _tied_and_unfrozen(context: RankContext) -> None:
+    torch.manual_seed(context.rank)  # rank 0's parameters count
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sync = attached(model, diloco(every=3, fragments=2), optimizer)
+    assert is_same_on_all_ranks(model)
+    before = model.late.weight.detach().clone()
+    for number in range(6):
+        step(model, optimizer, context.rank, number)
+    assert torch.equal(model.late.weight, before)
+    model.late.requires_grad_(True)
+    model.table.requires_grad_(False)
+    for number in range(6, 12):
+        step(model, optimizer, context.rank, number)
+    assert not torch.equal(model.late.weight, before)
+    sync.synchronize()
+    assert is_same_on_all_ranks(model)
+    state = copy.deepcopy(sync.state_dict())
+    assert set(state["anchors"]) == {"table.weight", "late.weight", "late.bias"}
+    sync.load_state_dict(state)
+    sync.detach()
+
+
+def test_tied_weights_travel_once_and_unfrozen_ones_from_then_on() -> None:
+    run_ranks(_tied_and_unfrozen, world_size=2, timeout_seconds=60)
+
+
+def _buffers(context: RankContext) -> None:
+    """Statistics of batches are averaged, only where they change; what does not change is not sent."""
+    model = made(torch.float64)
+    model.register_buffer("big", torch.randn(50_000))
+    big = model.big.clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    sync = attached(model, local_sgd(every=2), optimizer)
+    step(model, optimizer, context.rank, 0)
+    sent = sync.stats()["comm/bytes_sent"]
+    alone = everywhere(model.norm.running_mean)
+    with torch.no_grad():
+        optimizer.step()  # the round: nothing else has changed
+    torch.testing.assert_close(model.norm.running_mean, torch.stack(alone).mean(0), rtol=1e-14, atol=1e-16)
+    assert torch.equal(model.big, everywhere(big)[0])
+    assert sync.stats()["comm/bytes_sent"] - sent < 60_000, "the big buffer alone has 200,000 bytes"
+    sync.detach()
+
+
+def test_buffers_that_change_are_averaged() -> None:
+    run_ranks(_buffers, world_size=2, timeout_seconds=60)
+
+
+def _overflow(context: RankContext) -> None:
+    """The parameters of one rank become infinite: it takes the anchors, and all go on."""
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    sync = attached(model, diloco(every=2, mix=0.5), optimizer)
+    for number in range(6):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        if number == 1 and context.rank == 1:
+            model.weight.grad.fill_(float("inf"))
+        optimizer.step()
+        assert model.weight.isfinite().all() or (number, context.rank) == (1, 1)
+    sync.synchronize()
+    assert is_same_on_all_ranks(model)
+    assert model.weight.isfinite().all()
+    assert sync.stats()["outer/refused"] == 1
+    sync.detach()
+
+
+def test_a_rank_whose_parameters_overflowed_takes_the_anchors() -> None:
+    run_ranks(_overflow, world_size=2, timeout_seconds=60)
+
+
+# --- failures, and ends
+
+
+def _lost(context: RankContext, delay: int) -> str:
+    """Rank 1 leaves in the middle of a round: the others learn who, once, and can end."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attached(model, diloco(every=4, fragments=2, delay=delay), optimizer, timeout=timedelta(seconds=20))
+    for number in range(5):
+        step(model, optimizer, context.rank, number)
+    if context.rank == 1:
+        os._exit(0)
+
+    def go_on() -> None:
+        for number in range(5, 5 + 4 * 4):
+            step(model, optimizer, context.rank, number)
+
+    with pytest.raises(ThinwireError, match="rank 1") as lost:
+        go_on()
+    assert isinstance(lost.value, LostPeerError)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    with pytest.raises(ThinwireError, match="stopped after an earlier failure"):
+        sync.synchronize()
+    sync.detach()
+    sync.detach()
+    assert "detached" in repr(sync)
+    step(model, optimizer, context.rank, 0)
+    return str(lost.value)
+
+
+@pytest.mark.parametrize("delay", [0, 3])
+def test_a_rank_that_leaves_is_named_once_and_training_can_end(delay: int) -> None:
+    outcomes = run_ranks(_lost, delay, world_size=3, timeout_seconds=60, check=False)
+    assert [outcome.error for outcome in outcomes if outcome.rank != 1] == [None, None]
+
+
+def _disagree(context: RankContext) -> None:
+    """Recipes must be the same everywhere; who differs learns it, and the next attach works."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(MismatchError, match="every="):
+        attached(model, local_sgd(every=2 + context.rank), optimizer)
+    with pytest.raises((ValueError, MismatchError), match="no parameter of the model"):
+        attached(model, local_sgd(), torch.optim.SGD(made().parameters() if context.rank else model.parameters(), 0.1))
+    sync = attached(model, local_sgd(every=2), optimizer)
+    with pytest.raises(ValueError, match="runs already"):
+        attached(model, local_sgd(every=2), optimizer)
+    for number in range(2):
+        step(model, optimizer, context.rank, number)
+    assert is_same_on_all_ranks(model)
+    sync.detach()
+
+
+def test_ranks_that_disagree_all_learn_it() -> None:
+    run_ranks(_disagree, world_size=2, timeout_seconds=60)
+
+
+def _freed(context: RankContext) -> None:
+    """Nothing is left of a model that nobody references, nor of a detached one."""
+    threads = {thread.name for thread in threading.enumerate()}
+    model, other = made(), made()
+    optimizer, second = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, other))
+    sync, another = attached(model, STREAMING, optimizer), attached(other, local_sgd(every=2), second)
+    for number in range(4):
+        step(model, optimizer, context.rank, number)
+        step(other, second, context.rank, number)
+    copied = copy.deepcopy((model, optimizer))
+    assert not copied[1]._optimizer_step_post_hooks
+    gone = weakref.ref(model), weakref.ref(sync)
+    another.detach()
+    assert not second._optimizer_step_post_hooks
+    assert not second._optimizer_step_pre_hooks
+    del model, sync
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+    for parameter in other.parameters():
+        assert parameter._backward_hooks is None
+    step_alone = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in step_alone:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()  # nobody waits for anybody
+    deadline = time.monotonic() + 30
+    while {thread.name for thread in threading.enumerate() if thread.is_alive()} - threads > {"thinwire-watch"}:
+        assert time.monotonic() < deadline, "the threads of both lanes end"
+        time.sleep(0.01)
+
+
+def test_a_model_that_nobody_needs_is_freed_and_its_lane_ends() -> None:
+    run_ranks(_freed, world_size=2, timeout_seconds=60)
+
+
+def _evaluation(context: RankContext) -> None:
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attached(model, local_sgd(every=10), optimizer)
+    with sync.global_parameters(), pytest.raises(ThinwireError, match="inside of global_parameters"):
+        step(model, optimizer, context.rank, 0)
+    step(model, optimizer, context.rank, 0)
+    if context.rank == 0:  # not a collective call
+        with sync.global_parameters():
+            assert torch.is_grad_enabled()
+            saved = copy.deepcopy(model.state_dict())
+    sync.detach()
+    if context.rank == 0:
+        assert not torch.equal(saved["table.weight"], model.table.weight)
+
+
+def test_anchors_for_evaluation_need_no_other_rank() -> None:
+    run_ranks(_evaluation, world_size=2, timeout_seconds=60)
+
+
+def _gathered(context: RankContext) -> None:
+    """One file for all ranks; and states of others are refused with nothing changed."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attached(model, STREAMING, optimizer, compress=top_k(0.1))
+    for number in range(7):
+        step(model, optimizer, context.rank, number)
+    written = [sync.gathered().state_dict()]
+    dist.broadcast_object_list(written, src=0)
+    before = copy.deepcopy((model.state_dict(), sync.state_dict()))
+    ends = []
+    for _ in range(2):
+        for number in range(7, 15):
+            step(model, optimizer, context.rank, number)
+        ends.append(parameters(model))
+        model.load_state_dict(before[0])
+        sync.gathered().load_state_dict(written[0])
+    assert torch.equal(*ends)
+    for change, message in (
+        ({"version": 0}, "no state of an outer loop"),
+        ({"recipe": "another"}, "saved with another"),
+        ({"parameters": ["x"]}, "other parameters"),
+        ({"anchors": {"table.weight": torch.ones(2)}}, "anchors of 'table.weight'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sync.load_state_dict({**before[1], **change})
+    with pytest.raises(ValueError, match="no state of an outer loop"):
+        sync.load_state_dict({"version": 3, "steps": 1, "parameters": []})
+    sync.detach()
+
+
+def test_states_of_all_ranks_in_one_file() -> None:
+    run_ranks(_gathered, world_size=2, timeout_seconds=60)

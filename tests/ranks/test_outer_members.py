@@ -7,25 +7,22 @@ So ranks that lost or repeated a round have another sum than the others.
 from __future__ import annotations
 
 import os
-import random
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
-from thinwire.errors import CorruptMessageError, LostPeerError, MismatchError, ThinwireError
+from thinwire.errors import ThinwireError
 from thinwire.lab.testbed.launch import run_ranks
 from thinwire.lab.testbed.rank import RankContext
 from thinwire.outer import Members, members
-from thinwire.outer.members import Generation, Roll, hand_over
+from thinwire.outer.members import Roll, hand_over
 
 TIMEOUT = timedelta(seconds=8)
 GRACE_SECONDS = 1.0

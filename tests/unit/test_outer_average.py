@@ -160,7 +160,7 @@ def test_a_rank_that_overflowed_counts_nothing(
         torch.testing.assert_close(ranks[0][3], torch.full((3,), sum(good) / len(good)))
     else:
         assert not any(mean.any() for mean in ranks[0][0].values())
-        assert ranks[2][3].tolist() == [2.0] * 3, "buffers stay"
+        assert not ranks[2][3].any()
     if good and codec is None:
         clean = drawn(4, 0)
         mean = weighted([clean[rank] for rank in good], [1] * len(good))

@@ -168,11 +168,11 @@ class Averager:
         Args:
             differences: contiguous tensors of `Entry.dtype` by name, in the same order on all ranks.
             steps: inner steps of this rank since it passed these names last, 0 or more.
-            buffers: contiguous floating-point tensors that are averaged likewise.
+            buffers: differences of buffers: contiguous, of any floating-point dtype.
             flag: a number to tell all ranks.
 
         Returns:
-            What the ranks told. If nobody counts, differences are 0, and buffers as they were.
+            What the ranks told. If nobody counts, all differences are 0.
 
         Raises:
             MismatchError: ranks pass other names, shapes or dtypes; on all of them.
@@ -188,8 +188,7 @@ class Averager:
         self._book_opening(traffic.sent_bytes - before)
         self._note(lane, told, differences)
         if not told.total:
-            for difference in differences.values():
-                difference.zero_()
+            _weigh(tensors, 0.0)
             return told
         _weigh(tensors, lane.world_size * told.weights[lane.rank] / told.total)
         self._average_tables(lane, differences)

@@ -13,8 +13,9 @@ from thinwire.comm.lane import resolve_group
 from thinwire.comm.process_group import lost_peer
 from thinwire.errors import PeerError
 from thinwire.gradients.fsdp import sharding_of
-from thinwire.gradients.model import synchronized_parameters
+from thinwire.gradients.model import is_sharded, synchronized_parameters
 from thinwire.gradients.parameters import broadcast_all
+from thinwire.outer.recipe import OuterRecipe
 
 MESH = (
     "mesh = init_device_mesh(device_type, (hosts, ranks_of_a_host), mesh_dim_names=('hosts', 'host')), and attach with"
@@ -37,6 +38,20 @@ class InnerGroup:
     def __init__(self, process_group: dist.ProcessGroup, is_alike: bool, device: torch.device) -> None:
         self._group, self.is_alike, self._device = process_group, is_alike, device
         self.speaks = not is_alike or process_group.rank() == 0
+
+    @property
+    def shard(self) -> int:
+        """The number of this rank's shard."""
+        return 0 if self.is_alike else self._group.rank()
+
+    def check(self, recipe: OuterRecipe) -> None:
+        """Raise ValueError for a recipe that takes ranks which train alone."""
+        asked = "shadow_sync" if recipe.in_background else "" if recipe.min_ranks is None else "min_ranks="
+        if asked:
+            raise ValueError(
+                f"{asked} is for ranks that train alone, and these train as one with others by DDP or FSDP2: take"
+                " thinwire.outer.diloco or local_sgd without min_ranks=, or attach a plain module"
+            )
 
     def wait(self, wait: Callable[[], Sequence[float]], count: int) -> list[float]:
         """Wait for a round on the training thread of all these ranks: all of them go on, or none.
@@ -120,3 +135,10 @@ def inner_group(model: nn.Module, outer: dist.ProcessGroup, device: torch.device
             f" {build}"
         )
     return InnerGroup(group, is_alike, device) if group.size() > 1 else None
+
+
+def reshard(model: nn.Module) -> None:
+    """Have FSDP2 gather parameters anew where it holds them whole, after they were written to."""
+    for module in model.modules():
+        if is_sharded(module):
+            module.reshard()  # type: ignore[operator]

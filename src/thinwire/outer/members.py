@@ -25,6 +25,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 
 from thinwire.comm.channel import Draft, Subject
 from thinwire.comm.connections import PrivateGroup
@@ -121,9 +122,7 @@ class Members:
         ...                        process_group=members)                          # doctest: +SKIP
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, world_size: int, timeout: timedelta = timedelta(minutes=30)
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, world_size: int, timeout: timedelta = default_pg_timeout) -> None:
         if not isinstance(store, dist.Store):
             raise ValueError(f"store is {store!r}: pass a torch.distributed.Store, such as a TCPStore")
         if not isinstance(timeout, timedelta) or timeout <= timedelta():
@@ -131,21 +130,18 @@ class Members:
         if any(type(number) is not int for number in (rank, world_size)) or not 0 <= rank < world_size:
             raise ValueError(f"rank is {rank!r} of {world_size!r}: pass a number from 0 to world_size - 1")
         self.rank, self.timeout = rank, timeout
-        self.min_ranks = world_size
         self._ranks = frozenset(range(world_size))
         self._begin(dist.PrefixStore("thinwire", _own(store)), secrets.token_hex(8), None)
 
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup, timeout: timedelta) -> Members:
+    def of(cls, process_group: dist.ProcessGroup) -> Members:
         """Return the ranks of a process group, as generation 0: they meet in the default store if one is lost.
 
-        A collective call in so far as all ranks make the same ones in the same order.
+        Ranks make the same calls in the same order.
         """
         found = cls.__new__(cls)
-        ranks = dist.get_process_group_ranks(process_group)
-        found.rank, found.timeout, found.min_ranks = dist.get_rank(), timeout, len(ranks)
-        found._ranks = frozenset(ranks)
-        name = process_group.group_name
+        ranks, name = dist.get_process_group_ranks(process_group), process_group.group_name
+        found.rank, found.timeout, found._ranks = dist.get_rank(), default_pg_timeout, frozenset(ranks)
         default = _own(distributed_c10d._get_default_store())
         store = dist.PrefixStore(f"thinwire/{name}/{next(_groups_seen[name])}", default)
         found._begin(store, str(found.rank), Generation(0, {rank: str(rank) for rank in ranks}, began=True))
@@ -186,7 +182,7 @@ class Members:
             timeout: longest wait of an exchange; None for that of the members.
 
         Raises:
-            ValueError: it was called before, or there are fewer planned ranks than ``min_ranks``.
+            ValueError: it was called before.
             LostPeerError: too few ranks came, nobody let this one in, or the store is gone.
             MismatchError: the others run another model or recipe.
         """
@@ -200,11 +196,12 @@ class Members:
         self,
         lane: Lane,
         enter: Callable[[Lane, Roll], object],
-        min_ranks: int | None,
+        min_ranks: int,
+        timeout: timedelta | None,
         staging: Staging | None = None,
     ) -> None:
-        """Begin with the lane of the process group of `of`, in place of `enter`."""
-        self._prepare(enter, min_ranks, self.timeout, staging)
+        """Have a lane of `enter`, or that of the process group of `of`, break off as soon as a rank is lost."""
+        self._prepare(enter, min_ranks, timeout, staging)
         lane.is_watched = True
 
     def _prepare(
@@ -215,8 +212,6 @@ class Members:
         staging: Staging | None,
     ) -> None:
         self.min_ranks = len(self._ranks) if min_ranks is None else min_ranks
-        if self.min_ranks > len(self._ranks):
-            raise ValueError(f"min_ranks={min_ranks} of {len(self._ranks)} ranks: pass at most as many")
         self._enter, self._staging, self._exchange_timeout = enter, staging, timeout or self.timeout
 
     def asked(self, lane: Lane) -> bool:
@@ -287,7 +282,8 @@ class Members:
                 if before is not None:
                     lane.exchange.traffic, lane.setup = before.exchange.traffic, before.setup
                     lane.busy_seconds, lane.watcher = before.busy_seconds, before.watcher
-                self._is_new, self._is_store_lost, lane.is_watched = False, False, True
+                self._is_new, self._is_store_lost = False, False
+                lane.is_watched = self.min_ranks < len(self._ranks)
                 return lane
             generation = self._meet(lane, is_late=True, without=without)
             if lane is not None:

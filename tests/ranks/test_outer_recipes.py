@@ -111,7 +111,10 @@ RECIPES: dict[str, tuple[OuterRecipe, int, int, Callable[..., list[Params]]]] = 
 }
 
 
-@pytest.mark.parametrize("name", RECIPES)
+LONG = ("local SGD", "DiLoCo without momentum", "Streaming DiLoCo")
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in LONG)) for one in RECIPES])
 def test_a_recipe_in_step_with_training(name: str) -> None:
     recipe, ranks, steps, reference = RECIPES[name]
     expected = reference(PROBLEM, ranks, steps, INNER)
@@ -222,8 +225,14 @@ SHADOWS: dict[str, tuple[OuterRecipe, Callable[[], UpdateCenter]]] = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("algorithm", SHADOWS)
+@pytest.mark.parametrize(
+    ("algorithm", "ranks"),
+    [
+        ("easgd", 3),
+        ("bmuf", 2),
+        *(pytest.param(*chosen, marks=pytest.mark.slow) for chosen in (("average", 3), ("bmuf", 3), ("easgd", 2))),
+    ],
+)
 def test_a_recipe_in_the_background(algorithm: str, ranks: int) -> None:
     recipe, update = SHADOWS[algorithm]
     steps = (40, 31, 50)[:ranks]

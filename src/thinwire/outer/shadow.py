@@ -179,6 +179,8 @@ class ShadowRounds:
                 "a parameter was frozen at attach and is trained now, at which ranks in the background cannot agree on"
                 " a round: detach on all ranks, and attach again"
             )
+        if self._is_swapped:
+            raise ThinwireError("a step inside of global_parameters(), which would train the anchors: step outside")
         with self._timed(), self.pace.changed:
             self._is_stepping = True
             _wait(self._copied)

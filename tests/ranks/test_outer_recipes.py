@@ -155,8 +155,8 @@ class Gate:
 
     def __init__(self, rounds: ShadowRounds) -> None:
         self.reached, self.opened = threading.Semaphore(0), threading.Semaphore(0)
-        self._mean, self._rounds = rounds._averager.mean, rounds
-        rounds._averager.mean = self  # type: ignore[method-assign, assignment]
+        self._mean, self._rounds = rounds.averager.mean, rounds
+        rounds.averager.mean = self  # type: ignore[method-assign, assignment]
 
     def __call__(self, *arguments: Any) -> Any:
         self.reached.release()

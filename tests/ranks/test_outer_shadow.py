@@ -190,7 +190,7 @@ def of_failures(context: RankContext) -> list[str]:
     training = Training(context, thinwire.outer.shadow_sync("average"))
     training.until_rounds(2)
     said = []
-    averager = training.rounds._averager
+    averager = training.rounds.averager
     finite = averager._is_finite
     if context.rank == 1:
         averager._is_finite = lambda *_: 1 / 0  # type: ignore[method-assign, assignment, return-value]

@@ -21,6 +21,7 @@ from thinwire.lab.analyze.worker import run_as_main
 from thinwire.lab.doctor.advice import Advice, advice_of, lines_of, where_to_paste
 from thinwire.lab.doctor.diagnosis import NOT_TRIED
 from thinwire.lab.planning.measurement import Measurement
+from thinwire.lab.planning.outer import OuterOption
 from thinwire.lab.planning.planner import ROWS, Way, usual_groups, ways
 from thinwire.lab.planning.training import How
 from thinwire.lab.testbed.rank import RankContext
@@ -206,6 +207,20 @@ def test_advice_runs_when_it_is_pasted(kind: str) -> None:
     assert f"sync = thinwire.attach({target}" in text
     checked = text + ("" if kind == "rows" else 'assert sync.stats()["comm/steps"] == options.steps\n')
     run_on_ranks(run_rank, str(written(checked, "advised.py")), arguments, world_size=2, network=None)
+
+
+@pytest.mark.timeout(120)
+def test_the_other_algorithm_runs_when_it_is_pasted() -> None:
+    option = OuterOption(2, 1.0, 1.0, 1.0, 1.0)
+    assert option.where.startswith("before the first step, with `model` the plain module on every rank")
+    plain = textwrap.dedent(DENSE).replace(
+        "ddp = DistributedDataParallel(network, bucket_cap_mb=0.1)", "model = network"
+    )
+    before, loop, after = plain.replace("ddp(", "model(").partition("for step")
+    text = before + "\n".join(option.lines) + f"\n{loop}{after}"
+    assert "outer=thinwire.outer.diloco(every=2), optimizer=optimizer)" in text
+    checked = text + 'assert (sync.stats()["outer/rounds"], sync.stats()["outer/inner_steps"]) == (2, options.steps)\n'
+    run_on_ranks(run_rank, str(written(checked, "advised.py")), ["--steps", "4"], world_size=2, network=None)
 
 
 def layerwise(found: Sequence[Way]) -> Way:

@@ -25,6 +25,7 @@ from thinwire.lab.bench.jobs.job import Data, Job, Samples
 from thinwire.lab.bench.jobs.named import JOBS, get_job
 from thinwire.lab.bench.jobs.own import JobError, same_random_numbers_after
 from thinwire.lab.bench.train.account import covered_seconds
+from thinwire.lab.bench.train.benchmark import TrainBenchmark
 from thinwire.lab.bench.train.curve import LossCurve, evaluation_steps, reached_at, smoothed, window_of
 from thinwire.lab.bench.train.methods import (
     OUTER_METHODS,
@@ -235,7 +236,8 @@ def test_dgc_without_momentum_takes_any_optimizer() -> None:
         ("plan:compressors=sidco", "sidco"),
         ("diloco:density=0.01", "unexpected keyword argument 'density'.* behind codec=, as in diloco:every=32:codec="),
         ("diloco:every=0", "every is 0: pass"),
-        ("diloco:inner_lr=0", "inner_lr of diloco is a factor above 0"),
+        ("diloco:inner_lr=0", "inner_lr of diloco is a factor above 0 for the learning rate of the job"),
+        ("diloco:longer=x", "longer of diloco is a factor above 0 for the number of steps"),
         ("diloco:codec=zip", "codec=zip is no compressor; legal are top_k, "),
         ("diloco:codec=dgc", "codec=dgc has momentum, and so has the outer optimizer; legal are top_k, "),
         ("diloco:codec=top_k:densty=1", "densty"),
@@ -345,6 +347,12 @@ def row(method: str, seconds: float | None, seed: int = 0, loss: float | None = 
 )
 def test_the_verdict_is_plain(seconds: dict[str, float | None], says: str) -> None:
     assert re.search(says, verdict([row(method, value) for method, value in seconds.items()]))
+
+
+def test_an_outer_loop_may_train_longer() -> None:
+    benchmark = TrainBenchmark("digits", ("ddp", "diloco:longer=2.5"), hosts=2, seeds=1, steps=10, extra=0.5)
+    assert (benchmark.steps_of("ddp"), benchmark.max_steps_of("ddp")) == (10, 15)
+    assert (benchmark.steps_of("diloco:longer=2.5"), benchmark.max_steps_of("diloco:longer=2.5")) == (25, 37)
 
 
 def test_a_median_over_seeds_counts_runs_that_never_got_there() -> None:

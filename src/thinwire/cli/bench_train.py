@@ -102,7 +102,8 @@ def _run(benchmark: TrainBenchmark, quiet: bool) -> dict[str, Any]:
     with progress("starting ranks", benchmark.num_steps, quiet or not is_first_rank()) as tell:
 
         def on_step(method: str, seed: int, step: int, loss: float) -> None:
-            total = benchmark.num_steps if step <= benchmark.num_steps else benchmark.max_steps
+            planned = benchmark.steps_of(method)
+            total = planned if step <= planned else benchmark.max_steps_of(method)
             tell(f"seed {seed}, {method}, loss {loss:.3f}", step, total)
 
         return run_in_job(benchmark, on_step) if in_job() else run(benchmark, on_step)

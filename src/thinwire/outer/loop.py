@@ -484,8 +484,6 @@ class OuterLoop(Synchronizer):
         device = next(parameter.device for parameter in named.values() if parameter.requires_grad)
         self._staging = staging_for(device)
         self._host = inner = _inner_group(model, group, device, recipe)
-        if recipe.in_background and (isinstance(group, Members) or recipe.min_ranks is not None):
-            raise ValueError("shadow_sync needs all ranks: leave out min_ranks= and Members, or take diloco with them")
         self._speaks = inner is None or inner.speaks
         self._rows: dict[str, ParameterRecord] = {}
         text = "\n".join([recipe.describe(), configuration(scheme, model, None, None)])
@@ -501,20 +499,16 @@ class OuterLoop(Synchronizer):
                 logger.warning(MOMENTUM_TWICE)
             finite = {name: buffer for name, buffer in buffers().items() if bool(buffer.isfinite().all())}
             anchors = Anchors(named, finite, recipe)
+            parts = recipe, anchors, averager, lane, buffers, self._staging
             if recipe.in_background:
-                tables = [entry.name for entry in entries if entry.is_table]
-                return ShadowRounds(recipe, anchors, averager, lane, buffers, self._staging, tables)
-            return Rounds(recipe, anchors, averager, lane, buffers, self._staging, inner, text, untrained)
+                return ShadowRounds(*parts, [one.name for one in entries if one.is_table], text, untrained)
+            return Rounds(*parts, inner, text, untrained)
 
-        self._rounds: Rounds | ShadowRounds
         if isinstance(group, Members):
-            found: list[Rounds] = []
+            found: list[Rounds | ShadowRounds] = []
 
             def enter(lane: Lane, roll: Roll) -> None:
-                if not found:
-                    rounds = begin(lane, average(lane))
-                    assert isinstance(rounds, Rounds)
-                    found.append(rounds)
+                found[:] = found or [begin(lane, average(lane))]
                 found[0].enter(lane, roll)
 
             lane = group.enter(enter, recipe.min_ranks, timeout, self._staging)
@@ -531,8 +525,7 @@ class OuterLoop(Synchronizer):
                 lane.close()
                 raise
         self._averager = self._rounds.averager
-        if isinstance(self._rounds, Rounds):
-            self._rounds.meet_in(members, lane, timeout)
+        self._rounds.meet_in(members, lane, timeout)
         self._hook = StepHook(self._rounds, named)
         self._hook.register(optimizer)
         _attached.add(model)

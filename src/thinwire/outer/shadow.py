@@ -7,7 +7,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakSet
@@ -21,12 +23,13 @@ from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Staging
 from thinwire.errors import ThinwireError
 from thinwire.outer.anchors import Anchors
-from thinwire.outer.average import Averager
+from thinwire.outer.average import Averager, Told
+from thinwire.outer.members import Members, Roll, hand_over
 from thinwire.outer.recipe import OuterRecipe
 
 T = TypeVar("T")
-ENDING = 1
-"""Flag of a rank that wants rounds to end; they do in the first round in which all ranks have it."""
+ENDING, ASKED = 1, 2
+"""Flags of a rank: it wants rounds to end, which they do once all ranks have it; a process waits to be let in."""
 SHARE = 1 / 64
 """Part of the processor time of a process that its rounds take at most. (The network's own threads take as much again,
 so a fast link would otherwise have rounds eat the cores that training needs.)"""
@@ -110,6 +113,22 @@ def _drop_all() -> None:
         pace.drop()
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """What a round told this rank.
+
+    Args:
+        is_refused: whether its parameters were not finite.
+        takes_part: whether it copied them for this round.
+        seen: its steps at the copy before.
+    """
+
+    told: Told
+    is_refused: bool
+    takes_part: bool
+    seen: int
+
+
 class ShadowRounds:
     """Rounds in the background of training: the counterpart of `thinwire.outer.loop.Rounds`, with the same methods.
 
@@ -123,6 +142,7 @@ class ShadowRounds:
         buffers: returns the floating buffers by name, as they are now.
         staging: the way of differences to the lane, and back.
         tables: names of the parameters that travel as rows.
+        text, untrained: as of `thinwire.outer.loop.Rounds`.
 
     Raises:
         ValueError: rounds are as seldom as the timeout or more so.
@@ -137,15 +157,22 @@ class ShadowRounds:
         buffers: Callable[[], Mapping[str, Tensor]],
         staging: Staging,
         tables: Collection[str],
+        text: str = "",
+        untrained: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         if recipe.every_seconds >= lane.timeout_seconds:
             raise ValueError(
                 f"every_seconds={recipe.every_seconds:g} is not less than the {lane.timeout_seconds:g} s for which"
                 " ranks wait for each other: pass a longer timeout= to attach"
             )
-        self._recipe, self._anchors, self.averager, self.lane = recipe, anchors, averager, lane
+        self._recipe, self.anchors, self.averager, self.lane = recipe, anchors, averager, lane
         self._buffers, self._staging, self._tables = buffers, staging, tables
+        self._text, self._untrained = text, untrained
+        self._members: Members | None = None  # those with whom rounds go on if a rank is lost
         self.landed = self.ranks = self.refusals = self.lost_steps = 0
+        self._finished = 0  # rounds whose means this rank has
+        self._middle: Outcome | None = None  # of the round whose means not all ranks may have
+        self._is_over = False  # whether all ranks have ended
         self.exposed_seconds = 0.0
         self._names = anchors.trained(0)
         there = self._anchored()
@@ -160,6 +187,13 @@ class ShadowRounds:
         self._trained = staging.hand_over(())  # behind the last step
         self._copied = self._landed = self._swapped = self._trained.event  # behind the last of each
         self.pace = Pace(recipe.every_seconds, lane.timeout_seconds)
+
+    def meet_in(self, members: Members | None, lane: Lane, timeout: timedelta | None) -> None:
+        """Begin rounds with the ranks of a lane; as `thinwire.outer.loop.Rounds.meet_in`."""
+        self.lane = lane
+        if members is not None and self._recipe.min_ranks is not None:
+            self._members = members
+            members.watch(lane, self.enter, self._recipe.min_ranks, timeout, self._staging)
         self._begin()
 
     @property
@@ -173,8 +207,8 @@ class ShadowRounds:
         Raises:
             ValueError: a parameter is trained that was frozen when the rounds began.
         """
-        self._anchors.adopt()
-        if self._anchors.trained(0) != self._names:
+        self.anchors.adopt()
+        if self.anchors.trained(0) != self._names:
             raise ValueError(
                 "a parameter was frozen at attach and is trained now, at which ranks in the background cannot agree on"
                 " a round: detach on all ranks, and attach again"
@@ -196,24 +230,20 @@ class ShadowRounds:
             self._is_stepping = False
             self.pace.step()
         if self._future.done():
-            try:
-                self._future.wait()
-            finally:
-                self._begin()
+            with self._timed():
+                self._go_on(self._future)
 
     def synchronize(self) -> None:
         """End rounds on all ranks; afterwards all have the anchors as their parameters. Then rounds go on."""
-        with self.stopped():
-            for name, local in self._locals().items():
-                local.copy_(self._anchored()[name])
-            self._is_waiting = self._replaces = False
-            self._trained = self._staging.hand_over(())
+        with self.stopped(), torch.no_grad():
+            self._take_anchors()
 
     def land_all(self) -> None:
         """End rounds on all ranks, and apply the last correction."""
         try:
             self._end()
-            self._apply()
+            with torch.no_grad():
+                self._apply()
         finally:
             self.pace.drop()
 
@@ -225,7 +255,7 @@ class ShadowRounds:
                 self._is_swapped = True
                 _wait(self._landed)
                 stack.enter_context(torch.no_grad())
-                stack.enter_context(self._anchors.swapped(self._buffers()))
+                stack.enter_context(self.anchors.swapped(self._buffers()))
                 self._swapped = self._staging.hand_over(()).event
             try:
                 with torch.enable_grad():
@@ -283,12 +313,12 @@ class ShadowRounds:
             "rounds": self.landed,
             "correction": dict(self._correction) if self._is_waiting else {},
             "replaces": self._replaces,
-            **self._anchors.state_dict(),
+            **self.anchors.state_dict(),
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if `load_state_dict` cannot restore a state."""
-        self._anchors.check_state(state)
+        self.anchors.check_state(state)
         for name, correction in state["correction"].items():
             if name not in self._correction or correction.shape != self._correction[name].shape:
                 raise ValueError(f"the state has a correction of {name!r}, which this model has not in that shape")
@@ -298,7 +328,7 @@ class ShadowRounds:
 
         Ranks save at rounds of their own, so all take the anchors of the one that was furthest.
         """
-        self._anchors.load_state_dict(state)
+        self.anchors.load_state_dict(state)
         self.pace.steps, self.pace.seen, self.landed = (int(state[key]) for key in ("steps", "seen", "rounds"))
         self._is_waiting, self._replaces = bool(state["correction"]), bool(state["replaces"])
         for name, correction in state["correction"].items():
@@ -307,41 +337,98 @@ class ShadowRounds:
         self.lane.submit(self._take_furthest).wait()
 
     def round(self, lane: Lane) -> None:
-        """Make one round, and submit the next one unless all ranks end."""
+        """Make one round, and submit the next one unless all ranks end, or one wants to be let in."""
         lane.check("rounds in the background")  # a thread that is stuck in a broken lane may hold the lock
         started = time.thread_time()
         with self._round_lock, torch.no_grad(), ExitStack() as stack:
             with self.pace.changed:
                 stack.enter_context(self._staging.taking(self._trained))
-                flag = ENDING * self.pace.is_ending
+                flag, before = ENDING * self.pace.is_ending, self.pace.seen
                 takes_part = not (self._is_stepping or self._is_swapped)
                 steps = self._take_copy() if takes_part else 0
             self._subtract(takes_part)
+            flag |= ASKED * (self._members is not None and self._members.asked(lane))
             parameters = {name: self._difference[name] for name in self._names}
-            buffers = {name: self._difference[name] for name in self._anchors.buffers}
-            told = self.averager.mean(lane, parameters, steps, list(buffers.values()), flag)
-            self.averager.finish_round(True)
-            is_refused = lane.rank in told.refused
-            self.refusals += is_refused
-            if told.total:
-                with self._anchors_lock:
-                    _wait(self._swapped)
-                    self._anchors.step(0, parameters)
-                    for name, mean in buffers.items():
-                        self._anchors.buffers[name].sub_(mean)
-            if takes_part and (is_refused or told.total):
-                self._correct(is_refused)
-            with self.pace.changed:
-                self._landed = self._staging.hand_over(()).event
-            self.landed += told.total > 0
-            self.ranks = told.ranks
+            buffers = [self._difference[name] for name in self.anchors.buffers]
+            try:
+                told = self.averager.mean(lane, parameters, steps, buffers, flag)
+                self._middle = Outcome(told, lane.rank in told.refused, takes_part, before)
+                self._finished += 1
+                if self._members is not None:  # who passes this knows that all have the means
+                    lane.channel(Subject("the end of a round", "")).open()
+            except Exception:
+                if self._middle is None:
+                    self.averager.finish_round(False)
+                    self.pace.seen = before
+                raise
+            self._commit()
         self.pace.end_round(time.thread_time() - started)
-        if not all(flag & ENDING for flag in told.flags):
+        self._is_over = all(flag & ENDING for flag in told.flags)
+        if not (self._is_over or any(flag & ASKED for flag in told.flags)):
             self._begin()
+
+    def enter(self, lane: Lane, roll: Roll) -> None:
+        """Begin with the ranks of a lane, as a job of it, while the thread of training waits."""
+        is_new = lane.rank in roll.new
+        if self._middle is not None and self._finished <= roll.done and not is_new:
+            self._commit()
+        elif self._middle is not None:
+            self.averager.finish_round(False)
+            self.pace.seen, self._middle = self._middle.seen, None
+        self._finished = roll.done
+        self.averager.moved_to(lane)
+        lane.channel(Subject("attach", "\n".join([self._text, *self.averager.describe()]))).open()
+        mine = {**self.anchors.state_dict(), "rounds": self.landed, "untrained": self._untrained()}
+        state = hand_over(lane, roll, mine if lane.rank == roll.source else {}) if roll.new else {}
+        if is_new:
+            self.anchors.check_state(state)
+            self.anchors.load_state_dict(state)
+            self.lost_steps += self.pace.steps - self.pace.seen
+            self.pace.seen, self.landed = self.pace.steps, int(state["rounds"])
+            for name, tensor in self._untrained().items():
+                tensor.copy_(state["untrained"][name])
+            self._take_anchors()
+
+    def _commit(self) -> None:
+        """Step the anchors by the means that all ranks have, and leave the correction."""
+        assert self._middle is not None, "a round was made"
+        told, is_refused, takes_part = self._middle.told, self._middle.is_refused, self._middle.takes_part
+        self._middle = None
+        self.averager.finish_round(True)
+        if told.total:
+            with self._anchors_lock:
+                _wait(self._swapped)
+                self.anchors.step(0, {name: self._difference[name] for name in self._names})
+                for name, anchor in self.anchors.buffers.items():
+                    anchor.sub_(self._difference[name])
+        if takes_part and (is_refused or told.total):
+            self._correct(is_refused)
+        with self.pace.changed:
+            self._landed = self._staging.hand_over(()).event
+        self.landed += told.total > 0
+        self.ranks = told.ranks or self.ranks
 
     def _begin(self) -> None:
         if not self.pace.is_dropped:
+            self._is_over = False
             self._future = self.lane.submit(partial(_round, weakref.ref(self)), self.pace.wait)
+
+    def _go_on(self, ended: Future[None]) -> None:
+        """Go on after a round that did not begin the next one; raise its error unless other ranks are enough."""
+        error: Exception | None = None
+        try:
+            ended.wait()
+        except Exception as raised:
+            error = raised
+        try:
+            if self._members is not None and error is not None:
+                self.lane = self._members.regroup(self.lane, error, lambda: self._finished)
+            elif self._members is not None:
+                self.lane = self._members.admit(self.lane, lambda: self._finished)
+            elif error is not None:
+                raise error
+        finally:
+            self._begin()
 
     def _end(self) -> None:
         """Wait until all ranks have come here, and rounds have ended on all of them at once."""
@@ -349,24 +436,35 @@ class ShadowRounds:
         self.pace.hurry(True)
         try:
             with self._timed():
-                ended = None
-                while ended is not self._future:  # a round has submitted the next one before it is done
+                while not (self._is_over or self.pace.is_dropped):
                     ended = self._future
-                    ended.wait()
+                    with suppress(Exception):
+                        ended.wait()
+                    if ended is self._future and not self._is_over:  # a round begins the next one before it is done
+                        self._go_on(ended)
         finally:
             self.pace.hurry(False)
 
+    def _take_anchors(self) -> None:
+        """Replace the parameters by the anchors; while no round is made."""
+        _wait(self._landed)
+        anchored = self._anchored()
+        for name, local in self._locals().items():
+            local.copy_(anchored[name])
+        self._is_waiting = self._replaces = False
+        self._trained = self._staging.hand_over(())
+
     def _locals(self) -> dict[str, Tensor]:
         """Return parameters and buffers, in the same memory; the anchor of a buffer that is gone."""
-        found = {name: self._anchors.local(name) for name in self._names}
-        there = self._buffers() if self._anchors.buffers else {}
-        for name, anchor in self._anchors.buffers.items():
+        found = {name: self.anchors.local(name) for name in self._names}
+        there = self._buffers() if self.anchors.buffers else {}
+        for name, anchor in self.anchors.buffers.items():
             buffer = there.get(name)
             found[name] = anchor if buffer is None or buffer.shape != anchor.shape else buffer.detach()
         return found
 
     def _anchored(self) -> dict[str, Tensor]:
-        return {**{name: self._anchors.anchors[name].detach() for name in self._names}, **self._anchors.buffers}
+        return {**{name: self.anchors.anchors[name].detach() for name in self._names}, **self.anchors.buffers}
 
     def _take_copy(self) -> int:
         """Copy what this rank has, with the correction that waits; return its steps since the last copy."""
@@ -414,6 +512,7 @@ class ShadowRounds:
         """Add the correction to the parameters; on the thread of training."""
         if self._is_waiting:
             _wait(self._landed)
+            self.refusals += self._replaces
             for name, local in self._locals().items():
                 correction = self._correction[name]
                 local.copy_(correction) if self._replaces else local.add_(correction)
@@ -424,20 +523,17 @@ class ShadowRounds:
         """Take the anchors of the rank with the most rounds, in a job of the lane."""
         channel = lane.channel(Subject("anchors of saved states", "rounds"))
         rounds = [int(one) for (one,) in channel.gather_numbers([self.landed])]
-        furthest = max(rounds)
-        if min(rounds) == furthest:
+        done = max(rounds)
+        behind = frozenset(rank for rank, count in enumerate(rounds) if count < done)
+        if not behind:
             return
         with self._staging.taking(self._trained):
-            state = self._anchors.state_dict()
-            momenta = {name: torch.zeros_like(anchor) for name, anchor in state["anchors"].items()}
-            state["momenta"] = {**momenta, **state["momenta"]} if self._recipe.momentum else {}
-            for tensors in (state["anchors"], state["momenta"], state["buffers"]):
-                for name, tensor in tensors.items():
-                    tensors[name] = tensor.clone() if lane.rank == rounds.index(furthest) else torch.zeros_like(tensor)
-                    channel.all_reduce(tensors[name])
-            self._anchors.load_state_dict(state)
+            state = hand_over(lane, Roll(rounds.index(done), behind, done), self.anchors.state_dict())
+            if lane.rank in behind:
+                self.anchors.check_state(state)
+                self.anchors.load_state_dict(state)
+                self.landed = done
             self._landed = self._staging.hand_over(()).event
-        self.landed = furthest
 
     @contextmanager
     def _timed(self) -> Iterator[None]:

@@ -69,10 +69,13 @@ class TrainBenchmark:
     def num_steps(self) -> int:
         return self.the_job.steps if self.steps is None else self.steps
 
-    @property
-    def max_steps(self) -> int:
+    def steps_of(self, method: str) -> int:
+        """Planned steps of a method: those of the benchmark, or more of an outer loop that trains longer."""
+        return round(self.num_steps * method_of(method, self.the_job, self.num_steps, self.hosts).longer)
+
+    def max_steps_of(self, method: str) -> int:
         """Largest number of steps of one run, including the extra ones."""
-        return self.num_steps + round(self.extra * self.num_steps)
+        return self.steps_of(method) + round(self.extra * self.steps_of(method))
 
     @property
     def ordered_methods(self) -> list[str]:
@@ -150,8 +153,8 @@ def _results(
                 job=benchmark.the_job,
                 method=method,
                 seed=seed,
-                steps=benchmark.num_steps,
-                extra_steps=benchmark.max_steps - benchmark.num_steps,
+                steps=benchmark.steps_of(method),
+                extra_steps=benchmark.max_steps_of(method) - benchmark.steps_of(method),
                 target_loss=None if dense_loss is None else reached_at(dense_loss),
                 interface=interface,
             )

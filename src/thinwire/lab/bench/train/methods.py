@@ -52,6 +52,7 @@ class Method:
         clips_after_sum: whether the job's clipping of the synchronized gradient stays; False if the method clips.
         learning_rate_scale: factor for methods whose steps have another length than the gradient.
         inner_lr: factor for the learning rate of all parameters.
+        longer: factor for the number of steps.
         one_bucket: whether DDP must put all gradients into one bucket.
         is_plain: whether the model is a plain module, and not under DDP.
         planning: makes the plan before the first step, which then decides how the model is synchronized.
@@ -63,6 +64,7 @@ class Method:
     clips_after_sum: bool = True
     learning_rate_scale: float = 1.0
     inner_lr: float = 1.0
+    longer: float = 1.0
     one_bucket: bool = False
     is_plain: bool = False
     planning: Planning | None = None
@@ -175,7 +177,10 @@ def _outer_method(name: str, settings: dict[str, Any]) -> Method:
         leave = str(arguments.pop("leave", ""))
         attach_settings["compress"] = _policy(codec_of(method, arguments), leave)
     return Method(
-        lambda model, optimizer: OuterMethod(model, optimizer, attach_settings), inner_lr=outer.inner_lr, is_plain=True
+        lambda model, optimizer: OuterMethod(model, optimizer, attach_settings),
+        inner_lr=outer.inner_lr,
+        longer=outer.longer,
+        is_plain=True,
     )
 
 

@@ -41,10 +41,12 @@ class Outer:
     Args:
         recipe: recipe of `thinwire.outer`.
         inner_lr: factor for the learning rate of the job, whose own was searched for stock DDP.
+        longer: factor for the number of steps: more of them, which cost no bytes, may be worth their time.
     """
 
     recipe: OuterRecipe
     inner_lr: float = 1.0
+    longer: float = 1.0
 
     @classmethod
     def of(cls, name: str, settings: dict[str, Any]) -> Outer:
@@ -55,11 +57,13 @@ class Outer:
         """
         make, usual = SETTINGS[name]
         arguments = usual | settings
-        inner_lr = arguments.pop("inner_lr", 1.0)
-        if not isinstance(inner_lr, (int, float)) or not 0.0 < inner_lr < float("inf"):
-            raise ValueError(f"inner_lr of {name} is a factor above 0 for the job's learning rate, not {inner_lr!r}")
+        factors = {key: arguments.pop(key) for key in ("inner_lr", "longer") if key in arguments}
+        for key, factor in factors.items():
+            if not isinstance(factor, (int, float)) or not 0.0 < factor < float("inf"):
+                of = "learning rate" if key == "inner_lr" else "number of steps"
+                raise ValueError(f"{key} of {name} is a factor above 0 for the {of} of the job, not {factor!r}")
         try:
-            return cls(make(**arguments), float(inner_lr))
+            return cls(make(**arguments), **factors)
         except TypeError as error:
             raise ValueError(
                 f"thinwire.outer.{make.__name__} does not take these settings: {error}; those of the compressor stand"
@@ -90,7 +94,9 @@ class OuterMethod(Attached):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
         import thinwire
 
-        self._loop = thinwire.attach(model, optimizer=optimizer, **settings)
+        loop = thinwire.attach(model, optimizer=optimizer, **settings)
+        assert isinstance(loop, outer.OuterLoop), "with outer="
+        self._loop = loop
 
     def account(self) -> Account:
         stats = self._loop.stats()

@@ -18,7 +18,7 @@ from thinwire import compress
 from thinwire.errors import MismatchError, PeerError, ThinwireError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.outer import shadow
-from thinwire.outer.shadow import Pace, ShadowRounds
+from thinwire.outer.shadow import RoundPace, ShadowRounds
 
 ROWS, WIDTH = 4000, 8
 
@@ -332,7 +332,7 @@ class Clock:
         monkeypatch.setattr(shadow.time, "process_time", lambda: self.used)
 
 
-def pauses_of(pace: Pace) -> list[float]:
+def pauses_of(pace: RoundPace) -> list[float]:
     found: list[float] = []
     pace._hurry.wait = found.append  # type: ignore[method-assign, assignment]
     return found
@@ -340,7 +340,7 @@ def pauses_of(pace: Pace) -> list[float]:
 
 def test_rounds_take_a_share_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    pace = Pace(0.0, 1000.0)
+    pace = RoundPace(0.0, 1000.0)
     pauses = pauses_of(pace)
     for cost, wall, used in ((0.01, 1.0, 1.0), (0.01, 4.0, 1.0), (0.02, 1.0, 2.0), (10.0, 1.0, 1.0)):
         pace.end_round(cost)
@@ -355,7 +355,7 @@ def test_rounds_take_a_share_of_the_processor(monkeypatch: pytest.MonkeyPatch) -
 
 def test_seconds_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    pace = Pace(5.0, 1000.0)
+    pace = RoundPace(5.0, 1000.0)
     pauses = pauses_of(pace)
     with pace.changed:
         pace.step()
@@ -368,7 +368,7 @@ def test_seconds_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_pause_ends_when_rounds_do() -> None:
     for end in (lambda pace: pace.hurry(True), lambda pace: pace.drop()):
-        pace = Pace(1e6, 1e9)
+        pace = RoundPace(1e6, 1e9)
         waiter = threading.Thread(target=pace.wait, daemon=True)
         waiter.start()
         end(pace)
@@ -378,7 +378,7 @@ def test_a_pause_ends_when_rounds_do() -> None:
 
 def test_a_rank_without_steps_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadow, "LEAST_PATIENCE", 0.01)
-    pace = Pace(0.0, 1000.0)
+    pace = RoundPace(0.0, 1000.0)
     waiter = threading.Thread(target=pace.wait, daemon=True)
     waiter.start()
     waiter.join(20)

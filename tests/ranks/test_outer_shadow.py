@@ -6,6 +6,8 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -383,3 +385,39 @@ def test_a_rank_without_steps_is_not_waited_for(monkeypatch: pytest.MonkeyPatch)
     waiter.start()
     waiter.join(20)
     assert not waiter.is_alive()
+
+
+# --- ranks that are lost and come back
+
+
+def of_members(context: RankContext, directory: str) -> tuple[float, bool, int]:
+    """Rank 2 goes in the middle of rounds; the others go on; it comes back as if it had been started again."""
+    store = dist.FileStore(f"{directory}/store", -1)  # type: ignore[attr-defined]
+    recipe = thinwire.outer.shadow_sync("bmuf", min_ranks=2)
+
+    def joined() -> Training:
+        members = thinwire.outer.Members(store, context.rank, 3, timeout=timedelta(seconds=30))
+        return Training(context, recipe, process_group=members, compress=compress.top_k(0.5))
+
+    training = joined()
+    training.until_rounds(3)
+    first = training.rounds._members.number  # type: ignore[union-attr]
+    if context.rank == 2:
+        training.sync._lane.break_off("it is gone")
+        training.rounds.drop()
+        training = joined()
+    while training.rounds.lane.world_size != 3 or training.rounds._members.number == first:  # type: ignore[union-attr]
+        training.step()
+    training.until_rounds(3)
+    training.sync.synchronize()
+    flat = torch.cat([one.detach().double().flatten() for one in training.model.parameters()])
+    training.sync.detach()
+    return float(flat.abs().sum()), bool(flat.isfinite().all()), training.count
+
+
+@pytest.mark.slow
+def test_a_rank_is_lost_and_comes_back(tmp_path: Path) -> None:
+    outcomes = run_ranks(of_members, str(tmp_path), world_size=3, init_process_group=False)
+    sums = [outcome.value[0] for outcome in outcomes]
+    assert sums[0] == sums[1] == sums[2]
+    assert all(outcome.value[1] for outcome in outcomes)

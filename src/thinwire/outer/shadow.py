@@ -547,7 +547,7 @@ class ShadowRounds:
 
 def _round(rounds: weakref.ref[ShadowRounds], lane: Lane) -> None:
     found = rounds()
-    if found is not None:
+    if found is not None and not found.pace.is_dropped:
         found.round(lane)
 
 

@@ -132,7 +132,7 @@ def train_case(context: RankContext, kind: str, mesh: DeviceMesh, case: Case) ->
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
         options: Any = {} if case.compress is None else {"compress": case.compress}
         group = mesh["hosts"]
-        sync = thinwire.attach(model, outer=case.recipe, optimizer=optimizer, process_group=group, **options)
+        sync = thinwire.attach(model, "zen", outer=case.recipe, optimizer=optimizer, process_group=group, **options)
         return model, optimizer, sync
 
     model, optimizer, sync = build()
@@ -199,7 +199,7 @@ def fail(context: RankContext, kind: str) -> list[str]:
     model = inside(kind, mesh)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     recipe = thinwire.outer.diloco(every=2, fragments=2, delay=1)
-    sync = thinwire.attach(model, outer=recipe, optimizer=optimizer, process_group=mesh["hosts"])
+    sync = thinwire.attach(model, "zen", outer=recipe, optimizer=optimizer, process_group=mesh["hosts"])
     found = []
     for step in range(5):
         if step == 2 and context.rank == 2:
@@ -213,7 +213,7 @@ def fail(context: RankContext, kind: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_round_that_fails_fails_on_all_ranks_of_a_host(kind: str) -> None:
     """Rank 2 gives up, so rank 0 loses it; ranks 1 and 3 hear of it from those that they train with."""
     ranks = [outcome.value for outcome in run_ranks(fail, kind, world_size=4)]

@@ -472,6 +472,8 @@ class OuterLoop(Synchronizer):
         >>> sync.synchronize()                                                           # doctest: +SKIP
     """
 
+    keeps_ranks_alike = False  # so that a Checkpointer does not take ranks that differ for broken ones
+
     def __init__(
         self,
         model: nn.Module,

@@ -1,7 +1,8 @@
 """What a worker of pytest-xdist died of, in the report of the test that it ran.
 
-That is its signal or exit status, the stacks of its threads, and whether memory ran out. xdist itself says "crashed",
-and what pytest-timeout prints when it ends a worker is lost.
+That is its signal or exit status, the stacks of its threads, whether memory ran out, and what it ran before: who breaks
+memory lives on, and the garbage collector dies of it in another test. xdist itself says "crashed", and what
+pytest-timeout prints when it ends a worker is lost.
 """
 
 from __future__ import annotations
@@ -11,12 +12,15 @@ import os
 import resource
 import signal
 import subprocess
+from collections import defaultdict, deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 _SECONDS_TO_END = 10.0  # until a worker that hung up is a process that has ended
+
+_ran: dict[str, deque[str]] = defaultdict(lambda: deque(maxlen=40))  # the last test functions of each worker
 
 _stacks: int | None = None  # the file for those of this process, if it is a worker; open as long as it lives
 
@@ -52,6 +56,13 @@ def pytest_timeout_cancel_timer(item: pytest.Item) -> bool | None:
     return True
 
 
+def pytest_runtest_logreport(report: Any) -> None:
+    if report.when == "teardown" and hasattr(report, "node"):
+        ran, function = _ran[report.node.gateway.id], report.nodeid.partition("[")[0]
+        if function not in ran:
+            ran.append(function)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
     node = report.node
@@ -67,6 +78,8 @@ def pytest_handlecrashitem(crashitem: str, report: Any, sched: Any) -> None:
             report.longrepr,
             f"{how}; {killed} processes killed for want of memory since it started; {_memory()}",
             (stacks.read_text() if stacks.exists() else "") or "(no stacks)",
+            "It ran before, in this order:",
+            *_ran[node.gateway.id],
         ]
     )
 

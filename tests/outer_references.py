@@ -173,7 +173,7 @@ def streaming_diloco(
     with ``(t + t_p) mod H = 0`` and sent while training goes on. After step ``t + tau`` the outer optimizer of the
     fragment steps its global parameters, and each worker mixes:
     ``theta_m,p = alpha theta_m,p + (1 - alpha) theta_p``. The offsets t_p are spread over H evenly: here fragment
-    number p is sent after its first ``(p + 1) H / F`` steps, and every H steps from then on.
+    number p is sent after its first ``(p + 1) H / F`` steps, rounded up, and every H steps from then on.
 
     Args:
         fragments: the names of the parameters of each.
@@ -188,7 +188,7 @@ def streaming_diloco(
         for replica in replicas:
             replica.step()
         for place, names in enumerate(fragments):
-            first = (place + 1) * every // len(fragments)
+            first = -(-(place + 1) * every // len(fragments))
             if step >= first and (step - first) % every == 0:
                 sent = [{name: theta[name] - replica.params[name] for name in names} for replica in replicas]
                 arrivals.setdefault(step + delay, []).append((place, mean(sent, [1] * ranks)))

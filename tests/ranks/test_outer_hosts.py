@@ -132,7 +132,7 @@ def train_case(context: RankContext, kind: str, mesh: DeviceMesh, case: Case) ->
         optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.5)
         options: Any = {} if case.compress is None else {"compress": case.compress}
         group = mesh["hosts"]
-        sync = thinwire.attach(model, outer=case.recipe, optimizer=optimizer, process_group=group, **options)
+        sync = thinwire.attach(model, "zen", outer=case.recipe, optimizer=optimizer, process_group=group, **options)
         return model, optimizer, sync
 
     model, optimizer, sync = build()
@@ -199,7 +199,7 @@ def fail(context: RankContext, kind: str) -> list[str]:
     model = inside(kind, mesh)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     recipe = thinwire.outer.diloco(every=2, fragments=2, delay=1)
-    sync = thinwire.attach(model, outer=recipe, optimizer=optimizer, process_group=mesh["hosts"])
+    sync = thinwire.attach(model, "zen", outer=recipe, optimizer=optimizer, process_group=mesh["hosts"])
     found = []
     for step in range(5):
         if step == 2 and context.rank == 2:
@@ -213,7 +213,7 @@ def fail(context: RankContext, kind: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_round_that_fails_fails_on_all_ranks_of_a_host(kind: str) -> None:
     """Rank 2 gives up, so rank 0 loses it; ranks 1 and 3 hear of it from those that they train with."""
     ranks = [outcome.value for outcome in run_ranks(fail, kind, world_size=4)]
@@ -269,3 +269,87 @@ def refuse(context: RankContext) -> None:
 
 def test_what_no_ranks_of_a_host_can_do() -> None:
     run_ranks(refuse, world_size=2)
+
+
+class Words(nn.Module):
+    """Tables, one of which nobody looks up, and a layer; or an output layer that shares the weight of a table."""
+
+    def __init__(self, sparse: bool, kind: str) -> None:
+        super().__init__()
+        self.words = nn.Embedding(3000, 16, sparse=sparse)
+        self.idle = nn.Embedding(2000, 16, sparse=sparse)
+        self.last = nn.Linear(16, 3000 if kind == "tied" else 4, bias=False) if kind != "tables" else nn.Identity()
+        if kind == "tied":
+            self.last.weight = self.words.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.last(self.words(ids)).tanh().add(0.5)
+
+
+TABLES: dict[str, tuple[bool, str, Callable[[Any], torch.optim.Optimizer]]] = {
+    "sgd": (True, "layer", lambda parameters: torch.optim.SGD(parameters, 0.5)),
+    "sparse_adam": (True, "tables", lambda parameters: torch.optim.SparseAdam(list(parameters), 0.01)),
+    "adagrad": (True, "layer", lambda parameters: torch.optim.Adagrad(parameters, 0.05)),
+    "dense": (False, "layer", lambda parameters: torch.optim.SGD(parameters, 0.5)),
+    "adamw": (False, "layer", lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=0.1)),
+    "tied": (False, "tied", lambda parameters: torch.optim.SGD(parameters, 0.5)),
+}
+
+
+def train_tables(context: RankContext, name: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Three rounds of three steps, beside the same by hand; the last batch is large."""
+    sparse, kind, make = TABLES[name]
+    torch.manual_seed(context.rank)
+    model = Words(sparse, kind).to(dtype)
+    optimizer = make(model.parameters())
+    sync = thinwire.attach(model, "column_split", outer=thinwire.outer.local_sgd(every=3), optimizer=optimizer)
+    twin = copy.deepcopy(model)
+    other = make(twin.parameters())
+    found: dict[str, Any] = {"off": 0.0, "bytes": [], "union": [], "dtypes": set()}
+    union: set[int] = set()
+    for step in range(9):
+        drawn = torch.Generator().manual_seed(10 * step + context.rank)
+        ids = torch.randint(0, 3000, (20 + 7 * step if step < 8 else 400,), generator=drawn)
+        union |= set(ids.tolist())
+        for one, of_one in ((model, optimizer), (twin, other)):
+            of_one.zero_grad()
+            one(ids).square().mean().backward()
+            of_one.step()
+        if (step + 1) % 3 == 0:
+            for parameter in twin.parameters():
+                mean = parameter.detach().double() / dist.get_world_size()
+                dist.all_reduce(mean)
+                parameter.detach().copy_(mean)
+            rows = {row["name"]: row for row in sync.table()}
+            found["bytes"].append([rows.get(table, {}).get("bytes", 0) for table in ("words.weight", "idle.weight")])
+            found["union"].append(len(union))
+            union = set()
+        pairs = zip(model.parameters(), twin.parameters(), strict=True)
+        found["off"] = max(found["off"], *(float((a - b).detach().abs().max()) for a, b in pairs))
+    found["same"] = gathered({key: entry.detach().float() for key, entry in model.named_parameters()})
+    sync.detach()
+    return found
+
+
+def train_all_tables(context: RankContext) -> dict[str, dict[str, Any]]:
+    found = {name: train_tables(context, name, torch.float64) for name in TABLES}
+    return {**found, "single": train_tables(context, "dense", torch.float32)}
+
+
+def test_tables_travel_as_the_rows_that_any_step_touched() -> None:
+    ranks = [outcome.value for outcome in run_ranks(train_all_tables, world_size=3)]
+    whole = 4 * 3000 * 16 * 8 // 3  # a ring of three
+    for name in ranks[0]:
+        for rank in ranks:
+            found = rank[name]
+            assert found["same"], name
+            assert found["off"] < (2e-6 if name == "single" else 1e-12), name
+            row_bytes = 16 * (4 if name == "single" else 8)
+            for (words, idle), union in zip(found["bytes"], found["union"], strict=True):
+                assert idle < 1000, "an idle table costs its headers"
+                if name == "tied":
+                    assert words == 0, "it is summed with the rest"
+                elif name == "adamw":
+                    assert words < 1.01 * whole + 1000
+                else:
+                    assert union * row_bytes < words < 3 * union * row_bytes, f"{name}: {words} bytes of {union} rows"

@@ -24,6 +24,7 @@ from thinwire.comm.process_group import Handover
 from thinwire.cuda import arena, device, staging
 from thinwire.gradients import buckets, exact, parameters, tables
 from thinwire.lab.testbed.launch import RankContext
+from thinwire.outer import loop
 from thinwire.sync.collective import CollectiveSum
 
 Function = Callable[..., Any]
@@ -127,6 +128,11 @@ def _a_future_is_completed_on_another_stream(right: Function) -> Function:
         return results
 
     return synchronize
+
+
+@fault("outer, local", loop, "submit")
+def _a_round_does_not_hand_its_tensors_over(right: Function) -> Function:
+    return lambda lane, staging, tensors, job: right(lane, staging, (), job)
 
 
 @fault("nccl, over the lane", device.CudaDevice, "completing")

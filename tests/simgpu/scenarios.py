@@ -30,6 +30,7 @@ from thinwire.compress.base import Parameter
 from thinwire.cuda.device import CudaDevice
 from thinwire.cuda.staging import DeviceStaging
 from thinwire.lab.testbed.launch import RankContext
+from thinwire.outer.recipe import OuterRecipe, diloco, local_sgd
 from thinwire.plan.plan import Group, Plan, fingerprint
 
 WIDTH = 16
@@ -69,6 +70,7 @@ class Scenario:
         devices: the device of each rank.
         is_exact: whether means are those of the gradients; else they are compared with those of thinwire on the host.
         batch: ids in a batch, in the first step, and how many more in each further one and on each further rank.
+        outer: a recipe of `thinwire.outer`; then parameters after each step are compared in place of means.
         arena: capacities of the lane's pinned memory: first, limit, bounce and chunk bytes.
     """
 
@@ -89,6 +91,7 @@ class Scenario:
     steps: int = 4
     batch: tuple[int, int, int] = (3, 7, 1)
     is_exact: bool = True
+    outer: OuterRecipe | None = None
     arena: tuple[int, int, int, int] | None = None
 
     def size(self, rank: int, step: int) -> int:
@@ -180,10 +183,11 @@ def _train(
     model, twin = (_make(scenario) for _ in range(2))
     model = model.to(device)
     wrapped = model if scenario.ddp is None else DistributedDataParallel(model, **scenario.ddp)
-    sync = thinwire.attach(wrapped, scenario.scheme, **_options(scenario, model))
-    if scenario.arena is not None:
-        _shrink(sync, scenario.arena)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    outer: Any = {} if scenario.outer is None else {"outer": scenario.outer, "optimizer": optimizer}
+    sync = thinwire.attach(wrapped, scenario.scheme, **_options(scenario, model), **outer)
+    if scenario.arena is not None and device.type == "cuda":
+        _shrink(sync, scenario.arena)
     names = [name for name, _ in model.named_parameters()]
     try:
         for step in range(scenario.steps):
@@ -198,6 +202,7 @@ def _train(
             wrapped(ids, scenario.skips(context.rank, step)).square().mean().backward()
             means = [None if entry.grad is None else entry.grad.clone() for entry in model.parameters()]
             optimizer.step()
+            means = means if scenario.outer is None else [entry.detach().clone() for entry in model.parameters()]
             if report is not None and world is not None and before is not None:
                 _note(report, world.waits - before[0], world.launches - before[1])
             yield names, means, expected
@@ -288,6 +293,7 @@ def _note(report: Report, waits: Counter[Any], launches: Counter[Any]) -> None:
         report.launches[stream] = report.launches.get(stream, 0) + count
 
 
+LOCAL_SGD, STREAMING = local_sgd(every=2), diloco(every=4, fragments=2, delay=1, mix=0.5)
 TINY = (1024, 4096, 512, 512)
 SCENARIOS = {
     scenario.name: scenario
@@ -329,6 +335,18 @@ SCENARIOS = {
         Scenario("nccl, agsparse", scheme="agsparse", ddp={"gradient_as_bucket_view": True}, nccl=True),
         Scenario("nccl, dense", tables=(600, 50), sparse=True, scheme="dense", ddp={}, nccl=True),
         Scenario("nccl, auto", scheme="auto", steps=12, ddp={}, nccl=True),
+        Scenario("outer, local", (600, 50), (64, 7), outer=LOCAL_SGD, steps=5, is_exact=False),
+        Scenario(
+            "outer, streaming",
+            layers=(64, 7),
+            sparse=True,
+            compress=("top_k", 0.3),
+            outer=STREAMING,
+            steps=9,
+            arena=TINY,
+            is_exact=False,
+        ),
+        Scenario("outer, half", outer=STREAMING, dtype=torch.bfloat16, nccl=True, steps=6, is_exact=False),
         Scenario("nccl, compressed", layers=(64, 7), compress=("top_k", 0.3), ddp={}, nccl=True, is_exact=False),
     )
 }

@@ -243,7 +243,7 @@ Reports = dict[str, list[Report]]
 SLOW = {
     "plain, one device", "plain, half", "plain, planned", "plain, fused", "ddp, tables alone", "ddp, agsparse",
     "ddp, dense", "ddp, auto", "ddp, unused", "nccl, small buckets", "nccl, sparse", "nccl, half", "nccl, growing",
-    "nccl, unused", "nccl, auto", "nccl, compressed", "nccl, plain", "nccl, dense",
+    "nccl, unused", "nccl, auto", "nccl, compressed", "nccl, plain", "nccl, dense", "outer, local", "outer, half",
 }  # fmt: skip
 every_scenario = pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in SCENARIOS]

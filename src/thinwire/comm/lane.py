@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.futures import Future
 
@@ -254,6 +255,11 @@ class Lane:
         """This rank in the default process group, for messages."""
         return self.exchange.global_ranks[self.rank]
 
+    @property
+    def timeout_seconds(self) -> float:
+        """How long ranks wait for each other."""
+        return (self._timeout or default_pg_timeout).total_seconds()
+
     def native_group(self) -> dist.ProcessGroup:
         """Return a second Gloo group of the same ranks, for all-reduces that need not wait for jobs.
 
@@ -266,15 +272,17 @@ class Lane:
             self._native = _take_group(parent, self._timeout)
         return self._native.process_group
 
-    def submit(self, job: Callable[[Lane], T]) -> Future[T]:
+    def submit(self, job: Callable[[Lane], T], pause: Callable[[], None] | None = None) -> Future[T]:
         """Queue a job, called with this lane; the future holds its result or its exception.
 
         The job opens a `channel` for each tensor that it synchronizes. The tensors that it reads belong to the
-        lane until the future is done.
+        lane until the future is done. Before the job the lane calls ``pause``, which waits for its time.
         """
         future: Future[T] = Future()
 
         def run() -> None:
+            if pause is not None:
+                pause()
             started = time.perf_counter()
             self._current = future
             try:

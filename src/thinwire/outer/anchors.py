@@ -61,8 +61,8 @@ class Anchors:
     ) -> None:
         self._parameters, self._recipe = dict(parameters), recipe
         self.fragments = cut({name: local_of(entry).numel() for name, entry in parameters.items()}, recipe.fragments)
-        self.anchors = {
-            name: nn.Parameter(local_of(entry.detach()), requires_grad=False)
+        self.anchors = {  # `.data` has a version of its own: stepping an anchor must not look like writing a parameter
+            name: nn.Parameter(local_of(entry.detach()).data, requires_grad=False)
             for name, entry in self._parameters.items()
         }
         self.buffers = {name: _wide(buffer) for name, buffer in buffers.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 import weakref
@@ -37,6 +38,7 @@ from thinwire.outer.average import Averager, Entry, Told, submit
 from thinwire.outer.inner import InnerGroup, inner_group, reshard
 from thinwire.outer.members import Members, Roll, hand_over
 from thinwire.outer.recipe import OuterRecipe
+from thinwire.outer.shadow import ShadowRounds
 from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
 from thinwire.synchronizer import Synchronizer
@@ -142,6 +144,10 @@ class Rounds:
             self._members = members
             members.watch(lane, self.enter, self._recipe.min_ranks, timeout, self._staging)
 
+    def before_step(self) -> None:
+        """Anchor parameters that are trained from now on."""
+        self.anchors.adopt()
+
     def after_step(self) -> None:
         """Count an inner step; land what is due, and launch what is due.
 
@@ -191,6 +197,15 @@ class Rounds:
                 yield
         finally:
             self._is_swapped = False
+
+    def still(self) -> AbstractContextManager[None]:
+        """Return a context in which the state of this rank changes only by its own calls, as it does here anyway."""
+        return nullcontext()
+
+    stopped = still
+
+    def drop(self) -> None:
+        """Begin no more rounds."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the means of what is in flight, for which it waits."""
@@ -450,6 +465,8 @@ class OuterLoop(Synchronizer):
         >>> sync.synchronize()                                                           # doctest: +SKIP
     """
 
+    keeps_ranks_alike = False  # so that a Checkpointer does not take ranks that differ for broken ones
+
     def __init__(
         self,
         model: nn.Module,
@@ -479,15 +496,18 @@ class OuterLoop(Synchronizer):
         def average(lane: Lane) -> Averager:
             return Averager(lane, entries, coded, scheme, self._rows, self._staging)
 
-        def begin(lane: Lane, averager: Averager) -> Rounds:
+        def begin(lane: Lane, averager: Averager) -> Rounds | ShadowRounds:
             if recipe.nesterov and averager.remembers and lane.rank == 0:
                 logger.warning(MOMENTUM_TWICE)
             finite = {name: buffer for name, buffer in buffers().items() if bool(buffer.isfinite().all())}
             anchors = Anchors(named, finite, recipe)
-            return Rounds(recipe, anchors, averager, lane, buffers, self._staging, inner, text, untrained)
+            parts = recipe, anchors, averager, lane, buffers, self._staging
+            if recipe.in_background:
+                return ShadowRounds(*parts, [one.name for one in entries if one.is_table], text, untrained)
+            return Rounds(*parts, inner, text, untrained)
 
         if isinstance(group, Members):
-            found: list[Rounds] = []
+            found: list[Rounds | ShadowRounds] = []
 
             def enter(lane: Lane, roll: Roll) -> None:
                 found[:] = found or [begin(lane, average(lane))]
@@ -598,14 +618,16 @@ class OuterLoop(Synchronizer):
         model, and each rank has its own: save all of them, or `synchronize` before. The tensors are the anchors
         themselves, as in other state dicts of torch.
         """
-        return {
-            "version": VERSION,
-            "recipe": self._recipe.describe(),
-            "parameters": sorted(self._parameter_names),
-            "shard": 0 if self._host is None else self._host.shard,
-            **self._rounds.state_dict(),
-            "averager": self._averager.state_dict(),
-        }
+        with self._rounds.still():
+            state = {
+                "version": VERSION,
+                "recipe": self._recipe.describe(),
+                "parameters": sorted(self._parameter_names),
+                "shard": 0 if self._host is None else self._host.shard,
+                **self._rounds.state_dict(),
+                "averager": self._averager.state_dict(),
+            }
+            return copy.deepcopy(state) if self._recipe.in_background else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank. With the parameters of then, the same steps follow bitwise.
@@ -628,8 +650,10 @@ class OuterLoop(Synchronizer):
         self._rounds.check_state(state)
         if self._speaks:
             self._averager.check_state(state["averager"])
-            self._averager.load_state_dict(state["averager"])
-        self._rounds.load_state_dict(state)
+        with self._rounds.stopped():
+            if self._speaks:
+                self._averager.load_state_dict(state["averager"])
+            self._rounds.load_state_dict(state)
 
     def gathered(self) -> Gathered:
         """Return the states of all ranks as one object, as `Synchronizer.gathered`.
@@ -639,7 +663,8 @@ class OuterLoop(Synchronizer):
         """
         if self._host is not None and not self._host.is_alike:
             raise ValueError("rank 0 does not write the shards of all ranks: save sync.state_dict() on every rank")
-        return Gathered(self._lane, self.state_dict, self.load_state_dict)
+        lane: Any = self._rounds if self._recipe.in_background else self._lane
+        return Gathered(lane, self.state_dict, self.load_state_dict)
 
     def trace(self, steps: int | None = None) -> NoReturn:
         """Raise ValueError: traces show the parts of a backward pass, in which nothing is sent."""
@@ -680,7 +705,7 @@ class StepHook:
         parameters: by name, for what stock DDP would have sent for them.
     """
 
-    def __init__(self, rounds: Rounds, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, rounds: Rounds | ShadowRounds, parameters: Mapping[str, nn.Parameter]) -> None:
         self.rounds = rounds
         self._parameters = list(parameters.values())
         self._handles: list[RemovableHandle] = []
@@ -703,7 +728,7 @@ class StepHook:
 
     @torch.compiler.disable
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        self.rounds.anchors.adopt()
+        self.rounds.before_step()
 
     @torch.compiler.disable
     def _after(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
@@ -777,6 +802,7 @@ def _inner_group(
 def _release(hook: StepHook) -> None:
     """Detach a model that is gone: like `OuterLoop.detach`, but without waiting, and not on all ranks at once."""
     hook.remove()
+    hook.rounds.drop()
     hook.rounds.lane.abandon()
 
 

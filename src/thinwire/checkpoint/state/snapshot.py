@@ -72,7 +72,12 @@ class TrainingState:
         return any(tensor is parameter for group in groups for parameter in group["params"])
 
     def is_replicated(self, path: str, tensor: Tensor) -> bool:
-        """Return whether data parallelism keeps a tensor alike on all ranks: parameters, and the optimizer's state."""
+        """Return whether data parallelism keeps a tensor alike on all ranks: parameters, and the optimizer's state.
+
+        Under an outer loop of thinwire it does not: ranks are the same now and then only.
+        """
+        if not all(getattr(part, "keeps_ranks_alike", True) for _, part in _each("synchronizer", self.synchronizer)):
+            return False
         if path.startswith("optimizer"):
             return ".state." in path and all(_local(each) is each for each in self.optimizers())
         return path.startswith("model.") and isinstance(tensor, nn.Parameter)

@@ -552,3 +552,34 @@ def _gathered(context: RankContext) -> None:
 
 def test_states_of_all_ranks_in_one_file() -> None:
     run_ranks(_gathered, world_size=2, timeout_seconds=60)
+
+
+def _loads_behind_flights(context: RankContext) -> None:
+    """A state is loaded while a round is on its way, which writes to memories until it is done."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attached(model, diloco(every=2, delay=2), optimizer, compress=error_feedback(top_k(0.1)))
+    for number in range(3):
+        step(model, optimizer, context.rank, number)
+    saved = copy.deepcopy((model.state_dict(), sync.state_dict()))
+
+    def go_on() -> Tensor:
+        for number in range(3, 9):
+            step(model, optimizer, context.rank, number)
+        return parameters(model)
+
+    expected = go_on()
+    release = threading.Event()
+    sync._lane.submit(lambda lane: release.wait(30))
+    step(model, optimizer, context.rank, 9)  # whose launch waits behind that
+    timer = threading.Timer(0.3, release.set)
+    timer.start()
+    model.load_state_dict(saved[0])
+    sync.load_state_dict(saved[1])
+    assert torch.equal(go_on(), expected)
+    timer.join()
+    sync.detach()
+
+
+def test_a_state_is_loaded_after_what_is_in_flight() -> None:
+    run_ranks(_loads_behind_flights, world_size=2, timeout_seconds=60)

@@ -658,9 +658,9 @@ class OuterLoop(Synchronizer):
         if self._speaks:
             self._averager.check_state(state["averager"])
         with self._rounds.stopped():
+            self._rounds.load_state_dict(state)  # which waits for what is in flight and writes to memories
             if self._speaks:
                 self._averager.load_state_dict(state["averager"])
-            self._rounds.load_state_dict(state)
 
     def gathered(self) -> Gathered:
         """Return the states of all ranks as one object, as `Synchronizer.gathered`.

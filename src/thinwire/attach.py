@@ -123,8 +123,6 @@ def attach(
     if outer is not None:
         _check_outer(outer, fuse=fuse, plan=plan, fallback=fallback, ahead=ahead, grad_scaler=grad_scaler)
         return _attach_outer(model, outer, optimizer, process_group, timeout, scheme, exclude, compress, exchange)
-    if isinstance(process_group, Members):
-        raise ValueError("gradients need all ranks in every step: Members are for outer=, pass a process group instead")
     group = _group_of(model, process_group)
     with telling_peers(group, timeout):
         leave_out(model, exclude)
@@ -248,7 +246,9 @@ def _plans(
         return compression.plans(parameters, group.size())
 
 
-def _group_of(model: nn.Module, process_group: Group) -> dist.ProcessGroup:
+def _group_of(model: nn.Module, process_group: Group | Members) -> dist.ProcessGroup:
+    if isinstance(process_group, Members):
+        raise ValueError("gradients need all ranks in every step: Members are for outer=, pass a process group instead")
     sharding = sharding_of(model)
     if isinstance(model, DistributedDataParallel):
         wrapper, own = "DDP", resolve_group(model.process_group)

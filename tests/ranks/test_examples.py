@@ -31,6 +31,22 @@ def test_the_recommender_sends_its_rows_only() -> None:
     assert "items.weight" in result.stderr, "the first step says what is synchronized how"
 
 
+@pytest.mark.slow
+def test_a_process_that_is_killed_comes_back() -> None:
+    result = subprocess.run(
+        [sys.executable, "examples/outer_restart.py"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    begun = [int(step) for step in re.findall(r"rank 2 begins at step (\d+)", result.stdout)]
+    assert begun[0] == 0 < begun[1]
+    assert len(set(re.findall(r"parameters that add up to (\S+)", result.stdout))) == 1
+
+
 @pytest.mark.parametrize("command", [[], *EXAMPLES, ["bench"]])
 def test_every_command_has_help_with_an_example(command: list[str]) -> None:
     result = CliRunner().invoke(app, [*command, "--help"])

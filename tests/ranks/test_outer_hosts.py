@@ -106,12 +106,14 @@ class Case:
 
     Args:
         bad: step in which the loss of host 1 overflows.
+        inside: whether thinwire averages gradients inside of the hosts too.
         resumes: step after which all is built anew, from states.
     """
 
     recipe: OuterRecipe
     compress: Any = None
     bad: int | None = None
+    inside: bool = False
     resumes: int | None = None
 
 
@@ -123,6 +125,7 @@ CASES = {
     "streaming": Case(STREAMING, TOP_K),
     "resumed": Case(STREAMING, TOP_K, resumes=3),
     "overflow": Case(LOCAL, bad=4),
+    "inside": Case(LOCAL, inside=True),
 }
 
 
@@ -136,6 +139,7 @@ def train_case(context: RankContext, kind: str, mesh: DeviceMesh, case: Case) ->
         return model, optimizer, sync
 
     model, optimizer, sync = build()
+    inner = thinwire.attach(model, "zen") if case.inside else None
     for step in range(STEPS):
         overflows = case.bad == step and context.rank >= 2
         step_of(model, optimizer, batch(step, context.rank), float("nan") if overflows else 1.0)
@@ -160,6 +164,8 @@ def train_case(context: RankContext, kind: str, mesh: DeviceMesh, case: Case) ->
     found = {"before": before, "parameters": whole(model), "same": same, "stats": stats}
     found["outputs"] = [output, local, last]
     sync.detach()
+    if inner is not None:
+        inner.detach()
     return found
 
 
@@ -177,7 +183,8 @@ def test_hosts_whose_ranks_train_as_one(kind: str) -> None:
             one, other = (ranks[rank][name]["before"] for rank in of_host)
             assert all(torch.equal(one[parameter], other[parameter]) for parameter in one), "a host trains as one"
     for name, mean in by_hand(kind == "ddp", 2, 2, 2).items():
-        torch.testing.assert_close(ranks[0]["local"]["parameters"][name], mean, rtol=1e-4, atol=1e-5, msg=name)
+        for case in ("local", "inside"):
+            torch.testing.assert_close(ranks[0][case]["parameters"][name], mean, rtol=1e-4, atol=1e-5, msg=name)
     for rank in ranks:
         for name, parameter in rank["streaming"]["before"].items():
             assert torch.equal(parameter, rank["resumed"]["before"][name]), "a resumed training has the same bits"

@@ -32,7 +32,7 @@ from outer_references import (
 from thinwire import compress
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.outer import OuterRecipe
-from thinwire.outer.shadow import Pace, ShadowRounds
+from thinwire.outer.shadow import RoundPace, ShadowRounds
 
 PROBLEM = Regression()
 INNER = partial(Sgd, 0.05, 0.9)
@@ -139,7 +139,7 @@ def test_sparse_loco() -> None:
 # --- in the background
 
 
-class Driven(Pace):
+class Driven(RoundPace):
     """A pace that tests set: a round begins when the test says so, on each rank by itself."""
 
     begins: threading.Semaphore
@@ -175,7 +175,7 @@ class Drive:
 
 def driven(context: RankContext, drive: Drive) -> tuple[Params, Params]:
     Driven.begins = threading.Semaphore(0)
-    Pace.wait = Driven.wait  # type: ignore[method-assign]
+    RoundPace.wait = Driven.wait  # type: ignore[method-assign]
     model, optimizer = made()
     sync: Any = thinwire.attach(model, outer=drive.recipe, optimizer=optimizer)
     gate = Gate(sync._rounds)

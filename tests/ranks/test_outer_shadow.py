@@ -6,6 +6,8 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from thinwire import compress
 from thinwire.errors import MismatchError, PeerError, ThinwireError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.outer import shadow
-from thinwire.outer.shadow import Pace, ShadowRounds
+from thinwire.outer.shadow import RoundPace, ShadowRounds
 
 ROWS, WIDTH = 4000, 8
 
@@ -332,7 +334,7 @@ class Clock:
         monkeypatch.setattr(shadow.time, "process_time", lambda: self.used)
 
 
-def pauses_of(pace: Pace) -> list[float]:
+def pauses_of(pace: RoundPace) -> list[float]:
     found: list[float] = []
     pace._hurry.wait = found.append  # type: ignore[method-assign, assignment]
     return found
@@ -340,7 +342,7 @@ def pauses_of(pace: Pace) -> list[float]:
 
 def test_rounds_take_a_share_of_the_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    pace = Pace(0.0, 1000.0)
+    pace = RoundPace(0.0, 1000.0)
     pauses = pauses_of(pace)
     for cost, wall, used in ((0.01, 1.0, 1.0), (0.01, 4.0, 1.0), (0.02, 1.0, 2.0), (10.0, 1.0, 1.0)):
         pace.end_round(cost)
@@ -355,7 +357,7 @@ def test_rounds_take_a_share_of_the_processor(monkeypatch: pytest.MonkeyPatch) -
 
 def test_seconds_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock(monkeypatch)
-    pace = Pace(5.0, 1000.0)
+    pace = RoundPace(5.0, 1000.0)
     pauses = pauses_of(pace)
     with pace.changed:
         pace.step()
@@ -368,7 +370,7 @@ def test_seconds_between_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_pause_ends_when_rounds_do() -> None:
     for end in (lambda pace: pace.hurry(True), lambda pace: pace.drop()):
-        pace = Pace(1e6, 1e9)
+        pace = RoundPace(1e6, 1e9)
         waiter = threading.Thread(target=pace.wait, daemon=True)
         waiter.start()
         end(pace)
@@ -378,8 +380,44 @@ def test_a_pause_ends_when_rounds_do() -> None:
 
 def test_a_rank_without_steps_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shadow, "LEAST_PATIENCE", 0.01)
-    pace = Pace(0.0, 1000.0)
+    pace = RoundPace(0.0, 1000.0)
     waiter = threading.Thread(target=pace.wait, daemon=True)
     waiter.start()
     waiter.join(20)
     assert not waiter.is_alive()
+
+
+# --- ranks that are lost and come back
+
+
+def of_members(context: RankContext, directory: str) -> tuple[float, bool, int]:
+    """Rank 2 goes in the middle of rounds; the others go on; it comes back as if it had been started again."""
+    store = dist.FileStore(f"{directory}/store", -1)  # type: ignore[attr-defined]
+    recipe = thinwire.outer.shadow_sync("bmuf", min_ranks=2)
+
+    def joined() -> Training:
+        members = thinwire.outer.Members(store, context.rank, 3, timeout=timedelta(seconds=30))
+        return Training(context, recipe, process_group=members, compress=compress.top_k(0.5))
+
+    training = joined()
+    training.until_rounds(3)
+    first = training.rounds._members.number  # type: ignore[union-attr]
+    if context.rank == 2:
+        training.sync._lane.break_off("it is gone")
+        training.rounds.drop()
+        training = joined()
+    while training.rounds.lane.world_size != 3 or training.rounds._members.number == first:  # type: ignore[union-attr]
+        training.step()
+    training.until_rounds(3)
+    training.sync.synchronize()
+    flat = torch.cat([one.detach().double().flatten() for one in training.model.parameters()])
+    training.sync.detach()
+    return float(flat.abs().sum()), bool(flat.isfinite().all()), training.count
+
+
+@pytest.mark.slow
+def test_a_rank_is_lost_and_comes_back(tmp_path: Path) -> None:
+    outcomes = run_ranks(of_members, str(tmp_path), world_size=3, init_process_group=False)
+    sums = [outcome.value[0] for outcome in outcomes]
+    assert sums[0] == sums[1] == sums[2]
+    assert all(outcome.value[1] for outcome in outcomes)

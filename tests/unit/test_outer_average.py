@@ -190,6 +190,25 @@ def test_rounds_may_be_of_nothing_and_carry_flags() -> None:
     assert results(3, train) == [Told((3.0, 3.0, 3.0), (), (10, 11, 12))] * 3
 
 
+def test_empty_tables_and_complex_parameters() -> None:
+    def train(network: LoopbackExchange) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        rank = Rank(network, compress.top_k(0.1), shapes={"table": (0, 8), "table.few": (5, 3), "table.flat": (7,)})
+        differences = rank.differences(0, rows=2)
+        rank.round(differences, 1)
+        parameter = nn.Parameter(torch.zeros(40, 40, dtype=torch.complex64))
+        compression = Compression(compress.top_k(0.1))
+        averager = Averager(rank.lane, [Entry("wave", parameter, False)], compression, "auto", {})
+        waves = {"wave": torch.full((40, 40), 1 + 2j * network.rank)}
+        averager.mean(rank.lane, waves, 1 + network.rank)
+        return differences, waves
+
+    ranks = results(2, train)
+    assert all_equal([differences for differences, _ in ranks])
+    assert [list(mean.shape) for mean in ranks[0][0].values()] == [[0, 8], [5, 3], [7]]
+    for _, waves in ranks:
+        torch.testing.assert_close(waves["wave"], torch.full((40, 40), 1 + 4j / 3))
+
+
 def test_ranks_that_pass_other_names_are_told() -> None:
     def train(network: LoopbackExchange) -> None:
         rank = Rank(network)

@@ -121,8 +121,8 @@ def inner_group(model: nn.Module, outer: dist.ProcessGroup, device: torch.device
         alone = next((name for name, entry in synchronized_parameters(model) if entry.requires_grad), None)
         if alone is not None:
             raise ValueError(
-                f"FSDP ignores parameter {alone!r}, so that the ranks of a host would train it apart: leave it out of"
-                " ignored_params=, or use DDP inside of a host"
+                f"FSDP ignores parameter {alone!r}, so that the ranks of a host would train it apart: leave out"
+                " ignored_params= (FSDP takes tables with sparse=False), or use DDP inside of a host"
             )
         group, is_alike = sharding.group(), False
         build = f"call fully_shard(model, mesh=mesh['host']) with {MESH}"

@@ -128,6 +128,7 @@ class Rounds:
         self._position = 0  # in the schedule
         self._launched = self.landed = 0
         self._finished = 0  # launches whose means this rank has, landed or not
+        self._joined_at: int | None = None  # inner step of the others at which this rank took their state
         self.lost_steps = 0
         self.steps = self.ranks = self.refusals = 0
         self._is_swapped = False
@@ -238,6 +239,11 @@ class Rounds:
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raise ValueError if `load_state_dict` cannot restore the state."""
+        if self._joined_at is not None and self._joined_at == self.steps and "untrained" not in state:
+            raise ValueError(
+                "this rank joined others and has their state, which an older one must not replace: restore model and"
+                " the optimizer before attach, and the outer loop where all ranks begin"
+            )
         self.anchors.check_state(state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -373,6 +379,7 @@ class Rounds:
         state = hand_over(lane, roll, state)
         if is_new:
             self._take(state)
+            self._joined_at = self.steps if roll.began else None
 
     def _settle(self, done: int) -> None:
         """Accept what all ranks have finished, and take back what they have not."""

@@ -46,6 +46,7 @@ ATTEMPTS = 5
 """Number of generations that may fail in a row before their first round."""
 _MAX_BYTES = 1 << 20
 _GENERATION = "generation"
+_NOTHING = "nothing of thinwire"
 _CPU = torch.device("cpu")
 _groups_seen: defaultdict[str, itertools.count[int]] = defaultdict(itertools.count)
 
@@ -89,11 +90,13 @@ class Roll:
         source: the rank whose state others take.
         new: ranks that take it.
         done: number of rounds that every other rank has finished; who finished more takes them back.
+        began: whether the source has trained, so that new ranks join it.
     """
 
     source: int
     new: frozenset[int]
     done: int
+    began: bool = False
 
 
 class Members:
@@ -316,7 +319,7 @@ class Members:
             new = frozenset(range(lane.world_size)) - set(old or (0,))
             self._newcomers = frozenset(lane.exchange.global_ranks[rank] for rank in new)
             least = min((told_all[rank][1] for rank in old), default=0.0)
-            self._enter(lane, Roll((old or [0])[0], new, int(least)))
+            self._enter(lane, Roll((old or [0])[0], new, int(least), bool(old)))
             lane.channel(Subject("members", "entered")).open()
         self._store_call(lambda: self._store.delete_key(f"group {generation.number}/0/{lane.rank}"))
 
@@ -458,8 +461,9 @@ class Members:
 
     def _peek(self, key: str) -> str | None:
         """Return the value of a key, or None; ``Store.get`` would wait for it."""
-        value = self._store_call(lambda: self._store.compare_set(key, "?", "?"))
-        return None if value == b"?" else value.decode(errors="replace")
+        value = self._store_call(lambda: self._store.compare_set(key, _NOTHING, _NOTHING))
+        found = value.decode(errors="replace")
+        return None if found == _NOTHING else found
 
     def _set(self, key: str, value: str) -> None:
         self._store_call(lambda: self._store.set(key, value))

@@ -192,8 +192,9 @@ def shadow_sync(
     Args:
         algorithm: "easgd" moves the anchor by ``lr`` towards the mean; "average" makes it the mean; "bmuf" gives it
             block momentum.
-        every_seconds: least seconds between the beginnings of two rounds; None for no pause.
-        continuous: True says that there is no pause, which is the default.
+        every_seconds: least seconds between the beginnings of two rounds. None for as often as the network allows, and
+            a 64th of the processor time of the process, whose cores train on most machines.
+        continuous: True says the latter, which is the default.
         mix: weight of the anchor in the parameters after a round.
         lr, momentum: settings of the outer SGD; None for those of the algorithm.
         min_ranks: how many ranks are enough to go on when others are lost; None for all.

@@ -31,22 +31,22 @@ T = TypeVar("T")
 ENDING, ASKED = 1, 2
 """Flags of a rank: it wants rounds to end, which they do once all ranks have it; a process waits to be let in."""
 SHARE = 1 / 64
-"""Part of the processor time of a process that its rounds take at most. (The network's own threads take as much again,
-so a fast link would otherwise have rounds eat the cores that training needs.)"""
+"""Part of the processor time of a process that its rounds take at most, unless the user says how often they begin: on a
+fast link they would otherwise eat the cores that training needs."""
 LEAST_PATIENCE, STEPS_OF_PATIENCE = 1.0, 4
 """A rank that makes no step takes part in a round after so many of its last steps, and at least so many seconds."""
 
-_paces: WeakSet[Pace]
+_paces: WeakSet[RoundPace]
 
 
-class Pace:
+class RoundPace:
     """When rounds begin. It knows no model, so that one can be freed while the lane waits here.
 
-    A round begins once this rank has made a step since the last one, and rounds have not had more than `SHARE` of the
-    processor; or after some seconds without a step, as in an evaluation, so that others need not wait for it.
+    A round begins once this rank has made a step since the last one; or after some seconds without a step, as in an
+    evaluation, so that others need not wait for it.
 
     Args:
-        every_seconds: least seconds between the beginnings of two rounds.
+        every_seconds: least seconds between the beginnings of two rounds; 0 for as often as `SHARE` allows.
         timeout_seconds: how long the other ranks wait for this one.
     """
 
@@ -75,8 +75,8 @@ class Pace:
         now = time.perf_counter()
         elapsed, used = now - self._begun, time.process_time() - self._used
         starved = min(16.0, max(1.0, elapsed / max(used, 1e-9)))  # a process that gets half a core counts half
-        pause = max(1e-3, min(self._longest, self._cost * starved / SHARE), self._begun + self._every - now)
-        self._hurry.wait(pause)
+        pause = self._every - elapsed if self._every else min(self._longest, self._cost * starved / SHARE)
+        self._hurry.wait(max(1e-3, pause))  # another thread may want the lock of a round
         patience = min(self._longest, max(LEAST_PATIENCE, STEPS_OF_PATIENCE * self._step_seconds))
         with self.changed:
             self.changed.wait_for(lambda: self.steps > self.seen or self._hurry.is_set(), patience)
@@ -114,7 +114,7 @@ def _drop_all() -> None:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RoundResult:
     """What a round told this rank.
 
     Args:
@@ -171,7 +171,7 @@ class ShadowRounds:
         self._members: Members | None = None  # those with whom rounds go on if a rank is lost
         self.landed = self.ranks = self.refusals = self.lost_steps = 0
         self._finished = 0  # rounds whose means this rank has
-        self._middle: Outcome | None = None  # of the round whose means not all ranks may have
+        self._middle: RoundResult | None = None  # of the round whose means not all ranks may have
         self._is_over = False  # whether all ranks have ended
         self.exposed_seconds = 0.0
         self._names = anchors.trained(0)
@@ -186,7 +186,7 @@ class ShadowRounds:
         self._round_lock = threading.Lock()  # held for a round
         self._trained = staging.hand_over(())  # behind the last step
         self._copied = self._landed = self._swapped = self._trained.event  # behind the last of each
-        self.pace = Pace(recipe.every_seconds, lane.timeout_seconds)
+        self.pace = RoundPace(recipe.every_seconds, lane.timeout_seconds)
 
     def meet_in(self, members: Members | None, lane: Lane, timeout: timedelta | None) -> None:
         """Begin rounds with the ranks of a lane; as `thinwire.outer.loop.Rounds.meet_in`."""
@@ -352,7 +352,7 @@ class ShadowRounds:
             buffers = [self._difference[name] for name in self.anchors.buffers]
             try:
                 told = self.averager.mean(lane, parameters, steps, buffers, flag)
-                self._middle = Outcome(told, lane.rank in told.refused, takes_part, before)
+                self._middle = RoundResult(told, lane.rank in told.refused, takes_part, before)
                 self._finished += 1
                 if self._members is not None:  # who passes this knows that all have the means
                     lane.channel(Subject("the end of a round", "")).open()
@@ -547,7 +547,7 @@ class ShadowRounds:
 
 def _round(rounds: weakref.ref[ShadowRounds], lane: Lane) -> None:
     found = rounds()
-    if found is not None:
+    if found is not None and not found.pace.is_dropped:
         found.round(lane)
 
 

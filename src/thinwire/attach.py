@@ -103,8 +103,7 @@ def attach(
         outer: a recipe of `thinwire.outer`, with which ranks train apart: another algorithm, see docs/guides/outer.md.
 
     Returns:
-        A `Synchronizer`: statistics, state, `Synchronizer.no_sync`, and `Synchronizer.detach`; with ``outer`` an
-        `OuterLoop`.
+        A `Synchronizer`: statistics, state, ``no_sync`` and ``detach``; with ``outer`` a `thinwire.outer.OuterLoop`.
 
     Raises:
         ValueError: an FSDP1 model, one that has another hook or is attached already; an unknown scheme; a
@@ -123,8 +122,6 @@ def attach(
     if outer is not None:
         _check_outer(outer, fuse=fuse, plan=plan, fallback=fallback, ahead=ahead, grad_scaler=grad_scaler)
         return _attach_outer(model, outer, optimizer, process_group, timeout, scheme, exclude, compress, exchange)
-    if isinstance(process_group, Members):
-        raise ValueError("gradients need all ranks in every step: Members are for outer=, pass a process group instead")
     group = _group_of(model, process_group)
     with telling_peers(group, timeout):
         leave_out(model, exclude)
@@ -248,7 +245,9 @@ def _plans(
         return compression.plans(parameters, group.size())
 
 
-def _group_of(model: nn.Module, process_group: Group) -> dist.ProcessGroup:
+def _group_of(model: nn.Module, process_group: Group | Members) -> dist.ProcessGroup:
+    if isinstance(process_group, Members):
+        raise ValueError("gradients need all ranks in every step: Members are for outer=, pass a process group instead")
     sharding = sharding_of(model)
     if isinstance(model, DistributedDataParallel):
         wrapper, own = "DDP", resolve_group(model.process_group)

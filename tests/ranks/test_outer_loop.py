@@ -119,7 +119,7 @@ def _laws(context: RankContext) -> None:
     assert torch.equal(post_local, trained(context, local_sgd(every=1), 10))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_step_is_ddp_and_recipes_meet_where_they_should(world_size: int) -> None:
     run_ranks(_laws, world_size=world_size, timeout_seconds=60)
 
@@ -152,8 +152,10 @@ def _anchors_agree(context: RankContext, recipe: OuterRecipe, options: dict[str,
     [
         (STREAMING, {}, torch.float32),
         (STREAMING, {"compress": error_feedback(top_k(0.05, values=qsgd(2)), decay=0.95)}, torch.float32),
-        (diloco(every=5), {"compress": top_k(0.1), "scheme": "zen"}, torch.bfloat16),
-        (local_sgd(every=5), {}, torch.float64),
+        pytest.param(
+            diloco(every=5), {"compress": top_k(0.1), "scheme": "zen"}, torch.bfloat16, marks=pytest.mark.slow
+        ),
+        pytest.param(local_sgd(every=5), {}, torch.float64, marks=pytest.mark.slow),
     ],
     ids=["streaming", "sparse", "bf16", "fp64"],
 )
@@ -202,9 +204,11 @@ def flat(state: Mapping[str, Tensor], like: nn.Module) -> Tensor:
 @pytest.mark.parametrize(
     ("recipe", "options"),
     [
-        (STREAMING, {}),
+        pytest.param(STREAMING, {}, marks=pytest.mark.slow),
         (diloco(every=4, fragments=2, delay=4, mix=0.7), {"compress": top_k(0.1, values=qsgd(4))}),
-        (local_sgd(every=3, start_step=2), {"compress": error_feedback(top_k(0.1))}),
+        pytest.param(
+            local_sgd(every=3, start_step=2), {"compress": error_feedback(top_k(0.1))}, marks=pytest.mark.slow
+        ),
     ],
     ids=["streaming", "compressed", "local"],
 )
@@ -438,7 +442,7 @@ def _lost(context: RankContext, delay: int) -> str:
     return str(lost.value)
 
 
-@pytest.mark.parametrize("delay", [0, 3])
+@pytest.mark.parametrize("delay", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_a_rank_that_leaves_is_named_once_and_training_can_end(delay: int) -> None:
     outcomes = run_ranks(_lost, delay, world_size=3, timeout_seconds=60, check=False)
     assert [outcome.error for outcome in outcomes if outcome.rank != 1] == [None, None]

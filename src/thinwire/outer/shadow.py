@@ -30,12 +30,12 @@ from thinwire.outer.recipe import OuterRecipe
 T = TypeVar("T")
 ENDING, ASKED = 1, 2
 """Flags of a rank: it wants rounds to end, which they do once all ranks have it; a process waits to be let in."""
-SHARE = 1 / 64
+SHARE = 0.01
 """Part of the processor time of a process that its rounds take at most, unless the user says how often they begin: on a
 fast link they would otherwise eat the cores that training needs."""
 BYTE_SECONDS = 3e-9
-"""Processor time of Gloo's threads and the kernel for a byte sent or received: 50 ms for the 16 MB of a round of the gpt
-job on 8 emulated hosts, whose lane took 12 ms."""
+"""Processor time of Gloo's threads and the kernel for a byte sent or received: 50 ms for the 16 MB of a round of the
+gpt job on 8 emulated hosts, whose lane took 12 ms."""
 LEAST_PATIENCE, STEPS_OF_PATIENCE = 1.0, 4
 """A rank that makes no step takes part in a round after so many of its last steps, and at least so many seconds."""
 

@@ -193,7 +193,7 @@ def shadow_sync(
         algorithm: "easgd" moves the anchor by ``lr`` towards the mean; "average" makes it the mean; "bmuf" gives it
             block momentum.
         every_seconds: least seconds between the beginnings of two rounds. None for as often as the network allows, and
-            a 64th of the processor time of the process, whose cores train on most machines.
+            a hundredth of the processor time of the process allow: its cores train.
         continuous: True says the latter, which is the default.
         mix: weight of the anchor in the parameters after a round.
         lr, momentum: settings of the outer SGD; None for those of the algorithm.

@@ -3,9 +3,9 @@
     python benchmarks/outer_shadow.py [--hosts 8] [--link 100mbit] [--algorithm easgd] [--steps 12] [--segments 4]
 
 The same processes train in segments, by turns with rounds in the background and without any synchronization: rounds are
-ended, and the hooks of the optimizer removed. All ranks begin a segment together, so a segment with rounds is at least
-as long as one, and takes as long as its slowest rank. The ratio is the median over pairs of segments beside each other.
-Links other than "none" need network namespaces.
+ended, and the hooks of the optimizer removed. All ranks begin a segment together, and it takes as long as its slowest
+rank. Ratios are of pairs of segments beside each other. Where ranks share processors, those of processor time vary
+less. Links other than "none" need network namespaces.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
 
 
-def slowest(seconds: float) -> float:
-    found = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
+def over_ranks(value: float, how: Any) -> float:
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found, how)
     return found.item()
 
 
@@ -40,15 +40,18 @@ def measured(context: RankContext, arguments: argparse.Namespace) -> dict[str, A
     recipe = thinwire.outer.shadow_sync(arguments.algorithm, every_seconds=arguments.every_seconds)
     sync: Any = thinwire.attach(model, outer=recipe, optimizer=optimizer)
 
-    def segment() -> float:
+    def segment() -> tuple[float, float]:
+        """Seconds of a step on the slowest rank, and processor seconds of a step, a mean over ranks."""
         dist.barrier()
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         for _ in range(arguments.steps):
             optimizer.zero_grad()
             training.loss(model, training.batch()).backward()
             job.clip(model)
             optimizer.step()
-        return slowest(time.perf_counter() - started) / arguments.steps
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - used
+        total = over_ranks(cpu_seconds, dist.ReduceOp.SUM) / context.world_size
+        return over_ranks(seconds, dist.ReduceOp.MAX) / arguments.steps, total / arguments.steps
 
     segment()
     with_rounds, without, rounds = [], [], []
@@ -84,13 +87,18 @@ def main() -> None:
     with EmulatedNetwork(hosts=arguments.hosts, link=arguments.link) if emulated else nullcontext() as network:
         outcomes = run_ranks(measured, arguments, world_size=arguments.hosts, network=network, timeout_seconds=600)
     found = outcomes[0].value
-    ratios = [one / other for one, other in zip(found["with"], found["without"], strict=True)]
     for name in ("with", "without"):
-        print(f"seconds of a step {name} rounds: " + ", ".join(f"{one:.4f}" for one in found[name]))
+        print(f"seconds of a step {name} rounds: " + ", ".join(f"{one:.4f}" for one, _ in found[name]))
     print("rounds in each segment: " + ", ".join(f"{one['outer/rounds']:g}" for one in found["rounds"]))
     waited = sum(one["comm/exposed_seconds"] for one in found["rounds"])
     print(f"exposed: {waited / len(found['rounds']) / arguments.steps:.5f} s a step, on rank 0")
-    print(f"ratio: median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f}")
+    for place, name in enumerate(("seconds of a step", "processor seconds of a step")):
+        ratios = [one[place] / other[place] for one, other in zip(found["with"], found["without"], strict=True)]
+        means = [statistics.mean(one[place] for one in found[kind]) for kind in ("with", "without")]
+        print(
+            f"ratio of {name}: median {statistics.median(ratios):.3f}, from {min(ratios):.3f} to {max(ratios):.3f};"
+            f" of the means {means[0] / means[1]:.3f}"
+        )
     if arguments.json:
         arguments.json.write_text(json.dumps(found))
 

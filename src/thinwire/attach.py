@@ -103,8 +103,7 @@ def attach(
         outer: a recipe of `thinwire.outer`, with which ranks train apart: another algorithm, see docs/guides/outer.md.
 
     Returns:
-        A `Synchronizer`: statistics, state, `Synchronizer.no_sync`, and `Synchronizer.detach`; with ``outer`` an
-        `OuterLoop`.
+        A `Synchronizer`: statistics, state, ``no_sync`` and ``detach``; with ``outer`` a `thinwire.outer.OuterLoop`.
 
     Raises:
         ValueError: an FSDP1 model, one that has another hook or is attached already; an unknown scheme; a

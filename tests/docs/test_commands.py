@@ -165,7 +165,7 @@ def test_names_in_python_exist(block: Block) -> None:
         for part in (first, *rest):
             reached = getattr(reached, part, None) or importlib.import_module(f"{reached.__name__}.{part}")
     for name in re.findall(r"\bsync\.(\w+)", block.code):
-        assert hasattr(thinwire.Synchronizer, name) or name in set().union(*INTEGRATIONS.values())
+        assert hasattr(thinwire.outer.OuterLoop, name) or name in set().union(*INTEGRATIONS.values())
     for name in re.findall(r"\bcheckpointer\.(\w+)", block.code):
         assert hasattr(Checkpointer, name)
 

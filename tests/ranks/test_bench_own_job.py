@@ -108,7 +108,7 @@ def test_every_method_trains_a_model_with_tables(folder: Path, job: str, methods
 
 
 LOOPS = ("ddp", "local_sgd:every=2", "diloco:every=6:codec=top_k:density=0.05:values=qsgd(bits=2)",
-         "streaming_diloco:every=4:fragments=2:delay=1:inner_lr=0.5")  # fmt: skip
+         "streaming_diloco:every=4:fragments=2:delay=1:inner_lr=0.5", "shadow_sync:algorithm=bmuf")  # fmt: skip
 
 
 @pytest.mark.timeout(120)
@@ -116,9 +116,10 @@ def test_outer_loops_send_the_rows_of_their_rounds_and_end_with_the_same_paramet
     result = bench("own:sparse", ",".join(LOOPS), "--json", str(folder / "out.json"))
     assert result.exit_code == 0, result.output
     rows = {row["method"]: row for row in json.loads((folder / "out.json").read_text())["rows"]}
-    stock, local, coded, streaming = rows.values()
+    stock, local, coded, streaming, shadow = rows.values()
     assert [row["rounds"] for row in (stock, local, coded)] == [None, 3, 1]
     assert streaming["rounds"] in (2, 3), "the last may be on its way"
+    assert shadow["rounds"] is not None, "as many as there was time for"
     touched = 2 * (32 + 4 * 32) * (4 * 8 + 8)  # of two steps, with their ids; 16,384 weights and 257 others
     assert local["bytes_sent_max"] < (touched + 4 * 2433) * 1.5 / 2
     assert coded["bytes_sent_max"] < stock["bytes_sent_max"]

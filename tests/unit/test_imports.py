@@ -34,7 +34,7 @@ ROOMS = {
     "follow": {"errors", "observe", "wire", "comm", "sync", "compress", "fuse", "plan", "gradients"},
     "all_reduce": {"sparse", "comm", "sync"},
     "synchronizer": {"errors", "observe", "kernels", "comm", "cuda", "sync", "compress", "gradients", "follow"},
-    "outer": {"errors", "observe", "comm", "cuda", "sync", "compress", "gradients", "follow", "synchronizer"},
+    "outer": {"errors", "observe", "wire", "comm", "cuda", "sync", "compress", "gradients", "follow", "synchronizer"},
     "attach": {
         "errors", "sparse", "comm", "sync", "compress", "fuse", "plan", "gradients", "follow", "synchronizer", "outer",
     },

@@ -328,6 +328,7 @@ class ShadowRounds:
 
         Ranks save at rounds of their own, so all take the anchors of the one that was furthest.
         """
+        _wait(self._landed)
         self.anchors.load_state_dict(state)
         self.pace.steps, self.pace.seen, self.landed = (int(state[key]) for key in ("steps", "seen", "rounds"))
         self._is_waiting, self._replaces = bool(state["correction"]), bool(state["replaces"])

@@ -118,6 +118,19 @@ def _laws(context: RankContext) -> None:
     post_local = trained(context, local_sgd(every=4, start_step=10), 10)
     assert torch.equal(post_local, trained(context, local_sgd(every=1), 10))
 
+    for outer in (None, local_sgd(every=4)):  # the same script without an outer loop
+        model = made(torch.float64)
+        model.norm = nn.Identity()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        either = thinwire.attach(model, outer=outer, optimizer=optimizer)
+        for number in range(2):
+            step(model, optimizer, context.rank, number)
+        with either.global_parameters():
+            assert is_same_on_all_ranks(model)
+        either.synchronize()
+        assert is_same_on_all_ranks(model)
+        either.detach()
+
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_step_is_ddp_and_recipes_meet_where_they_should(world_size: int) -> None:

@@ -571,6 +571,32 @@ def test_states_of_all_ranks_in_one_file() -> None:
     run_ranks(_gathered, world_size=2, timeout_seconds=60)
 
 
+def _fewer_ranks(context: RankContext, options: dict[str, Any]) -> None:
+    """Another number of ranks goes on from the anchors, with all that compressors owe."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attached(model, diloco(every=2), optimizer, **options)
+    for number in range(5):
+        step(model, optimizer, context.rank, number)
+    written, saved = [sync.gathered().state_dict()], copy.deepcopy(sync.state_dict())
+    dist.broadcast_object_list(written, 0)
+    sync.detach()
+    alone = dist.new_group([context.rank], use_local_synchronization=True)
+    sync = attached(model, diloco(every=2), optimizer, process_group=alone, **options)
+    sync.gathered().load_state_dict(written[0])
+    with sync.global_parameters():
+        for name, anchor in saved["anchors"].items():
+            assert torch.equal(model.get_parameter(name).detach(), anchor)
+    for number in range(5, 8):
+        step(model, optimizer, context.rank, number)
+    sync.detach()
+
+
+@pytest.mark.parametrize("options", [{}, {"compress": error_feedback(top_k(0.1))}], ids=["exact", "compressed"])
+def test_states_of_all_ranks_fit_another_number_of_ranks(options: dict[str, Any]) -> None:
+    run_ranks(_fewer_ranks, options, world_size=2, timeout_seconds=60)
+
+
 def _loads_behind_flights(context: RankContext) -> None:
     """A state is loaded while a round is on its way, which writes to memories until it is done."""
     model = made()

@@ -22,7 +22,7 @@ import thinwire
 from thinwire.compress import error_feedback, qsgd, top_k
 from thinwire.errors import LostPeerError, MismatchError, ThinwireError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
-from thinwire.outer import OuterLoop, OuterRecipe, diloco, local_sgd
+from thinwire.outer import OuterLoop, OuterRecipe, diloco, local_sgd, shadow_sync
 
 STREAMING = diloco(every=6, fragments=3, delay=2, mix=0.5, start_step=2)
 
@@ -595,6 +595,26 @@ def _fewer_ranks(context: RankContext, options: dict[str, Any]) -> None:
 @pytest.mark.parametrize("options", [{}, {"compress": error_feedback(top_k(0.1))}], ids=["exact", "compressed"])
 def test_states_of_all_ranks_fit_another_number_of_ranks(options: dict[str, Any]) -> None:
     run_ranks(_fewer_ranks, options, world_size=2, timeout_seconds=60)
+
+
+def _loads_too_late(context: RankContext, recipe: OuterRecipe) -> None:
+    """A model that is loaded after attach would be taken for training; what another optimizer stepped is training."""
+    model = made()
+    optimizer, other = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.first, model.last))
+    sync = attached(model, recipe, optimizer)
+    other.register_step_post_hook(lambda *_: optimizer.step())
+    step(model, other, context.rank, 0)
+    sync.detach()
+    sync = attached(model, recipe, optimizer)
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+    with pytest.raises(ValueError, match="was written to between attach and the first step"):
+        step(model, optimizer, context.rank, 1)
+    sync.detach()
+
+
+@pytest.mark.parametrize("recipe", [diloco(every=4), shadow_sync()], ids=["diloco", "shadow"])
+def test_a_model_that_is_loaded_after_attach_is_refused(recipe: OuterRecipe) -> None:
+    run_ranks(_loads_too_late, recipe, world_size=2, timeout_seconds=60)
 
 
 def _loads_behind_flights(context: RankContext) -> None:

@@ -258,6 +258,8 @@ def train(context: RankContext, port: int, jobs: list[Job], recipe: OuterRecipe,
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     sync = thinwire.attach(model, outer=recipe, optimizer=optimizer, process_group=group, timeout=TIMEOUT, **options)
     draws, losses, steps, slowest = torch.Generator().manual_seed(job.rank), [], 0, 0.0
+    watched: list[float] = []  # as a Checkpointer does
+    sync.watch_lane(lambda started, ended: watched.append(sync.stats()["outer/inner_steps"]))
     while sync.stats()["outer/inner_steps"] < job.rounds:
         ids = torch.randint(200, (8, 2), generator=draws)
         optimizer.zero_grad()
@@ -278,7 +280,7 @@ def train(context: RankContext, port: int, jobs: list[Job], recipe: OuterRecipe,
     stats = sync.stats()
     sync.detach()
     late = sum(losses[-20:]) / 20
-    return {"parameters": found, "loss": late, "steps": steps, "stats": stats, "slowest": slowest}
+    return {"parameters": found, "loss": late, "steps": steps, "stats": stats, "slowest": slowest, "watched": watched}
 
 
 def play_training(jobs: list[Job], recipe: OuterRecipe, options: dict[str, Any]) -> list[Any]:
@@ -317,6 +319,7 @@ def test_a_rank_of_an_outer_loop_is_killed_and_comes_back(recipe: OuterRecipe, o
     check_training(found, {2})
     assert found[0]["steps"] == found[1]["steps"] == 200
     assert 0 < found[3]["steps"] < 200
+    assert all(found[rank]["watched"][-1] > 180 for rank in (0, 1, 3)), "the lanes of later generations are watched"
     assert found[0]["stats"]["outer/lost_steps"] == 0
 
 

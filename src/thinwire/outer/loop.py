@@ -145,6 +145,10 @@ class Rounds:
             self._members = members
             members.watch(lane, self.enter, self._recipe.min_ranks, timeout, self._staging)
 
+    def check_start(self, optimized: Iterable[Tensor]) -> None:
+        """Raise ValueError before the first step if parameters are not those of attach."""
+        self.anchors.check_start(optimized)
+
     def before_step(self) -> None:
         """Anchor parameters that are trained from now on."""
         self.anchors.adopt()
@@ -735,6 +739,8 @@ class StepHook:
 
     @torch.compiler.disable
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if not self.rounds.steps:
+            self.rounds.check_start(entry for group in optimizer.param_groups for entry in group["params"])
         self.rounds.before_step()
 
     @torch.compiler.disable

@@ -452,7 +452,8 @@ def test_training_goes_on_while_the_store_hangs(caplog: pytest.LogCaptureFixture
     assert train(5) < 10.0
     assert "cannot be reached (no answer for 0.5 s)" in caplog.text
     hung.goes_on.set()
-    hung.store.add("asks", 1)  # which is not lost on it once the store is back
+    mine._store = hung.store
+    mine._store.add("asks", 1)  # which it sees once the store is back
     while mine.number == 1:
         train(1)
     sync.detach()

@@ -331,7 +331,7 @@ class Rounds:
         self.anchors.mix(flight.fragment, weight)
         self.landed += 1
         members, flags = self._members, flight.flags
-        if members is None or flight.generation != members.number or any(flag & ENDING for flag in flags):
+        if members is None or flight.generation != members.number or all(flag & ENDING for flag in flags):
             return
         if any(flag & ASKED for flag in flags):
             self.lane = members.admit(self.lane, lambda: self._finished)

@@ -324,6 +324,8 @@ class StepHook:
 
     @torch.compiler.disable
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if not self.rounds.steps:
+            self.rounds.check_start(entry for group in optimizer.param_groups for entry in group["params"])
         self.rounds.before_step()
 
     @torch.compiler.disable

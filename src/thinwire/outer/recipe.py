@@ -33,7 +33,7 @@ class OuterRecipe:
         mix: weight of the anchor in ``parameter = (1 - mix) * parameter + mix * anchor``; 1 replaces the parameter.
         fragments: parts of the model, of similar size, that take turns, one every ``every / fragments`` steps.
         delay: inner steps between the launch of a fragment and its landing in the parameters; at most ``every``.
-        start_step: inner steps at the start after each of which parameters are averaged.
+        start_step: inner steps at the start after each of which parameters are averaged exactly.
         min_ranks: how many ranks are enough to go on when others are lost; None for all.
 
     Raises:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -70,6 +70,10 @@ class Rounds(ABC):
     @abstractmethod
     def steps(self) -> int:
         """Inner steps of this rank."""
+
+    def check_start(self, optimized: Iterable[Tensor]) -> None:
+        """Raise ValueError before the first step if parameters are not those of attach."""
+        self.anchors.check_start(optimized)
 
     def before_step(self) -> None:
         """Anchor parameters that are trained from now on."""
@@ -176,10 +180,11 @@ class Rounds(ABC):
         buffers: Sequence[Tensor],
         flag: int,
         keep: Callable[[Told], None],
+        is_exact: bool = False,
     ) -> Told:
         """Average on all ranks; ``keep`` notes the means before it is known whether all ranks have them."""
         flag |= ASKED * (self._members is not None and self._members.asked(lane))
-        told = self.averager.mean(lane, differences, steps, buffers, flag)
+        told = self.averager.mean(lane, differences, steps, buffers, flag, is_exact)
         keep(told)
         if self._members is not None:  # who passes this knows that all have the means
             lane.channel(Subject(f"the end of round {self._finished}", "")).open()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -82,6 +82,11 @@ class ShadowRounds(Rounds):
     @property
     def steps(self) -> int:
         return self.pace.steps
+
+    def check_start(self, optimized: Iterable[Tensor]) -> None:
+        with self._anchors_lock:
+            if not self.landed:
+                super().check_start(optimized)
 
     def before_step(self) -> None:
         """Keep copies from being taken while the optimizer writes.
@@ -255,11 +260,11 @@ class ShadowRounds(Rounds):
                 self.anchors.step(0, {name: self._difference[name] for name in self._names})
                 for name, anchor in self.anchors.buffers.items():
                     anchor.sub_(self._difference[name])
+                self.landed += 1
         if takes_part and (is_refused or told.total):
             self._correct(is_refused)
         with self.pace.changed:
             self._landed = self._staging.hand_over(()).event
-        self.landed += told.total > 0
         self.ranks = told.ranks or self.ranks
 
     def _begin(self) -> None:

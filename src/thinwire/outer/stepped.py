@@ -192,7 +192,7 @@ class SteppedRounds(Rounds):
                 flight.told, self._finished = (told, moved), flight.number + 1
 
             sent = [*_chosen(buffers, moved).values()]
-            told = self._average(lane, differences, flight.steps, sent, flight.flag, keep)
+            told = self._average(lane, differences, flight.steps, sent, flight.flag, keep, flight.is_plain)
             self.averager.finish_round(True)
             flight.is_committed = True
             return told, moved

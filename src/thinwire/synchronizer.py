@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -196,6 +196,13 @@ class Synchronizer:
         """
         self._passes.is_local = True
         return self._plug.no_sync()
+
+    def synchronize(self) -> None:
+        """Do nothing: after a backward all ranks have the same gradients. With ``outer=`` it ends all rounds."""
+
+    def global_parameters(self) -> AbstractContextManager[None]:
+        """Return a context that does nothing: all ranks have the same parameters; with ``outer=``, the anchors."""
+        return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that decisions depend on after a restart, and the memories of compressors.

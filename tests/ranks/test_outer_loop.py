@@ -22,7 +22,7 @@ import thinwire
 from thinwire.compress import error_feedback, qsgd, top_k
 from thinwire.errors import LostPeerError, MismatchError, ThinwireError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
-from thinwire.outer import OuterLoop, OuterRecipe, diloco, local_sgd
+from thinwire.outer import OuterLoop, OuterRecipe, diloco, local_sgd, shadow_sync
 
 STREAMING = diloco(every=6, fragments=3, delay=2, mix=0.5, start_step=2)
 
@@ -118,6 +118,19 @@ def _laws(context: RankContext) -> None:
     post_local = trained(context, local_sgd(every=4, start_step=10), 10)
     assert torch.equal(post_local, trained(context, local_sgd(every=1), 10))
 
+    for outer in (None, local_sgd(every=4)):  # the same script without an outer loop
+        model = made(torch.float64)
+        model.norm = nn.Identity()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        either = thinwire.attach(model, outer=outer, optimizer=optimizer)
+        for number in range(2):
+            step(model, optimizer, context.rank, number)
+        with either.global_parameters():
+            assert is_same_on_all_ranks(model)
+        either.synchronize()
+        assert is_same_on_all_ranks(model)
+        either.detach()
+
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_step_is_ddp_and_recipes_meet_where_they_should(world_size: int) -> None:
@@ -163,6 +176,27 @@ def test_anchors_have_the_same_bits_on_all_ranks(
     recipe: OuterRecipe, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     run_ranks(_anchors_agree, recipe, options, dtype, world_size=4 if dtype == torch.float64 else 2, timeout_seconds=60)
+
+
+def _starts_exactly(context: RankContext) -> None:
+    def trained_by(**options: Any) -> list[Tensor]:
+        torch.manual_seed(context.rank)
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        sync = attached(model, local_sgd(every=2, start_step=4), optimizer, **options)
+        seen = []
+        for number in range(6):
+            step(model, optimizer, context.rank, number)
+            seen.append(parameters(model))
+        sync.detach()
+        return seen
+
+    exact, coded = trained_by(), trained_by(compress=error_feedback(top_k(0.05)))
+    assert [torch.equal(*pair) for pair in zip(exact, coded, strict=True)] == [True] * 5 + [False]
+
+
+def test_until_the_start_step_nothing_is_compressed() -> None:
+    run_ranks(_starts_exactly, world_size=2, timeout_seconds=60)
 
 
 # --- a state in the middle
@@ -556,6 +590,52 @@ def _gathered(context: RankContext) -> None:
 
 def test_states_of_all_ranks_in_one_file() -> None:
     run_ranks(_gathered, world_size=2, timeout_seconds=60)
+
+
+def _fewer_ranks(context: RankContext, options: dict[str, Any]) -> None:
+    """Another number of ranks goes on from the anchors, with all that compressors owe."""
+    model = made()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attached(model, diloco(every=2), optimizer, **options)
+    for number in range(5):
+        step(model, optimizer, context.rank, number)
+    written, saved = [sync.gathered().state_dict()], copy.deepcopy(sync.state_dict())
+    dist.broadcast_object_list(written, 0)
+    sync.detach()
+    alone = dist.new_group([context.rank], use_local_synchronization=True)
+    sync = attached(model, diloco(every=2), optimizer, process_group=alone, **options)
+    sync.gathered().load_state_dict(written[0])
+    with sync.global_parameters():
+        for name, anchor in saved["anchors"].items():
+            assert torch.equal(model.get_parameter(name).detach(), anchor)
+    for number in range(5, 8):
+        step(model, optimizer, context.rank, number)
+    sync.detach()
+
+
+@pytest.mark.parametrize("options", [{}, {"compress": error_feedback(top_k(0.1))}], ids=["exact", "compressed"])
+def test_states_of_all_ranks_fit_another_number_of_ranks(options: dict[str, Any]) -> None:
+    run_ranks(_fewer_ranks, options, world_size=2, timeout_seconds=60)
+
+
+def _loads_too_late(context: RankContext, recipe: OuterRecipe) -> None:
+    """A model that is loaded after attach would be taken for training; what another optimizer stepped is training."""
+    model = made()
+    optimizer, other = (torch.optim.SGD(part.parameters(), lr=0.1) for part in (model.first, model.last))
+    sync = attached(model, recipe, optimizer)
+    other.register_step_post_hook(lambda *_: optimizer.step())
+    step(model, other, context.rank, 0)
+    sync.detach()
+    sync = attached(model, recipe, optimizer)
+    model.load_state_dict({name: tensor + 1 for name, tensor in model.state_dict().items()})
+    with pytest.raises(ValueError, match="was written to between attach and the first step"):
+        step(model, optimizer, context.rank, 1)
+    sync.detach()
+
+
+@pytest.mark.parametrize("recipe", [diloco(every=4), shadow_sync()], ids=["diloco", "shadow"])
+def test_a_model_that_is_loaded_after_attach_is_refused(recipe: OuterRecipe) -> None:
+    run_ranks(_loads_too_late, recipe, world_size=2, timeout_seconds=60)
 
 
 def _loads_behind_flights(context: RankContext) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -257,6 +258,8 @@ def train(context: RankContext, port: int, jobs: list[Job], recipe: OuterRecipe,
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     sync = thinwire.attach(model, outer=recipe, optimizer=optimizer, process_group=group, timeout=TIMEOUT, **options)
     draws, losses, steps, slowest = torch.Generator().manual_seed(job.rank), [], 0, 0.0
+    watched: list[float] = []  # as a Checkpointer does
+    sync.watch_lane(lambda started, ended: watched.append(sync.stats()["outer/inner_steps"]))
     while sync.stats()["outer/inner_steps"] < job.rounds:
         ids = torch.randint(200, (8, 2), generator=draws)
         optimizer.zero_grad()
@@ -277,7 +280,7 @@ def train(context: RankContext, port: int, jobs: list[Job], recipe: OuterRecipe,
     stats = sync.stats()
     sync.detach()
     late = sum(losses[-20:]) / 20
-    return {"parameters": found, "loss": late, "steps": steps, "stats": stats, "slowest": slowest}
+    return {"parameters": found, "loss": late, "steps": steps, "stats": stats, "slowest": slowest, "watched": watched}
 
 
 def play_training(jobs: list[Job], recipe: OuterRecipe, options: dict[str, Any]) -> list[Any]:
@@ -316,6 +319,7 @@ def test_a_rank_of_an_outer_loop_is_killed_and_comes_back(recipe: OuterRecipe, o
     check_training(found, {2})
     assert found[0]["steps"] == found[1]["steps"] == 200
     assert 0 < found[3]["steps"] < 200
+    assert all(found[rank]["watched"][-1] > 180 for rank in (0, 1, 3)), "the lanes of later generations are watched"
     assert found[0]["stats"]["outer/lost_steps"] == 0
 
 
@@ -419,3 +423,36 @@ def test_a_store_that_is_gone_is_named() -> None:
     del store
     with pytest.raises(LostPeerError, match="the store in which ranks meet cannot be reached"):
         mine._last()
+
+
+class Hung:
+    """A store whose host stands still until it is continued."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.goes_on = store, threading.Event()
+
+    def add(self, key: str, number: int) -> int:
+        self.goes_on.wait(20.0)
+        return self.store.add(key, number)
+
+
+def test_training_goes_on_while_the_store_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    mine, model = Members(dist.HashStore(), 0, 2, timedelta(seconds=2)), nn.Linear(2, 2)
+    optimizer, recipe = torch.optim.SGD(model.parameters(), lr=0.1), local_sgd(every=1, min_ranks=1)
+    sync = thinwire.attach(model, outer=recipe, optimizer=optimizer, process_group=mine)
+    hung = mine._store = Hung(mine._store)  # type: ignore[assignment]
+
+    def train(steps: int) -> float:
+        started = time.monotonic()
+        for _ in range(steps):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        return time.monotonic() - started
+
+    assert train(5) < 10.0
+    assert "cannot be reached (no answer for 0.5 s)" in caplog.text
+    hung.goes_on.set()
+    hung.store.add("asks", 1)  # which is not lost on it once the store is back
+    while mine.number == 1:
+        train(1)
+    sync.detach()

@@ -61,7 +61,9 @@ class Gathered:
             self._load(unpacked(ranks[rank]))
             return
         states = [unpacked(entry) for entry in ranks]
-        self._load(states[0] if states[0]["compress"] is None else redistribute(states, world_size)[rank])
+        parts = [state.get("averager", state) for state in states]  # that of an outer loop is a part
+        mine = parts[0] if parts[0]["compress"] is None else redistribute(parts, world_size)[rank]
+        self._load({**states[0], "averager": mine} if "averager" in states[0] else mine)
 
 
 def _gather(lane: Lane, mine: Tensor) -> list[Tensor]:

@@ -37,11 +37,14 @@ class Attachment:
         synchronizer: the `thinwire.Synchronizer`; None where there is one process.
 
     Raises:
-        ValueError: there are several processes, and the trainer has not wrapped the model; and as `thinwire.attach`.
+        ValueError: there are several processes, and the trainer has not wrapped the model; ``outer``, which takes ranks
+            that train alone; and as `thinwire.attach`.
     """
 
     def __init__(self, model: nn.Module, instead: str, **options: Any) -> None:
         self.synchronizer: Synchronizer | None = None
+        if options.get("outer") is not None:
+            raise ValueError("outer= is for ranks that train alone, and trainers average gradients over all ranks")
         if not dist.is_initialized() or dist.get_world_size() == 1:
             logger.info("one process has nothing to synchronize: thinwire does nothing")
         elif not any(isinstance(part, DistributedDataParallel) or is_sharded(part) for part in model.modules()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,6 +83,16 @@ class Anchors:
         for name in [name for name in self._frozen if self._parameters[name].requires_grad]:
             self._frozen.remove(name)
             self.anchors[name].data = _wide(self.anchors[name].detach())
+
+    def check_start(self, optimized: Iterable[Tensor]) -> None:
+        """Raise ValueError if one of these parameters was written to since it was anchored."""
+        ids = set(map(id, optimized))
+        for name in (name for name, entry in self._parameters.items() if id(entry) in ids and name not in self._frozen):
+            if not torch.equal(self.local(name), self.anchors[name].detach().to(self._parameters[name].dtype)):
+                raise ValueError(
+                    f"parameter {name!r} was written to between attach and the first step, which a round would take for"
+                    " training: load a model before attach, or the saved state of the outer loop as well"
+                )
 
     def local(self, name: str) -> Tensor:
         """Return this rank's part of a parameter, in the same memory."""

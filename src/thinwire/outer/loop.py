@@ -145,6 +145,10 @@ class Rounds:
             self._members = members
             members.watch(lane, self.enter, self._recipe.min_ranks, timeout, self._staging)
 
+    def check_start(self, optimized: Iterable[Tensor]) -> None:
+        """Raise ValueError before the first step if parameters are not those of attach."""
+        self.anchors.check_start(optimized)
+
     def before_step(self) -> None:
         """Anchor parameters that are trained from now on."""
         self.anchors.adopt()
@@ -298,7 +302,8 @@ class Rounds:
         def run(lane: Lane) -> tuple[Told, list[str]]:
             flag = flight.flag | ASKED * (members is not None and members.asked(lane))
             moved = _moved(lane, buffers) if buffers else []
-            told = self.averager.mean(lane, differences, flight.steps, [*_chosen(buffers, moved).values()], flag)
+            averaged = [*_chosen(buffers, moved).values()]
+            told = self.averager.mean(lane, differences, flight.steps, averaged, flag, flight.is_plain)
             if members is not None:  # who passes this knows that all have the means
                 flight.told, self._finished = (told, moved), flight.number + 1
                 lane.channel(Subject(f"the end of round {flight.number}", "")).open()
@@ -735,6 +740,8 @@ class StepHook:
 
     @torch.compiler.disable
     def _before(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        if not self.rounds.steps:
+            self.rounds.check_start(entry for group in optimizer.param_groups for entry in group["params"])
         self.rounds.before_step()
 
     @torch.compiler.disable

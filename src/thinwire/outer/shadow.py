@@ -6,7 +6,7 @@ import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -203,6 +203,12 @@ class ShadowRounds:
     def steps(self) -> int:
         """Inner steps of this rank."""
         return self.pace.steps
+
+    def check_start(self, optimized: Iterable[Tensor]) -> None:
+        """Raise ValueError before the first step if parameters are not those of attach."""
+        with self._anchors_lock:
+            if not self.landed:
+                self.anchors.check_start(optimized)
 
     def before_step(self) -> None:
         """Keep copies from being taken while the optimizer writes.
@@ -407,11 +413,11 @@ class ShadowRounds:
                 self.anchors.step(0, {name: self._difference[name] for name in self._names})
                 for name, anchor in self.anchors.buffers.items():
                     anchor.sub_(self._difference[name])
+                self.landed += 1
         if takes_part and (is_refused or told.total):
             self._correct(is_refused)
         with self.pace.changed:
             self._landed = self._staging.hand_over(()).event
-        self.landed += told.total > 0
         self.ranks = told.ranks or self.ranks
 
     def _begin(self) -> None:

@@ -94,9 +94,7 @@ class OuterMethod(Attached):
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> None:
         import thinwire
 
-        loop = thinwire.attach(model, optimizer=optimizer, **settings)
-        assert isinstance(loop, outer.OuterLoop), "with outer="
-        self._loop = loop
+        self._loop = thinwire.attach(model, optimizer=optimizer, **settings)
 
     def account(self) -> Account:
         stats = self._loop.stats()

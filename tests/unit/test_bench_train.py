@@ -331,6 +331,13 @@ def row(method: str, seconds: float | None, seed: int = 0, loss: float | None = 
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(("of_ddp", "of_diloco", "fewer"), [(None, None, 50.0), (1.1e6, 5.5e4, 20.0)])
+def test_bytes_are_compared_by_one_measure(of_ddp: float | None, of_diloco: float | None, fewer: float) -> None:
+    rows = [row("ddp", 10.0) | {"bytes_link_max": of_ddp, "bytes_sent_max": of_ddp or 1e6}]
+    rows.append(row("diloco:every=32", 10.0) | {"bytes_link_max": of_diloco, "bytes_sent_max": 2e4})
+    assert summarize(rows)[1].fewer_bytes == pytest.approx(fewer), "headers of both are counted, or of none"
+
+
 @pytest.mark.parametrize(
     ("seconds", "says"),
     [

@@ -158,7 +158,8 @@ def _looks(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[str, Any]]:
 
 
 def _points(row: dict[str, Any], against: str) -> list[tuple[float, float]]:
-    at = [1e-6 * row["bytes_sent_max"] * step for step in row["curve_steps"]] if against == _BYTES else row[against]
+    sent = 1e-6 * (row.get("bytes_link_max") or row["bytes_sent_max"])
+    at = [sent * step for step in row["curve_steps"]] if against == _BYTES else row[against]
     return [(x, y) for x, y in zip(at, row["loss_curve"], strict=True) if y is not None]
 
 

@@ -530,7 +530,8 @@ class OuterLoop(Synchronizer):
             lane = Lane(group, timeout, self._staging)
             try:
                 averager = average(lane)
-                lane.submit(partial(_agree, "\n".join([text, *averager.describe()]))).wait()
+                whole = averager if self._speaks else Averager(lane, entries, compression, scheme, {}, self._staging)
+                lane.submit(partial(_agree, "\n".join([text, *whole.describe()]))).wait()  # of those that speak, too
                 broadcast_all((*named.values(), *dict(synchronized_buffers(module_of(model))).values()), group)
                 self._rounds = begin(lane, averager)
                 members = None if recipe.min_ranks is None else Members.of(group)

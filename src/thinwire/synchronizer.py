@@ -201,7 +201,7 @@ class Synchronizer:
         """Do nothing: after a backward all ranks have the same gradients. With ``outer=`` it ends all rounds."""
 
     def global_parameters(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: all ranks have the same parameters. With ``outer=`` they are the anchors."""
+        """Return a context that does nothing: all ranks have the same parameters; with ``outer=``, the anchors."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:

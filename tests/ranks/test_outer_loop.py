@@ -178,6 +178,27 @@ def test_anchors_have_the_same_bits_on_all_ranks(
     run_ranks(_anchors_agree, recipe, options, dtype, world_size=4 if dtype == torch.float64 else 2, timeout_seconds=60)
 
 
+def _starts_exactly(context: RankContext) -> None:
+    def trained_by(**options: Any) -> list[Tensor]:
+        torch.manual_seed(context.rank)
+        model = made()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        sync = attached(model, local_sgd(every=2, start_step=4), optimizer, **options)
+        seen = []
+        for number in range(6):
+            step(model, optimizer, context.rank, number)
+            seen.append(parameters(model))
+        sync.detach()
+        return seen
+
+    exact, coded = trained_by(), trained_by(compress=error_feedback(top_k(0.05)))
+    assert [torch.equal(*pair) for pair in zip(exact, coded, strict=True)] == [True] * 5 + [False]
+
+
+def test_until_the_start_step_nothing_is_compressed() -> None:
+    run_ranks(_starts_exactly, world_size=2, timeout_seconds=60)
+
+
 # --- a state in the middle
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import threading
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -422,3 +423,36 @@ def test_a_store_that_is_gone_is_named() -> None:
     del store
     with pytest.raises(LostPeerError, match="the store in which ranks meet cannot be reached"):
         mine._last()
+
+
+class Hung:
+    """A store whose host stands still until it is continued."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self.store, self.goes_on = store, threading.Event()
+
+    def add(self, key: str, number: int) -> int:
+        self.goes_on.wait(20.0)
+        return self.store.add(key, number)
+
+
+def test_training_goes_on_while_the_store_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    mine, model = Members(dist.HashStore(), 0, 2, timedelta(seconds=2)), nn.Linear(2, 2)
+    optimizer, recipe = torch.optim.SGD(model.parameters(), lr=0.1), local_sgd(every=1, min_ranks=1)
+    sync = thinwire.attach(model, outer=recipe, optimizer=optimizer, process_group=mine)
+    hung = mine._store = Hung(mine._store)  # type: ignore[assignment]
+
+    def train(steps: int) -> float:
+        started = time.monotonic()
+        for _ in range(steps):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        return time.monotonic() - started
+
+    assert train(5) < 10.0
+    assert "cannot be reached (no answer for 0.5 s)" in caplog.text
+    hung.goes_on.set()
+    hung.store.add("asks", 1)  # which is not lost on it once the store is back
+    while mine.number == 1:
+        train(1)
+    sync.detach()

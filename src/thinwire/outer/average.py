@@ -161,6 +161,7 @@ class Averager:
         steps: float,
         buffers: Sequence[Tensor] = (),
         flag: int = 0,
+        is_exact: bool = False,
     ) -> Told:
         """Replace differences by their mean, in place; a job of the lane calls it on all ranks with the same names.
 
@@ -172,6 +173,7 @@ class Averager:
             steps: inner steps of this rank since it passed these names last, 0 or more.
             buffers: differences of buffers: contiguous, of any floating-point dtype.
             flag: a number to tell all ranks.
+            is_exact: whether nothing is compressed this time; the same on all ranks.
 
         Returns:
             What the ranks told. If nobody counts, all differences are 0.
@@ -195,7 +197,8 @@ class Averager:
         _weigh(tensors, lane.world_size * told.weights[lane.rank] / told.total)
         self._average_tables(lane, differences)
         names = [name for name in differences if not self._entries[name].is_table]
-        coded = [name for name in names if self._compressed is not None and self._compressed.takes(name)]
+        compressed = None if is_exact else self._compressed
+        coded = [name for name in names if compressed is not None and compressed.takes(name)]
         exact = [as_real(tensor) for tensor in (*(differences[one] for one in names if one not in coded), *buffers)]
         if coded:
             self._average_compressed(lane, {name: differences[name] for name in coded}, exact)

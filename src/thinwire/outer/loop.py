@@ -302,7 +302,8 @@ class Rounds:
         def run(lane: Lane) -> tuple[Told, list[str]]:
             flag = flight.flag | ASKED * (members is not None and members.asked(lane))
             moved = _moved(lane, buffers) if buffers else []
-            told = self.averager.mean(lane, differences, flight.steps, [*_chosen(buffers, moved).values()], flag)
+            averaged = [*_chosen(buffers, moved).values()]
+            told = self.averager.mean(lane, differences, flight.steps, averaged, flag, flight.is_plain)
             if members is not None:  # who passes this knows that all have the means
                 flight.told, self._finished = (told, moved), flight.number + 1
                 lane.channel(Subject(f"the end of round {flight.number}", "")).open()

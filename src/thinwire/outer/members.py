@@ -15,9 +15,11 @@ import json
 import logging
 import re
 import secrets
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -164,6 +166,7 @@ class Members:
         self._store, self._token, self._generation = store, token, generation
         self._is_new = generation is None
         self._is_store_lost = self._is_taken = False
+        self._store_turn = threading.Lock()  # held until the store has answered
         self.times_left_out = 0
 
     def enter(
@@ -220,10 +223,14 @@ class Members:
     def asked(self, lane: Lane) -> bool:
         """Return whether a process waits to be let in; a job of each round calls it, and tells the others."""
         assert self._generation is not None
+        if self._is_store_lost and self._store_turn.locked():
+            return False
+        limit = min(GRACE_SECONDS, self._exchange_timeout.total_seconds() / 4)  # meanwhile the others wait
         try:
             if lane.rank == 0:
-                self._add("rounds", 1)  # a sign of life, for processes that wait
-            return self._add("asks", 0) > self._generation.asks
+                self._add("rounds", 1, limit)  # a sign of life, for processes that wait
+            asks, self._is_store_lost = self._add("asks", 0, limit), False
+            return asks > self._generation.asks
         except LostPeerError as error:
             if not self._is_store_lost:
                 logger.warning("%s; until then no rank that is lost can come back", error)
@@ -468,15 +475,31 @@ class Members:
     def _set(self, key: str, value: str) -> None:
         self._store_call(lambda: self._store.set(key, value))
 
-    def _add(self, key: str, number: int) -> int:
-        return self._store_call(lambda: self._store.add(key, number))
+    def _add(self, key: str, number: int, seconds: float | None = None) -> int:
+        return self._store_call(lambda: self._store.add(key, number), seconds)
 
-    def _store_call(self, call: Callable[[], T]) -> T:
+    def _store_call(self, call: Callable[[], T], seconds: float | None = None) -> T:
+        """Return what the store answers, on a thread of its own: torch would wait for ever for a host that hangs."""
+        answer = Future[T]()
+
+        def run() -> None:
+            try:
+                answer.set_result(call())
+            except Exception as error:
+                answer.set_exception(error)
+            finally:
+                self._store_turn.release()
+
+        seconds = self.timeout.total_seconds() if seconds is None else seconds
         try:
-            return call()
-        except RuntimeError as error:
+            is_mine = self._store_turn.acquire(timeout=seconds)
+            if is_mine:
+                threading.Thread(target=run, name="thinwire-store", daemon=True).start()
+            return answer.result(seconds if is_mine else 0.0)
+        except (RuntimeError, TimeoutError) as error:
+            reason = str(error).partition("\n")[0] or f"no answer for {seconds:g} s"
             raise LostPeerError(
-                f"rank {self.rank}: the store in which ranks meet cannot be reached ({str(error).splitlines()[0]}): it"
+                f"rank {self.rank}: the store in which ranks meet cannot be reached ({reason}): it"
                 " has to outlive them, as that of torchrun's agent does, or one on another host passed to Members"
             ) from error
 

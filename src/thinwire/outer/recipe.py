@@ -32,7 +32,7 @@ class OuterRecipe:
         mix: weight of the anchor in ``parameter = (1 - mix) * parameter + mix * anchor``.
         fragments: parts of the model that take turns, one every ``every / fragments`` steps.
         delay: inner steps between the launch of a fragment and its landing in the parameters.
-        start_step: inner steps at the start after each of which parameters are averaged.
+        start_step: inner steps at the start after each of which parameters are averaged exactly.
         min_ranks: how many ranks are enough to go on when others are lost; None for all.
 
     Raises:
@@ -117,7 +117,7 @@ def local_sgd(every: int = 8, start_step: int = 0, min_ranks: int | None = None)
 
     Args:
         every: inner steps between two rounds.
-        start_step: inner steps at the start after each of which parameters are averaged.
+        start_step: inner steps at the start after each of which parameters are averaged exactly.
         min_ranks: how many ranks are enough to go on when others are lost; None for all.
 
     Raises:
@@ -156,7 +156,7 @@ def diloco(
         fragments: parts of the model, of similar size; one is launched every ``every / fragments`` steps.
         delay: inner steps between launch and landing; at most ``every``.
         mix: weight of the anchor when it lands: 1 replaces the parameters. (Streaming DiLoCo's alpha is 1 - mix.)
-        start_step: inner steps at the start after each of which parameters are averaged.
+        start_step: inner steps at the start after each of which parameters are averaged exactly.
         min_ranks: how many ranks are enough to go on when others are lost; None for all.
 
     Raises:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from thinwire import kernels
 from thinwire.comm.channel import Subject
-from thinwire.comm.lane import Lane
+from thinwire.comm.lane import Lane, lane_stats
 from thinwire.comm.process_group import Staging
 from thinwire.cuda.staging import staging_for
 from thinwire.follow import state as states
@@ -155,16 +155,11 @@ class Synchronizer:
         On a GPU ``cuda/pinned_bytes`` is the lane's pinned host memory, and ``cuda/overflow_rounds`` counts copies of
         tensors that did not fit it.
         """
-        traffic = [lane.exchange.traffic for lane in self._lanes]
         return {
+            **lane_stats(self._lanes),
             "comm/steps": float(self._steps.count),
-            "comm/bytes_sent": float(sum(one.sent_bytes for one in traffic)),
-            "comm/setup_bytes": float(sum(lane.setup.sent_bytes for lane in self._lanes)),
             "comm/host_waits": 0.0 if self._collective is None else float(self._collective.host_waits),
-            "comm/bytes_received": float(sum(one.received_bytes for one in traffic)),
-            "comm/bytes_sent_between_hosts": float(sum(one.sent_between_hosts_bytes for one in traffic)),
             "comm/bytes_dense": float(sum(record.total_dense_bytes for record in self._records())),
-            "comm/seconds": sum(lane.busy_seconds for lane in self._lanes),
             "comm/exposed_seconds": self._steps.exposed_seconds,
             "comm/rehearsals": float(self._gradients.rehearsals),
             **self._staging.stats(),
@@ -201,7 +196,7 @@ class Synchronizer:
         """Do nothing: after a backward all ranks have the same gradients. With ``outer=`` it ends all rounds."""
 
     def global_parameters(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: all ranks have the same parameters; with ``outer=``, the anchors."""
+        """Return a context that does nothing: ranks have the same parameters. With ``outer=`` they are the anchors."""
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:

@@ -99,7 +99,8 @@ def run(context: RankContext, port: int, jobs: list[Job]) -> dict[str, Any]:
         lane.channel(Subject("end of round", str(number))).open()
         return len(told), any(asked for (asked,) in told)
 
-    lane = mine.enter(enter, job.min_ranks, TIMEOUT)
+    mine.prepare(enter, job.min_ranks, TIMEOUT)
+    lane = mine.enter()
     while counter.done < job.rounds:
         number = counter.done
         if job.killed_at == (number, "before"):
@@ -114,12 +115,12 @@ def run(context: RankContext, port: int, jobs: list[Job]) -> dict[str, Any]:
         except ThinwireError as error:
             if job.killed_at == (number, "meeting"):
                 die(store, job.rank)
-            lane, asked = mine.regroup(lane, error, finished), False
+            lane, asked = mine.go_on(lane, finished, error), False
             log.append(("regrouped", list(lane.exchange.global_ranks)))
         if asked:
             if job.killed_at is not None and job.killed_at[1] == "admitting":
                 die(store, job.rank)
-            lane = mine.admit(lane, finished)
+            lane = mine.go_on(lane, finished)
             log.append(("admitted", list(lane.exchange.global_ranks)))
         slowest = max(slowest, time.monotonic() - started)
         time.sleep(job.pause)
@@ -452,6 +453,7 @@ def test_training_goes_on_while_the_store_hangs(caplog: pytest.LogCaptureFixture
     assert train(5) < 10.0
     assert "cannot be reached (no answer for 0.5 s)" in caplog.text
     hung.goes_on.set()
+    mine._store = hung.store
     hung.store.add("asks", 1)  # which is not lost on it once the store is back
     while mine.number == 1:
         train(1)

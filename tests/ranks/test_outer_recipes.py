@@ -32,7 +32,8 @@ from outer_references import (
 from thinwire import compress
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.outer import OuterRecipe
-from thinwire.outer.shadow import RoundPace, ShadowRounds
+from thinwire.outer.pace import RoundPace
+from thinwire.outer.shadow import ShadowRounds
 
 PROBLEM = Regression()
 INNER = partial(Sgd, 0.05, 0.9)

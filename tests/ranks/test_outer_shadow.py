@@ -19,8 +19,9 @@ import thinwire
 from thinwire import compress
 from thinwire.errors import MismatchError, PeerError, ThinwireError
 from thinwire.lab.testbed.launch import RankContext, run_ranks
-from thinwire.outer import shadow
-from thinwire.outer.shadow import RoundPace, ShadowRounds
+from thinwire.outer import pace as paces
+from thinwire.outer.pace import RoundPace
+from thinwire.outer.shadow import ShadowRounds
 
 ROWS, WIDTH = 4000, 8
 
@@ -43,7 +44,7 @@ class Training:
     """A model under rounds in the background, whose pace leaves the processor to nobody else."""
 
     def __init__(self, context: RankContext, recipe: Any, make: Callable[[], nn.Module] = Net, **options: Any) -> None:
-        shadow.LEAST_PATIENCE, shadow.SHARE = 0.02, 1.0
+        paces.LEAST_PATIENCE, paces.SHARE = 0.02, 1.0
         torch.manual_seed(0)
         self.rank, self.count = context.rank, 0
         self.model = make()
@@ -151,7 +152,7 @@ def of_rows(context: RankContext, codec: Any) -> tuple[int, int, list[str]]:
     def bytes_of_a_round(rows: int) -> int:
         training.sync.synchronize()
         before = training.sync.stats()
-        training.until_rounds(30, rows)
+        training.until_rounds(15, rows)
         after = training.sync.stats()
         rounds = after["outer/rounds"] - before["outer/rounds"]
         return int((after["comm/bytes_sent"] - before["comm/bytes_sent"]) / rounds)
@@ -330,8 +331,8 @@ def test_a_life() -> None:
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.wall = self.used = 100.0
-        monkeypatch.setattr(shadow.time, "perf_counter", lambda: self.wall)
-        monkeypatch.setattr(shadow.time, "process_time", lambda: self.used)
+        monkeypatch.setattr(paces.time, "perf_counter", lambda: self.wall)
+        monkeypatch.setattr(paces.time, "process_time", lambda: self.used)
 
 
 def pauses_of(pace: RoundPace) -> list[float]:
@@ -351,7 +352,7 @@ def test_rounds_take_a_share_of_the_processor(monkeypatch: pytest.MonkeyPatch) -
             pace.step()
         pace.wait()
         pace.seen = pace.steps
-    share = 0.01 / shadow.SHARE
+    share = 0.01 / paces.SHARE
     assert pauses == [share, 4 * share, 2 * share, 250.0]
 
 
@@ -379,7 +380,7 @@ def test_a_pause_ends_when_rounds_do() -> None:
 
 
 def test_a_rank_without_steps_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shadow, "LEAST_PATIENCE", 0.01)
+    monkeypatch.setattr(paces, "LEAST_PATIENCE", 0.01)
     pace = RoundPace(0.0, 1000.0)
     waiter = threading.Thread(target=pace.wait, daemon=True)
     waiter.start()

@@ -11,11 +11,11 @@ from torch import nn
 import thinwire
 from simgpu.torch_semantics import simulated
 from thinwire.lab.testbed.launch import RankContext, run_ranks
-from thinwire.outer import shadow
+from thinwire.outer import pace
 
 
 def of_a_device(context: RankContext) -> tuple[list[str], int]:
-    shadow.LEAST_PATIENCE, shadow.SHARE = 0.02, 1.0
+    pace.LEAST_PATIENCE, pace.SHARE = 0.02, 1.0
     with simulated() as world:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(300, 8), nn.Linear(8, 5)).to("cuda")

@@ -55,7 +55,7 @@ def moved(named: dict[str, nn.Parameter], seed: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
 def test_a_difference_is_contiguous_wide_enough_and_zero_where_nothing_moved(dtype: torch.dtype) -> None:
     named = parameters(dtype)
-    anchors = Anchors(named, {}, local_sgd())
+    anchors = Anchors(named, local_sgd())
     wide = dtype if dtype in (torch.float64, torch.complex64) else torch.float32
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     assert all(not difference.any() for difference in anchors.difference(0).values())
@@ -69,7 +69,7 @@ def test_a_difference_is_contiguous_wide_enough_and_zero_where_nothing_moved(dty
 def test_the_anchor_of_16_bits_keeps_what_they_cannot_show() -> None:
     """1,000 rounds of a thousandth of a unit in the last place move the parameter by one unit."""
     named = {"p": nn.Parameter(torch.ones(3, dtype=torch.bfloat16))}
-    anchors = Anchors(named, {}, local_sgd())
+    anchors = Anchors(named, local_sgd())
     unit = 2.0**-7
     for _ in range(1000):
         assert not anchors.difference(0)["p"].any()
@@ -82,7 +82,7 @@ def test_the_anchor_of_16_bits_keeps_what_they_cannot_show() -> None:
 def test_without_momentum_the_mean_becomes_the_anchor(recipe: OuterRecipe) -> None:
     """With the difference of one rank for the mean it comes back, to the rounding of ``a - (a - p)``."""
     named = parameters(torch.float64)
-    anchors = Anchors(named, {}, recipe)
+    anchors = Anchors(named, recipe)
     moved(named, 1)
     there = {name: parameter.detach().clone() for name, parameter in named.items()}
     anchors.step(0, anchors.difference(0))
@@ -95,7 +95,7 @@ def test_a_plain_step_and_the_outer_optimizer_without_momentum_have_the_same_bit
     found = []
     for is_plain in (False, True):
         named = parameters()
-        anchors = Anchors(named, {}, diloco(lr=1.0, momentum=0.0, nesterov=False))
+        anchors = Anchors(named, diloco(lr=1.0, momentum=0.0, nesterov=False))
         moved(named, 1)
         anchors.step(0, anchors.difference(0), is_plain)
         found.append(anchors.state_dict()["anchors"])
@@ -104,7 +104,7 @@ def test_a_plain_step_and_the_outer_optimizer_without_momentum_have_the_same_bit
 
 def test_the_outer_step_is_that_of_torch() -> None:
     named, reference = parameters(), parameters()
-    anchors = Anchors(named, {}, diloco(every=4, fragments=2))
+    anchors = Anchors(named, diloco(every=4, fragments=2))
     outer = torch.optim.SGD(list(reference.values()), lr=0.7, momentum=0.9, nesterov=True)
     for seed in range(5):
         moved(named, seed)
@@ -120,7 +120,7 @@ def test_the_outer_step_is_that_of_torch() -> None:
 
 def test_mixing() -> None:
     named = {"p": nn.Parameter(torch.tensor([1.0, float("nan")]))}
-    anchors = Anchors({"p": nn.Parameter(torch.tensor([3.0, 3.0]))}, {}, local_sgd())
+    anchors = Anchors({"p": nn.Parameter(torch.tensor([3.0, 3.0]))}, local_sgd())
     anchors._parameters = named
     anchors.mix(0, 0.25)
     assert named["p"][0] == 1.5
@@ -132,7 +132,7 @@ def test_mixing() -> None:
 def test_a_frozen_parameter_is_its_own_anchor_until_it_is_trained() -> None:
     named = parameters()
     named["matrix"].requires_grad_(False)
-    anchors = Anchors(named, {}, diloco())
+    anchors = Anchors(named, diloco())
     assert anchors.anchors["matrix"].data_ptr() == named["matrix"].data_ptr()
     assert "matrix" not in anchors.difference(0)
     assert "matrix" not in anchors.state_dict()["anchors"]
@@ -150,15 +150,16 @@ def test_a_frozen_parameter_is_its_own_anchor_until_it_is_trained() -> None:
 
 
 def test_anchors_are_there_for_evaluation_and_go_also_after_an_error() -> None:
-    named, buffers = parameters(), {"mean": torch.zeros(3), "new": torch.ones(2)}
-    anchors = Anchors(named, {"mean": buffers["mean"]}, local_sgd())
+    named, buffers = parameters(), {"mean": torch.zeros(3)}
+    anchors = Anchors(named, local_sgd(), lambda: buffers)
+    buffers["new"] = torch.ones(2)
     before = {name: parameter.detach().clone() for name, parameter in named.items()}
     moved(named, 1)
     buffers["mean"] += 5
     local = {name: parameter.detach().clone() for name, parameter in named.items()}
 
     def evaluate() -> None:
-        with anchors.swapped(buffers):
+        with anchors.swapped():
             assert all(torch.equal(named[name], before[name]) for name in named)
             assert not buffers["mean"].any()
             raise KeyError
@@ -171,15 +172,18 @@ def test_anchors_are_there_for_evaluation_and_go_also_after_an_error() -> None:
 
 def test_buffers_land_as_parameters_do() -> None:
     buffers: dict[str, Tensor] = {"mean": torch.tensor([1.0, 2.0]), "half": torch.ones(2, dtype=torch.float16)}
-    anchors = Anchors({"p": nn.Parameter(torch.ones(1))}, buffers, local_sgd())
-    now = {"mean": torch.tensor([3.0, 2.0]), "half": torch.ones(3, dtype=torch.float16)}
-    differences = anchors.buffer_difference(now)
+    buffers["mask"] = torch.tensor([0.0, float("-inf")])
+    anchors = Anchors({"p": nn.Parameter(torch.ones(1))}, local_sgd(), lambda: buffers)
+    now = buffers = {"mean": torch.tensor([3.0, 2.0]), "half": torch.ones(3, dtype=torch.float16)}
+    differences = anchors.buffer_difference()
+    assert "mask" not in differences
     assert differences["mean"] is not None
     assert differences["mean"].tolist() == [-2.0, 0.0]
     assert differences["half"] is None, "it has another shape now"
-    assert anchors.buffer_difference({})["mean"] is None
-    anchors.land_buffers(now, {"mean": torch.tensor([-1.0, 0.0])}, 1.0)
+    anchors.land_buffers({"mean": torch.tensor([-1.0, 0.0])}, 1.0)
     assert now["mean"].tolist() == [2.0, 2.0]
+    buffers = {}
+    assert anchors.buffer_difference()["mean"] is None, "it is gone"
 
 
 @pytest.mark.parametrize("recipe", [local_sgd(), diloco(every=8, fragments=3)])
@@ -191,11 +195,11 @@ def test_a_state_brings_back_bitwise_what_was(recipe: OuterRecipe) -> None:
             anchors.mix(fragment, 0.5)
 
     named = parameters()
-    anchors = Anchors(named, {"mean": torch.ones(2)}, recipe)
+    anchors = Anchors(named, recipe, lambda: {"mean": torch.ones(2)})
     round_of(anchors, named, 0)
     state = copy.deepcopy(anchors.state_dict())
     again = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in named.items()}
-    other = Anchors(again, {"mean": torch.zeros(2)}, recipe)
+    other = Anchors(again, recipe, lambda: {"mean": torch.zeros(2)})
     other.check_state(state)
     other.load_state_dict(state)
     for seed in (1, 2):
@@ -210,7 +214,7 @@ def test_a_state_brings_back_bitwise_what_was(recipe: OuterRecipe) -> None:
 
 
 def test_a_state_of_another_model_is_refused() -> None:
-    anchors = Anchors(parameters(), {}, local_sgd())
-    other = Anchors({"matrix": nn.Parameter(torch.ones(2, 2))}, {}, local_sgd())
+    anchors = Anchors(parameters(), local_sgd())
+    other = Anchors({"matrix": nn.Parameter(torch.ones(2, 2))}, local_sgd())
     with pytest.raises(ValueError, match="anchors of 'matrix'"):
         anchors.check_state(other.state_dict())

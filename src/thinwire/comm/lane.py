@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -485,6 +485,18 @@ class Lane:
         if job is not None:
             job()
         return job is not None
+
+
+def lane_stats(lanes: Sequence[Lane]) -> dict[str, float]:
+    """Return the bytes and seconds of lanes, with the names of `thinwire.Synchronizer.stats`."""
+    traffic = [lane.exchange.traffic for lane in lanes]
+    return {
+        "comm/bytes_sent": float(sum(one.sent_bytes for one in traffic)),
+        "comm/setup_bytes": float(sum(lane.setup.sent_bytes for lane in lanes)),
+        "comm/bytes_received": float(sum(one.received_bytes for one in traffic)),
+        "comm/bytes_sent_between_hosts": float(sum(one.sent_between_hosts_bytes for one in traffic)),
+        "comm/seconds": sum(lane.busy_seconds for lane in lanes),
+    }
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,23 +49,26 @@ class Anchors:
 
     Args:
         parameters: parameters by name, in an order that all ranks share.
-        buffers: floating buffers by name; each is anchored as it is now.
         recipe: the settings of the outer optimizer, and the number of fragments.
+        buffers: returns the floating buffers by name, as they are now; those that are finite are anchored.
 
     Raises:
         ValueError: more fragments than parameters.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, Tensor], recipe: OuterRecipe
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        recipe: OuterRecipe,
+        buffers: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
-        self._parameters, self._recipe = dict(parameters), recipe
+        self._parameters, self._buffers = dict(parameters), buffers
         self.fragments = cut({name: local_of(entry).numel() for name, entry in parameters.items()}, recipe.fragments)
         self.anchors = {  # `.data` has a version of its own: stepping an anchor must not look like writing a parameter
             name: nn.Parameter(local_of(entry.detach()).data, requires_grad=False)
             for name, entry in self._parameters.items()
         }
-        self.buffers = {name: _wide(buffer) for name, buffer in buffers.items()}
+        self.buffers = {name: _wide(buffer) for name, buffer in buffers().items() if bool(buffer.isfinite().all())}
         self._frozen = set(self._parameters)
         self.adopt()
         self._outers = [
@@ -80,9 +83,7 @@ class Anchors:
 
     def adopt(self) -> None:
         """Anchor parameters that are trained from now on where they are; call it before each step of the optimizer."""
-        for name in [name for name in self._frozen if self._parameters[name].requires_grad]:
-            self._frozen.remove(name)
-            self.anchors[name].data = _wide(self.anchors[name].detach())
+        self._widen([name for name in self._frozen if self._parameters[name].requires_grad])
 
     def check_start(self, optimized: Iterable[Tensor]) -> None:
         """Raise ValueError if one of these parameters was written to since it was anchored."""
@@ -100,7 +101,7 @@ class Anchors:
 
     def trained(self, fragment: int) -> list[str]:
         """Return the names of a fragment that have been trained, on all ranks alike."""
-        return [name for name in self.fragments[fragment] if name not in self._frozen]
+        return [name for name in self.fragments[fragment] if self._is_trained(name)]
 
     def difference(self, fragment: int) -> dict[str, Tensor]:
         """Return ``anchor - parameter`` of a fragment, in the precision of the anchor.
@@ -135,37 +136,50 @@ class Anchors:
         for name in self.trained(fragment):
             _mix(self.local(name), self.anchors[name].detach(), weight)
 
-    def buffer_difference(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    def buffer_difference(self) -> dict[str, Tensor | None]:
         """Return ``anchor - buffer`` by name, and None for a buffer that is gone or has another shape."""
-        found: dict[str, Tensor | None] = {}
-        for name, anchor in self.buffers.items():
-            buffer = buffers.get(name)
-            is_alike = buffer is not None and buffer.shape == anchor.shape
-            found[name] = None if buffer is None or not is_alike else (anchor - buffer.detach()).contiguous()
-        return found
+        there = self._there()
+        return {
+            name: (anchor - there[name]).contiguous() if name in there else None
+            for name, anchor in self.buffers.items()
+        }
 
     @torch.no_grad()
-    def land_buffers(self, buffers: Mapping[str, Tensor], means: Mapping[str, Tensor], weight: float) -> None:
+    def land_buffers(self, means: Mapping[str, Tensor], weight: float) -> None:
         """Make the means of buffers their anchors, and move the buffers towards them."""
+        there = self._there() if means else {}
         for name, mean in means.items():
             anchor = self.buffers[name].sub_(mean)
-            if name in buffers and buffers[name].shape == anchor.shape:
-                _mix(buffers[name].detach(), anchor, weight)
+            if name in there:
+                _mix(there[name], anchor, weight)
+
+    def pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return what is trained and the buffers, in the same memory, with their anchors.
+
+        A buffer that is gone or has another shape is its anchor.
+        """
+        there = self._there()
+        found = {
+            name: (self.local(name), self.anchors[name].detach()) for name in self.anchors if self._is_trained(name)
+        }
+        return found | {name: (there.get(name, anchor), anchor) for name, anchor in self.buffers.items()}
+
+    @torch.no_grad()
+    def replace(self) -> None:
+        """Put the anchors into the parameters and buffers."""
+        for local, anchor in self.pairs().values():
+            local.copy_(anchor)
 
     @contextmanager
-    def swapped(self, buffers: Mapping[str, Tensor]) -> Iterator[None]:
+    def swapped(self) -> Iterator[None]:
         """Put the anchors into the parameters and buffers, and what was there back at the end."""
-        pairs = [(self.local(name), self.anchors[name].detach()) for name in self.anchors if name not in self._frozen]
-        alike = ((buffers[name], anchor) for name, anchor in self.buffers.items() if name in buffers)
-        pairs += [(buffer.detach(), anchor) for buffer, anchor in alike if buffer.shape == anchor.shape]
-        kept = [here.clone() for here, _ in pairs]
+        kept = [(local, local.clone()) for local, _ in self.pairs().values()]
         try:
-            for here, anchor in pairs:
-                here.copy_(anchor)
+            self.replace()
             yield
         finally:
-            for (here, _), local in zip(pairs, kept, strict=True):
-                here.copy_(local)
+            for local, own in kept:
+                local.copy_(own)
 
     def state_dict(self) -> dict[str, Any]:
         """Return anchors, outer momentum and buffers by name: the tensors themselves."""
@@ -175,7 +189,7 @@ class Anchors:
                 momentum = outer.state.get(self.anchors[name], {}).get("momentum_buffer")
                 if momentum is not None:
                     momenta[name] = momentum
-        anchors = {name: anchor.detach() for name, anchor in self.anchors.items() if name not in self._frozen}
+        anchors = {name: anchor.detach() for name, anchor in self.anchors.items() if self._is_trained(name)}
         return {"anchors": anchors, "momenta": momenta, "buffers": dict(self.buffers)}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
@@ -187,10 +201,8 @@ class Anchors:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state that `check_state` has accepted."""
+        self._widen(self._frozen.intersection(state["anchors"]))
         for name, saved in state["anchors"].items():
-            if name in self._frozen:
-                self._frozen.remove(name)
-                self.anchors[name].data = _wide(self.anchors[name].detach())
             self.anchors[name].detach().copy_(saved)
         for name, saved in state["buffers"].items():
             self.buffers[name].copy_(saved)
@@ -201,6 +213,24 @@ class Anchors:
                     anchor = self.anchors[name]
                     momentum = state["momenta"][name].to(anchor.device, anchor.dtype, copy=True)
                     outer.state[anchor]["momentum_buffer"] = momentum
+
+    def _is_trained(self, name: str) -> bool:
+        return name not in self._frozen
+
+    def _widen(self, names: Collection[str]) -> None:
+        """Give parameters that were frozen anchors of their own."""
+        self._frozen.difference_update(names)
+        for name in names:
+            self.anchors[name].data = _wide(self.anchors[name].detach())
+
+    def _there(self) -> dict[str, Tensor]:
+        """Return the buffers that have the shape of their anchors."""
+        buffers = self._buffers().items() if self.buffers else ()
+        return {
+            name: buffer.detach()
+            for name, buffer in buffers
+            if name in self.buffers and buffer.shape == self.buffers[name].shape
+        }
 
 
 def _mix(local: Tensor, anchor: Tensor, weight: float) -> None:

@@ -152,6 +152,10 @@ class Averager:
         plans = () if self._compressed is None else self._compressed.plans.values()
         return any(plan.compressor.memory is Memory.OWN for plan in plans)
 
+    def is_table(self, name: str) -> bool:
+        """Return whether a parameter travels as rows."""
+        return name in self._entries and self._entries[name].is_table
+
     def mean(
         self,
         lane: Lane,
@@ -194,7 +198,7 @@ class Averager:
             return told
         _weigh(tensors, lane.world_size * told.weights[lane.rank] / told.total)
         self._average_tables(lane, differences)
-        names = [name for name in differences if not self._entries[name].is_table]
+        names = [name for name in differences if not self.is_table(name)]
         compressed = None if is_exact else self._compressed
         coded = [name for name in names if compressed is not None and compressed.takes(name)]
         exact = [as_real(tensor) for tensor in (*(differences[one] for one in names if one not in coded), *buffers)]
@@ -279,7 +283,7 @@ class Averager:
         tables = [
             staged(TableGradient(name, difference), self._staging)
             for name, difference in differences.items()
-            if self._entries[name].is_table
+            if self.is_table(name)
         ]
         self._tables.pauses.clear()
         self._tables.tables(lane, tables)

@@ -15,6 +15,7 @@ from thinwire.errors import PeerError
 from thinwire.gradients.fsdp import sharding_of
 from thinwire.gradients.model import is_sharded, synchronized_parameters
 from thinwire.gradients.parameters import broadcast_all
+from thinwire.outer.members import Members
 from thinwire.outer.recipe import OuterRecipe
 
 MESH = (
@@ -43,15 +44,6 @@ class InnerGroup:
     def shard(self) -> int:
         """The number of this rank's shard."""
         return 0 if self.is_alike else self._group.rank()
-
-    def check(self, recipe: OuterRecipe) -> None:
-        """Raise ValueError for a recipe that takes ranks which train alone."""
-        asked = "shadow_sync" if recipe.in_background else "" if recipe.min_ranks is None else "min_ranks="
-        if asked:
-            raise ValueError(
-                f"{asked} is for ranks that train alone, and these train as one with others by DDP or FSDP2: take"
-                " thinwire.outer.diloco or local_sgd without min_ranks=, or attach a plain module"
-            )
 
     def wait(self, wait: Callable[[], Sequence[float]], count: int) -> list[float]:
         """Wait for a round on the training thread of all these ranks: all of them go on, or none.
@@ -97,7 +89,9 @@ class InnerGroup:
             raise lost_peer(error, dist.get_rank(), self._group.size()) from error
 
 
-def inner_group(model: nn.Module, outer: dist.ProcessGroup, device: torch.device) -> InnerGroup | None:
+def inner_group(
+    model: nn.Module, outer: dist.ProcessGroup | Members, device: torch.device, recipe: OuterRecipe
+) -> InnerGroup | None:
     """Return the ranks that train as one with this one, or None if it trains alone.
 
     Args:
@@ -105,8 +99,13 @@ def inner_group(model: nn.Module, outer: dist.ProcessGroup, device: torch.device
         device: device of the parameters.
 
     Raises:
-        ValueError: both have ranks in common, or a layout in which ranks would drift apart.
+        ValueError: both have ranks in common, a layout in which ranks would drift apart, or a recipe or members for
+            ranks that train alone.
     """
+    if isinstance(outer, Members):
+        if isinstance(model, DistributedDataParallel) or is_sharded(model):
+            raise ValueError("Members are ranks that train alone: attach the plain module, not one of DDP or FSDP2")
+        return None
     if isinstance(model, DistributedDataParallel):
         group, is_alike = resolve_group(model.process_group), True
         build = (
@@ -134,7 +133,15 @@ def inner_group(model: nn.Module, outer: dist.ProcessGroup, device: torch.device
             f"ranks {sorted(both)} average gradients in every step, and outer= would average their parameters again:"
             f" {build}"
         )
-    return InnerGroup(group, is_alike, device) if group.size() > 1 else None
+    if group.size() == 1:
+        return None
+    asked = "shadow_sync" if recipe.in_background else "" if recipe.min_ranks is None else "min_ranks="
+    if asked:
+        raise ValueError(
+            f"{asked} is for ranks that train alone, and these train as one with others by DDP or FSDP2: take"
+            " thinwire.outer.diloco or local_sgd without min_ranks=, or attach a plain module"
+        )
+    return InnerGroup(group, is_alike, device)
 
 
 def reshard(model: nn.Module) -> None:

@@ -165,60 +165,44 @@ class Members:
     def _begin(self, store: dist.Store, token: str, generation: Generation | None) -> None:
         self._store, self._token, self._generation = store, token, generation
         self._is_new = generation is None
-        self._is_store_lost = self._is_taken = False
+        self._is_store_lost = False
         self._store_turn = threading.Lock()  # held until the store has answered
+        self._enter: Callable[[Lane, Roll], object] | None = None
         self.times_left_out = 0
 
-    def enter(
+    def prepare(
         self,
         enter: Callable[[Lane, Roll], object],
         min_ranks: int | None = None,
         timeout: timedelta | None = None,
         staging: Staging | None = None,
-    ) -> Lane:
-        """Return the lane of the ranks that take part, once this one is let in.
-
-        At the start all planned ranks are waited for, for the timeout; then ``min_ranks`` are enough. A process that
-        comes later waits for the next round of the others.
+    ) -> None:
+        """Set what lanes of these members are made of; once.
 
         Args:
-            enter: a job of each new lane, now and later: checks that all ranks run the same, and hands over what new
-                ranks need.
+            enter: a job of each new lane: checks that all ranks run the same, and hands over what new ranks need.
             min_ranks: how many ranks are enough; None for all.
             timeout: longest wait of an exchange; None for that of the members.
 
         Raises:
             ValueError: it was called before.
+        """
+        if self._enter is not None:
+            raise ValueError("these Members are attached already: make others, with a PrefixStore of their own")
+        self.min_ranks = len(self._ranks) if min_ranks is None else min_ranks
+        self._enter, self._staging, self._exchange_timeout = enter, staging, timeout or self.timeout
+
+    def enter(self) -> Lane:
+        """Return the lane of the ranks that take part, once this one is let in.
+
+        At the start all planned ranks are waited for, for the timeout; then ``min_ranks`` are enough. A process that
+        comes later waits for the next round of the others.
+
+        Raises:
             LostPeerError: too few ranks came, nobody let this one in, or the store is gone.
             MismatchError: the others run another model or recipe.
         """
-        if self._is_taken:
-            raise ValueError("these Members are attached already: make others, with a PrefixStore of their own")
-        self._is_taken = True
-        self._prepare(enter, min_ranks, timeout, staging)
         return self._settle(self._ask(), lambda: 0)
-
-    def watch(
-        self,
-        lane: Lane,
-        enter: Callable[[Lane, Roll], object],
-        min_ranks: int,
-        timeout: timedelta | None,
-        staging: Staging | None = None,
-    ) -> None:
-        """Have a lane of `enter`, or that of the process group of `of`, break off as soon as a rank is lost."""
-        self._prepare(enter, min_ranks, timeout, staging)
-        lane.is_watched = True
-
-    def _prepare(
-        self,
-        enter: Callable[[Lane, Roll], object],
-        min_ranks: int | None,
-        timeout: timedelta | None,
-        staging: Staging | None,
-    ) -> None:
-        self.min_ranks = len(self._ranks) if min_ranks is None else min_ranks
-        self._enter, self._staging, self._exchange_timeout = enter, staging, timeout or self.timeout
 
     def asked(self, lane: Lane) -> bool:
         """Return whether a process waits to be let in; a job of each round calls it, and tells the others."""
@@ -237,31 +221,23 @@ class Members:
             self._is_store_lost = True
             return False
 
-    def admit(self, lane: Lane, done: Callable[[], int]) -> Lane:
-        """Return the lane with those that asked to be let in, in place of ``lane``; a collective call between rounds.
+    def go_on(self, lane: Lane, done: Callable[[], int], error: BaseException | None = None) -> Lane:
+        """Return the lane in place of ``lane``: with those that asked to be let in, or after an error with who is left.
+
+        It is a collective call between rounds; after an error of those that are there.
 
         Args:
             done: returns the number of rounds that this rank has finished.
-
-        Raises:
-            LostPeerError: as for `regroup`.
-        """
-        return self._settle(self._meet(lane, admits=True), done, lane)
-
-    def regroup(self, lane: Lane, error: BaseException, done: Callable[[], int]) -> Lane:
-        """Return the lane of those that are left, after a job of ``lane`` failed on this rank.
-
-        Args:
-            error: how it failed; anything but the failure of a peer is raised again.
-            done: returns the number of rounds that this rank has finished.
+            error: how a job of ``lane`` failed on this rank; anything but the failure of a peer is raised again.
 
         Raises:
             LostPeerError: fewer than ``min_ranks`` are left, the store is gone, or another process took this rank.
         """
-        if not lane.is_broken or not isinstance(error, ThinwireError):
-            raise error
-        logger.warning("rank %d: who is left goes on, because %s", self.rank, error)
-        return self._settle(self._meet(lane), done, lane)
+        if error is not None:
+            if not lane.is_broken or not isinstance(error, ThinwireError):
+                raise error
+            logger.warning("rank %d: who is left goes on, because %s", self.rank, error)
+        return self._settle(self._meet(lane, admits=error is None), done, lane)
 
     def _settle(self, generation: Generation, done: Callable[[], int], before: Lane | None = None) -> Lane:
         """Connect the ranks of a generation and let new ones in; after a failure, meet again without who is lost."""
@@ -315,8 +291,9 @@ class Members:
 
     def _open(self, lane: Lane, done: int) -> None:
         """Agree on who needs what, and do what the loop wants done before the first round."""
-        generation = self._generation
+        generation, enter = self._generation, self._enter
         assert generation is not None
+        assert enter is not None
         with lane.setting_up():
             told_all = lane.channel(Subject("members", "rounds")).gather_numbers([float(self._is_new), float(done)])
             old = [rank for rank, (is_new, _) in enumerate(told_all) if not is_new]
@@ -326,7 +303,7 @@ class Members:
             new = frozenset(range(lane.world_size)) - set(old or (0,))
             self._newcomers = frozenset(lane.exchange.global_ranks[rank] for rank in new)
             least = min((told_all[rank][1] for rank in old), default=0.0)
-            self._enter(lane, Roll((old or [0])[0], new, int(least), bool(old)))
+            enter(lane, Roll((old or [0])[0], new, int(least), bool(old)))
             lane.channel(Subject("members", "entered")).open()
         self._store_call(lambda: self._store.delete_key(f"group {generation.number}/0/{lane.rank}"))
 

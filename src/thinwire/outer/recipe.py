@@ -28,10 +28,11 @@ class OuterRecipe:
         algorithm: that of `shadow_sync`, or the name again.
         every: inner steps of a full round; None for rounds in the background.
         every_seconds: least seconds between the beginnings of two rounds in the background; 0 for no pause.
-        lr, momentum, nesterov: settings of the outer ``torch.optim.SGD``, whose gradient is the mean difference.
-        mix: weight of the anchor in ``parameter = (1 - mix) * parameter + mix * anchor``.
-        fragments: parts of the model that take turns, one every ``every / fragments`` steps.
-        delay: inner steps between the launch of a fragment and its landing in the parameters.
+        lr, momentum, nesterov: settings of the outer ``torch.optim.SGD``, whose gradient is the mean difference;
+            nesterov has no effect without momentum.
+        mix: weight of the anchor in ``parameter = (1 - mix) * parameter + mix * anchor``; 1 replaces the parameter.
+        fragments: parts of the model, of similar size, that take turns, one every ``every / fragments`` steps.
+        delay: inner steps between the launch of a fragment and its landing in the parameters; at most ``every``.
         start_step: inner steps at the start after each of which parameters are averaged exactly.
         min_ranks: how many ranks are enough to go on when others are lost; None for all.
 
@@ -58,8 +59,8 @@ class OuterRecipe:
         return self.every is None
 
     def __post_init__(self) -> None:
-        if self.every is not None:
-            _check_count("every", self.every, 1, "the number of inner steps between two rounds, such as 64")
+        if self.name != "shadow_sync":
+            _check_count("every", self.every, 1, "the number of inner steps of a full round, such as 64")
         _check_count("fragments", self.fragments, 1, "the number of parts that take turns, such as 4")
         _check_count("delay", self.delay, 0, "a number of inner steps, or 0 to wait for the mean")
         _check_count("start_step", self.start_step, 0, "a number of inner steps, or 0")
@@ -115,18 +116,11 @@ def local_sgd(every: int = 8, start_step: int = 0, min_ranks: int | None = None)
     Source: Stich, "Local SGD Converges Fast and Communicates Little", ICLR'19; Lin et al., "Don't Use Large
     Mini-Batches, Use Local SGD", ICLR'20.
 
-    Args:
-        every: inner steps between two rounds.
-        start_step: inner steps at the start after each of which parameters are averaged exactly.
-        min_ranks: how many ranks are enough to go on when others are lost; None for all.
-
-    Raises:
-        ValueError: a setting out of range.
+    Args and errors: as of `OuterRecipe`.
 
     Example:
         >>> sync = thinwire.attach(model, outer=local_sgd(every=8), optimizer=optimizer)      # doctest: +SKIP
     """
-    _check_count("every", every, 1, "the number of inner steps between two rounds, such as 8")
     return OuterRecipe("local_sgd", "local_sgd", every, start_step=start_step, min_ranks=min_ranks)
 
 
@@ -150,24 +144,13 @@ def diloco(
     DiLoCo with overlapping communication", 2025; Sarfi et al., "Communication Efficient LLM Pre-training with
     SparseLoCo", 2025.
 
-    Args:
-        every: inner steps of a full round.
-        lr, momentum, nesterov: settings of the outer SGD. Without momentum, nesterov has no effect.
-        fragments: parts of the model, of similar size; one is launched every ``every / fragments`` steps.
-        delay: inner steps between launch and landing; at most ``every``.
-        mix: weight of the anchor when it lands: 1 replaces the parameters. (Streaming DiLoCo's alpha is 1 - mix.)
-        start_step: inner steps at the start after each of which parameters are averaged exactly.
-        min_ranks: how many ranks are enough to go on when others are lost; None for all.
-
-    Raises:
-        ValueError: a setting out of range.
+    Args and errors: as of `OuterRecipe`. (Streaming DiLoCo's alpha is 1 - mix.)
 
     Example:
         >>> recipe = diloco(every=32, fragments=4, delay=2, mix=0.5)
         >>> [recipe.launched(step) for step in (7, 8, 9, 32)]
         [0, 1, 1, 4]
     """
-    _check_count("every", every, 1, "the number of inner steps of a full round, such as 64")
     return OuterRecipe(
         "diloco", "diloco", every, 0.0, lr, momentum, nesterov, mix, fragments, delay, start_step, min_ranks
     )

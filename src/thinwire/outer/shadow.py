@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
-from weakref import WeakSet
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,100 +17,11 @@ from torch.futures import Future
 
 from thinwire.comm.channel import Subject
 from thinwire.comm.lane import Lane
-from thinwire.comm.process_group import Staging
 from thinwire.errors import ThinwireError
-from thinwire.outer.anchors import Anchors
-from thinwire.outer.average import Averager, Told
+from thinwire.outer.average import Told
 from thinwire.outer.members import Members, Roll, hand_over
-from thinwire.outer.recipe import OuterRecipe
-
-T = TypeVar("T")
-ENDING, ASKED = 1, 2
-"""Flags of a rank: it wants rounds to end, which they do once all ranks have it; a process waits to be let in."""
-SHARE = 0.01
-"""Part of the processor time of a process that its rounds take at most, unless the user says how often they begin: on a
-fast link they would otherwise eat the cores that training needs."""
-BYTE_SECONDS = 3e-9
-"""Processor time of Gloo's threads and the kernel for a byte sent or received: 50 ms for the 16 MB of a round of the
-gpt job on 8 emulated hosts, whose lane took 12 ms."""
-LEAST_PATIENCE, STEPS_OF_PATIENCE = 1.0, 4
-"""A rank that makes no step takes part in a round after so many of its last steps, and at least so many seconds."""
-
-_paces: WeakSet[RoundPace]
-
-
-class RoundPace:
-    """When rounds begin. It knows no model, so that one can be freed while the lane waits here.
-
-    A round begins once this rank has made a step since the last one; or after some seconds without a step, as in an
-    evaluation, so that others need not wait for it.
-
-    Args:
-        every_seconds: least seconds between the beginnings of two rounds; 0 for as often as `SHARE` allows.
-        timeout_seconds: how long the other ranks wait for this one.
-    """
-
-    def __init__(self, every_seconds: float, timeout_seconds: float) -> None:
-        self.changed = threading.Condition()  # guards all that training and the background share
-        self.steps = 0
-        self.seen = 0  # steps at the last snapshot
-        self.is_ending = False
-        self._is_dropped = False
-        self._hurry = threading.Event()
-        self._every, self._longest = every_seconds, timeout_seconds / 4
-        self._begun, self._used = time.perf_counter(), time.process_time()
-        self._cost = 0.0
-        self._stepped, self._step_seconds = self._begun, 0.0
-        _paces.add(self)
-
-    def step(self) -> None:
-        """Count a step; inside of ``changed``."""
-        now = time.perf_counter()
-        self._stepped, self._step_seconds = now, now - self._stepped
-        self.steps += 1
-        self.changed.notify_all()
-
-    def wait(self) -> None:
-        """Wait until the next round begins; on the thread of the lane, before each job of a round."""
-        now = time.perf_counter()
-        elapsed, used = now - self._begun, time.process_time() - self._used
-        starved = min(16.0, max(1.0, elapsed / max(used, 1e-9)))  # a process that gets half a core counts half
-        pause = self._every - elapsed if self._every else min(self._longest, self._cost * starved / SHARE)
-        self._hurry.wait(max(1e-3, pause))  # another thread may want the lock of a round
-        patience = min(self._longest, max(LEAST_PATIENCE, STEPS_OF_PATIENCE * self._step_seconds))
-        with self.changed:
-            self.changed.wait_for(lambda: self.steps > self.seen or self._hurry.is_set(), patience)
-        self._begun, self._used = time.perf_counter(), time.process_time()
-
-    def end_round(self, cpu_seconds: float) -> None:
-        """Record the processor time that a round took."""
-        self._cost = cpu_seconds
-
-    def hurry(self, is_ending: bool) -> None:
-        """Begin rounds without a pause, to end them; or return to the usual pace."""
-        with self.changed:
-            self.is_ending = is_ending
-            self._hurry.set() if is_ending or self._is_dropped else self._hurry.clear()
-            self.changed.notify_all()
-
-    def drop(self) -> None:
-        """Let the lane go on: there will be no more rounds."""
-        self._is_dropped = True
-        self.hurry(self.is_ending)
-
-    @property
-    def is_dropped(self) -> bool:
-        return self._is_dropped
-
-
-_paces = WeakSet()
-
-
-@atexit.register
-def _drop_all() -> None:
-    """Keep no lane waiting in a process that exits; registered later than the end of lanes, so called earlier."""
-    for pace in list(_paces):
-        pace.drop()
+from thinwire.outer.pace import BYTE_SECONDS, RoundPace
+from thinwire.outer.rounds import ASKED, ENDING, Rounds
 
 
 @dataclass(frozen=True)
@@ -132,83 +40,53 @@ class RoundResult:
     seen: int
 
 
-class ShadowRounds:
-    """Rounds in the background of training: the counterpart of `thinwire.outer.loop.Rounds`, with the same methods.
+class ShadowRounds(Rounds):
+    """Rounds in the background of training.
 
     Each round is a job of the lane, which submits the next one, so jobs match however many steps ranks make. It copies
     the parameters between two steps, averages and steps the anchor, and leaves ``mix * (anchor - copy)`` as a
     correction. The hook of the optimizer adds that to the parameters, on the thread of training: whatever steps were
-    made since the copy stay. All methods but ``round`` belong to that thread.
-
-    Args:
-        recipe: settings with ``in_background``.
-        buffers: returns the floating buffers by name, as they are now.
-        staging: the way of differences to the lane, and back.
-        tables: names of the parameters that travel as rows.
-        text, untrained: as of `thinwire.outer.loop.Rounds`.
+    made since the copy stay.
 
     Raises:
         ValueError: rounds are as seldom as the timeout or more so.
     """
 
-    def __init__(
-        self,
-        recipe: OuterRecipe,
-        anchors: Anchors,
-        averager: Averager,
-        lane: Lane,
-        buffers: Callable[[], Mapping[str, Tensor]],
-        staging: Staging,
-        tables: Collection[str],
-        text: str = "",
-        untrained: Callable[[], Mapping[str, Tensor]] = dict,
-    ) -> None:
-        if recipe.every_seconds >= lane.timeout_seconds:
+    def __init__(self, *parts: Any) -> None:
+        super().__init__(*parts)
+        recipe, limit = self._recipe, self.lane.timeout_seconds
+        if recipe.every_seconds >= limit:
             raise ValueError(
-                f"every_seconds={recipe.every_seconds:g} is not less than the {lane.timeout_seconds:g} s for which"
-                " ranks wait for each other: pass a longer timeout= to attach"
+                f"every_seconds={recipe.every_seconds:g} is not less than the {limit:g} s for which ranks wait for each"
+                " other: pass a longer timeout= to attach"
             )
-        self._recipe, self.anchors, self.averager, self.lane = recipe, anchors, averager, lane
-        self._buffers, self._staging, self._tables = buffers, staging, tables
-        self._text, self._untrained = text, untrained
-        self._members: Members | None = None  # those with whom rounds go on if a rank is lost
-        self.landed = self.ranks = self.refusals = self.lost_steps = 0
-        self._finished = 0  # rounds whose means this rank has
         self._middle: RoundResult | None = None  # of the round whose means not all ranks may have
         self._is_over = False  # whether all ranks have ended
-        self.exposed_seconds = 0.0
-        self._names = anchors.trained(0)
-        there = self._anchored()
+        self._names = self.anchors.trained(0)
         self._copy, self._correction, self._difference = (
-            {name: torch.zeros_like(anchor) for name, anchor in there.items()} for _ in range(3)
+            {name: torch.zeros_like(anchor) for name, (_, anchor) in self.anchors.pairs().items()} for _ in range(3)
         )
         self._is_waiting = False  # whether there is a correction that is not applied yet
         self._replaces = False  # whether it takes the place of the parameters, which were not finite
-        self._is_stepping = self._is_swapped = False
+        self._is_stepping = False
         self._anchors_lock = threading.Lock()  # held while anchors are stepped, or read by training
         self._round_lock = threading.Lock()  # held for a round
-        self._trained = staging.hand_over(())  # behind the last step
+        self._trained = self._staging.hand_over(())  # behind the last step
         self._copied = self._landed = self._swapped = self._trained.event  # behind the last of each
-        self.pace = RoundPace(recipe.every_seconds, lane.timeout_seconds)
+        self.pace = RoundPace(recipe.every_seconds, limit)
 
-    def meet_in(self, members: Members | None, lane: Lane, timeout: timedelta | None) -> None:
-        """Begin rounds with the ranks of a lane; as `thinwire.outer.loop.Rounds.meet_in`."""
-        self.lane = lane
-        if members is not None and self._recipe.min_ranks is not None:
-            self._members = members
-            members.watch(lane, self.enter, self._recipe.min_ranks, timeout, self._staging)
+    def meet_in(self, lane: Lane, members: Members | None) -> None:
+        super().meet_in(lane, members)
         self._begin()
 
     @property
     def steps(self) -> int:
-        """Inner steps of this rank."""
         return self.pace.steps
 
     def check_start(self, optimized: Iterable[Tensor]) -> None:
-        """Raise ValueError before the first step if parameters are not those of attach."""
         with self._anchors_lock:
             if not self.landed:
-                self.anchors.check_start(optimized)
+                super().check_start(optimized)
 
     def before_step(self) -> None:
         """Keep copies from being taken while the optimizer writes.
@@ -216,34 +94,27 @@ class ShadowRounds:
         Raises:
             ValueError: a parameter is trained that was frozen when the rounds began.
         """
-        self.anchors.adopt()
+        super().before_step()
         if self.anchors.trained(0) != self._names:
             raise ValueError(
                 "a parameter was frozen at attach and is trained now, at which ranks in the background cannot agree on"
                 " a round: detach on all ranks, and attach again"
             )
-        if self._is_swapped:
-            raise ThinwireError("a step inside of global_parameters(), which would train the anchors: step outside")
         with self._timed(), self.pace.changed:
             self._is_stepping = True
             _wait(self._copied)
 
     def after_step(self) -> None:
-        """Count an inner step, and apply the correction if there is one.
-
-        Raises:
-            ThinwireError: a round has failed; it surfaces once, and the next one is begun.
-        """
         with self._timed(), self.pace.changed:
             self._apply()
             self._is_stepping = False
             self.pace.step()
         if self._future.done():
             with self._timed():
-                self._go_on(self._future)
+                self._go_on_after(self._future)
 
     def synchronize(self) -> None:
-        """End rounds on all ranks; afterwards all have the anchors as their parameters. Then rounds go on."""
+        """End rounds on all ranks, which take the anchors. Then rounds go on."""
         with self.stopped(), torch.no_grad():
             self._take_anchors()
 
@@ -264,7 +135,7 @@ class ShadowRounds:
                 self._is_swapped = True
                 _wait(self._landed)
                 stack.enter_context(torch.no_grad())
-                stack.enter_context(self.anchors.swapped(self._buffers()))
+                stack.enter_context(self.anchors.swapped())
                 self._swapped = self._staging.hand_over(()).event
             try:
                 with torch.enable_grad():
@@ -298,21 +169,7 @@ class ShadowRounds:
             self._begin()
 
     def drop(self) -> None:
-        """Begin no more rounds."""
         self.pace.drop()
-
-    @property
-    def rank(self) -> int:
-        return self.lane.rank
-
-    @property
-    def world_size(self) -> int:
-        return self.lane.world_size
-
-    def submit(self, job: Callable[[Lane], T]) -> Future[T]:
-        """Run a job of all ranks on the lane, between two rounds."""
-        with self.stopped():
-            return self.lane.submit(job)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state, with the correction that is not applied; in `still`, after which it changes."""
@@ -326,17 +183,13 @@ class ShadowRounds:
         }
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError if `load_state_dict` cannot restore a state."""
-        self.anchors.check_state(state)
+        super().check_state(state)
         for name, correction in state["correction"].items():
             if name not in self._correction or correction.shape != self._correction[name].shape:
                 raise ValueError(f"the state has a correction of {name!r}, which this model has not in that shape")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `check_state` has accepted; in `stopped`.
-
-        Ranks save at rounds of their own, so all take the anchors of the one that was furthest.
-        """
+        """Restore a state. Ranks save at rounds of their own, so all take the anchors of the one that was furthest."""
         _wait(self._landed)
         self.anchors.load_state_dict(state)
         self.pace.steps, self.pace.seen, self.landed = (int(state[key]) for key in ("steps", "seen", "rounds"))
@@ -358,15 +211,15 @@ class ShadowRounds:
                 takes_part = not (self._is_stepping or self._is_swapped)
                 steps = self._take_copy() if takes_part else 0
             self._subtract(takes_part)
-            flag |= ASKED * (self._members is not None and self._members.asked(lane))
             parameters = {name: self._difference[name] for name in self._names}
             buffers = [self._difference[name] for name in self.anchors.buffers]
-            try:
-                told = self.averager.mean(lane, parameters, steps, buffers, flag)
+
+            def keep(told: Told) -> None:
                 self._middle = RoundResult(told, lane.rank in told.refused, takes_part, before)
                 self._finished += 1
-                if self._members is not None:  # who passes this knows that all have the means
-                    lane.channel(Subject("the end of a round", "")).open()
+
+            try:
+                told = self._average(lane, parameters, steps, buffers, flag, keep)
             except Exception:
                 if self._middle is None:
                     self.averager.finish_round(False)
@@ -379,27 +232,21 @@ class ShadowRounds:
         if not (self._is_over or any(flag & ASKED for flag in told.flags)):
             self._begin()
 
-    def enter(self, lane: Lane, roll: Roll) -> None:
-        """Begin with the ranks of a lane, as a job of it, while the thread of training waits."""
-        is_new = lane.rank in roll.new
-        if self._middle is not None and self._finished <= roll.done and not is_new:
+    def _settle(self, done: int) -> None:
+        if self._middle is not None and self._finished <= done:
             self._commit()
         elif self._middle is not None:
             self.averager.finish_round(False)
             self.pace.seen, self._middle = self._middle.seen, None
-        self._finished = roll.done
-        self.averager.moved_to(lane)
-        lane.channel(Subject("attach", "\n".join([self._text, *self.averager.describe()]))).open()
-        mine = {**self.anchors.state_dict(), "rounds": self.landed, "untrained": self._untrained()}
-        state = hand_over(lane, roll, mine if lane.rank == roll.source else {}) if roll.new else {}
-        if is_new:
-            self.anchors.check_state(state)
-            self.anchors.load_state_dict(state)
-            self.lost_steps += self.pace.steps - self.pace.seen
-            self.pace.seen, self.landed = self.pace.steps, int(state["rounds"])
-            for name, tensor in self._untrained().items():
-                tensor.copy_(state["untrained"][name])
-            self._take_anchors()
+
+    def _passed_on(self, done: int) -> dict[str, Any]:
+        return {**self.anchors.state_dict(), "rounds": self.landed}
+
+    def _take(self, state: Mapping[str, Any], began: bool) -> None:
+        self.anchors.load_state_dict(state)
+        self.lost_steps += self.pace.steps - self.pace.seen
+        self.pace.seen, self.landed = self.pace.steps, int(state["rounds"])
+        self._take_anchors()
 
     def _commit(self) -> None:
         """Step the anchors by the means that all ranks have, and leave the correction."""
@@ -425,7 +272,7 @@ class ShadowRounds:
             self._is_over = False
             self._future = self.lane.submit(partial(_round, weakref.ref(self)), self.pace.wait)
 
-    def _go_on(self, ended: Future[None]) -> None:
+    def _go_on_after(self, ended: Future[None]) -> None:
         """Go on after a round that did not begin the next one; raise its error unless other ranks are enough."""
         error: Exception | None = None
         try:
@@ -433,12 +280,7 @@ class ShadowRounds:
         except Exception as raised:
             error = raised
         try:
-            if self._members is not None and error is not None:
-                self.lane = self._members.regroup(self.lane, error, lambda: self._finished)
-            elif self._members is not None:
-                self.lane = self._members.admit(self.lane, lambda: self._finished)
-            elif error is not None:
-                raise error
+            self._go_on(error)
         finally:
             self._begin()
 
@@ -453,34 +295,24 @@ class ShadowRounds:
                     with suppress(Exception):
                         ended.wait()
                     if ended is self._future and not self._is_over:  # a round begins the next one before it is done
-                        self._go_on(ended)
+                        self._go_on_after(ended)
         finally:
             self.pace.hurry(False)
 
     def _take_anchors(self) -> None:
         """Replace the parameters by the anchors; while no round is made."""
         _wait(self._landed)
-        anchored = self._anchored()
-        for name, local in self._locals().items():
-            local.copy_(anchored[name])
+        self.anchors.replace()
         self._is_waiting = self._replaces = False
         self._trained = self._staging.hand_over(())
 
-    def _locals(self) -> dict[str, Tensor]:
-        """Return parameters and buffers, in the same memory; the anchor of a buffer that is gone."""
-        found = {name: self.anchors.local(name) for name in self._names}
-        there = self._buffers() if self.anchors.buffers else {}
-        for name, anchor in self.anchors.buffers.items():
-            buffer = there.get(name)
-            found[name] = anchor if buffer is None or buffer.shape != anchor.shape else buffer.detach()
-        return found
-
-    def _anchored(self) -> dict[str, Tensor]:
-        return {**{name: self.anchors.anchors[name].detach() for name in self._names}, **self.anchors.buffers}
+    def _pairs(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return what rounds average, with its anchors."""
+        return {name: pair for name, pair in self.anchors.pairs().items() if name in self._copy}
 
     def _take_copy(self) -> int:
         """Copy what this rank has, with the correction that waits; return its steps since the last copy."""
-        for name, local in self._locals().items():
+        for name, (local, _) in self._pairs().items():
             copy = self._copy[name].copy_(self._correction[name] if self._replaces else local)
             if self._is_waiting and not self._replaces:
                 copy.add_(self._correction[name])
@@ -494,21 +326,20 @@ class ShadowRounds:
         In a table a difference of which ``mix`` rounds to nothing counts as none: it would never become zero, and every
         row that was ever touched would travel in every round.
         """
-        locals_ = self._locals()
-        for name, anchor in self._anchored().items():
+        for name, (local, anchor) in self._pairs().items():
             difference = self._difference[name]
             if not takes_part:
                 difference.zero_()
                 continue
-            dtype = locals_[name].dtype
+            dtype = local.dtype
             torch.sub(anchor if dtype == anchor.dtype else anchor.to(dtype), self._copy[name], out=difference)
-            if name in self._tables:
+            if self.averager.is_table(name):
                 least = torch.finfo(dtype).eps / self._recipe.mix
                 difference.masked_fill_(difference.abs() <= anchor.abs() * least, 0.0)
 
     def _correct(self, is_refused: bool) -> None:
         """Have this rank go by ``mix`` from its copies to the anchors, or take the anchors."""
-        for name, anchor in self._anchored().items():
+        for name, (_, anchor) in self._pairs().items():
             copy = self._copy[name]
             copy.copy_(anchor) if is_refused else torch.sub(anchor, copy, out=copy).mul_(self._recipe.mix)
         with self.pace.changed:
@@ -525,7 +356,7 @@ class ShadowRounds:
         if self._is_waiting:
             _wait(self._landed)
             self.refusals += self._replaces
-            for name, local in self._locals().items():
+            for name, (local, _) in self._pairs().items():
                 correction = self._correction[name]
                 local.copy_(correction) if self._replaces else local.add_(correction)
             self._is_waiting = self._replaces = False
@@ -546,15 +377,6 @@ class ShadowRounds:
                 self.anchors.load_state_dict(state)
                 self.landed = done
             self._landed = self._staging.hand_over(()).event
-
-    @contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Count what training waits for."""
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.exposed_seconds += time.perf_counter() - started
 
 
 def _round(rounds: weakref.ref[ShadowRounds], lane: Lane) -> None:

@@ -241,9 +241,9 @@ def refuse(context: RankContext) -> None:
         with pytest.raises(ValueError, match=match):
             attached(model, recipe, group)
 
-    def attached(model: nn.Module, recipe: OuterRecipe, group: Any) -> Any:
+    def attached(model: nn.Module, recipe: OuterRecipe, group: Any, **options: Any) -> Any:
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        return thinwire.attach(model, outer=recipe, optimizer=optimizer, process_group=group)
+        return thinwire.attach(model, outer=recipe, optimizer=optimizer, process_group=group, **options)
 
     mesh = mesh_of(1)
     hosts = mesh["hosts"]
@@ -259,6 +259,9 @@ def refuse(context: RankContext) -> None:
         refuses("min_ranks= is for ranks that train alone", lambda kind=kind: inside(kind, mesh), alone, hosts)
         shadow = thinwire.outer.shadow_sync()
         refuses("shadow_sync is for ranks that train alone", lambda kind=kind: inside(kind, mesh), shadow, hosts)
+
+    with pytest.raises(ValueError, match="take ef_sign_sgd"):  # also on the rank that sends nothing
+        attached(inside("ddp", mesh), LOCAL, hosts, compress=thinwire.compress.sign_sgd())
 
     def ignoring() -> nn.Module:
         model = Net(False)

@@ -324,6 +324,16 @@ def test_a_rank_of_an_outer_loop_is_killed_and_comes_back(recipe: OuterRecipe, o
     assert found[0]["stats"]["outer/lost_steps"] == 0
 
 
+def test_a_rank_comes_back_while_another_waits_for_the_end() -> None:
+    jobs = [Job(0, rounds=16, pause=0.01), *(Job(rank, rounds=200, pause=0.02) for rank in (1, 2))]
+    jobs[2].killed_at = 30, ""
+    found = play_training([*jobs, Job(2, waits=0.0, rounds=200, pause=0.01)], STREAMING, {})
+    values = [value for place, value in enumerate(found) if place != 2]
+    assert all(isinstance(value, dict) for value in values), found
+    assert all(value["parameters"] == values[0]["parameters"] for value in values), "not the same bits"
+    assert 0 < found[3]["steps"] < 200
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(150)
 def test_a_rank_of_an_outer_loop_that_stops_loses_its_steps_and_says_so() -> None:
@@ -454,7 +464,7 @@ def test_training_goes_on_while_the_store_hangs(caplog: pytest.LogCaptureFixture
     assert "cannot be reached (no answer for 0.5 s)" in caplog.text
     hung.goes_on.set()
     mine._store = hung.store
-    hung.store.add("asks", 1)  # which is not lost on it once the store is back
+    mine._store.add("asks", 1)  # which it sees once the store is back
     while mine.number == 1:
         train(1)
     sync.detach()

@@ -431,6 +431,20 @@ def test_only_memories_make_momentum_doubtful() -> None:
     assert results(1, train) == [[False, False, True, False]]
 
 
+@pytest.mark.parametrize(
+    "codec", [compress.sign_sgd(), compress.sign_sgd(0.0), compress.leave_small(compress.sign_sgd())]
+)
+def test_signs_without_a_size_are_refused(codec: Compress) -> None:
+    """No learning rate scales a difference: parameters would go by 1 in every round."""
+
+    def train(network: LoopbackExchange) -> None:
+        with pytest.raises(ValueError, match=r"'first' makes each element .* take ef_sign_sgd"):
+            Rank(network, codec)
+        Rank(network, compress.ef_sign_sgd())
+
+    results(1, train)
+
+
 def test_what_all_ranks_agree_on() -> None:
     (lines,) = results(1, lambda network: Rank(network, compress.top_k(0.1)).averager.describe())
     assert "parameter 'table': torch.float32 [400, 8], as rows" in lines

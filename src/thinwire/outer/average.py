@@ -17,7 +17,9 @@ from thinwire.comm.channel import Subject, opening_bytes
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Staging
 from thinwire.compress.base import Memory, Parameter
+from thinwire.compress.methods.sign import SignSGD
 from thinwire.compress.state import owe
+from thinwire.compress.wrappers import core_of
 from thinwire.follow import state as states
 from thinwire.gradients.buckets import OTHERS, as_real, set_exception
 from thinwire.gradients.compressed import CompressedSync, Statistics, fused_all_reduce
@@ -264,6 +266,12 @@ class Averager:
             if not entry.is_table and not entry.parameter.is_complex()
         ]
         plans = self._compression.plans(dense, lane.world_size)
+        for name, plan in plans.items():
+            if isinstance(core_of(plan.compressor), SignSGD):
+                raise ValueError(
+                    f"{plan.compressor.name} of parameter {name!r} makes each element of a difference 1 or -1, however"
+                    " small it was: take ef_sign_sgd(), which keeps its size"
+                )
         if plans:
             rest = self._statistics.records, True, self._statistics
             self._compressed = CompressedSync(plans, self._compression, lane, *rest)

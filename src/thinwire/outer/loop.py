@@ -121,7 +121,8 @@ class OuterLoop(Synchronizer):
             lane = Lane(group, timeout, staging)
             try:
                 averager = average(lane)
-                lane.submit(partial(agree, text=text, averager=averager)).wait()
+                whole = averager if self._speaks else average(lane, compression=compression, records={})
+                lane.submit(partial(agree, text=text, averager=whole)).wait()  # refused here, too
                 broadcast_all((*named.values(), *dict(synchronized_buffers(module_of(model))).values()), group)
                 found.append(begin(lane, averager))
                 if recipe.min_ranks is not None:

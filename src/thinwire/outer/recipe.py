@@ -194,7 +194,7 @@ def shadow_sync(
     if every_seconds is not None:
         _check_number("every_seconds", every_seconds, 0.0, math.inf, "seconds, or None", excluded=(0.0, math.inf))
     if continuous and every_seconds is not None:
-        raise ValueError("continuous=True makes no pause between rounds: leave out every_seconds=")
+        raise ValueError("continuous=True is the pace without every_seconds=: leave that out")
     usual = ALGORITHMS[algorithm]
     if algorithm == "average" and (lr, momentum) != (None, None):
         raise ValueError("algorithm='average' takes the mean as it is: leave out lr= and momentum=, or take 'bmuf'")

@@ -217,7 +217,7 @@ class SteppedRounds(Rounds):
         self.anchors.mix(flight.fragment, weight)
         self.landed += 1
         is_of_now = self._members is not None and flight.generation == self._members.number
-        if is_of_now and any(flag & ASKED for flag in flight.flags) and not any(flag & ENDING for flag in flight.flags):
+        if is_of_now and any(flag & ASKED for flag in flight.flags) and not all(flag & ENDING for flag in flight.flags):
             self._go_on()
 
     def _wait(self, flight: Flight) -> None:

@@ -21,8 +21,8 @@ from thinwire.gradients.compression import Compression
 from thinwire.outer import OuterRecipe, diloco, shadow_sync
 from thinwire.outer.anchors import Anchors
 from thinwire.outer.average import Averager, Entry
-from thinwire.outer.loop import Rounds
 from thinwire.outer.shadow import ShadowRounds
+from thinwire.outer.stepped import SteppedRounds
 from threaded import LoopbackLane
 
 SHADOW = shadow_sync("bmuf", mix=0.5)
@@ -33,6 +33,7 @@ class Lane(LoopbackLane):
     """Makes rounds in the background only when a test does."""
 
     timeout_seconds: float = 60.0
+    is_watched: bool = False
 
     def check(self, subject: str) -> None:
         pass
@@ -60,10 +61,10 @@ class Rank:
         self.lane: Any = Lane(self.network)
         compression = None if self.compress is None else Compression(self.compress, "auto")
         self.averager = Averager(self.lane, [Entry("matrix", self.parameter, False)], compression, "auto", {})
-        self.anchors = Anchors({"matrix": self.parameter}, self.buffers, self.recipe)
-        parts = self.recipe, self.anchors, self.averager, self.lane, lambda: self.buffers, Staging()
-        self.rounds: Any = ShadowRounds(*parts, ()) if self.recipe.in_background else Rounds(*parts)
-        self.rounds.meet_in(None, self.lane, None)
+        self.anchors = Anchors({"matrix": self.parameter}, self.recipe, lambda: self.buffers)
+        parts = self.recipe, self.anchors, self.averager, self.lane, Staging(), "", dict
+        self.rounds: Any = ShadowRounds(*parts) if self.recipe.in_background else SteppedRounds(*parts)
+        self.rounds.meet_in(self.lane, None)
 
     @property
     def anchor(self) -> Tensor:
@@ -156,7 +157,7 @@ def test_steps_of_a_round_that_failed_count_in_the_next_one() -> None:
         rank = Rank(network, diloco(every=4, lr=1.0, momentum=0.0))
         mean = rank.averager.mean
 
-        def fails(*arguments: Any) -> None:
+        def fails(*arguments: Any, **settings: Any) -> None:
             raise OSError("before it")
 
         rank.averager.mean = fails  # type: ignore[method-assign, assignment]
@@ -193,7 +194,7 @@ def test_who_takes_the_state_of_a_refused_rank_is_not_refused_and_counts_what_is
             rank.step(float("nan") if number == 3 and network.rank == 0 else 1.0)
         for _ in range(5):
             other.step()
-        other.rounds._take({**copy.deepcopy(rank.rounds.state_dict()), "untrained": {}})
+        other.rounds._take(copy.deepcopy(rank.rounds.state_dict()), False)
         assert other.rounds.lost_steps == 5, "four are in flight, and one after it"
         assert other.rounds._since == [0], "steps of the other one are its own"
         assert not other.value.any(), "the anchors, before the round lands"
@@ -263,8 +264,8 @@ def test_a_round_in_the_background_that_fails_takes_back_memories_and_steps() ->
         rank.step()
         before, mean = copy.deepcopy(rank.averager.state_dict()["compress"]["states"]), rank.averager.mean
 
-        def fails(*arguments: Any) -> None:
-            mean(*arguments)
+        def fails(*arguments: Any, **settings: Any) -> None:
+            mean(*arguments, **settings)
             raise OSError("after it")
 
         rank.averager.mean = fails  # type: ignore[method-assign, assignment]

@@ -436,6 +436,18 @@ def test_a_store_that_is_gone_is_named() -> None:
         mine._last()
 
 
+def _waits_as_long_as_attach_says(context: RankContext) -> None:
+    model = nn.Linear(2, 2)
+    optimizer, recipe = torch.optim.SGD(model.parameters(), lr=0.1), local_sgd(every=1, min_ranks=1)
+    sync = thinwire.attach(model, outer=recipe, optimizer=optimizer, timeout=TIMEOUT)
+    assert sync._rounds._members.timeout == TIMEOUT
+    sync.detach()
+
+
+def test_a_store_of_a_process_group_is_waited_for_as_long_as_attach_says() -> None:
+    run_ranks(_waits_as_long_as_attach_says, world_size=2, timeout_seconds=60)
+
+
 class Hung:
     """A store whose host stands still until it is continued."""
 

@@ -126,7 +126,7 @@ class OuterLoop(Synchronizer):
                 broadcast_all((*named.values(), *dict(synchronized_buffers(module_of(model))).values()), group)
                 found.append(begin(lane, averager))
                 if recipe.min_ranks is not None:
-                    members = Members.of(group)
+                    members = Members.of(group, timeout)
                     members.prepare(enter, recipe.min_ranks, timeout, staging)
             except Exception:
                 lane.close()

@@ -139,14 +139,14 @@ class Members:
         self._begin(dist.PrefixStore("thinwire", _own(store)), secrets.token_hex(8), None)
 
     @classmethod
-    def of(cls, process_group: dist.ProcessGroup) -> Members:
+    def of(cls, process_group: dist.ProcessGroup, timeout: timedelta | None = None) -> Members:
         """Return the ranks of a process group, as generation 0: they meet in the default store if one is lost.
 
         Ranks make the same calls in the same order.
         """
         found = cls.__new__(cls)
         ranks, name = dist.get_process_group_ranks(process_group), process_group.group_name
-        found.rank, found.timeout, found._ranks = dist.get_rank(), default_pg_timeout, frozenset(ranks)
+        found.rank, found.timeout, found._ranks = dist.get_rank(), timeout or default_pg_timeout, frozenset(ranks)
         default = _own(distributed_c10d._get_default_store())
         store = dist.PrefixStore(f"thinwire/{name}/{next(_groups_seen[name])}", default)
         found._begin(store, str(found.rank), Generation(0, {rank: str(rank) for rank in ranks}, began=True))

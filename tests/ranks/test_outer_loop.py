@@ -178,6 +178,26 @@ def test_anchors_have_the_same_bits_on_all_ranks(
     run_ranks(_anchors_agree, recipe, options, dtype, world_size=4 if dtype == torch.float64 else 2, timeout_seconds=60)
 
 
+def _adds_up(context: RankContext) -> None:
+    """`Net` has more buffers than fit in the smallest record, and with ``min_ranks`` a round has an end."""
+    model = made()
+    model.more = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    sync = attached(model, diloco(every=1, min_ranks=1), optimizer, compress=top_k(0.1))
+    for number in range(3):
+        before = sync.stats()["comm/bytes_sent"]
+        step(model, optimizer, context.rank, number)
+        rows = sync.table()
+        assert sum(int(row["bytes"]) for row in rows) == sync.stats()["comm/bytes_sent"] - before > 0
+        (opening,) = [row for row in rows if row["name"] == "openings of rounds"]
+        assert opening["bytes"] == opening["predicted_bytes"]
+    sync.detach()
+
+
+def test_rows_of_the_table_add_up_to_what_was_sent() -> None:
+    run_ranks(_adds_up, world_size=2, timeout_seconds=60)
+
+
 def _starts_exactly(context: RankContext) -> None:
     def trained_by(**options: Any) -> list[Tensor]:
         torch.manual_seed(context.rank)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.futures import Future
 
-from thinwire.comm.agree import RECORD_BYTES
+from thinwire.comm.agree import RECORD_BYTES, SEAL_BYTES
 from thinwire.comm.channel import Subject, opening_bytes
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Staging
@@ -32,7 +33,7 @@ from thinwire.sync.scheme import Scheme
 from thinwire.sync.two_level import TwoLevel
 
 OPENINGS = "openings of rounds"
-"""Name of the row of `OuterLoop.table` for the numbers that a round begins with."""
+"""Name of the row of `OuterLoop.table` for the numbers that a round begins and ends with."""
 LARGEST = 1e12
 """Largest element of a difference that counts as finite: the squares of a thousand million of them are, in float32."""
 
@@ -190,10 +191,9 @@ class Averager:
         limits = [LARGEST] * len(differences) + [math.inf] * len(buffers)
         channel = lane.channel(_subject(differences, buffers))
         traffic = lane.exchange.traffic
-        before = traffic.sent_bytes
-        mine = channel.attempt(lambda: [float(steps), float(not self._is_finite(tensors, limits)), float(flag)])
-        told = Told.of([number for of_rank in channel.gather_numbers(mine) for number in of_rank])
-        self._book_opening(traffic.sent_bytes - before)
+        with self.booking(lane, 3):
+            mine = channel.attempt(lambda: [float(steps), float(not self._is_finite(tensors, limits)), float(flag)])
+            told = Told.of([number for of_rank in channel.gather_numbers(mine) for number in of_rank])
         self._note(lane, told, differences)
         if not told.total:
             _weigh(tensors, 0.0)
@@ -211,6 +211,15 @@ class Averager:
             fused_all_reduce(channel, exact)
             self._statistics.book_exact(OTHERS, self._statistics.ring_bytes(exact), traffic.sent_bytes - before)
         return told
+
+    @contextmanager
+    def booking(self, lane: Lane, numbers: int) -> Iterator[None]:
+        """Count what the opening of a channel sends, and so many numbers that are gathered in it."""
+        before = lane.exchange.traffic.sent_bytes
+        yield
+        record = self._statistics.records.setdefault(OPENINGS, ParameterRecord(OPENINGS, "numbers", "all-gather"))
+        gathered = (lane.world_size - 1) * max(RECORD_BYTES, 8 * numbers + SEAL_BYTES) if numbers else 0
+        record.add(lane.exchange.traffic.sent_bytes - before, opening_bytes(lane.world_size) + gathered, 0)
 
     def finish_round(self, committed: bool = True) -> None:
         """End a round; one that is not committed leaves memories as they were, so that it can be sent again."""
@@ -305,11 +314,6 @@ class Averager:
         if not self._staging.is_host:
             for tensor, mean in zip(there, self._staging.to_device(*hosts), strict=True):
                 tensor.copy_(mean)
-
-    def _book_opening(self, sent_bytes: int) -> None:
-        record = self._statistics.records.setdefault(OPENINGS, ParameterRecord(OPENINGS, "numbers", "all-gather"))
-        others = self._statistics.world_size - 1
-        record.add(sent_bytes, opening_bytes(others + 1) + others * RECORD_BYTES, 0)
 
     def _note(self, lane: Lane, told: Told, differences: Mapping[str, Tensor]) -> None:
         self._rounds += 1

@@ -187,7 +187,8 @@ class Rounds(ABC):
         told = self.averager.mean(lane, differences, steps, buffers, flag, is_exact)
         keep(told)
         if self._members is not None:  # who passes this knows that all have the means
-            lane.channel(Subject(f"the end of round {self._finished}", "")).open()
+            with self.averager.booking(lane, 0):
+                lane.channel(Subject(f"the end of round {self._finished}", "")).open()
         return told
 
     def _go_on(self, error: Exception | None = None) -> None:

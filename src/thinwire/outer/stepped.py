@@ -186,7 +186,7 @@ class SteppedRounds(Rounds):
             return
 
         def run(lane: Lane) -> tuple[Told, list[str]]:
-            moved = _moved(lane, buffers) if buffers else []
+            moved = self._moved(lane, buffers) if buffers else []
 
             def keep(told: Told) -> None:
                 flight.told, self._finished = (told, moved), flight.number + 1
@@ -199,6 +199,15 @@ class SteppedRounds(Rounds):
 
         sent = [tensor for tensor in (*differences.values(), *buffers.values()) if tensor is not None]
         flight.future = submit(self.lane, self._staging, sent, run)
+
+    def _moved(self, lane: Lane, buffers: Buffers) -> list[str]:
+        """Return the buffers that a rank has changed, and that all ranks have as they were when they were anchored."""
+        channel = lane.channel(Subject("buffers of a round", "\n".join(buffers)))
+        mine = [-1.0 if entry is None else float(entry.ne(0).any()) for entry in buffers.values()]
+        with self.averager.booking(lane, len(mine)):
+            numbers = list(zip(*channel.gather_numbers(mine), strict=True))
+        pairs = zip(buffers, numbers, strict=True)
+        return [name for name, of_ranks in pairs if max(of_ranks) > 0 and min(of_ranks) >= 0]
 
     def _land_due(self) -> None:
         for flight in [flight for flight in self._flights if flight.lands_at <= self.steps]:
@@ -323,14 +332,6 @@ def _has_failed(future: Future[Any] | None) -> bool:
     except Exception:
         return True
     return False
-
-
-def _moved(lane: Lane, buffers: Buffers) -> list[str]:
-    """Return the buffers that any rank has changed, and that all ranks have as they were when they were anchored."""
-    channel = lane.channel(Subject("buffers of a round", "\n".join(buffers)))
-    mine = [-1.0 if entry is None else float(entry.ne(0).any()) for entry in buffers.values()]
-    numbers = zip(*channel.gather_numbers(mine), strict=True)
-    return [name for name, of_ranks in zip(buffers, numbers, strict=True) if max(of_ranks) > 0 and min(of_ranks) >= 0]
 
 
 def _chosen(buffers: Buffers, names: Iterable[str]) -> dict[str, Tensor]:

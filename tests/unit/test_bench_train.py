@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from thinwire import compress, outer
 from thinwire.cli.main import app
+from thinwire.compress.named import NAMES as COMPRESSORS
 from thinwire.compress.named import split
 from thinwire.lab.bench.jobs.images import DigitsJob
 from thinwire.lab.bench.jobs.job import Data, Job, Samples
@@ -252,6 +253,14 @@ def test_dgc_without_momentum_takes_any_optimizer() -> None:
 def test_unknown_methods_and_settings(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         method_of(text, get_job("lstm"), steps=100, world_size=2)
+
+
+def test_each_compressor_without_momentum_is_a_codec() -> None:
+    codecs = [name for name in COMPRESSORS if name not in ("dgc", "sign_sgd")]
+    assert "bf16" in codecs
+    for name in codecs:
+        text = f"diloco:codec={name}" + ":value=0.1" * (name == "threshold")
+        assert method_of(text, get_job("gpt"), steps=100, world_size=2).is_plain
 
 
 @pytest.mark.parametrize(

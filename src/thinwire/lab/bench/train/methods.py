@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from thinwire.compress.assign import leave_small
 from thinwire.compress.base import Parameter
+from thinwire.compress.named import NAMES as COMPRESSORS
 from thinwire.compress.named import split
 from thinwire.lab.bench.jobs.job import Job
 from thinwire.lab.bench.jobs.own import OwnJob
@@ -167,9 +168,10 @@ def _outer_method(name: str, settings: dict[str, Any]) -> Method:
     attach_settings: dict[str, Any] = {"outer": outer.recipe}
     if codec is not None:
         method, arguments = split(codec)
-        setting = SETTINGS.get(method)
+        codecs = {**SETTINGS, **{name: MethodSetting() for name in COMPRESSORS if name not in SETTINGS}}
+        setting = codecs.get(method)
         if setting is None or not setting.optimizer_momentum:
-            legal = ", ".join(name for name, setting in SETTINGS.items() if setting.optimizer_momentum)
+            legal = ", ".join(name for name, setting in codecs.items() if setting.optimizer_momentum)
             why = "has momentum, and so has the outer optimizer" if setting else "is no compressor"
             raise ValueError(f"codec={method} {why}; legal are {legal}")
         arguments = {key: value for key, value in setting.arguments.items() if key != "warm_up"} | arguments

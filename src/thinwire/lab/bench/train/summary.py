@@ -48,24 +48,24 @@ def summarize(rows: Sequence[dict[str, Any]]) -> list[MethodSummary]:
 
 
 def _summary(method: str, rows: list[dict[str, Any]], dense: list[dict[str, Any]] | None) -> MethodSummary:
-    def median(name: str) -> float:
-        return statistics.median(row[name] for row in rows)
-
     seconds = _median_or_none(rows, "seconds_to_dense_loss")
     dense_seconds = None if dense is None else _median_or_none(dense, "seconds_to_dense_loss")
     return MethodSummary(
         method=method,
         bytes_sent_max=_sent(rows),
         fewer_bytes=None if dense is None else _sent(dense) / max(1.0, _sent(rows)),
-        step_seconds=median("step_seconds"),
+        step_seconds=_step_seconds(rows),
         final_loss=_median_or_none(rows, "final_loss"),
         loss_vs_dense=_median_or_none(rows, "loss_vs_dense"),
         seconds_to_dense_loss=seconds,
         speedup=dense_seconds / seconds if seconds and dense_seconds else None,
-        step_speedup=None
-        if dense is None
-        else statistics.median(row["step_seconds"] for row in dense) / median("step_seconds"),
+        step_speedup=None if dense is None else _step_seconds(dense) / _step_seconds(rows),
     )
+
+
+def _step_seconds(rows: list[dict[str, Any]]) -> float:
+    """Return the seconds of a step; rows of earlier versions have only their median."""
+    return statistics.median(row.get("step_seconds", row["step_seconds_median"]) for row in rows)
 
 
 def _sent(rows: list[dict[str, Any]]) -> float:

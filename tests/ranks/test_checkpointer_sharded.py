@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Iterator
 from fractions import Fraction
@@ -19,13 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from holders import SECRET, two_holders
 from thinwire.checkpoint import Checkpointer, MemoryReader, MemoryWriter
 from thinwire.holder.client import HolderClient
-from thinwire.holder.start import HolderOptions, start_holder, stop_holder
 from thinwire.holder.version import Version
 from thinwire.lab.testbed.launch import RankContext, run_ranks
-
-SECRET = "a secret of the tests, long enough"
 
 
 class Sharded:
@@ -200,9 +197,5 @@ def test_dcp_saves_to_and_loads_from_the_memory_of_hosts(sockets: list[str]) -> 
 def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Of the holders of two hosts, for four ranks."""
     monkeypatch.setenv("THINWIRE_SECRET", SECRET)
-    places = [str(tmp_path / name) for name in "ab"]
-    with contextlib.ExitStack() as stack:
-        for place in places:
-            start_holder(HolderOptions(socket=place, memory_budget="200MB", drain_seconds=0.0))
-            stack.callback(lambda place=place: stop_holder(HolderClient.connect(place, SECRET.encode())))
+    with two_holders(tmp_path, "200MB") as places:
         yield [places[0], places[0], places[1], places[1]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import thinwire
+from holders import SECRET, two_holders
 from thinwire.checkpoint import Checkpointer
 from thinwire.compress import error_feedback, top_k
-from thinwire.holder.client import HolderClient
-from thinwire.holder.start import HolderOptions, start_holder, stop_holder
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 from thinwire.outer import OuterRecipe, diloco, local_sgd
 
-SECRET = "a secret of the tests, long enough"
 RECIPES: list[tuple[OuterRecipe, dict[str, Any]]] = [
     (diloco(every=4, fragments=2, delay=3, mix=0.5), {"compress": error_feedback(top_k(0.1))}),
     (local_sgd(every=3, start_step=5), {}),
@@ -31,11 +28,7 @@ STEPS = 9
 def sockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Of two holders, as on two hosts."""
     monkeypatch.setenv("THINWIRE_SECRET", SECRET)
-    places = [str(tmp_path / name) for name in "ab"]
-    with contextlib.ExitStack() as stack:
-        for place in places:
-            start_holder(HolderOptions(socket=place, memory_budget="50MB", drain_seconds=0.0))
-            stack.callback(lambda place=place: stop_holder(HolderClient.connect(place, SECRET.encode())))
+    with two_holders(tmp_path, "50MB") as places:
         yield places
 
 

@@ -33,7 +33,7 @@ class RoundPace:
         self.steps = 0
         self.seen = 0  # steps at the last snapshot
         self.is_ending = False
-        self._is_dropped = False
+        self.is_dropped = False
         self._hurry = threading.Event()
         self._every, self._longest = every_seconds, timeout_seconds / 4
         self._begun, self._used = time.perf_counter(), time.process_time()
@@ -68,17 +68,13 @@ class RoundPace:
         """Begin rounds without a pause, to end them; or return to the usual pace."""
         with self.changed:
             self.is_ending = is_ending
-            self._hurry.set() if is_ending or self._is_dropped else self._hurry.clear()
+            self._hurry.set() if is_ending or self.is_dropped else self._hurry.clear()
             self.changed.notify_all()
 
     def drop(self) -> None:
         """Let the lane go on: there will be no more rounds."""
-        self._is_dropped = True
+        self.is_dropped = True
         self.hurry(self.is_ending)
-
-    @property
-    def is_dropped(self) -> bool:
-        return self._is_dropped
 
 
 _paces: WeakSet[RoundPace] = WeakSet()

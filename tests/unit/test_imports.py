@@ -18,32 +18,39 @@ ROOMS = {
     "errors": set(),
     "observe": {"errors"},
     "kernels": {"errors", "observe"},
+    "codes": {"errors", "kernels", "observe"},
     "sparse": {"kernels", "observe"},
-    "wire": {"errors", "kernels", "observe"},
+    "wire": {"errors", "kernels", "observe", "codes"},
     "partition": {"kernels", "wire"},
-    "comm": {"errors", "kernels", "observe", "sparse", "wire", "partition"},
+    "comm": {"errors", "kernels", "observe", "codes", "sparse", "wire", "partition"},
+    "lossless": {"errors", "kernels", "observe", "codes", "wire", "partition", "comm"},
     "cuda": {"errors", "comm"},
     "sync": {"errors", "kernels", "sparse", "wire", "partition", "comm"},
     "schemes": {"sync", "wire"},
-    "compress": {"errors", "kernels", "observe", "sparse", "wire"},
+    "compress": {"errors", "kernels", "observe", "codes", "sparse", "wire"},
     "fuse": {"errors", "observe"},
     "plan": {"errors", "compress", "fuse"},
     "gradients": {
-        "errors", "observe", "kernels", "sparse", "wire", "comm", "cuda", "sync", "compress", "fuse", "plan",
+        "errors", "observe", "kernels", "codes", "sparse", "wire", "comm", "lossless", "cuda", "sync", "compress",
+        "fuse", "plan",
     },
-    "follow": {"errors", "observe", "wire", "comm", "sync", "compress", "fuse", "plan", "gradients"},
+    "follow": {"errors", "observe", "wire", "comm", "lossless", "sync", "compress", "fuse", "plan", "gradients"},
     "all_reduce": {"sparse", "comm", "sync"},
-    "synchronizer": {"errors", "observe", "kernels", "comm", "cuda", "sync", "compress", "gradients", "follow"},
+    "synchronizer": {
+        "errors", "observe", "kernels", "comm", "lossless", "cuda", "sync", "compress", "gradients", "follow",
+    },
     "outer": {"errors", "observe", "wire", "comm", "cuda", "sync", "compress", "gradients", "follow", "synchronizer"},
     "attach": {
-        "errors", "sparse", "comm", "sync", "compress", "fuse", "plan", "gradients", "follow", "synchronizer", "outer",
+        "errors", "sparse", "comm", "lossless", "sync", "compress", "fuse", "plan", "gradients", "follow",
+        "synchronizer", "outer",
     },
     "holder": {"errors"},
     "elastic": {"errors", "holder"},
-    "checkpoint": {"errors", "comm", "cuda", "holder"},
+    "checkpoint": {"errors", "codes", "comm", "cuda", "holder"},
     "integrations": {"errors", "comm", "gradients", "synchronizer", "outer", "attach", "checkpoint"},
     "lab": {
-        "errors", "observe", "kernels", "sparse", "wire", "partition", "comm", "cuda", "sync", "schemes", "compress",
+        "errors", "observe", "kernels", "codes", "sparse", "wire", "partition", "comm", "lossless", "cuda", "sync",
+        "schemes", "compress",
         "fuse", "plan", "gradients", "follow", "all_reduce", "synchronizer", "outer", "attach", "holder",
         "checkpoint", "__init__", "__version__",
     },
@@ -73,7 +80,8 @@ LAZY = {"numba", "triton", "matplotlib", "pyroute2", "sklearn"}
 
 # Rooms that see types and costs, never process groups.
 WITHOUT_PROCESS_GROUPS = {
-    "errors", "observe", "kernels", "sparse", "wire", "partition", "schemes", "compress", "fuse", "plan", "holder",
+    "errors", "observe", "kernels", "codes", "sparse", "wire", "partition", "schemes", "compress", "fuse", "plan",
+    "holder",
 }  # fmt: skip
 
 # A room that imports nothing but the standard library, and of thinwire what is said above.

@@ -1,0 +1,1 @@
+"""Codes of values, which give back every bit."""

@@ -16,7 +16,7 @@ from thinwire.codes import floats
 from thinwire.comm.channel import Channel, Subject, opening_bytes
 from thinwire.errors import CorruptMessageError, LostPeerError
 from thinwire.lossless import sum as sums
-from thinwire.lossless.sum import Report, all_reduce, pieces, reduce_scatter
+from thinwire.lossless.sum import SumReport, all_reduce, pieces, reduce_scatter
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -50,7 +50,7 @@ def gradients(numel: int, world_size: int, dtype: torch.dtype, seed: int = 0) ->
 
 
 def summed(
-    tensors: Sequence[Tensor], scale: float, report: Sequence[Report] | None = None
+    tensors: Sequence[Tensor], scale: float, report: Sequence[SumReport] | None = None
 ) -> tuple[list[Tensor], list[int]]:
     """The sum on each rank, and the bytes that each sent."""
 
@@ -128,7 +128,7 @@ def test_bytes_sent_are_those_of_the_codes(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(sums, "SEGMENT_VALUES", floats.CHUNK_VALUES)
     world_size, numel = 3, 6 * floats.CHUNK_VALUES
     tensors = gradients(numel, world_size, torch.float32)
-    reports = [Report() for _ in tensors]
+    reports = [SumReport() for _ in tensors]
     _, sent = summed(tensors, 1 / world_size, reports)
     total = rank_order_sum(tensors, 1.0)
     pulled = sum(floats.encode(part).numel() for part in total.split(floats.CHUNK_VALUES))

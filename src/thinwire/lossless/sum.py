@@ -58,7 +58,7 @@ class Half:
 
 
 @dataclass
-class Report:
+class SumReport:
     """What sums sent and took on this rank; each sum adds to it.
 
     Args:
@@ -93,7 +93,7 @@ def pieces(numel: int, world_size: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(ends)]
 
 
-def all_reduce(tensor: Tensor, channel: Channel, scale: float = 1.0, report: Report | None = None) -> None:
+def all_reduce(tensor: Tensor, channel: Channel, scale: float = 1.0, report: SumReport | None = None) -> None:
     """Sum a contiguous tensor over all ranks in place, times ``scale``, to the same bits on every rank.
 
     They are the bits of a sum in rank order: of float32 and float64 ``((t0 + t1) + t2) * scale``, of sixteen-bit values
@@ -112,12 +112,14 @@ def all_reduce(tensor: Tensor, channel: Channel, scale: float = 1.0, report: Rep
         flat.mul_(scale)
     elif flat.numel():
         with channel.stream() as stream:
-            run = _Run(flat, pieces(flat.numel(), channel.world_size), channel, Parcels(channel, stream), scale, report)
+            run = _CodedSum(
+                flat, pieces(flat.numel(), channel.world_size), channel, Parcels(channel, stream), scale, report
+            )
             run.all_reduce()
 
 
 def reduce_scatter(
-    tensor: Tensor, out: Tensor, channel: Channel, scale: float = 1.0, report: Report | None = None
+    tensor: Tensor, out: Tensor, channel: Channel, scale: float = 1.0, report: SumReport | None = None
 ) -> None:
     """Sum a contiguous tensor over all ranks; ``out`` gets the part of this rank, with the bits of `all_reduce`.
 
@@ -136,7 +138,7 @@ def reduce_scatter(
         torch.mul(flat, scale, out=out.view(-1))
     elif size:
         with channel.stream() as stream:
-            _Run(flat, bounds, channel, Parcels(channel, stream), scale, report).reduce_scatter(out.view(-1))
+            _CodedSum(flat, bounds, channel, Parcels(channel, stream), scale, report).reduce_scatter(out.view(-1))
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class _Expected:
 Arriving = Iterator[tuple[_Expected, Callable[[], Tensor]]]
 
 
-class _Run:
+class _CodedSum:
     """One sum. Messages are numbered by segment: even for a push, odd for a pull."""
 
     def __init__(
@@ -161,10 +163,10 @@ class _Run:
         channel: Channel,
         parcels: Parcels,
         scale: float,
-        report: Report | None,
+        report: SumReport | None,
     ) -> None:
         self.flat, self.channel, self.parcels, self.scale = flat, channel, parcels, scale
-        self.report = report or Report()
+        self.report = report or SumReport()
         self.rank, self.ranks = channel.rank, range(channel.world_size)
         self.others = [(self.rank + step) % channel.world_size for step in self.ranks[1:]]
         self.segments = [_cut(piece) for piece in bounds]

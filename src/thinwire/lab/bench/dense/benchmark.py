@@ -20,7 +20,7 @@ from thinwire.lab.bench.train.rows import bits_per_value
 from thinwire.lab.report import environment
 from thinwire.lab.testbed.launch import run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
-from thinwire.lossless.sum import Report
+from thinwire.lossless.sum import SumReport
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def _rows(benchmark: DenseBenchmark, link_mbit: float | None, ranks: Sequence[De
     ]
 
 
-def _coded(reports: Sequence[Report]) -> dict[str, float | None]:
+def _coded(reports: Sequence[SumReport]) -> dict[str, float | None]:
     """Bits of a value pushed and pulled, and seconds of coding of the slowest rank; null without a code."""
     if not reports:
         return dict.fromkeys(("bits_push", "bits_pull", "encode_seconds", "decode_seconds"))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from thinwire import kernels
-from thinwire.comm.channel import Channel, Subject
+from thinwire.comm.channel import Channel, Subject, opening_bytes
 from thinwire.comm.hosts import HOST_VARIABLE
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import ring_all_reduce_bytes
@@ -24,7 +24,7 @@ from thinwire.lab.bench.sync_rank import Turns, timed
 from thinwire.lab.bench.train.account import interface_bytes_sent
 from thinwire.lab.bench.train.stock import rank_order_sum
 from thinwire.lab.testbed.rank import RankContext
-from thinwire.lossless.sum import Report, all_reduce
+from thinwire.lossless.sum import SumReport, all_reduce
 from thinwire.sync.synchronize import dense_all_reduce
 
 NATIVE, LOSSLESS, BF16, RANK_ORDER = "native", "lossless", "bf16", "rank_order"
@@ -51,7 +51,7 @@ class DenseMeasurement:
     equal_to_rank_order: bool
     max_abs_error: float
     relative_error: float
-    coded: Report | None
+    coded: SumReport | None
     """What the code took, of the last run; None of other methods."""
 
 
@@ -83,7 +83,7 @@ def measure(
     lane = Lane()
     kernels.warm_up()
     for method in methods:
-        _run(lane, method, [bucket[:_WARM_UP_VALUES].clone() for bucket in buckets], Report())
+        _run(lane, method, [bucket[:_WARM_UP_VALUES].clone() for bucket in buckets], SumReport())
     runs: dict[str, list[_Run]] = {method: [] for method in methods}
     for turn in range(turns.warm_up + turns.repeat):
         for method in methods:
@@ -103,11 +103,11 @@ class _Run:
     sent_between_hosts_bytes: int
     link_bytes: int | None
     means: list[Tensor]
-    coded: Report
+    coded: SumReport
 
 
 def _once(lane: Lane, method: str, buckets: Sequence[Tensor], one_clock: bool, interface: str | None) -> _Run:
-    means, coded = [bucket.clone() for bucket in buckets], Report()
+    means, coded = [bucket.clone() for bucket in buckets], SumReport()
     before = None if interface is None else interface_bytes_sent(interface)
     started, ended, sent, between = timed(partial(_run, lane, method, means, coded), lane, one_clock)
     dist.barrier()  # what this host still has to send belongs to this run
@@ -115,14 +115,14 @@ def _once(lane: Lane, method: str, buckets: Sequence[Tensor], one_clock: bool, i
     return _Run(started, ended, sent, between, link, means, coded)
 
 
-def _run(lane: Lane, method: str, means: Sequence[Tensor], coded: Report) -> None:
+def _run(lane: Lane, method: str, means: Sequence[Tensor], coded: SumReport) -> None:
     """Average all buckets in place, a job of the lane for each, as in a training."""
     done = [lane.submit(partial(_job, method, number, bucket, coded)) for number, bucket in enumerate(means)]
     for future in done:
         future.wait()
 
 
-def _job(method: str, number: int, bucket: Tensor, coded: Report, lane: Lane) -> None:
+def _job(method: str, number: int, bucket: Tensor, coded: SumReport, lane: Lane) -> None:
     channel = lane.channel(Subject(f"bench {method} bucket {number}", f"{list(bucket.shape)} {bucket.dtype}"))
     channel.open()
     if method == LOSSLESS:
@@ -176,6 +176,7 @@ def _judged(context: RankContext, buckets: Sequence[Tensor], runs: dict[str, lis
     push, pull = push_and_pull([buckets], sums)
     expected = [total * (1.0 / context.world_size) for total in sums]
     values = sum(bucket.numel() for bucket in buckets)
+    opening = len(buckets) * opening_bytes(context.world_size)
     return DenseRank(
         tuple(bucket.numel() for bucket in buckets),
         str(buckets[0].dtype).removeprefix("torch."),
@@ -188,7 +189,7 @@ def _judged(context: RankContext, buckets: Sequence[Tensor], runs: dict[str, lis
                 tuple(run.ended for run in each),
                 each[-1].sent_bytes,
                 each[-1].sent_between_hosts_bytes,
-                round(each[-1].coded.predicted_bytes) or _predicted_bytes(method, buckets, context),
+                opening + (round(each[-1].coded.predicted_bytes) or _predicted_bytes(method, buckets, context)),
                 _mean([run.link_bytes for run in each]),
                 _digest(each[-1].means),
                 all(map(_same_bits, each[-1].means, expected)),

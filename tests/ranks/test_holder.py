@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import secrets
 import signal
 import socket
@@ -375,6 +376,111 @@ def test_an_altered_slot_is_not_a_copy(host: Callable[..., Holder]) -> None:
             client.fetch(version, there.address)
         assert steps(client) == [1]
         check(client, good.step)
+
+
+def put(client: HolderClient, step: int, payload: bytes, pieces: tuple[int, ...] = ()) -> None:
+    """Write a version and wait until the peer has it."""
+    writer = client.slot(step, client.status()["newest_replicated"])
+    assert writer is not None
+    writer.payload[: len(payload)] = payload
+    writer.payload.release()
+    writer.publish(LAYOUT, len(payload), wait=True, pieces=pieces)
+    wait_for(lambda: client.status()["newest_replicated"] == step)
+
+
+def is_there(holder: Holder, step: int, payload: bytes) -> bool:
+    with client_of(holder, hello=False) as peer:
+        (version,) = [version for version in peer.inventory("run") if version.step == step]
+        with peer.open(version) as reader:
+            return bytes(reader.payload) == payload
+
+
+def test_only_what_changed_is_sent_again(host: Callable[..., Holder]) -> None:
+    """Bytes anywhere change, none, all; the payload grows and shrinks; every version is exact on the peer."""
+    here, there = host("a"), host("b")
+    draw, sent = random.Random(5), 0
+    payload = bytearray(draw.randbytes(NUM_BYTES - 5000))
+    with client_of(here, replicas=[there.address]) as client:
+        client.grant_all()
+        for step in range(1, 12):
+            changed = {draw.randrange(len(payload)) for _ in range((0, 1, 3, 9)[step % 4])}
+            for place in changed:
+                payload[place] ^= 1 + draw.randrange(255)
+            payload = payload + draw.randbytes(3000) if step == 5 else payload[:-4000] if step == 8 else payload
+            payload = bytearray(draw.randbytes(len(payload))) if step == 10 else payload
+            put(client, step, bytes(payload))
+            assert is_there(there, step, bytes(payload))
+            now = client.status()["bytes_sent"]
+            whole = step in (1, 10)
+            most = len(payload) if whole else (len(changed) + (step in (5, 8))) * (64 << 10)
+            assert now - sent <= most, f"step {step} changed at {len(changed)} places"
+            assert not whole or now - sent == len(payload)
+            sent = now
+        assert client.status()["bytes_unchanged"] > 8 * NUM_BYTES
+
+
+def test_pieces_that_moved_are_not_sent_again(host: Callable[..., Holder]) -> None:
+    here, there = host("a"), host("b")
+    draw = random.Random(6)
+    pieces = [draw.randbytes(size) for size in (70_000, 1, 900_000, 0, 5_000, 1_000_000)]
+    with client_of(here, replicas=[there.address]) as client:
+        client.grant_all()
+        put(client, 1, b"".join(pieces), tuple(map(len, pieces)))
+        pieces[0], pieces[4] = draw.randbytes(69_999), draw.randbytes(7_000)
+        put(client, 2, b"".join(pieces), tuple(map(len, pieces)))
+        assert is_there(there, 2, b"".join(pieces))
+        assert client.status()["bytes_sent"] == 1_975_001 + 69_999 + 7_000
+        writer = client.slot(3, 2)
+        assert writer is not None
+        for wrong in ((5,), (-1, 11), ("a",), (True,) * 10):
+            with pytest.raises(ValueError, match="pieces"):
+                writer.publish(LAYOUT, 10, pieces=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("where", ["sender", "peer"])
+def test_a_version_never_rests_on_an_altered_one(host: Callable[..., Holder], where: str) -> None:
+    """What the sender takes for the same differs on the peer: the digests tell, and all of it is sent."""
+    here, there = host("a"), host("b")
+    old, new = payload_of(1)[:NUM_BYTES], bytearray(payload_of(1)[:NUM_BYTES])
+    with client_of(here, replicas=[there.address]) as client:
+        client.grant_all()
+        put(client, 1, old)
+        new[77] ^= 1
+        flip(here if where == "sender" else there, 1, 77 if where == "sender" else NUM_BYTES - 1)
+        put(client, 2, bytes(new))
+        assert is_there(there, 2, bytes(new))
+        assert client.status()["bytes_sent"] >= 2 * NUM_BYTES
+
+
+def test_a_replaced_peer_gets_all_of_it(host: Callable[..., Holder]) -> None:
+    here, there = host("a"), host("b")
+    with client_of(here, replicas=[there.address]) as client:
+        client.grant_all()
+        put(client, 1, payload_of(1)[:NUM_BYTES])
+        port = int(there.address.rpartition(":")[2])
+        there.stop()
+        again = host("b", port=port)
+        put(client, 2, payload_of(1)[:NUM_BYTES])
+        assert is_there(again, 2, payload_of(1)[:NUM_BYTES])
+        assert client.status()["bytes_unchanged"] <= NUM_BYTES  # of version 1, if that was sent again before
+
+
+@pytest.mark.parametrize("content", [{"from": 0}, {"from": 1, "bytes": NUM_BYTES}, {"from": -1, "bytes": 5}, {"a": 1}])
+def test_a_peer_cannot_have_copied_what_is_not_there(host: Callable[..., Holder], content: dict[str, Any]) -> None:
+    here, there = host("a"), host("b")
+    with client_of(here, replicas=[there.address]) as client:
+        client.grant_all()
+        put(client, 1, payload_of(1)[:NUM_BYTES])
+        (shard,) = here.store.shards.values()
+        later = {**shard.complete()[0][1].to_json(), "step": 2}
+        with contextlib.closing(call(there.address, SECRET, 2.0)) as connection:
+            answer = connection.request("receive", {"manifest": later, "keep": None}, LAYOUT).json
+            assert answer == {"have": False, "base": shard.complete()[0][1].version.digest}
+            connection.send(FrameKind.DATA, content)
+            with pytest.raises((LostPeerError, ThinwireError)):
+                connection.answer(2.0)
+        with client_of(there, hello=False) as peer:
+            assert steps(peer) == [1]
 
 
 class Proxy:

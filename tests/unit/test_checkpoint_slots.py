@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from thinwire.checkpoint.state.layout import TensorSlice, view_of
 from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.holder.client import SlotReader
-from thinwire.holder.slots import Slot, SlotSize, SlotView, State, choose_slot
+from thinwire.holder.slots import Slot, SlotSize, SlotView, State, choose_slot, runs_of
 from thinwire.holder.store import available_bytes, parse_bytes
 from thinwire.holder.version import CHUNK_BYTES, Manifest, ShardId, Version, topology_digest
 from thinwire.lab.slot_directory import SlotDirectory
@@ -284,3 +284,28 @@ def test_no_trainer_can_cut_the_memory_that_the_holder_reads() -> None:
     slot = Slot.allocate(SlotSize(5000, 100))
     with contextlib.closing(slot), pytest.raises(PermissionError):
         os.ftruncate(slot.descriptor, 4096)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3)), max_size=12),
+    st.booleans(),
+)
+def test_runs_say_where_every_byte_comes_from(
+    new: list[tuple[int, int]], old: list[tuple[int, int]], has_pieces: bool
+) -> None:
+    """Pieces of any content and length, with other ones before; and as many as can be are found."""
+    payload, base = (bytearray(b"".join(bytes([kind]) * size for kind, size in each)) for each in (new, old))
+    pieces, base_pieces = ([size for _, size in each] if has_pieces else [] for each in (new, old))
+    runs = runs_of(memoryview(payload), memoryview(base), pieces, base_pieces)
+    made = bytearray()
+    for length, origin in runs:
+        made += payload[len(made) : len(made) + length] if origin < 0 else base[origin : origin + length]
+    assert made == payload
+    assert all(length > 0 for length, _ in runs)
+    found = sum(length for length, origin in runs if origin >= 0)
+    if has_pieces:
+        alike = [size for (kind, size), other in zip(new, old, strict=False) if (kind, size) == other]
+        assert found == (sum(alike) if base else 0)
+    else:
+        assert found == (len(payload) if payload == base else 0)

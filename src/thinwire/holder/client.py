@@ -7,7 +7,7 @@ import os
 import socket
 import struct
 import threading
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +32,24 @@ class SlotWriter:
         self._room_bytes = len(self.payload)
 
     def publish(
-        self, layout: bytes, payload_bytes: int | None = None, wait: bool = False, shared_bytes: int = 0
+        self,
+        layout: bytes,
+        payload_bytes: int | None = None,
+        wait: bool = False,
+        shared_bytes: int = 0,
+        pieces: Sequence[int] = (),
     ) -> None:
         """Publish the first ``payload_bytes`` of the payload (default all) as a version described by ``layout``.
 
-        All owners should have the first ``shared_bytes`` of them alike: they get a digest of their own.
+        All owners should have the first ``shared_bytes`` of them alike: they get a digest of their own. ``pieces`` are
+        lengths: a piece that is the same as the one of that number in the version before is not sent again.
 
         Returns at once; the holder computes the digests, even if this process dies now. With ``wait``, returns when
         the version is complete on this host. Raises ValueError if it does not fit, ThinwireError if it failed.
         """
         num_bytes = self._room_bytes if payload_bytes is None else payload_bytes
         content = {"slot": self._number, "step": self.step, "payload_bytes": num_bytes, "wait": wait}
-        content |= {"shared_bytes": shared_bytes}
+        content |= {"shared_bytes": shared_bytes, "pieces": list(pieces)}
         reach("publish")
         self._client.request("publish", content, layout, seconds=_SLOW_SECONDS if wait else None)
         reach("published")

@@ -246,6 +246,7 @@ class Holder:
                 "bytes_per_second": sum(rates) or None,  # they send at the same time
                 "latency_seconds": max((replica["latency_seconds"] for replica in replicas.values()), default=0.0),
                 "bytes_sent": sum(replica["bytes_sent"] for replica in replicas.values()),
+                "bytes_unchanged": sum(replica["bytes_unchanged"] for replica in replicas.values()),
                 "dropped": sum(replica["dropped"] for replica in replicas.values()),
                 "cpu_seconds": time.process_time(),  # of the whole holder
                 "last_error": next((error for error in errors if error), ""),

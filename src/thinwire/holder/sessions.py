@@ -287,10 +287,13 @@ class TrainerSession(Session):
         if holding is None or holding.number != get(request, "slot", int):
             raise ValueError("that slot is not being written by this trainer")
         step, payload_bytes = get(request, "step", int), get(request, "payload_bytes", int, 0, MAX_PAYLOAD_BYTES)
-        shared_bytes = get(request, "shared_bytes", int, 0, payload_bytes)
+        shared_bytes, pieces = get(request, "shared_bytes", int, 0, payload_bytes), get(request, "pieces", list)
+        if not all(type(size) is int and size >= 0 for size in pieces) or (pieces and sum(pieces) != payload_bytes):
+            raise ValueError(f"the pieces are not those of {payload_bytes} bytes")
         holding.slot.check_room(payload_bytes, len(layout))
         self.writing = None
-        sealed = self.holder.sealing.submit(self._seal, shard, holding, step, payload_bytes, layout, shared_bytes)
+        said = step, payload_bytes, layout, shared_bytes
+        sealed = self.holder.sealing.submit(self._seal, shard, holding, *said, tuple(pieces))
         if request.get("wait") is True:
             manifest = sealed.result()
             if manifest is None:
@@ -299,11 +302,18 @@ class TrainerSession(Session):
         return {}
 
     def _seal(
-        self, shard: Shard, holding: Holding, step: int, payload_bytes: int, layout: bytes, shared_bytes: int
+        self,
+        shard: Shard,
+        holding: Holding,
+        step: int,
+        payload_bytes: int,
+        layout: bytes,
+        shared_bytes: int,
+        pieces: tuple[int, ...],
     ) -> Manifest | None:
         try:
             manifest = holding.slot.digest(shard.id, step, self.attempt, payload_bytes, layout, shared_bytes)
-            self.store.seal(holding, manifest, layout)
+            self.store.seal(holding, manifest, layout, pieces)
             return manifest
         except Exception as error:
             shard.last_error = f"step {step}: {error}"
@@ -448,9 +458,11 @@ class PeerSession(Session):
             if shard.is_superseded(manifest.order) and not wanted:
                 return {"superseded": True}
             started = time.monotonic()
-            with self.holder.into(shard, _order(request.get("keep")), manifest, layout) as holding:
-                self.connection.send(FrameKind.REPLY, {"have": False})
-                receive_payload(self.connection, holding.slot, manifest, None)
+            into = self.holder.into(shard, _order(request.get("keep")), manifest, layout)
+            with into as holding, self.store.base(shard) as base:
+                self.connection.send(FrameKind.REPLY, {"have": False, "base": base.digest if base is not None else ""})
+                payload = base.slot.payload(base.manifest.payload_bytes) if base and base.manifest else None
+                receive_payload(self.connection, holding.slot, manifest, None, payload)
             self.holder.note("received", manifest.payload_bytes, time.monotonic() - started)
             return {}
         finally:

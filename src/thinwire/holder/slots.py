@@ -9,6 +9,7 @@ changes and returns to it after the last one, so a crash at any point leaves the
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import hashlib
 import json
@@ -21,6 +22,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from itertools import zip_longest
 
 from thinwire.errors import CorruptMessageError
 from thinwire.holder.faultpoint import reach
@@ -81,6 +83,39 @@ def chunk_crcs(payload: memoryview, chunk_bytes: int = CHUNK_BYTES) -> tuple[int
     finally:
         for chunk in chunks:
             chunk.release()
+
+
+_SAME_BYTES = 64 << 10  # compared at a time, where the writer has not named pieces
+_memcmp = ctypes.CDLL(None).memcmp
+_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+def runs_of(
+    payload: memoryview, base: memoryview, pieces: Sequence[int] = (), base_pieces: Sequence[int] = ()
+) -> list[tuple[int, int]]:
+    """Return the payload as runs: bytes, and where ``base`` has the same ones, or -1 where it has not.
+
+    All bytes are compared, piece by piece: the n-th one with the n-th one of ``base``, wherever those begin. Without
+    ``pieces``, their lengths, both are compared in steps of 64 KiB.
+    """
+    runs: list[tuple[int, int]] = []
+    if not payload or not base:
+        return [(len(payload), -1)] if payload else runs
+    new, old = (ctypes.addressof(ctypes.c_char.from_buffer(each)) for each in (payload, base))
+    done, start = 0, 0
+    for size, other in zip_longest(pieces or _steps(len(payload)), base_pieces or _steps(len(base)), fillvalue=0):
+        origin = start if size == other and not _memcmp(new + done, old + start, size) else -1
+        length, before = runs[-1] if runs else (0, 0)
+        if runs and (origin == before == -1 or (origin >= 0 <= before == origin - length)):
+            runs[-1] = length + size, before
+        elif size:
+            runs.append((size, origin))
+        done, start = done + size, start + other
+    return runs
+
+
+def _steps(num_bytes: int) -> list[int]:
+    return [min(_SAME_BYTES, num_bytes - start) for start in range(0, num_bytes, _SAME_BYTES)]
 
 
 class Slot:

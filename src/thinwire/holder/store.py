@@ -80,6 +80,7 @@ class Holding:
     """A slot and its content. ``manifest`` is set exactly while the slot is complete, since ``sealed_at``.
 
     ``mapped``: whether the trainer that is connected has the slot mapped, so that its memory could not be freed.
+    ``pieces``: lengths in bytes, by which to compare the payload with another version (`slots.runs_of`).
     """
 
     slot: Slot
@@ -87,6 +88,7 @@ class Holding:
     mapped: bool = False
     manifest: Manifest | None = None
     layout: bytes = b""
+    pieces: tuple[int, ...] = ()
     writing: bool = False
     readers: int = 0
     sealed_at: float = 0.0
@@ -413,11 +415,12 @@ class Store:
         shard.holdings = [*shard.holdings, larger]
         return larger
 
-    def seal(self, holding: Holding, manifest: Manifest, layout: bytes) -> None:
+    def seal(self, holding: Holding, manifest: Manifest, layout: bytes, pieces: tuple[int, ...] = ()) -> None:
         """Make the content of the slot a version."""
         holding.slot.publish(manifest, layout)
         with self.changed:
             holding.manifest, holding.layout, holding.writing = manifest, layout, False
+            holding.pieces = pieces
             holding.sealed_at = time.monotonic()
             self.changed.notify_all()
 
@@ -459,6 +462,20 @@ class Store:
                 holding.readers += 1
                 return holding
         raise ThinwireError(f"{version.shard}, step {version.step}: no such complete version here")
+
+    @contextlib.contextmanager
+    def base(self, shard: Shard, digest: str | None = None) -> Iterator[Holding | None]:
+        """Keep the version of that digest, or the newest one, from being overwritten; None if there is none."""
+        with self.changed:
+            found = [holding for holding, _ in shard.complete() if digest in (None, holding.digest)]
+            holding = found[-1] if found else None
+            if holding is not None:
+                holding.readers += 1
+        try:
+            yield holding
+        finally:
+            if holding is not None:
+                self.unpin(holding)
 
     def unpin(self, holding: Holding) -> None:
         with self.changed:

@@ -1,6 +1,6 @@
 """What a lossless sum of dense gradients costs, and whether it pays. Pure numbers.
 
-A coded sum has two halves, see `thinwire.lossless.sum`: every rank pushes the code of a piece of its gradient to the
+A coded sum has two halves: every rank pushes the code of a piece of its gradient to the
 owner of the piece, and pulls the code of each sum. All seconds are those of one rank, all ranks working at once.
 """
 
@@ -18,7 +18,7 @@ SEGMENT_BYTES = 1 << 20
 """Bytes of a piece, uncoded, that are coded while those before them travel."""
 
 
-class Link(Protocol):
+class LinkCosts(Protocol):
     """What a sum has to know of a link; a `thinwire.comm.machine.Machine` is one."""
 
     @property
@@ -91,13 +91,13 @@ class Verdict:
     lossless_seconds: float = 0.0
 
 
-def native_seconds(num_bytes: float, world_size: int, link: Link) -> float:
+def native_seconds(num_bytes: float, world_size: int, link: LinkCosts) -> float:
     """Return the seconds of the process group's own all-reduce."""
     sent_bytes = 2 * (world_size - 1) / world_size * num_bytes
     return sent_bytes * link.reduced_byte_seconds + 2 * (world_size - 1) * link.message_seconds
 
 
-def lossless_seconds(num_bytes: float, ranks: Ranks, link: Link, code: Code) -> float:
+def lossless_seconds(num_bytes: float, ranks: Ranks, link: LinkCosts, code: Code) -> float:
     """Return the seconds of a lossless sum.
 
     Coding overlaps the wire: the longer of the two counts, and of the other what its first and last segment need.
@@ -108,7 +108,7 @@ def lossless_seconds(num_bytes: float, ranks: Ranks, link: Link, code: Code) -> 
     return max(coding, wire) + min(coding, wire) / segments + 2 * link.round_seconds
 
 
-def decide(num_bytes: float, ranks: Ranks, link: Link, code: Code, was_lossless: bool = False) -> Verdict:
+def decide(num_bytes: float, ranks: Ranks, link: LinkCosts, code: Code, was_lossless: bool = False) -> Verdict:
     """Return whether a bucket should be summed losslessly; the same on all ranks that know the same numbers."""
     if ranks.ranks_per_host >= ranks.world_size:
         return Verdict(False, "all ranks are on one host, where bytes cost nothing")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from thinwire.compress.assign import with_memory
-from thinwire.compress.named import NAMES, parse, split
+from thinwire.compress.named import NAMES, colons, parse, split
 from thinwire.compress.reduction.choose import reduction_for
 from thinwire.lab.planning.measurement import DdpSite, Measurement
 from thinwire.lab.planning.planner import Way, plan_of
@@ -101,8 +101,10 @@ def expression(compressor: str) -> str:
         'thinwire.compress.top_k(density=0.01, values=thinwire.compress.bf16())'
     """
     name, settings = split(compressor)
-    arguments = [
-        f"{key}={expression(value) if key == 'values' and value in NAMES else repr(value)}"
-        for key, value in settings.items()
-    ]
+    arguments = [f"{key}={_argument(value)}" for key, value in settings.items()]
     return f"thinwire.compress.{name}({', '.join(arguments)})"
+
+
+def _argument(value: object) -> str:
+    text = colons(value) if isinstance(value, str) else ""
+    return expression(text) if text.split(":")[0] in NAMES else repr(text or value)

@@ -101,9 +101,7 @@ def test_every_bit_comes_back(code: str, seed: int) -> None:
         assert _bits(tensor) == _bits(original), where.path
     loaded = load_into(_state(seed + 1), layout, tensors)
     assert loaded["step"] == seed
-    assert all(
-        _bits(loaded[name]) == _bits(value) for name, value in _state(seed).items() if isinstance(value, Tensor)
-    )
+    assert all(_bits(loaded[name]) == _bits(value) for name, value in _state(seed).items() if isinstance(value, Tensor))
     coded = {number for (number, _, nbytes), (size, _) in zip(pieces_of(layout.slices), codes.pieces, strict=True)
              if size < nbytes}  # fmt: skip
     paths = {layout.slices[number].path for number in coded}

@@ -71,7 +71,7 @@ def _setting(key: str, value: Any) -> Any:
     if not isinstance(value, str) or key not in ("values", "sparsifier", "index"):
         return value
     text = colons(value)
-    return text if key == "index" or text in ("raw", "lossless") else parse(text)
+    return text if key == "index" or text == "raw" else parse(text)
 
 
 def colons(text: str) -> str:

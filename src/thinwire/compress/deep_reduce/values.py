@@ -1,7 +1,8 @@
-"""Codes of vectors of values: by curves through the sorted values (Xu et al., NeurIPS'21), or without loss."""
+"""Codes of vectors of values: by curves through the sorted values (Xu et al., NeurIPS'21)."""
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
@@ -9,36 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.codes import floats
-from thinwire.compress.base import Memory, Packed, Parameter, Payload, State
+from thinwire.compress.base import Packed, Parameter, Payload, State
 from thinwire.compress.packing import PartSpec, packed_bytes, unpack
 from thinwire.errors import CorruptMessageError
 from thinwire.kernels.reference.codes import pack_integers, unpack_integers
-
-
-@dataclass(frozen=True)
-class Lossless(Packed):
-    """A compressor that loses nothing: the code of `thinwire.codes.floats`, never larger than the values."""
-
-    name = "lossless"
-    memory = Memory.UNBIASED
-
-    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
-        return Payload((gradient.flatten(),))
-
-    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
-        return payload.parts[0].clone().view(parameter.shape)
-
-    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
-        return (PartSpec(torch.uint8, None, parameter.numel * parameter.working_dtype.itemsize),)
-
-    def pack(self, payload: Payload, parameter: Parameter) -> Tensor:
-        return super().pack(Payload((floats.encode(payload.parts[0]),)), parameter)
-
-    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
-        values = torch.empty(parameter.numel, dtype=parameter.working_dtype)
-        floats.decode(super().unpack(data, parameter).parts[0], values)
-        return Payload((values,))
 
 
 @dataclass(frozen=True)
@@ -69,9 +44,9 @@ class SortedCurves(Packed):
         if len(self.part_specs(parameter)) == 1:
             return Payload((flat.clone(),))
         order, scale = flat.argsort(descending=True, stable=True), flat.abs().max()
-        if not bool(scale.isfinite()):
-            scale = scale.new_tensor(torch.nan)  # receivers refuse it
-        scaled = flat[order].double().nan_to_num().numpy() / (float(scale) or 1.0)
+        scaled = np.zeros(flat.numel())
+        if 0.0 < float(scale) < math.inf:  # receivers refuse one that is not finite
+            scaled = flat[order].double().numpy() / float(scale)
         ends = self._ends(scaled, int((flat > 0).sum()))
         zeros = np.zeros(self.coefficients)
         fitted = [self.fit(piece) if piece.size else zeros for piece in np.split(scaled, sorted(ends))]
@@ -89,7 +64,7 @@ class SortedCurves(Packed):
             piece[:] = self.evaluate(coefficients, piece.size).clip(-1.0, 1.0)
         order, _ = unpack_integers(mapping.numpy(), parameter.numel, _bits(parameter.numel))
         values = torch.empty(parameter.numel, dtype=parameter.working_dtype)
-        values[torch.from_numpy(order)] = torch.from_numpy(ordered * float(numbers[0])).to(values.dtype)
+        values[torch.from_numpy(order)] = torch.from_numpy(ordered).mul_(numbers[0]).to(values.dtype)
         return values.view(parameter.shape)
 
     def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:

@@ -55,6 +55,10 @@ def all_compressors() -> dict[str, Compressor]:
             settings["density"] = 0.1
         found[name] = with_memory(constructor(**settings))
     found["top_k, bf16"] = with_memory(top_k(0.1, values=thinwire.compress.bf16()))
+    found["top_k, lossless"] = with_memory(top_k(0.1, values=thinwire.compress.lossless()))
+    found["random_k, lossless bf16"] = with_memory(
+        thinwire.compress.random_k(0.1, values=thinwire.compress.lossless(thinwire.compress.bf16()))
+    )
     found["momentum(top_k)"] = MomentumCorrection(top_k(0.1), 0.5)
     found["warm_up(top_k)"] = with_memory(thinwire.compress.warm_up(top_k(0.1), 2))
     return found

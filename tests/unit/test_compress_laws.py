@@ -92,6 +92,8 @@ def all_compressors() -> dict[str, Compressor]:
     for distribution in ("gamma", "pareto"):
         found[f"sidco {distribution}"] = compress.sidco(0.1, distribution=distribution)
     found["int8 stochastic"] = compress.int8(stochastic=True)
+    found["lossless bf16"] = compress.lossless(compress.bf16())
+    found["top_k of lossless"] = compress.top_k(0.1, values=compress.lossless())
     found["top_k of int8"] = compress.top_k(0.1, values=compress.int8())
     return found
 

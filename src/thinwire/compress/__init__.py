@@ -34,6 +34,7 @@ from thinwire.compress.assign import leave_small
 from thinwire.compress.base import Compressor, Identity, Memory, Packed, Parameter, Payload, State, Summable
 from thinwire.compress.memory import error_feedback, momentum_correction
 from thinwire.compress.methods.cast import bf16, fp8, fp16
+from thinwire.compress.methods.lossless import lossless
 from thinwire.compress.methods.low_rank import acp_sgd, atomo, power_sgd
 from thinwire.compress.methods.ok_topk import ok_topk
 from thinwire.compress.methods.quantize import int8, natural, qsgd, terngrad
@@ -69,6 +70,7 @@ __all__ = [
     "hi_top_k",
     "int8",
     "leave_small",
+    "lossless",
     "momentum_correction",
     "ms_top_k",
     "natural",

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from thinwire import kernels, wire
 from thinwire.compress.base import Additive, Compressor, Joint, Memory, Packed, Parameter, Payload, State, WholeTensor
+from thinwire.compress.methods.lossless import Lossless
 from thinwire.compress.packing import PartSpec
 from thinwire.compress.wrappers import packed_code
 from thinwire.errors import CorruptMessageError
@@ -34,9 +35,9 @@ Selection = tuple[Tensor, Tensor]
 class Selector(Additive):
     """A compressor that sends selected elements of a gradient; subclasses define the parts of its payloads.
 
-    Payloads add up: elements that several ranks selected accumulate, 9 and 7 at one index give 16. Without ``values``
-    sent elements are exact, and the memory of error feedback is exactly zero there. With them it keeps there the loss
-    of the code.
+    Payloads add up: elements that several ranks selected accumulate, 9 and 7 at one index give 16. Without ``values``,
+    or with ``lossless()``, sent elements are exact, and the memory of error feedback is exactly zero there. With others
+    it keeps there the loss of the code.
 
     Args:
         values: code of the vector of selected values, such as ``bf16()``; None sends it as it is.
@@ -113,7 +114,7 @@ class Selector(Additive):
     @property
     def is_exact(self) -> bool:
         """Whether sent elements arrive as they are, so that nothing of them is left."""
-        return self.values is None
+        return self.values is None or (isinstance(self.values, Lossless) and self.values.is_exact)
 
     def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
         ids, values = self.chosen(payload, parameter)

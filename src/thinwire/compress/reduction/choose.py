@@ -9,9 +9,10 @@ from thinwire.compress.reduction.all_reduce import AllReduce
 from thinwire.compress.reduction.base import OwnReduction, Reduction
 from thinwire.compress.reduction.by_scheme import ByScheme
 from thinwire.compress.reduction.hi_top_k import HiTopKReduction
+from thinwire.compress.reduction.messages import max_packed_bytes
 from thinwire.compress.reduction.ok_topk import OkTopkReduction
 from thinwire.compress.reduction.two_shot import ReduceScatter, TwoShot
-from thinwire.compress.wrappers import code_of, core_of, packed_code, summable_code
+from thinwire.compress.wrappers import code_of, core_of, summable_code
 from thinwire.wire import ring_all_reduce_bytes
 
 AUTO = "auto"
@@ -87,9 +88,7 @@ def _price(name: str, compressor: Compressor, parameter: Parameter, world_size: 
     if name == AllReduce.name:
         specs = [spec for specs in summable_code(compressor).round_specs(parameter) for spec in specs]
         return ring_all_reduce_bytes(sum((spec.numel or 0) * spec.dtype.itemsize for spec in specs), world_size)
-    packed = packed_code(compressor).packed_bytes(parameter)
-    if packed is None:
-        return float("inf")
+    packed = max_packed_bytes(compressor, parameter)
     if name == ReduceScatter.name:
         return packed * (world_size - 1) / world_size
     if name == AllGather.name:

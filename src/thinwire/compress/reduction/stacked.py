@@ -71,15 +71,16 @@ class Stack:
 
 
 def stacks(plans: Sequence[Plan]) -> list[Stack]:
-    """Return the stacks of payloads: those with a `stack_code` together by dtype, each other one by itself."""
-    together: dict[torch.dtype, list[int]] = {}
+    """Return the stacks of payloads: those with a `stack_code` together by dtype and code, each other one by itself."""
+    together: dict[tuple[torch.dtype, Compressor | None], list[int]] = {}
     found = []
     for place, (compressor, parameter) in enumerate(plans):
-        if stack_code(compressor) is None:
+        code = stack_code(compressor)
+        if code is None:
             found.append(Stack((place,), plans[place]))
         else:
-            together.setdefault(parameter.working_dtype, []).append(place)
-    for dtype, places in together.items():
+            together.setdefault((parameter.working_dtype, code.values), []).append(place)
+    for (dtype, _), places in together.items():
         found.append(Stack((places[0],), plans[places[0]]) if len(places) == 1 else _stack(places, plans, dtype))
     return found
 
@@ -121,7 +122,7 @@ def stack_code(compressor: Compressor) -> Sparsifier | None:
     """Return the sparsifier that packs payloads of several parameters as one, or None if they are packed apart."""
     while isinstance(compressor, (ErrorFeedback, MomentumCorrection)):
         compressor = compressor.inner
-    return compressor if isinstance(compressor, Sparsifier) and compressor.values is None else None
+    return compressor if isinstance(compressor, Sparsifier) and compressor.is_exact else None
 
 
 def _stack(places: Sequence[int], plans: Sequence[Plan], dtype: torch.dtype) -> Stack:

@@ -78,7 +78,7 @@ class LosslessSync:
         return [pair for pair, goes in zip(gradients, taken, strict=True) if not goes]
 
     def average(self, channel: Channel, bucket: str, tensors: Sequence[Tensor], opening: int = 0) -> list[Tensor]:
-        """Do the same on a channel that was opened for all of them, which sent ``opening`` bytes that are not counted."""
+        """Do the same on a channel that was opened for all of them; of that ``opening`` bytes are not counted yet."""
         taken = self._taken(bucket, tensors)
         for dtype in dict.fromkeys(tensor.dtype for tensor, goes in zip(tensors, taken, strict=True) if goes):
             mine = [tensor for tensor in tensors if tensor.dtype == dtype]

@@ -1,4 +1,4 @@
-"""Codes of vectors of values: by curves through the sorted values (Xu et al., NeurIPS'21), or without loss."""
+"""Codes of vectors of values: by curves through the sorted values (Xu et al., NeurIPS'21)."""
 
 from __future__ import annotations
 
@@ -9,36 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from thinwire.codes import floats
-from thinwire.compress.base import Memory, Packed, Parameter, Payload, State
+from thinwire.compress.base import Packed, Parameter, Payload, State
 from thinwire.compress.packing import PartSpec, packed_bytes, unpack
 from thinwire.errors import CorruptMessageError
 from thinwire.kernels.reference.codes import pack_integers, unpack_integers
-
-
-@dataclass(frozen=True)
-class Lossless(Packed):
-    """A compressor that loses nothing: the code of `thinwire.codes.floats`, never larger than the values."""
-
-    name = "lossless"
-    memory = Memory.UNBIASED
-
-    def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
-        return Payload((gradient.flatten(),))
-
-    def decompress(self, payload: Payload, parameter: Parameter) -> Tensor:
-        return payload.parts[0].clone().view(parameter.shape)
-
-    def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:
-        return (PartSpec(torch.uint8, None, parameter.numel * parameter.working_dtype.itemsize),)
-
-    def pack(self, payload: Payload, parameter: Parameter) -> Tensor:
-        return super().pack(Payload((floats.encode(payload.parts[0]),)), parameter)
-
-    def unpack(self, data: Tensor, parameter: Parameter) -> Payload:
-        values = torch.empty(parameter.numel, dtype=parameter.working_dtype)
-        floats.decode(super().unpack(data, parameter).parts[0], values)
-        return Payload((values,))
 
 
 @dataclass(frozen=True)

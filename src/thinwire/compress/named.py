@@ -61,17 +61,17 @@ def construct(name: str, settings: Mapping[str, Any]) -> Compressor:
         raise unknown("compressor", name, NAMES)
     constructor: Callable[..., Compressor] = getattr(compress, name)
     try:
-        return constructor(**{key: _setting(name, key, value) for key, value in settings.items()})
+        return constructor(**{key: _setting(key, value) for key, value in settings.items()})
     except TypeError as error:
         raise ValueError(f"thinwire.compress.{name} does not take these settings: {error}") from error
 
 
-def _setting(name: str, key: str, value: Any) -> Any:
+def _setting(key: str, value: Any) -> Any:
     """Return the value of a setting: a text of another compressor is that compressor."""
     if not isinstance(value, str) or key not in ("values", "sparsifier", "index"):
         return value
     text = colons(value)
-    return text if key == "index" or (name == "deep_reduce" and text in ("raw", "lossless")) else parse(text)
+    return text if key == "index" or text == "raw" else parse(text)
 
 
 def colons(text: str) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.compress.base import Compressor, Parameter, Payload, State
 from thinwire.compress.deep_reduce.indices import LOSSLESS, Auto, Bloom, IndexCodec, index_codec
 from thinwire.compress.deep_reduce.values import double_exponential, polynomial
-from thinwire.compress.methods.lossless import LosslessFloats
+from thinwire.compress.methods.lossless import lossless
 from thinwire.compress.methods.select import TopK
 from thinwire.compress.methods.sparsify import (
     HEADER_BYTES,
@@ -29,7 +29,7 @@ from thinwire.wire import aligned
 _LENGTH_BYTES = 8
 _VALUES: dict[str, Callable[[], Compressor | None]] = {
     "raw": lambda: None,
-    "lossless": LosslessFloats,
+    "lossless": lossless,
     "polynomial": polynomial,
     "double_exponential": double_exponential,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 
@@ -43,9 +44,9 @@ class SortedCurves(Packed):
         if len(self.part_specs(parameter)) == 1:
             return Payload((flat.clone(),))
         order, scale = flat.argsort(descending=True, stable=True), flat.abs().max()
-        if not bool(scale.isfinite()):
-            scale = scale.new_tensor(torch.nan)  # receivers refuse it
-        scaled = flat[order].double().nan_to_num().numpy() / (float(scale) or 1.0)
+        scaled = np.zeros(flat.numel())
+        if 0.0 < float(scale) < math.inf:  # receivers refuse one that is not finite
+            scaled = flat[order].double().numpy() / float(scale)
         ends = self._ends(scaled, int((flat > 0).sum()))
         zeros = np.zeros(self.coefficients)
         fitted = [self.fit(piece) if piece.size else zeros for piece in np.split(scaled, sorted(ends))]
@@ -63,7 +64,7 @@ class SortedCurves(Packed):
             piece[:] = self.evaluate(coefficients, piece.size).clip(-1.0, 1.0)
         order, _ = unpack_integers(mapping.numpy(), parameter.numel, _bits(parameter.numel))
         values = torch.empty(parameter.numel, dtype=parameter.working_dtype)
-        values[torch.from_numpy(order)] = torch.from_numpy(ordered * float(numbers[0])).to(values.dtype)
+        values[torch.from_numpy(order)] = torch.from_numpy(ordered).mul_(numbers[0]).to(values.dtype)
         return values.view(parameter.shape)
 
     def part_specs(self, parameter: Parameter) -> tuple[PartSpec, ...]:

@@ -113,7 +113,7 @@ def test_every_bit_comes_back(code: str, seed: int) -> None:
 
 def test_pieces_cover_each_tensor_once() -> None:
     encoded = StateEncoder(lambda path, tensor: path == "half").encode(_state(1))
-    covered = {number: 0 for number in range(len(encoded.slices))}
+    covered = dict.fromkeys(range(len(encoded.slices)), 0)
     begun = -1
     for number, start, nbytes in pieces_of(encoded.slices):
         where = encoded.slices[number]

@@ -90,15 +90,15 @@ class LoopbackStream:
     def receive(self, source: int, num_bytes: int) -> Receive:
         number = self._exchange.next_posted(source)
 
-        def wait(actual_bytes: int | None = None) -> Tensor:
-            assert actual_bytes is None or actual_bytes <= num_bytes
+        def wait(actual_bytes: int | Callable[[Tensor], int] | None = None) -> Tensor:
+            assert actual_bytes is None or callable(actual_bytes) or actual_bytes <= num_bytes
             return self._exchange.take(source, number, num_bytes if actual_bytes is None else actual_bytes, self._swap)
 
         return wait
 
-    def send(self, target: int, num_bytes: int, make: Callable[[], Tensor]) -> None:
+    def send(self, target: int, num_bytes: int | None, make: Callable[[], Tensor]) -> None:
         data = make()
-        assert data.numel() == num_bytes, f"a message of {data.numel()} bytes, {num_bytes} were announced"
+        assert num_bytes in (None, data.numel()), f"a message of {data.numel()} bytes, {num_bytes} were announced"
         self._exchange.put(target, data)
 
     def __enter__(self) -> LoopbackStream:
@@ -182,9 +182,15 @@ class LoopbackExchange:
         self._counts.posted[self._members[source]] += 1
         return self._counts.posted[self._members[source]] - 1
 
-    def take(self, source: int, number: int, num_bytes: int, swap: int) -> Tensor:
+    def take(self, source: int, number: int, size: int | Callable[[Tensor], int], swap: int) -> Tensor:
         """The message of that number that ``source`` sent here in the streams so far."""
         part = self._hub.take(self._members[source], self._members[self.rank], number)
+        if callable(size):
+            arrived = self._tampered(source, swap, part)
+            num_bytes = size(arrived)
+            self.traffic.received_bytes += num_bytes
+            return arrived[:num_bytes]
+        num_bytes = size
         assert part.numel() == num_bytes, f"{source} sends {part.numel()}, not {num_bytes} bytes"
         self.traffic.received_bytes += num_bytes
         return self._tampered(source, swap, part)

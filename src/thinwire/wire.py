@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.codes import floats
 from thinwire.errors import CorruptMessageError
 from thinwire.observe.step import ranged
 
 ALIGNMENT_BYTES = 8
+MIN_CODED_BYTES = 4096
+"""Fewest bytes of values that are coded."""
+MOST_CODED = 0.9
+"""Largest part of the bytes of values, by a sample, for which they are coded: less to gain is not worth the time."""
 _INDEX_DTYPES = (
     (1 << 8, torch.uint8),
     (1 << 16, torch.int16),
@@ -27,7 +32,7 @@ _INDEX_DTYPES = (
 
 
 class Format(StrEnum):
-    """Encoding of the ids of a part in a message; values are always sent as they are."""
+    """Encoding of the ids of a part in a message."""
 
     COO = "coo"  # one index a row, of the smallest integer that holds every position of the part
     BITMAP = "bitmap"  # one bit for each row of the whole tensor
@@ -75,17 +80,19 @@ def index_dtype(size: int) -> torch.dtype:
 
 def payload_bytes(format: Format, count: int, row_bytes: int, size: int, num_rows: int) -> int:
     """Return the exact bytes of a payload of ``count`` rows of ``row_bytes``, in a part of ``size`` of ``num_rows``."""
-    if format is Format.DENSE:
-        total = size * row_bytes
-    elif count == 0:
-        total = 0
-    elif format is Format.COO:
-        total = count * (row_bytes + index_dtype(size).itemsize)
-    elif format is Format.ELIAS_FANO:
-        total = count * row_bytes + kernels.elias_fano_bytes(count, size)
-    else:
-        total = count * row_bytes + ((size if format is Format.HASH_BITMAP else num_rows) + 7) // 8
-    return aligned(total)
+    rows_sent = size if format is Format.DENSE else count
+    return aligned(rows_sent * row_bytes + index_bytes(format, count, size, num_rows))
+
+
+def index_bytes(format: Format, count: int, size: int, num_rows: int) -> int:
+    """Return the exact bytes of the ids of ``count`` rows, in a part of ``size`` of ``num_rows``."""
+    if format is Format.DENSE or count == 0:
+        return 0
+    if format is Format.COO:
+        return count * index_dtype(size).itemsize
+    if format is Format.ELIAS_FANO:
+        return kernels.elias_fano_bytes(count, size)
+    return ((size if format is Format.HASH_BITMAP else num_rows) + 7) // 8
 
 
 @lru_cache(maxsize=4096)
@@ -134,7 +141,15 @@ class FormatChoice:
 
 
 @ranged("pack")
-def encode(format: Format, part: Part, positions: Tensor, values: Tensor, order: Tensor | None = None) -> Tensor:
+def encode(
+    format: Format,
+    part: Part,
+    positions: Tensor,
+    values: Tensor,
+    order: Tensor | None = None,
+    *,
+    codes_values: bool = False,
+) -> Tensor:
     """Encode rows as a new payload: values first (so that they are aligned), then ids, then padding with zeros.
 
     Args:
@@ -142,21 +157,39 @@ def encode(format: Format, part: Part, positions: Tensor, values: Tensor, order:
         positions: int64 [k], strictly increasing positions in the part.
         values: [k, width]; or, with ``order``, a larger matrix of which the rows ``order`` [k] are encoded, which
             saves one copy.
+        codes_values: whether values travel as their code (`thinwire.codes.floats`) where a sample says that it pays.
 
     Returns:
-        uint8 [payload_bytes(...)].
+        uint8 [payload_bytes(...)]; shorter if values are coded, by which a receiver knows that.
     """
     count, width = positions.numel(), values.shape[1]
     row_bytes = width * values.element_size()
     total = payload_bytes(format, count, row_bytes, part.size, part.num_rows)
     payload = torch.empty(total, dtype=torch.uint8)
     end = _write_values(format, payload, part.size, positions, values, order)
+    index = payload[:0]
     if count and format is not Format.DENSE:
         index = _encode_index(format, part, positions)
-        payload[end : end + index.numel()] = index
-        end += index.numel()
-    payload[end:] = 0
+    code = code_of(payload[:end].view(values.dtype)) if codes_values else None
+    if code is not None and aligned(code.numel() + index.numel() + 1) < total:
+        shorter = torch.zeros(aligned(code.numel() + index.numel() + 1), dtype=torch.uint8)
+        shorter[: code.numel()] = code
+        shorter[code.numel() : code.numel() + index.numel()] = index
+        shorter[-1] = shorter.numel() - code.numel() - index.numel()
+        return shorter
+    payload[end : end + index.numel()] = index
+    payload[end + index.numel() :] = 0
     return payload
+
+
+def code_of(values: Tensor) -> Tensor | None:
+    """Return the code of values, shorter than they are; None for few values, or where a sample saves hardly any."""
+    if values.nbytes < MIN_CODED_BYTES or not values.is_floating_point():
+        return None
+    if floats.bits_per_value(values) > MOST_CODED * 8 * values.element_size():
+        return None
+    code = floats.encode(values)
+    return code if code.numel() < values.nbytes else None
 
 
 def decode(
@@ -170,19 +203,35 @@ def decode(
     """
     row_bytes = width * dtype.itemsize
     expected = payload_bytes(format, count, row_bytes, part.size, part.num_rows)
-    if payload.numel() != expected or count > part.size:
+    if payload.numel() > expected or count > part.size:
         raise CorruptMessageError(f"a payload of {payload.numel()} bytes, where {count} rows need {expected}")
     rows_sent = part.size if format is Format.DENSE else count
     end = rows_sent * row_bytes
-    values = payload[:end].view(dtype).view(rows_sent, width)
+    if payload.numel() == expected:
+        values, tail = payload[:end].view(dtype), payload[end:]
+    else:
+        values = torch.empty(rows_sent * width, dtype=dtype)
+        tail = _decode_values(payload, values, index_bytes(format, count, part.size, part.num_rows))
+    values = values.view(rows_sent, width)
     if format is Format.DENSE:
         return torch.arange(part.size), values
     if count == 0:
         return torch.empty(0, dtype=torch.int64), values
-    positions = _decode_index(format, part, count, payload[end:])
+    positions = _decode_index(format, part, count, tail)
     if positions.numel() != count or not _is_increasing(positions, part.size):
         raise CorruptMessageError(f"the ids of a {format.value} payload are not {count} rows of their part")
     return positions, values
+
+
+def _decode_values(payload: Tensor, values: Tensor, index_bytes: int) -> Tensor:
+    """Fill values from a payload that has their code, see `encode`, and return what follows: ids and padding."""
+    padding = int(payload[-1]) if payload.numel() else 0
+    end = payload.numel() - padding - index_bytes
+    is_padded = 1 <= padding <= ALIGNMENT_BYTES and not bool(payload[-padding:-1].any())
+    if not is_padded or not 0 < end < values.nbytes or not values.is_floating_point():
+        raise CorruptMessageError(f"a payload of {payload.numel()} bytes is too short for {values.numel()} values")
+    floats.decode(payload[:end], values)
+    return payload[end:]
 
 
 def _write_values(

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from loopback import LoopbackExchange, run_ranks
-from thinwire import compress
+from loopback import LoopbackExchange, Tamper, run_ranks, untouched
+from thinwire import compress, wire
 from thinwire.comm.channel import Channel, Subject
 from thinwire.compress.base import Compressor, Identity, Memory, Parameter, State
 from thinwire.compress.memory import ErrorFeedback, with_memory
@@ -22,7 +22,12 @@ from thinwire.compress.reduction.choose import AUTO, reduction_for, scattered
 from thinwire.compress.wrappers import packed_code
 from thinwire.errors import CorruptMessageError
 from thinwire.gradients.peers import ChannelPeers
-from thinwire.sync.named import ZEN
+from thinwire.sparse import SparseRows
+from thinwire.sync.named import NAMED, ZEN, name_of
+from thinwire.sync.scheme import Communication
+from thinwire.sync.synchronize import synchronize
+from thinwire.sync.two_level import TwoLevel
+from thinwire.wire import Format, Whole
 
 SIZES = (0, 1, 7, 1000, 40_000)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -180,3 +185,63 @@ def test_stacks_of_selections_are_the_same_with_coded_values(reduction: str) -> 
 def test_identity_is_not_mistaken_for_no_code() -> None:
     """Its values are coded apart, by a packing of their own."""
     assert stacked.stack_code(compress.top_k(0.1, values=Identity())) is None
+
+
+# --- values of rows
+
+
+def rows_of(rank: int, num_rows: int = 900, width: int = 16, dtype: torch.dtype = torch.float32) -> SparseRows:
+    """Rows that ranks share in part, of values as under autocast; another number on each rank."""
+    chosen = torch.randperm(num_rows, generator=torch.Generator().manual_seed(rank))[: 250 + 17 * rank]
+    ids = chosen.sort().values
+    values = like_autocast(ids.numel() * width, rank).view(-1, width)
+    return SparseRows(ids, values.to(dtype), num_rows)
+
+
+def summed(world_size: int, scheme: Any, codes_values: bool, dtype: torch.dtype, tamper: Tamper = untouched) -> Any:
+    def rank_of(exchange: LoopbackExchange) -> tuple[SparseRows, int, int]:
+        exchange.hosts = [rank // 2 for rank in range(world_size)]
+        channel = Channel(exchange, Subject("rows", "the same on all ranks"), 0)
+        channel.codes_values = codes_values
+        total = synchronize(rows_of(exchange.rank, dtype=dtype), scheme, channel, 1.0 / world_size)
+        return total, exchange.traffic.sent_bytes, channel.saved_bytes
+
+    return run_ranks(world_size, rank_of, tamper=tamper)
+
+
+SCHEMES = (*NAMED.values(), TwoLevel(ZEN))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
+def test_sums_of_rows_are_the_same_with_coded_values(scheme: Any, world_size: int, dtype: torch.dtype) -> None:
+    plain = [outcome.get() for outcome in summed(world_size, scheme, False, dtype)]
+    coded = [outcome.get() for outcome in summed(world_size, scheme, True, dtype)]
+    assert all(saved == 0 for _, _, saved in plain)
+    for (total, sent, _), (other, fewer, saved) in zip(plain, coded, strict=True):
+        assert torch.equal(other.ids, total.ids)
+        assert same_bits(other.values, total.values)
+        if isinstance(scheme, TwoLevel) or not scheme.communication is scheme.pull_by is Communication.POINT_TO_POINT:
+            continue  # stages pass on messages of others, whose savings nobody counts
+        assert fewer == sent - saved
+        assert saved > (0.3 * sent if dtype is torch.float32 else 0)
+
+
+@pytest.mark.parametrize("format", wire.FORMATS)
+@pytest.mark.parametrize("num_rows", [40, 1000, 6000])
+def test_a_coded_payload_is_shorter_and_gives_back_every_bit(format: Format, num_rows: int) -> None:
+    part = Whole(num_rows)
+    positions = torch.arange(0, num_rows, 1 if format is Format.DENSE else 3)
+    values = like_autocast(positions.numel() * 12).view(-1, 12)
+    plain = wire.encode(format, part, positions, values)
+    payload = wire.encode(format, part, positions, values, codes_values=True)
+    assert payload.numel() % 8 == 0
+    assert payload.numel() == plain.numel() if values.nbytes < wire.MIN_CODED_BYTES else True
+    assert payload.numel() <= plain.numel()
+    got, decoded = wire.decode(format, part, positions.numel(), payload, 12, torch.float32)
+    assert torch.equal(got, positions)
+    assert same_bits(decoded, values)
+    for end in range(0, payload.numel(), 8):
+        with pytest.raises(CorruptMessageError):
+            wire.decode(format, part, positions.numel(), payload[:end], 12, torch.float32)

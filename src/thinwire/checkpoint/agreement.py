@@ -25,6 +25,7 @@ from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices
 from thinwire.checkpoint.registration import Registration
+from thinwire.checkpoint.state.coding import Codes
 from thinwire.checkpoint.state.encode import Encoded
 from thinwire.errors import ThinwireError
 from thinwire.holder.client import HolderClient, SlotWriter
@@ -107,7 +108,8 @@ class Agreement:
     ``keep`` is the newest step that all ranks have everywhere, ``attempt`` the number of this start of the run,
     ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``refusal`` one that does not pass by
     itself, which all ranks raise; ``status`` is the holder's last answer, ``payload_bytes`` the size of this rank's
-    state: slots that are too small for it are registered anew.
+    state: slots that are too small for it are registered anew. ``coding`` is set while another thread codes a version,
+    and publishes it.
     """
 
     def __init__(
@@ -127,7 +129,7 @@ class Agreement:
         self.status: dict[str, Any] = {}
         self._register_at, self._offered_until = 0, 0
         self._persisting: int | None = None  # step that all ranks will pass to the persistent tier
-        self.payload_bytes, self._short = 0, ""
+        self.payload_bytes, self._short, self.coding = 0, "", False
         self._reconnecting: threading.Thread | None = None
 
     def wait_until_sent(self, needed: threading.Event) -> bool:
@@ -151,7 +153,7 @@ class Agreement:
     def take_turn(self, step: int) -> Turn:
         """Agree on whether to make a checkpoint of ``step``; collective, one reduction."""
         obstacle, replicated, free = self._look()
-        registered = self._registration.has_room(self.payload_bytes)
+        registered = not self.coding and self._registration.has_room(self.payload_bytes)
         safe = bool(self.status.get("safe"))
         due = self._tier is not None and self._tier.is_due()
         refusal, votes = self.refusal, [not obstacle, registered, replicated, free, due, safe, -self._governor.stride]
@@ -196,7 +198,9 @@ class Agreement:
             self._notices.add(f"no slots for checkpoints: {error}")
             return False
 
-    def publish(self, turn: Turn, encoded: Encoded, about: dict[str, Any], wait: bool = False) -> str:
+    def publish(
+        self, turn: Turn, encoded: Encoded, about: dict[str, Any], wait: bool = False, codes: Codes | None = None
+    ) -> str:
         """Make the copied state a version, have it sent, and return why it did not become one, or an empty text.
 
         With ``wait`` it is complete on this host when this returns.
@@ -204,11 +208,13 @@ class Agreement:
         writer = turn.writer
         assert writer is not None
         registration = self._registration
-        layout = encoded.to_bytes({**about, "holders": registration.holders})  # where to look for the other shards
+        about = {**about, "holders": registration.holders}  # where to look for the other shards
+        codes = codes or Codes([], encoded.payload_bytes, encoded.shared_bytes)
+        layout = encoded.to_bytes(about, codes.pieces)
         if len(layout) > registration.layout_bytes:
             registration.layout_bytes = 2 * len(layout)  # so there is no room, and slots are registered anew
         try:
-            writer.publish(layout, encoded.payload_bytes, wait, encoded.shared_bytes)
+            writer.publish(layout, codes.payload_bytes, wait, codes.shared_bytes, [size for size, _ in codes.pieces])
         except ValueError as error:
             self.abandon(writer)
             return str(error)
@@ -216,7 +222,7 @@ class Agreement:
             self.lose(error)
             self.persist(writer.step, "it was not published")
             return f"it was not published: {error}"
-        self._offer(encoded.payload_bytes)
+        self._offer(codes.payload_bytes)
         self.persist(writer.step)
         return ""
 
@@ -282,6 +288,8 @@ class Agreement:
     def _look(self) -> tuple[str, int, bool]:
         """Why this rank cannot take part, or empty; the newest step that all its replicas have; if a slot is free."""
         registration = self._registration
+        if self.coding:  # the other thread may find the holder lost
+            return self.obstacle or "the last version is still being coded", -1, False
         if registration.client is None:
             self._reconnect()
         if registration.client is None:

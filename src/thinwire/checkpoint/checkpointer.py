@@ -17,7 +17,7 @@ from torch import nn
 from thinwire.checkpoint.agreement import FAILURES, Agreement, Divergence
 from thinwire.checkpoint.cycle import Cycle
 from thinwire.checkpoint.dcp.tier import PersistentTier, parse_seconds
-from thinwire.checkpoint.group import PrivateGroup, on_all, private_group, restart_hint, run_id_of
+from thinwire.checkpoint.group import PrivateGroup, gather_json, on_all, private_group, restart_hint, run_id_of
 from thinwire.checkpoint.pacing.gaps import Pacer
 from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import AgeAlarm, Notices, VersionRecord
@@ -66,6 +66,8 @@ class Checkpointer:
             that was written to meanwhile is dropped, if torch notices (it does not with ``.data``).
         domain: name of what this host may be lost together with, such as its rack or its zone; default
             $THINWIRE_DOMAIN. Copies of a state go to hosts of other domains; a warning names those that cannot.
+        compress: "lossless" codes float tensors beside the training, and keeps and sends versions in fewer bytes: a
+            third less of bfloat16 weights. Every bit comes back. The same on all ranks; any may restore any version.
 
     Raises:
         ValueError: on all ranks: a state that cannot be stored, no run_id, a host without a holder, or fewer machines
@@ -103,11 +105,14 @@ class Checkpointer:
         on_divergence: str = "raise",
         overlap: bool = True,
         domain: str | None = None,
+        compress: str | None = None,
     ) -> None:
         if every < 1 or persistent_keep < 1:
             raise ValueError(f"every={every}, persistent_keep={persistent_keep}: both are 1, 2, ...")
         if on_divergence not in ("raise", "warn"):
             raise ValueError(f"on_divergence={on_divergence!r}: it is 'raise' or 'warn'")
+        if compress not in (None, "lossless"):
+            raise ValueError(f"compress={compress!r}: it is 'lossless' or None")
         every_seconds, run_id = parse_seconds(persistent_every), run_id_of(run_id)
         governor = Governor(max_overhead, every, max_age_steps and max_age_steps // 2)
         training = TrainingState(model, optimizer, scheduler, scaler, synchronizer, data)
@@ -116,6 +121,10 @@ class Checkpointer:
         self._group = own.process_group
         self._rank, num_tensors = dist.get_rank(self._group), len(training.module.state_dict())
         try:
+            if len(told := set(gather_json(compress, self._group))) > 1:
+                raise ValueError(
+                    f"compress is {' on some ranks and '.join(map(repr, told))} on others: pass all the same"
+                )
             state = on_all(self._group, training.describe, ValueError)
             about = {"world_size": dist.get_world_size(self._group), "state": state}
             registration = Registration(holder_socket, run_id, about, replicas, num_tensors, self._group, domain)
@@ -138,7 +147,8 @@ class Checkpointer:
         raises = on_divergence == "raise"
         self._agreement = Agreement(registration, self._group, self._tier, self._pacer, self._notices, governor, raises)
         self._restorer = Restorer(training, registration, self._tier, self._group, run_id, about, self._notices, every)
-        self._cycle = Cycle(training, self._agreement, self._notices, about, governor, overlap)
+        codes = compress is not None
+        self._cycle = Cycle(training, self._agreement, self._notices, about, governor, overlap, codes)
         self._run_id, self._max_age_steps, self._first = run_id, max_age_steps, 0
         self._alarm = AgeAlarm(every)
         # Also at the exit of the process: a thread that comes back from C++ after Python has gone aborts the process.
@@ -288,7 +298,7 @@ class Checkpointer:
         found, replicas, diverged = records.stats(), self._registration.replicas, agreement.divergence.diverged
         cpu_seconds = self._cycle.cpu_seconds + agreement.holder_cpu_seconds
         bounds: dict[str, float] = {}
-        if (num_bytes := records.num_bytes) and (copying := found["checkpoint/copy_seconds"]):
+        if (num_bytes := records.coded_bytes) and (copying := found["checkpoint/copy_seconds"]):
             sent = (replicas - 1) * num_bytes  # a rank sends its shard to its peers, and copies theirs too
             speed = agreement.link_bytes_per_second or float("inf")
             bounds = {
@@ -310,6 +320,7 @@ class Checkpointer:
             "checkpoint/diverged_ranks": float(len(diverged)),
             "checkpoint/replicas": float(replicas),
             "checkpoint/bytes_sent": float(agreement.status.get("bytes_sent", 0)),
+            "checkpoint/bytes_unchanged": float(agreement.status.get("bytes_unchanged", 0)),
             "checkpoint/iteration_seconds": pacer.iteration_seconds,
             "checkpoint/idle_seconds": pacer.idle_seconds,
             "checkpoint/iterations_needed": float(pacer.iterations_needed),

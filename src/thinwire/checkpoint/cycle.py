@@ -7,12 +7,14 @@
 The steps in brackets run on a thread of its own, which does one job after the other. The fence waits for the copy. The
 ranks agree on the next checkpoint once the peers have this one, at the latest while the optimizer computes: with 8
 ranks of a machine with two cores that cost 20 ms, for which training now waits only if sending lasts the whole
-iteration.
+iteration. A coded version is coded in its slot, on a thread of low priority, while training goes on and the ranks skip
+checkpoints; then it is published.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
@@ -27,18 +29,24 @@ from thinwire.checkpoint.agreement import FAILURES, Agreement, Turn
 from thinwire.checkpoint.copier import Copier, Copy
 from thinwire.checkpoint.pacing.governor import Governor
 from thinwire.checkpoint.records import Notices, Records, VersionRecord
+from thinwire.checkpoint.state.coding import pack
 from thinwire.checkpoint.state.encode import Encoded, StateEncoder
 from thinwire.checkpoint.state.layout import view_of
 from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import ThinwireError
+from thinwire.holder.client import SlotWriter
 
 T = TypeVar("T")
 
 
 class Worker:
-    """A daemon thread that does one job after the other; a job that waits for a dead peer does not block the exit."""
+    """A daemon thread that does one job after the other; a job that waits for a dead peer does not block the exit.
 
-    def __init__(self, name: str) -> None:
+    ``niceness`` is added to that of the process.
+    """
+
+    def __init__(self, name: str, niceness: int = 0) -> None:
+        self._niceness = niceness
         self._jobs: queue.SimpleQueue[Callable[[], Any] | None] = queue.SimpleQueue()
         self.cpu_seconds = 0.0  # of all jobs that are done
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -65,19 +73,22 @@ class Worker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        with contextlib.suppress(OSError):  # 0 is this thread, not the process
+            os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + self._niceness)
         while (job := self._jobs.get()) is not None:
             job()
             self.cpu_seconds = time.thread_time()
 
 
 _CLOSE_SECONDS = 5.0
+_CODING_NICENESS = 10
 
 
 class Cycle:
     """The cycle of checkpoints of one training, on its thread.
 
     ``about`` goes into each version, ``governor`` says at which steps there is one, ``overlap`` is whether parameters
-    are copied beside the training; that ends when they are written to meanwhile.
+    are copied beside the training; that ends when they are written to meanwhile. ``codes``: whether versions are coded.
     """
 
     def __init__(
@@ -88,15 +99,20 @@ class Cycle:
         about: dict[str, Any],
         governor: Governor,
         overlap: bool,
+        codes: bool = False,
     ) -> None:
         self._training, self._agreement, self._notices = training, agreement, notices
         self._about, self._governor, self._overlap = about, governor, overlap
         self._encoder, self._copier = StateEncoder(training.is_replicated), Copier(training.is_stepped)
         self._worker = Worker("thinwire-checkpoint")
+        self._coder = Worker("thinwire-coder", _CODING_NICENESS) if codes else None
         self._turn: Future[Turn] | None = None  # of the next checkpoint
         self._needed = threading.Event()  # set when the turn is needed now
         self._closing = False
-        self._copying: Future[tuple[float, str]] | None = None  # of the last one: seconds, why there is no version
+        self._copying: Future[tuple[int, float, str]] | None = None  # of the last one: step, seconds, why there is none
+        self._coding: Future[tuple[int, int, float, str]] | None = (
+            None  # its step, bytes, seconds, and why there is none
+        )
         self._cpu_seconds = 0.0  # of the training's thread
         self.step = 0  # the last step
         self.started = False  # whether all ranks take part, so that they can agree
@@ -118,7 +134,7 @@ class Cycle:
 
         Raises, on all ranks, what the ranks agreed to raise (`Turn`).
         """
-        self.settle()
+        self.settle(whole=False)
         self.step += 1
         has_stepped, self._has_stepped = self._has_stepped, False
         if self.broken:
@@ -140,22 +156,25 @@ class Cycle:
         if not record.skipped:
             self._take_early()
         if self._copying is not None and not self._is_fenced(has_stepped):
-            self.settle()
+            self.settle(whole=False)
         if raises is not None:
             raise raises
 
-    def settle(self) -> None:
-        """Wait until the last checkpoint is copied, so that parameters may change."""
-        if self._copying is None:
-            return
-        started = time.perf_counter()
-        copying, self._copying = self._copying, None
-        try:
-            copy_seconds, skipped = copying.result()
-        except Exception as error:
-            copy_seconds, skipped = 0.0, f"{type(error).__name__}: {error}"
-            self._notices.add(f"a checkpoint was not copied: {skipped}")
-        self.records.amend(copy_seconds, time.perf_counter() - started, skipped)
+    def settle(self, whole: bool = True) -> None:
+        """Wait until the last checkpoint is copied, so that parameters may change; ``whole``: until it is coded too."""
+        if self._copying is not None:
+            started = time.perf_counter()
+            copying, self._copying = self._copying, None
+            try:
+                step, copy_seconds, skipped = copying.result()
+            except Exception as error:
+                step, copy_seconds, skipped = self.step, 0.0, f"{type(error).__name__}: {error}"
+                self._notices.add(f"a checkpoint was not copied: {skipped}")
+            self.records.amend(step, time.perf_counter() - started, copy_seconds=copy_seconds, skipped=skipped)
+        if self._coding is not None and (whole or self._coding.done()):
+            coding, self._coding = self._coding, None
+            step, num_bytes, seconds, skipped = coding.result()
+            self.records.amend(step, coded_bytes=num_bytes, coding_seconds=seconds, skipped=skipped)
 
     def copy(self) -> tuple[bytes, memoryview]:
         """Return layout and payload of the state now, outside of the slots. Raises an error for a state that cannot be
@@ -170,7 +189,7 @@ class Cycle:
     @property
     def cpu_seconds(self) -> float:
         """CPU time of this process for all checkpoints so far."""
-        return self._cpu_seconds + self._worker.cpu_seconds
+        return self._cpu_seconds + self._worker.cpu_seconds + (self._coder.cpu_seconds if self._coder else 0.0)
 
     def drop_turn(self) -> None:
         """Drop the ranks' agreement on the next checkpoint; the next step is due."""
@@ -194,6 +213,8 @@ class Cycle:
             self._unhook()
         self._closing = True
         self._needed.set()
+        if self._coder is not None:
+            self._coder.close(_CLOSE_SECONDS)
         return self._worker.close(_CLOSE_SECONDS)
 
     def _hook(self) -> Callable[[], None] | None:
@@ -221,7 +242,7 @@ class Cycle:
         self._notices.add(f"{reason}: from now on step waits until parameters are copied (overlap=False)")
 
     def _before_optimizer(self, optimizer: object, *_: object) -> None:
-        self.settle()
+        self.settle(whole=False)
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self._copy_alone("optimizer.step is captured in a CUDA graph, whose replays do not wait for a copy")
             return
@@ -263,12 +284,14 @@ class Cycle:
         if encoded is None or obstacle:
             self.do(lambda: self._agreement.abandon(writer))
             return VersionRecord(self.step, skipped=obstacle)
+        self.settle()  # the last version is coded, or the ranks had not agreed on this one
         copy = self._copier.begin(encoded, writer.payload, writer.slot)
         self._copying = self._worker.submit(lambda: self._finish(turn, copy, encoded))
         self._governor.note_begun()
         self._needed.clear()
         self._worker.submit(self._watch)
-        return VersionRecord(self.step, encoded.payload_bytes)
+        as_it_is = encoded.payload_bytes if self._coder is None else 0
+        return VersionRecord(self.step, encoded.payload_bytes, coded_bytes=as_it_is)
 
     def _encode(self) -> Encoded | None:
         """The state now; an error in it is an obstacle that the ranks learn of, and raise if it is no passing one."""
@@ -299,18 +322,37 @@ class Cycle:
             agreed = self.do(lambda: agreement.take_turn(step))
         return Turn("there are no slots") if agreed.registers else agreed
 
-    def _finish(self, turn: Turn, copy: Copy, encoded: Encoded) -> tuple[float, str]:
-        """On the worker: seconds of copying, and why there is no version, or empty."""
+    def _finish(self, turn: Turn, copy: Copy, encoded: Encoded) -> tuple[int, float, str]:
+        """On the worker: the step, seconds of copying, and why there is no version, or empty."""
         writer = turn.writer
         assert writer is not None
         try:
             unchanged = copy.finish()
         except FAILURES as error:
             self._agreement.abandon(writer)
-            return copy.seconds, f"it was not copied: {error}"
+            return writer.step, copy.seconds, f"it was not copied: {error}"
         if not unchanged:
             self._agreement.abandon(writer)
             reason = "parameters were written to before the next optimizer.step"
             self._copy_alone(reason)
-            return copy.seconds, reason
-        return copy.seconds, self._agreement.publish(turn, encoded, self._about)
+            return writer.step, copy.seconds, reason
+        if self._coder is None:
+            return writer.step, copy.seconds, self._agreement.publish(turn, encoded, self._about)
+        self._agreement.coding = True
+        self._coding = self._coder.submit(lambda: self._code(writer, turn, encoded))
+        return writer.step, copy.seconds, ""
+
+    def _code(self, writer: SlotWriter, turn: Turn, encoded: Encoded) -> tuple[int, int, float, str]:
+        """On the coder: step, bytes of the codes, seconds of coding, and why there is no version, or empty."""
+        started, coded_bytes = time.perf_counter(), 0
+        try:
+            codes = pack(encoded, writer.payload)
+            coded_bytes, seconds = codes.payload_bytes, time.perf_counter() - started
+            return writer.step, coded_bytes, seconds, self._agreement.publish(turn, encoded, self._about, codes=codes)
+        except Exception as error:
+            reason = f"it was not coded: {type(error).__name__}: {error}"
+            self._notices.add(f"a checkpoint of step {writer.step} is missing: {reason}")
+            self._agreement.abandon(writer)
+            return writer.step, 0, 0.0, reason
+        finally:
+            self._agreement.coding = False

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any
 
 logger = logging.getLogger("thinwire")
 
@@ -21,6 +22,7 @@ class VersionRecord:
 
     ``blocking_seconds`` is the time for which training stood still: in `Checkpointer.step`, and in the next
     ``optimizer.step`` if that had to wait. ``copy_seconds`` is the time to copy the state, beside the training or not.
+    ``coded_bytes`` of the ``num_bytes`` are kept and sent, after ``coding_seconds`` beside the training.
     """
 
     step: int
@@ -28,6 +30,8 @@ class VersionRecord:
     copy_seconds: float = 0.0
     blocking_seconds: float = 0.0
     skipped: str = ""
+    coded_bytes: int = 0
+    coding_seconds: float = 0.0
 
 
 class Records:
@@ -41,12 +45,14 @@ class Records:
         self._kept.append(record)
         self._count(record, 1)
 
-    def amend(self, copy_seconds: float, blocking_seconds: float, skipped: str) -> None:
-        """Complete the last record: the time to copy it, the additional time training stood still, and its outcome."""
-        last = self._kept.pop()
-        self._count(last, -1)
-        blocking_seconds += last.blocking_seconds
-        self.add(replace(last, copy_seconds=copy_seconds, blocking_seconds=blocking_seconds, skipped=skipped))
+    def amend(self, step: int, blocking_seconds: float = 0.0, **known: Any) -> None:
+        """Complete the record of a step by what is known now, and by more time for which training stood still."""
+        place = next((i for i in reversed(range(len(self._kept))) if self._kept[i].step == step), None)
+        if place is not None:
+            was = self._kept[place]
+            self._kept[place] = replace(was, blocking_seconds=was.blocking_seconds + blocking_seconds, **known)
+            self._count(was, -1)
+            self._count(self._kept[place], 1)
 
     def _count(self, record: VersionRecord, times: int) -> None:
         self.versions += 0 if record.skipped else times
@@ -59,6 +65,11 @@ class Records:
     def num_bytes(self) -> int:
         """Size of the newest version in bytes, or 0 before the first one."""
         return next((record.num_bytes for record in reversed(self._kept) if not record.skipped), 0)
+
+    @property
+    def coded_bytes(self) -> int:
+        """Bytes that are kept and sent of the newest version that is coded or needs no coding; 0 before."""
+        return next((record.coded_bytes for record in reversed(self._kept) if record.coded_bytes), 0)
 
     @property
     def newest_step(self) -> int | None:
@@ -77,6 +88,8 @@ class Records:
             "checkpoint/versions": float(self.versions),
             "checkpoint/skipped": float(self.skipped),
             "checkpoint/bytes": float(self.num_bytes),
+            "checkpoint/coded_bytes": float(self.coded_bytes),
+            "checkpoint/coding_seconds": median(r.coding_seconds for r in written) if written else 0.0,
             "checkpoint/blocking_seconds": median(r.blocking_seconds for r in written) if written else 0.0,
             "checkpoint/copy_seconds": median(r.copy_seconds for r in written) if written else 0.0,
         }

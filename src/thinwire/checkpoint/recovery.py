@@ -17,7 +17,8 @@ from torch import Tensor
 from thinwire.checkpoint.choice import Choice, choose
 from thinwire.checkpoint.group import gather_json, on_all
 from thinwire.checkpoint.registration import Registration
-from thinwire.checkpoint.state.layout import StateLayout, view_of, views
+from thinwire.checkpoint.state.coding import tensors_of
+from thinwire.checkpoint.state.layout import StateLayout
 from thinwire.checkpoint.state.snapshot import TrainingState
 from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.holder.client import HolderClient, SlotReader
@@ -66,7 +67,7 @@ class ForeignShards:
         self, version: StoredStep, needed: set[int], registration: Registration, group: dist.ProcessGroup
     ) -> None:
         self._readers: dict[int, SlotReader] = {}
-        self._layouts: dict[int, StateLayout] = {}
+        self._tensors: dict[int, Sequence[Tensor]] = {}
         needs = gather_json(sorted(needed), group)
         try:
             on_all(group, lambda: self._fetch(version, needs, registration))
@@ -95,11 +96,10 @@ class ForeignShards:
                 raise ThinwireError("the holder of this host is gone")
             reader = registration.client.open(next(iter(version.copies[owner].values())))
             self._readers[owner] = reader
-            self._layouts[owner] = StateLayout.from_bytes(reader.layout)
+            self._tensors[owner] = tensors_of(StateLayout.from_bytes(reader.layout), reader.payload)
 
     def tensors(self, owner: int, numbers: Sequence[int]) -> list[Tensor]:
-        slices, payload = self._layouts[owner].slices, self._readers[owner].payload
-        return [view_of(payload, slices[number]) for number in numbers]
+        return [self._tensors[owner][number] for number in numbers]
 
     def verify(self) -> None:
         """Compare all shards with their digests. Raises CorruptMessageError."""
@@ -107,6 +107,7 @@ class ForeignShards:
             reader.verify()
 
     def close(self) -> None:
+        self._tensors.clear()
         for reader in self._readers.values():
             reader.close()
 
@@ -163,11 +164,7 @@ def load_shard(client: HolderClient, choice: Choice, rank: int, here: str, train
         client.fetch(version, source)
     with client.open(version) as reader:
         layout = StateLayout.from_bytes(reader.layout)
-        tensors: list[Tensor] = views(layout, reader.payload)
-        try:
-            step = training.load(layout, tensors)
-        finally:
-            tensors.clear()
+        step = training.load(layout, tensors_of(layout, reader.payload))
         reader.verify()
     if step != version.step:
         raise CorruptMessageError(f"{version.shard}: a state of step {step} in the version of step {version.step}")

@@ -22,12 +22,13 @@ SCHEMES = (
     " agsparse_hierarchy, sparcml, sparcml_dense, sparcml_split, sparcml_split_dense, sparcml_coded,"
     " hierarchical_centralization, auto, agsparse_torch"
 )
+DENSE_METHODS = "native, lossless, bf16, rank_order"
 DTYPES = "float32, float64, bfloat16, float16"
 JOBS = "lstm, digits, gpt, xlmr, dlrm, deepfm, nmt, bert, vgg, resnet, word2vec"
 METHODS = (
-    "ddp, bf16, powersgd_torch, thinwire, exact, plan, local_sgd, diloco, streaming_diloco, shadow_sync, top_k, dgc,"
-    " gaussian_k, redsync, sidco, ms_top_k, random_k, sign_sgd, ef_sign_sgd, qsgd, terngrad, natural, int8, fp8, fp16,"
-    " power_sgd, acp_sgd, atomo, ok_topk, hi_top_k"
+    "ddp, bf16, powersgd_torch, rank_order, thinwire, exact, lossless, plan, local_sgd, diloco, streaming_diloco,"
+    " shadow_sync, top_k, dgc, gaussian_k, redsync, sidco, ms_top_k, random_k, sign_sgd, ef_sign_sgd, qsgd, terngrad,"
+    " natural, int8, fp8, fp16, power_sgd, acp_sgd, atomo, ok_topk, hi_top_k"
 )
 CHECKPOINT_METHODS = "none,dcp_sync,dcp_async,blocking,thinwire"
 """Names that the help lists, written out since the modules that define them import torch; a test compares them."""
@@ -37,7 +38,7 @@ class _Benchmarks(LazyGroup):
     lazy: ClassVar = {
         "sync": (
             "thinwire.cli.bench_sync",
-            "Sum one workload's sparse gradients by every scheme, and compare bytes, time and exactness.",
+            "Sum one workload's gradients by every scheme, and compare bytes, time and exactness.",
         ),
         "train": (
             "thinwire.cli.bench_train",

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from thinwire.cli.bench import DTYPES, SCHEMES, WORKLOADS, compared_table, where
+from thinwire.cli.bench import DENSE_METHODS, DTYPES, SCHEMES, WORKLOADS, compared_table, where
 from thinwire.cli.commands import Command, option
 from thinwire.cli.output import (
     add_column,
@@ -20,22 +20,31 @@ from thinwire.cli.output import (
     plain_table,
     print_table,
     progress,
+    refuse_with,
     write_json,
 )
 from thinwire.cli.plan import in_job, is_first_rank
 
 if TYPE_CHECKING:
+    from thinwire.lab.bench.dense.benchmark import DenseBenchmark
     from thinwire.lab.bench.sync import SyncBenchmark
 
 app = typer.Typer(add_completion=False)
 
+_SCHEMES = "auto,zen,agsparse,agsparse_torch,sparse_ps,dense"
+_SPARSE_ONLY = ("--trace", "--design-space", "--dtype", "--sizes")
 _SAME = ("workload", "world_size", "ranks_per_host", "dtype", "num_rows")
 """Fields in which rows of two runs must agree to be compared."""
 
 
 @app.command(cls=Command, epilog="Example: thinwire bench sync --link 100mbit --workload lstm --json out.json")
 def sync(
-    workload: str = typer.Option("lstm", help=f"A published workload: {WORKLOADS}."),
+    context: typer.Context,
+    workload: str = typer.Option(
+        "lstm",
+        help=f"A published workload: {WORKLOADS}; or dense:JOB[:autocast][:accumulate=N], the dense gradients of a job"
+        " of bench train, recorded on the spot.",
+    ),
     trace: Path = typer.Option(
         None, metavar="FILE", help="Use a recorded trace instead of a workload.", show_default=False
     ),
@@ -43,8 +52,9 @@ def sync(
     ranks_per_host: int = option("--ranks-per-host", None, "; 1 by default"),
     link: str = option("--link", None, "; none for loopback; 100mbit by default"),
     schemes: str = typer.Option(
-        "auto,zen,agsparse,agsparse_torch,sparse_ps,dense",
-        help=f"Comma-separated, of: {SCHEMES}, two_level:NAME.",
+        _SCHEMES,
+        help=f"Comma-separated, of: {SCHEMES}, two_level:NAME. Of a dense workload: {DENSE_METHODS}, which is also"
+        " the default there.",
     ),
     every_point: bool = typer.Option(
         False,
@@ -66,12 +76,14 @@ def sync(
     json_path: Path = option("--json"),
     quiet: bool = option("--quiet", False),
 ) -> None:
-    """Sum one workload's sparse gradients by every scheme, and compare bytes, time and exactness.
+    """Sum one workload's gradients by every scheme, and compare bytes, time and exactness.
 
     Under torchrun (torchrun --nproc-per-node 4 --no-python thinwire bench sync ...) the ranks of the job run one
     benchmark together, on the CPU and over their own network.
     """
     from thinwire.lab.bench.compare import load_rows
+    from thinwire.lab.bench.dense.benchmark import DenseBenchmark
+    from thinwire.lab.bench.dense.workload import DenseWorkload
     from thinwire.lab.bench.methods import design_space
     from thinwire.lab.bench.sync import SyncBenchmark, parse_size
     from thinwire.lab.testbed.launch import RanksFailed
@@ -79,30 +91,40 @@ def sync(
 
     check_directories({"--json": json_path})
     console = console_for(json_path)
-    with clear_errors(ValueError, FileNotFoundError, NetAdminError, RanksFailed):
+    with clear_errors(ValueError, FileNotFoundError, ImportError, NetAdminError, RanksFailed):
         earlier = None if compare is None else load_rows(compare)
-        swept = [parse_size(size) for size in _names(sizes)] if sizes else []
-        emulated, each, speed = where(hosts, ranks_per_host, link)
-        benchmark = SyncBenchmark(
-            workload=str(trace) if trace else workload,
-            is_trace=trace is not None,
-            hosts=emulated,
-            ranks_per_host=each,
-            link=speed,
-            methods=tuple(design_space()) if every_point else _names(schemes),
-            repeat=repeat,
-            warm_up=warm_up,
-            seed=seed,
-            dtype=dtype,
-            scale=_small(workload) if every_point and scale is None and trace is None else scale,
-        )
-        result = _run(benchmark, swept, quiet or not is_first_rank())
+        if workload.startswith("dense:"):
+            refuse_with(context, "a dense workload is recorded from its job", *_SPARSE_ONLY)
+            named = _names(DENSE_METHODS if schemes == _SCHEMES else schemes)
+            dense = DenseBenchmark(
+                DenseWorkload(workload, scale, seed), *where(hosts, ranks_per_host, link), named, repeat, warm_up
+            )
+            result, show = _run_dense(dense, quiet or not is_first_rank()), _print_dense
+        else:
+            swept = [parse_size(size) for size in _names(sizes)] if sizes else []
+            emulated, each, speed = where(hosts, ranks_per_host, link)
+            benchmark = SyncBenchmark(
+                workload=str(trace) if trace else workload,
+                is_trace=trace is not None,
+                hosts=emulated,
+                ranks_per_host=each,
+                link=speed,
+                methods=tuple(design_space()) if every_point else _names(schemes),
+                repeat=repeat,
+                warm_up=warm_up,
+                seed=seed,
+                dtype=dtype,
+                scale=_small(workload) if every_point and scale is None and trace is None else scale,
+            )
+            result = _run(benchmark, swept, quiet or not is_first_rank())
+            show = _print_sizes if swept else _print
         if not is_first_rank():
             return
-        (_print_sizes if swept else _print)(result, console)
+        show(result, console)
         write_json(result, json_path)
         if earlier is not None:
-            table = compared_table(result["rows"], earlier, _SAME, "scheme", "seconds_median", compare)
+            same = tuple(name for name in _SAME if name in result["rows"][0])
+            table = compared_table(result["rows"], earlier, same, "scheme", "seconds_median", compare)
             print_table(console, table)
 
 
@@ -131,6 +153,50 @@ def _run(benchmark: SyncBenchmark, sizes: list[int], quiet: bool) -> dict[str, A
         if sizes:
             return run_sizes(benchmark, sizes, lambda sized: run_one(sized, on_progress))
         return run_one(benchmark, on_progress)
+
+
+def _run_dense(benchmark: DenseBenchmark, quiet: bool) -> dict[str, Any]:
+    from thinwire.lab.bench.dense.benchmark import run, run_in_job
+
+    done = count(0)
+    runs = len(benchmark.methods) * (benchmark.warm_up + benchmark.repeat)
+    with progress("recording gradients", runs, quiet) as tell:
+
+        def on_progress(method: str) -> None:
+            tell(method, next(done))
+
+        return (run_in_job if in_job() else run)(benchmark, on_progress)
+
+
+def _print_dense(result: dict[str, Any], console: Console) -> None:
+    rows = sorted(result["rows"], key=lambda row: row["seconds_median"])
+    first = rows[0]
+    table = plain_table(
+        title=f"{escape(first['workload'])}: {first['values']:,} values of {first['dtype']} in"
+        f" {len(first['buckets'])} buckets, {first['world_size']} ranks, {_link(result)}",
+        caption="MB sent: of the busiest rank; bits: of a value, push plus pull, without the factor (n-1)/n, so that"
+        " an all-reduce of float32 has 64; error: length of the error over that of the mean; rank order: whether the"
+        " bits are those of the sum in rank order.",
+        title_justify="center",
+    )
+    for name in ("scheme", "MB sent", "bits", "seconds", "p10..p90", "native", "error", "rank order"):
+        add_column(table, name, is_text=name in ("scheme", "rank order"))
+    for row in rows:
+        bits, speedup = row["bits_per_value"], row["speedup_vs_native"]
+        table.add_row(
+            escape(row["scheme"]),
+            f"{row['bytes_sent_max'] / 1e6:.2f}",
+            "-" if bits is None else f"{bits:.2f}",
+            f"{row['seconds_median']:.3f}",
+            f"{row['seconds_p10']:.3f} .. {row['seconds_p90']:.3f}",
+            "-" if speedup is None else f"{speedup:.2f}x",
+            f"{row['relative_error']:.0e}",
+            "same bits" if row["bitwise_rank_order"] else "-",
+        )
+    print_table(console, table)
+    push, pull = first["ideal_bits_push"], first["ideal_bits_pull"]
+    console.print(f"An ideal code needs {push:.2f} + {pull:.2f} = {push + pull:.2f} bits a value.", soft_wrap=True)
+    _print_same_bits(rows, console)
 
 
 def _print_sizes(result: dict[str, Any], console: Console) -> None:
@@ -195,12 +261,17 @@ def _print_checks(rows: list[dict[str, Any]], console: Console) -> None:
 
 def _print_exactness(rows: list[dict[str, Any]], console: Console) -> None:
     wrong = [row["scheme"] for row in rows if row["bytes_sent_max"] != row["bytes_predicted_max"]]
+    _print_finding(wrong, "All sent the predicted bytes.", "Bytes sent are not the bytes predicted", console)
+    _print_same_bits(rows, console)
+
+
+def _print_same_bits(rows: list[dict[str, Any]], console: Console) -> None:
     unequal = [row["scheme"] for row in rows if not row["bitwise_equal_across_ranks"]]
-    for names, good, bad in (
-        (wrong, "All sent the predicted bytes.", "Bytes sent are not the bytes predicted"),
-        (unequal, "All ranks got the same bits.", "Not the same bits on all ranks"),
-    ):
-        console.print(f"{bad}: {', '.join(names)}" if names else good, markup=False, soft_wrap=True)
+    _print_finding(unequal, "All ranks got the same bits.", "Not the same bits on all ranks", console)
+
+
+def _print_finding(names: list[str], good: str, bad: str, console: Console) -> None:
+    console.print(f"{bad}: {', '.join(names)}" if names else good, markup=False, soft_wrap=True)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -50,6 +50,8 @@ def train(
     link: str = option("--link", None, "; none for loopback; 100mbit by default"),
     seeds: int = typer.Option(3, help="Runs of each method, from other initial parameters and orders of the data."),
     steps: int = option("--steps", None, "; by default the job's own number"),
+    autocast: bool = typer.Option(False, "--autocast", help="Run the forward pass under torch.autocast in bfloat16."),
+    accumulate: int = typer.Option(1, metavar="N", min=1, help="Batches whose gradients are added up in a step."),
     extra: float = typer.Option(0.25, help="Share of the steps that a method may need more to reach ddp's loss."),
     compare: Path = option("--compare"),
     json_path: Path = option("--json"),
@@ -80,6 +82,8 @@ def train(
             steps=steps,
             scale=scale,
             extra=extra,
+            autocast=autocast,
+            accumulate=accumulate,
         )
         result = _run(benchmark, quiet)
         if not is_first_rank():
@@ -110,7 +114,7 @@ def _run(benchmark: TrainBenchmark, quiet: bool) -> dict[str, Any]:
 
 
 def _print(result: dict[str, Any], console: Console) -> None:
-    from thinwire.lab.bench.train.summary import COLUMNS, caption, conditions, table_rows, verdict
+    from thinwire.lab.bench.train.summary import caption, columns, conditions, exactness, table_rows, verdict
 
     rows = result["rows"]
     table = plain_table(
@@ -118,12 +122,11 @@ def _print(result: dict[str, Any], console: Console) -> None:
         caption=caption(result),
         title_justify="center",
     )
-    for name in COLUMNS:
+    for name in columns(rows):
         add_column(table, name, is_text=name == "method")
     for cells in table_rows(rows):
         table.add_row(*map(escape, cells))
     print_table(console, table)
-    unequal = sorted({row["method"] for row in rows if not row["bitwise_equal_across_ranks"]})
-    if unequal:
-        console.print(f"Parameters are not the same bits on all ranks: {', '.join(unequal)}", markup=False)
+    for sentence in exactness(rows):
+        console.print(sentence, soft_wrap=True, markup=False)
     console.print(verdict(rows), soft_wrap=True, markup=False)

@@ -60,6 +60,7 @@ class Draft:
     count: int
     payload: Tensor
     held: int = 0
+    saved_bytes: int = 0  # by the code of its values
 
 
 class Channel:
@@ -79,6 +80,8 @@ class Channel:
         self.sequence = sequence & 0xFFFFFFFF
         self.held: list[int] = []  # rows that each rank holds, known after the first swap
         self.max_held: int | None = None  # most rows that a rank can hold, where that is known
+        self.codes_values = False  # whether values of rows travel as their code where it pays; alike on all ranks
+        self.saved_bytes = 0  # by such codes
         self.formats_sent: dict[Kind, set[Format]] = {}
         self._digest = subject.digest()
 
@@ -89,7 +92,9 @@ class Channel:
     def among(self, ranks: Sequence[int]) -> Channel:
         """Return the channel of a conversation among some of the ranks, this one included, in the order given."""
         name = f"{self.subject.name} (among ranks {', '.join(map(str, ranks))}, which count from 0 here)"
-        return Channel(self.exchange.subset(ranks), Subject(name, self.subject.description), self.sequence)
+        channel = Channel(self.exchange.subset(ranks), Subject(name, self.subject.description), self.sequence)
+        channel.codes_values = self.codes_values
+        return channel
 
     def machine(self) -> Machine | None:
         """Return what the exchange costs, or None if it cannot be measured.
@@ -153,7 +158,9 @@ class Channel:
         """
         failure: Exception | None = None
         try:
-            outgoing = self.seal(kind, prepare())
+            drafts = prepare()
+            outgoing = self.seal(kind, drafts)
+            self.saved_bytes += sum(draft.saved_bytes for draft in drafts) - drafts[self.rank].saved_bytes
         except Exception as error:
             failure = error
             outgoing = [self.seal_error(error)] * self.world_size

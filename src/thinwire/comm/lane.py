@@ -237,6 +237,7 @@ class Lane:
         self.lost: frozenset[int] = frozenset()  # ranks whose connections were gone when the lane broke off
         self.is_watched = False  # whether it also breaks off when a peer is lost between two jobs
         self._sequence = 0
+        self.codes_values = False  # whether values of rows travel as their code where it pays; alike on all ranks
         self._broken: Exception | None = None
         self._machine: Machine | None = None
         self._probed: Machine | None = None
@@ -390,6 +391,7 @@ class Lane:
         """
         self.check(subject.name)
         channel = Channel(self.exchange, subject, self._sequence, self.machine)
+        channel.codes_values = self.codes_values
         self._sequence += 1
         return channel
 

@@ -132,13 +132,18 @@ _ADDRESS = re.compile(r"\[[0-9a-fA-F.:]+\]:[0-9]+")
 peers_at: dict[str, int] = {}
 """The global rank at the other end of a connection, by the address that Gloo writes in errors."""
 SMALL_BYTES = 16 * 1024
+SHORTEST_BYTES = 16
+"""Bytes of zeros in place of a message of unknown size that could not be made: no longer than any that is expected."""
 
 
 class Receive(Protocol):
     """A posted receive."""
 
-    def __call__(self, num_bytes: int | None = None) -> Tensor:
-        """Wait for the message and return it as uint8, owned by the caller; pass ``num_bytes`` if it is shorter."""
+    def __call__(self, num_bytes: int | Callable[[Tensor], int] | None = None) -> Tensor:
+        """Wait for the message and return it as uint8, owned by the caller.
+
+        Pass ``num_bytes`` if it is shorter, or a function that reads this number in what has arrived.
+        """
         ...
 
 
@@ -169,7 +174,7 @@ class Stream:
     ) -> None:
         self._group, self._rank, self._ranks = process_group, rank, ranks
         self._on_sent, self._on_received, self._hang_up, self._waits = on_sent, on_received, hang_up, waits
-        self._jobs: queue.SimpleQueue[tuple[int, int, Callable[[], Tensor]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[int, int | None, Callable[[], Tensor]] | None] = queue.SimpleQueue()
         self._failure: Exception | None = None
         self._abandoned = False
         self._thread = threading.Thread(target=self._send_in_turn, name="thinwire-stream", daemon=True)
@@ -188,20 +193,20 @@ class Stream:
         except RuntimeError as error:
             raise (self._failure or self._lost(error)) from error
 
-        def wait(num_bytes: int | None = None) -> Tensor:
-            message = buffer if num_bytes is None else buffer[:num_bytes]
+        def wait(num_bytes: int | Callable[[Tensor], int] | None = None) -> Tensor:
             try:
                 with named("exchange"):
                     self._waits.wait(work, peer)
             except RuntimeError as error:
                 raise (self._failure or self._lost(error)) from error
+            message = buffer[: num_bytes(buffer) if callable(num_bytes) else num_bytes]
             self._on_received(source, message.numel())
             return message
 
         return wait
 
-    def send(self, target: int, num_bytes: int, make: Callable[[], Tensor]) -> None:
-        """Queue a message; ``make`` is called, on another thread, when its turn comes.
+    def send(self, target: int, num_bytes: int | None, make: Callable[[], Tensor]) -> None:
+        """Queue a message; ``make`` is called, on another thread, when its turn comes. None: only that knows the size.
 
         If it raises, zeros are sent in its place, so that no rank waits, and leaving the stream raises it.
         """
@@ -228,7 +233,7 @@ class Stream:
             while (job := self._jobs.get()) is not None and not self._abandoned:
                 target, num_bytes, make = job
                 data, peer = self._made(num_bytes, make), self._ranks[target]
-                in_flight.append((dist.isend(data, group=self._group, group_dst=peer), peer, num_bytes))
+                in_flight.append((dist.isend(data, group=self._group, group_dst=peer), peer, data.numel()))
                 self._on_sent(target, data.numel())
                 while len(in_flight) >= SENDS_IN_FLIGHT and sum(size for *_, size in in_flight) > SMALL_BYTES:
                     self._waits.wait(*in_flight.popleft()[:2])
@@ -238,14 +243,14 @@ class Stream:
             self._failure = self._failure or self._lost(error)
             self._hang_up(str(self._failure))
 
-    def _made(self, num_bytes: int, make: Callable[[], Tensor]) -> Tensor:
+    def _made(self, num_bytes: int | None, make: Callable[[], Tensor]) -> Tensor:
         try:
             with named("pack"):
                 data = make()
-            assert data.numel() == num_bytes, f"a message of {data.numel()} bytes, {num_bytes} were announced"
+            assert num_bytes is None or data.numel() == num_bytes, f"{data.numel()} bytes of {num_bytes}"
         except Exception as error:
             self._failure = self._failure or error
-            return torch.zeros(num_bytes, dtype=torch.uint8)
+            return torch.zeros(SHORTEST_BYTES if num_bytes is None else num_bytes, dtype=torch.uint8)
         return data
 
     def _lost(self, error: BaseException) -> LostPeerError:

@@ -400,6 +400,7 @@ class GradientSync:
         """Count a synchronization. Bytes are shared by the rows that this rank held and those in the sum."""
         world_size, itemsize = channel.world_size, held[0].values.element_size()
         num_rows, row_bytes = sum(rows.num_rows for rows in held), held[0].width * itemsize
+        saved = channel.saved_bytes
         mean = sum(channel.held) / world_size
         union = sum(unions)
         weights = [rows.ids.numel() + union for rows, union in zip(held, unions, strict=True)]
@@ -407,6 +408,7 @@ class GradientSync:
         formats = ", ".join(
             f"{phase.name.lower()} {'/'.join(sorted(formats))}" for phase, formats in channel.formats_sent.items()
         )
+        formats += ", coded values" if saved else ""
         own = sum(rows.ids.numel() for rows in held)  # headers count blocks or elements, where those travel
         counts = channel.held if scheme.unit is Unit.ROWS else [own] * world_size
         stock = share(sparse_all_reduce_bytes(counts, channel.rank, row_bytes, len(group)), weights)
@@ -417,7 +419,7 @@ class GradientSync:
             record.density_after = unions[place] / rows.num_rows if rows.num_rows else 0.0
             part = weights[place] / sum(weights) if any(weights) else 1 / len(group)
             dense = ring_all_reduce_bytes(rows.num_rows * row_bytes, world_size)
-            predicted = partial(_predicted, part, scheme, world_size, num_rows, row_bytes, mean, union, itemsize)
+            predicted = partial(_predicted, part, saved, scheme, world_size, num_rows, row_bytes, mean, union, itemsize)
             if scheme == TORCHS and self.scheme == AUTO:
                 record.add(sent[place], sent[place], stock[place])
             else:
@@ -427,9 +429,9 @@ class GradientSync:
         return self.records.setdefault(name, ParameterRecord(name))
 
 
-def _predicted(part: float, scheme: Scheme | TwoLevel, *sizes: Any) -> float:
-    """Return the predicted bytes of one of the tables of a group, for `Synchronizer.table`."""
-    return part * expected_bytes(scheme, *sizes)
+def _predicted(part: float, saved_bytes: int, scheme: Scheme | TwoLevel, *sizes: Any) -> float:
+    """Return the predicted bytes of one of the tables of a group, less those that codes of values saved."""
+    return part * (expected_bytes(scheme, *sizes) - saved_bytes)
 
 
 def _key(group: Group) -> str:

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 
 Point = Literal[
     "copy",  # trainer: a tensor has been copied into the slot
+    "code",  # trainer: a piece of a tensor has been coded in the slot
     "publish",  # trainer: all is copied, and the holder does not know yet
     "published",  # trainer: the holder knows
     "header",  # all but the header is in a slot, of the owner, a replica, or a host that recovers

@@ -25,14 +25,17 @@ def draft(
     choice: FormatChoice,
     part: Part,
     held: SparseRows,
+    channel: Channel,
     positions: Tensor,
     values: Tensor,
     order: Tensor | None = None,
 ) -> Draft:
     """Encode rows of a part in the format of fewest bytes; the header carries the number of rows in ``held``."""
-    format = choice.smallest(positions.numel(), values.shape[1] * values.element_size(), part)
-    payload = wire.encode(format, part, positions, values, order)
-    return Draft(format, positions.numel(), payload, held.ids.numel())
+    count, row_bytes = positions.numel(), values.shape[1] * values.element_size()
+    format = choice.smallest(count, row_bytes, part)
+    payload = wire.encode(format, part, positions, values, order, codes_values=channel.codes_values)
+    saved = wire.payload_bytes(format, count, row_bytes, part.size, part.num_rows) - payload.numel()
+    return Draft(format, count, payload, held.ids.numel(), saved)
 
 
 def as_sent(choice: FormatChoice, part: Part, piece: Piece) -> Piece:
@@ -79,7 +82,7 @@ def reduce_scatter(
 
     def drafts() -> list[Draft]:
         return [
-            draft(choice, part, rows, positions, rows.values, places)
+            draft(choice, part, rows, channel, positions, rows.values, places)
             for part, (positions, places) in zip(partition.parts, partition.split(rows.ids), strict=True)
         ]
 
@@ -93,7 +96,7 @@ def all_gather(
     """Send the total of this rank's part to all ranks, and return the whole sum, ids sorted."""
 
     def drafts() -> list[Draft]:
-        return [draft(choice, partition.parts[channel.rank], rows, *total())] * channel.world_size
+        return [draft(choice, partition.parts[channel.rank], rows, channel, *total())] * channel.world_size
 
     messages = channel.swap(Kind.PULL, drafts, max(limit(part, rows.width, rows) for part in partition.parts))
     return joined(messages, rows, partition, channel)
@@ -118,7 +121,7 @@ def all_reduce(rows: SparseRows, choice: FormatChoice, channel: Channel, scale: 
     whole = Whole(rows.num_rows)
 
     def drafts() -> list[Draft]:
-        return [draft(choice, whole, rows, rows.ids, rows.values)] * channel.world_size
+        return [draft(choice, whole, rows, channel, rows.ids, rows.values)] * channel.world_size
 
     messages = channel.swap(Kind.GATHER, drafts, limit(whole, rows.width, rows))
     return SparseRows.trusted(*total(messages, whole, rows.width, rows, channel, scale), rows.num_rows)

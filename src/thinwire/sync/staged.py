@@ -35,7 +35,7 @@ def gather_and_add(
         Stages(channel),
         schedule,
         Kind.GATHER,
-        lambda: direct.draft(choice, whole, rows, rows.ids, rows.values),
+        lambda: direct.draft(choice, whole, rows, channel, rows.ids, rows.values),
         limit,
     )
     return SparseRows.trusted(*direct.total(messages, whole, rows.width, rows, channel, scale), rows.num_rows)
@@ -82,7 +82,7 @@ def recursive_doubling(rows: SparseRows, choice: FormatChoice, channel: Channel,
     last_sum = max((place for place, stage in enumerate(plan) if stage.source is not None and stage.sends), default=-1)
 
     def messages() -> list[Message]:
-        return channel.seal(Kind.GATHER, [direct.draft(choice, whole, rows, *held)])
+        return channel.seal(Kind.GATHER, [direct.draft(choice, whole, rows, channel, *held)])
 
     for place, stage in enumerate(plan):
         held = stages.attempt(lambda: direct.as_sent(choice, whole, held)) or held  # noqa: B023
@@ -146,7 +146,7 @@ def reduce_scatter(
         held.extend((positions, rows.values.index_select(0, places)) for positions, places in partition.split(rows.ids))
 
     def drafts(sent: tuple[int, ...]) -> list[Draft]:
-        return [direct.draft(choice, partition.parts[part], rows, *held[part]) for part in sent]
+        return [direct.draft(choice, partition.parts[part], rows, channel, *held[part]) for part in sent]
 
     def add(received: tuple[int, ...], messages: Sequence[Message], factor: float) -> None:
         for part, message in zip(received, messages, strict=True):
@@ -187,7 +187,7 @@ def gather(
         stages,
         schedule,
         Kind.PULL,
-        lambda: direct.draft(choice, partition.parts[channel.rank], rows, *total()),
+        lambda: direct.draft(choice, partition.parts[channel.rank], rows, channel, *total()),
         _limit(rows, partition),
         num_owners,
     )

@@ -82,6 +82,10 @@ def synchronize(rows: SparseRows, scheme: Scheme | TwoLevel, channel: Channel, s
         PeerError, CorruptMessageError: see `Channel.swap`.
         ValueError: the scheme has more servers than there are ranks.
     """
+    if channel.codes_values and scale != 1.0 and not scheme.is_dense and rows.values.element_size() > 2:
+        # A mean has few zero bits, unless n is a power of two. (Narrower values are scaled before they are rounded.)
+        total = synchronize(rows, scheme, channel)
+        return SparseRows.trusted(total.ids, total.values.mul_(scale), total.num_rows)
     if isinstance(scheme, TwoLevel):
         return two_level.all_reduce(rows, scheme, channel, scale, synchronize)
     channel.attempt(lambda: scheme.num_owners(channel.world_size))

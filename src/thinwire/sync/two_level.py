@@ -194,6 +194,7 @@ class _Run:
         total = deferred(lambda: self._between_hosts(lambda: SparseRows.trusted(*reduced()(), size), scale))
         summed = direct.all_gather(rows, total, partition, CHOICE, self._inside)
         for channel in (self._inside, self._partners):
+            self._channel.saved_bytes += channel.saved_bytes if channel else 0
             for kind, formats in (channel.formats_sent if channel else {}).items():
                 self._channel.formats_sent.setdefault(kind, set()).update(formats)
         return summed

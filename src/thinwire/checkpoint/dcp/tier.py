@@ -61,7 +61,8 @@ from torch.futures import Future
 
 from thinwire.checkpoint.group import PrivateGroup, describe, gather_json, on_all
 from thinwire.checkpoint.records import Notices
-from thinwire.checkpoint.state.layout import DTYPES, ShardPart, StateLayout, views
+from thinwire.checkpoint.state.coding import tensors_of
+from thinwire.checkpoint.state.layout import DTYPES, ShardPart, StateLayout
 from thinwire.errors import CorruptMessageError, ThinwireError
 from thinwire.holder.faultpoint import reach
 from thinwire.holder.slots import parse_json
@@ -427,18 +428,19 @@ class PersistentTier:
     def _save(self, step: int, attempt: int, take: Take) -> None:
         partial, final = self._path(step, ".partial"), self._path(step)
 
-        def taken() -> tuple[bytes, memoryview]:
+        def taken() -> tuple[StateLayout, list[Tensor]]:
             try:
-                return take()
+                text, payload = take()
             finally:
                 self.obstacle = ""
+            layout = StateLayout.from_bytes(text)
+            return dataclasses.replace(layout, codes=()), list(tensors_of(layout, payload))  # on the disk as they are
 
-        text, payload = on_all(self._group, taken)
-        layout, about = StateLayout.from_bytes(text), {**self._about, "step": step, "attempt": attempt}
+        (layout, tensors), about = on_all(self._group, taken), {**self._about, "step": step, "attempt": attempt}
         with contextlib.ExitStack() as stack:
             self._on_rank_0(lambda: [stack.enter_context(self._locked()), self._remove_partial(), partial.mkdir()])
             try:
-                digests = write_shards(partial, layout, views(layout, payload), self._group)
+                digests = write_shards(partial, layout, tensors, self._group)
                 self._on_rank_0(lambda: [write_about(partial, about, digests), self._put_in_place(partial, final)])
             finally:
                 if self._rank == 0:

@@ -41,11 +41,11 @@ def load_into(state: Any, layout: StateLayout, tensors: Sequence[Tensor]) -> Any
     """
     loaded, targets = prepare(state, layout)
     for number, target in targets:
-        local = local_of(target)
-        if local.shape != tensors[number].shape:
+        local, stored = local_of(target), tensors[number]
+        if local.shape != stored.shape:
             raise ValueError(f"{layout.slices[number].path}: this rank has another part of it than the one stored")
         with torch.no_grad():
-            local.copy_(tensors[number])
+            local.copy_(stored)
         reach("load")
     return loaded
 

@@ -39,10 +39,11 @@ class Encoded:
     _texts: Sequence[str]
     _slices_text: str
 
-    def to_bytes(self, about: dict[str, Any] | None = None) -> bytes:
+    def to_bytes(self, about: dict[str, Any] | None = None, codes: Sequence[tuple[int, int]] = ()) -> bytes:
         """Return the layout, as JSON. Any thread may call it, even after the state has changed."""
         parts = [text for pair in zip(self._pieces, (*self._texts, ""), strict=True) for text in pair]
-        tail = f'"payload_bytes":{self.payload_bytes},"about":{_dumps(about or {})}}}'
+        tail = f'"payload_bytes":{self.payload_bytes},"about":{_dumps(about or {})}'
+        tail += f',"codes":{_dumps(codes)}}}' if codes else "}"
         return f'{{"tree":{"".join(parts)},"slices":{self._slices_text},{tail}'.encode()
 
 

@@ -74,18 +74,21 @@ class TensorSlice:
 class StateLayout:
     """A state without the bytes of its tensors.
 
-    ``payload_bytes`` is the size of the buffer for those bytes, ``about`` any JSON that identifies the state.
+    ``payload_bytes`` is the size of the buffer for those bytes, ``about`` any JSON that identifies the state. ``codes``
+    are there if the payload is coded (`thinwire.checkpoint.state.coding`).
     """
 
     tree: Any
     slices: tuple[TensorSlice, ...]
     payload_bytes: int
     about: dict[str, Any] = field(default_factory=dict)
+    codes: tuple[tuple[int, int], ...] = ()
 
     def to_bytes(self) -> bytes:
         """Return the layout as JSON, in ASCII."""
         slices = [item.to_json() for item in self.slices]
         content = {"tree": self.tree, "slices": slices, "payload_bytes": self.payload_bytes, "about": self.about}
+        content |= {"codes": self.codes} if self.codes else {}
         return json.dumps(content, separators=(",", ":")).encode()
 
     @classmethod
@@ -97,7 +100,10 @@ class StateLayout:
             slices = tuple(_checked(item, payload_bytes) for item in content["slices"])
             if not isinstance(about, dict):
                 raise TypeError("'about' is no object")
-            return cls(content["tree"], slices, payload_bytes, about)
+            codes = tuple((size, crc) for size, crc in content.get("codes", ()))
+            if any(type(number) is not int for code in codes for number in code):
+                raise TypeError("a code without length or checksum")
+            return cls(content["tree"], slices, payload_bytes, about, codes)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptMessageError(f"not a layout: {type(error).__name__}: {error}") from error
 

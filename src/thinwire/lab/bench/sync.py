@@ -18,7 +18,7 @@ from thinwire.lab import sparsity
 from thinwire.lab.bench.in_job import gloo_group, is_in_job, on_all_ranks
 from thinwire.lab.bench.methods import AGSPARSE_TORCH, scheme_of
 from thinwire.lab.bench.recipes import get_recipe
-from thinwire.lab.bench.sync_rank import RankMeasurement, Turns, measure
+from thinwire.lab.bench.sync_rank import RankMeasurement, Timed, Turns, measure
 from thinwire.lab.bench.workload import Workload
 from thinwire.lab.ledger import host_of_ranks, pair_bytes, unit_ids, value_lower_bound_bytes
 from thinwire.lab.report import environment
@@ -180,7 +180,7 @@ def _rows(
     workload = benchmark.gradients()
     num_rows, width = workload.shape()
     ids = [workload.ids(rank) for rank in range(benchmark.world_size)]
-    seconds = {method: _seconds(measurements) for method, measurements in measured.items()}
+    seconds = {method: seconds_of_runs(measurements) for method, measurements in measured.items()}
     dense = statistics.median(seconds["dense"]) if "dense" in seconds else None
     common = _common(benchmark, link_mbit, ids, num_rows, width)
     rows = []
@@ -204,8 +204,8 @@ def _rows(
                 "bytes_between_hosts_max": between,
                 "bytes_source": "counted" if known else "formula",
                 "seconds_median": median,
-                "seconds_p10": _quantile(seconds[method], 0.1),
-                "seconds_p90": _quantile(seconds[method], 0.9),
+                "seconds_p10": quantile(seconds[method], 0.1),
+                "seconds_p90": quantile(seconds[method], 0.9),
                 "seconds_predicted": _predicted_seconds(benchmark, measurements, ids, max(predicted)),
                 **_bandwidths(num_rows * width * DTYPES[benchmark.dtype].itemsize, benchmark.world_size, median),
                 "seconds_own_wire": between * 8e-6 / link_mbit if link_mbit else None,
@@ -335,12 +335,13 @@ def _scheme(name: str, hosts: Hosts) -> Scheme | TwoLevel:
     return scheme.placed(host_of_ranks(hosts)) if isinstance(scheme, TwoLevel) else scheme
 
 
-def _seconds(measurements: list[RankMeasurement]) -> list[float]:
-    """For each repetition, from the first rank that started to the last that ended."""
+def seconds_of_runs(measurements: Sequence[Timed]) -> list[float]:
+    """Return the seconds of each repetition, from the first rank that started to the last that ended."""
     starts = zip(*(measurement.started for measurement in measurements), strict=True)
     ends = zip(*(measurement.ended for measurement in measurements), strict=True)
     return [max(end) - min(start) for start, end in zip(starts, ends, strict=True)]
 
 
-def _quantile(values: list[float], share: float) -> float:
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the quantile of values at a share of them."""
     return float(torch.tensor(values, dtype=torch.float64).quantile(share))

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,15 @@ _WARM_UP_ROWS = 64
 _TABLE, _LEAST_STEPS = "table", 2
 
 Run = Callable[[], SparseRows | Tensor]
+
+
+class Timed(Protocol):
+    """Measurement whose runs have times."""
+
+    @property
+    def started(self) -> tuple[float, ...]: ...
+    @property
+    def ended(self) -> tuple[float, ...]: ...
 
 
 @dataclass(frozen=True)
@@ -124,19 +134,26 @@ class _Run:
 
 
 def _once(run: Run, lane: Lane, one_clock: bool) -> _Run:
+    results: list[SparseRows | Tensor] = []
+    figures = timed(lambda: results.append(run()), lane, one_clock)
+    return _Run(*figures, results[0])
+
+
+def timed(run: Callable[[], None], lane: Lane, one_clock: bool) -> tuple[float, float, int, int]:
+    """Run on all ranks together, and return start, end, bytes sent, and those between hosts; see `Turns`."""
     before = replace(lane.exchange.traffic)
     if one_clock:
         _start_together()
     else:
         dist.barrier()
     started = time.perf_counter()
-    result = run()
+    run()
     ended = time.perf_counter()
     now = lane.exchange.traffic
     sent_bytes = now.sent_bytes - before.sent_bytes
     between_bytes = now.sent_between_hosts_bytes - before.sent_between_hosts_bytes
     origin = 0.0 if one_clock else started
-    return _Run(started - origin, ended - origin, sent_bytes, between_bytes, result)
+    return started - origin, ended - origin, sent_bytes, between_bytes
 
 
 def _few(rows: SparseRows) -> SparseRows:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from thinwire.lab.analyze.failure import first_error
 from thinwire.lab.testbed.launch import RanksFailed
@@ -47,7 +47,7 @@ class OwnJob:
     """A user's own job by the text that names it; relative to the directory in which it was named.
 
     A job has no held-out data: it is judged by the loss of one fixed batch a rank, the first that the function makes.
-    Its learning rate is constant.
+    Its learning rate is constant. ``autocast`` is the dtype of `torch.autocast` around its loss, or empty.
     """
 
     name: str
@@ -58,6 +58,7 @@ class OwnJob:
     learning_rate: float | None = None
     momentum: float = 0.0
     clip_norm: float | None = None
+    autocast: str = ""
     judged_by: str = "training loss of one fixed batch a rank"
 
     @classmethod
@@ -111,7 +112,17 @@ class OwnJob:
             )
         if isinstance(model, nn.parallel.DistributedDataParallel):
             raise JobError(f"{self.name} returns a model under DDP; return the plain module, which is wrapped for you")
-        return Training(model, _endless(make_batch, self.name), loss, *optimizer)
+        return Training(model, _endless(make_batch, self.name), self._under_autocast(loss), *optimizer)
+
+    def _under_autocast(self, loss: Callable[[nn.Module, Any], Tensor]) -> Callable[[nn.Module, Any], Tensor]:
+        if not self.autocast:
+            return loss
+
+        def cast(model: nn.Module, batch: Any) -> Tensor:
+            with torch.autocast("cpu", getattr(torch, self.autocast)):
+                return loss(model, batch)
+
+        return cast
 
     def optimizer_of(self, training: Training) -> torch.optim.Optimizer:
         """Return the optimizer of the training, or SGD at `LEARNING_RATE`.

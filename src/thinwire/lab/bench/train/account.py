@@ -15,7 +15,8 @@ class Account:
 
     ``groups`` is the number of groups in which gradients travel now, and ``tensor_missing_rate`` the part of the
     tensors of which a sparsifier chose nothing. An outer loop has ``rounds``, and tells itself how long the training
-    thread waited (``exposed_seconds``): its rounds end in the optimizer's step, not in backward.
+    thread waited (``exposed_seconds``): its rounds end in the optimizer's step, not in backward. What sums gradients
+    losslessly tells the bits of a value, push plus pull.
     """
 
     encode_seconds: float | None = None
@@ -26,6 +27,7 @@ class Account:
     tensor_missing_rate: float | None = None
     exposed_seconds: float | None = None
     rounds: float | None = None
+    lossless_bits_per_value: float | None = None
 
 
 class Attached(ABC):
@@ -37,6 +39,10 @@ class Attached(ABC):
 
     def judged(self) -> AbstractContextManager[None]:
         """Return a context in which the model has the parameters to judge: its own, except under an outer loop."""
+        return nullcontext()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients of a plain module are added up and stay here; under DDP it is DDP's."""
         return nullcontext()
 
     def finish(self) -> None:  # noqa: B027  most have nothing to do

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from thinwire.lab.bench.jobs.own import OwnJob, clear_job_errors
 from thinwire.lab.bench.train.curve import TOLERANCE, reached_at
 from thinwire.lab.bench.train.methods import DDP, method_of
 from thinwire.lab.bench.train.rank import JobTraining, RankRecord, train
-from thinwire.lab.bench.train.rows import against_dense, curve_of, row_of
+from thinwire.lab.bench.train.rows import against_dense, against_rank_order, curve_of, row_of
 from thinwire.lab.report import environment
 from thinwire.lab.testbed.launch import preload, run_ranks
 from thinwire.lab.testbed.network import EmulatedNetwork, Link
@@ -35,6 +35,8 @@ class TrainBenchmark:
         steps: number of steps; None for the job's own number.
         seeds: number of seeds, from 0, for the initial parameters and for the order of the data.
         scale: size of the job's model against the published one, see `Job.scaled`; None for the job's own.
+        autocast: whether the forward pass is under `torch.autocast` in bfloat16.
+        accumulate: batches whose gradients are added up in a step.
         extra: share of the steps that a method may train on, at the last learning rate, to reach the loss of ddp.
 
     Raises:
@@ -49,11 +51,13 @@ class TrainBenchmark:
     steps: int | None = None
     scale: float | None = None
     extra: float = 0.25
+    autocast: bool = False
+    accumulate: int = 1
     timeout_seconds: float = 7200.0
 
     def __post_init__(self) -> None:
-        if min(self.hosts, self.seeds, self.num_steps) < 1 or not self.methods:
-            raise ValueError("hosts, seeds, steps and methods must be at least one")
+        if min(self.hosts, self.seeds, self.num_steps, self.accumulate) < 1 or not self.methods:
+            raise ValueError("hosts, seeds, steps, batches of a step and methods must be at least one")
         if self.extra < 0.0:
             raise ValueError(f"extra steps are a share of the steps, at least 0, not {self.extra}")
         if len(set(self.methods)) < len(self.methods):
@@ -63,7 +67,8 @@ class TrainBenchmark:
 
     @property
     def the_job(self) -> Job | OwnJob:
-        return parse_job(self.job, self.scale)
+        job = parse_job(self.job, self.scale)
+        return replace(job, autocast="bfloat16") if self.autocast else job
 
     @property
     def num_steps(self) -> int:
@@ -147,7 +152,7 @@ def _results(
     """Train by each method under each seed, stock DDP first: the others are measured by its final loss."""
     rows = []
     for seed in range(benchmark.seeds):
-        dense_loss = None
+        dense_loss, of_seed = None, []
         for method in benchmark.ordered_methods:
             training = JobTraining(
                 job=benchmark.the_job,
@@ -157,12 +162,14 @@ def _results(
                 extra_steps=benchmark.max_steps_of(method) - benchmark.steps_of(method),
                 target_loss=None if dense_loss is None else reached_at(dense_loss),
                 interface=interface,
+                accumulate=benchmark.accumulate,
             )
             records = train_all(training)
             row, curve = row_of(training, records, link_mbit), curve_of(training, records)
             if method == DDP:
                 dense_loss = row["final_loss"]
-            rows.append(against_dense(row, curve, dense_loss))
+            of_seed.append(against_dense(row, curve, dense_loss))
+        rows += against_rank_order(of_seed)
     return {"environment": _environment(benchmark), "rows": rows}
 
 
@@ -178,6 +185,8 @@ def _environment(benchmark: TrainBenchmark) -> dict[str, Any]:
         "judged_by": job.judged_by,
         "loss_tolerance": TOLERANCE,
         "batch_size": job.batch_size,
+        "autocast": job.autocast or None,
+        "accumulate": benchmark.accumulate,
         "learning_rate": job.learning_rate,
         "momentum": job.momentum,
         "clip_norm": job.clip_norm,

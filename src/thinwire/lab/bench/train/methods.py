@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, NoReturn
@@ -33,13 +34,16 @@ from thinwire.plan.plan import Plan
 from thinwire.sync.named import AUTO, NAMED
 
 DDP, BF16, POWER_SGD_TORCH, THINWIRE, PLAN = "ddp", "bf16", "powersgd_torch", "thinwire", "plan"
+RANK_ORDER, LOSSLESS = "rank_order", "lossless"
+"""The uncoded sum in rank order, and ``attach(model, dense="lossless")``, which has its bits; ``lossless:auto`` is
+``dense="auto"``."""
 EXACT = "exact"
 """Another name of "thinwire": `thinwire.attach(model)`, as doctor and plan call ways without compression."""
-TORCH_METHODS = (DDP, BF16, POWER_SGD_TORCH)
+TORCH_METHODS = (DDP, BF16, POWER_SGD_TORCH, RANK_ORDER)
 _CODEC = "codec"
 OUTER_METHODS = tuple(OUTER_SETTINGS)
 """Outer loops: another algorithm than data-parallel training."""
-NAMES = (*TORCH_METHODS, THINWIRE, EXACT, PLAN, *OUTER_METHODS)
+NAMES = (*TORCH_METHODS, THINWIRE, EXACT, LOSSLESS, PLAN, *OUTER_METHODS)
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,10 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
     if name in OUTER_METHODS:
         return _outer_method(name, settings)
     attach_settings, is_plain = grouping(settings)
+    if name == LOSSLESS:
+        dense = settings.pop("dense", LOSSLESS)
+        _refuse(name, settings)
+        return Method(lambda model, _: ThinwireMethod(model, dense=dense, **attach_settings), is_plain=is_plain)
     if name in (THINWIRE, EXACT, *NAMED):
         _refuse(name, settings)
         scheme = name if name in NAMED else AUTO
@@ -200,6 +208,8 @@ def parse(text: str) -> tuple[str, dict[str, Any]]:
     """
     if text.startswith(f"{PLAN}:") and "=" not in text:
         return PLAN, {"file": text.removeprefix(f"{PLAN}:")}
+    if text == f"{LOSSLESS}:{AUTO}":
+        return LOSSLESS, {"dense": AUTO}
     loop, found, codec = text.partition(CODEC)
     name, settings = split(loop)
     legal = (*NAMES, *NAMED, *SETTINGS)
@@ -216,7 +226,13 @@ def _refuse(name: str, settings: dict[str, Any]) -> None:
 
 
 def _torch_method(name: str, settings: dict[str, Any]) -> Method:
-    from thinwire.lab.bench.train.stock import POWER_SGD_RANK, Bf16AllReduce, StockDdp, TorchPowerSgd
+    from thinwire.lab.bench.train.stock import (
+        POWER_SGD_RANK,
+        Bf16AllReduce,
+        RankOrderAllReduce,
+        StockDdp,
+        TorchPowerSgd,
+    )
 
     if name == POWER_SGD_TORCH:
         rank = settings.pop("rank", POWER_SGD_RANK)
@@ -224,7 +240,7 @@ def _torch_method(name: str, settings: dict[str, Any]) -> Method:
         # Its callbacks wait for all-reduces on the threads that Gloo runs these on: two buckets at once dead-lock.
         return Method(lambda model, _: TorchPowerSgd(model, rank), one_bucket=True)
     _refuse(name, settings)
-    stock = {DDP: StockDdp, BF16: Bf16AllReduce}[name]
+    stock = {DDP: StockDdp, BF16: Bf16AllReduce, RANK_ORDER: RankOrderAllReduce}[name]
     return Method(lambda model, _: stock(model))
 
 
@@ -251,10 +267,17 @@ class ThinwireMethod(Attached):
 
     def account(self) -> Account:
         stats = self._synchronizer.stats()
-        encode, decode = stats.get("compress/encode_seconds", 0.0), stats.get("compress/decode_seconds", 0.0)
+        encode, decode = (
+            stats.get(f"compress/{what}_seconds", 0.0) + stats.get(f"lossless/{what}_seconds", 0.0)
+            for what in ("encode", "decode")
+        )
         wire = stats.get("compress/wire_seconds", stats["comm/seconds"] - encode - decode)
         groups, missing = stats.get("plan/groups"), stats.get("compress/tensor_missing_rate")
-        return Account(encode, wire, decode, stats["comm/bytes_sent"], groups, missing)
+        bits = stats.get("lossless/bits_per_value")
+        return Account(encode, wire, decode, stats["comm/bytes_sent"], groups, missing, lossless_bits_per_value=bits)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        return self._synchronizer.no_sync()
 
     def close(self) -> None:
         self._synchronizer.detach()

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,7 @@ class JobTraining:
         extra_steps: largest number of additional steps, while the smoothed held-out loss is above ``target_loss``.
         target_loss: loss at which extra steps end; None for none.
         interface: network interface whose sent bytes are counted; None if the host has none of its own.
+        accumulate: batches whose gradients are added up in a step; their loss is the mean.
     """
 
     job: Job | OwnJob
@@ -43,6 +46,7 @@ class JobTraining:
     extra_steps: int = 0
     target_loss: float | None = None
     interface: str | None = None
+    accumulate: int = 1
 
 
 @dataclass
@@ -76,9 +80,11 @@ class RankRecord:
     held_out_losses: list[tuple[int, float]] = field(default_factory=list)
     link_bytes: int | None = None
     digest: str = ""
+    losses_digest: str = ""
     groups: float | None = None
     tensor_missing_rate: float | None = None
     rounds: float | None = None
+    lossless_bits_per_value: float | None = None
     plan: str = ""
 
 
@@ -109,7 +115,8 @@ def train(context: RankContext, training: JobTraining, data: Data | None) -> Ran
         record.link_bytes = (_link_bytes(training) or 0) - sent_before
     account = trainer.method.account()
     record.groups, record.tensor_missing_rate = account.groups, account.tensor_missing_rate
-    record.rounds = account.rounds
+    record.rounds, record.lossless_bits_per_value = account.rounds, account.lossless_bits_per_value
+    record.losses_digest = trainer.losses.hexdigest()
     trainer.method.finish()
     record.digest = digest(trainer.network)
     trainer.method.close()
@@ -161,6 +168,8 @@ class _Trainer:
             method = self._planned(method.planning, data)
         self.model = self._wrapped(method)
         self.last_gradient_at = 0.0
+        self.losses = hashlib.blake2b(digest_size=16)
+        """Hash of the bits of every loss of a batch so far."""
         for parameter in self.model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._on_gradient)
@@ -197,19 +206,21 @@ class _Trainer:
 
         The rounds of an outer loop end in the optimizer's step, whose seconds are then those without the waiting.
         """
-        batch = self.training.batch()
+        batches = [self.training.batch() for _ in range(self.run.accumulate)]
         started = time.perf_counter()
         self.optimizer.zero_grad()
-        loss = self.training.loss(self.model, batch)
-        loss.backward()
+        with self._no_sync() if len(batches) > 1 else nullcontext():
+            losses = [self._backward(batch) for batch in batches[:-1]]
+        losses.append(self._backward(batches[-1]))
         synchronized = time.perf_counter()
         if self.clips and self.training.after_backward is not None:
             self.training.after_backward(self.model)
         self.optimizer.step()
         ended = time.perf_counter()
         self.schedule.step()
+        self.losses.update(torch.stack(losses).numpy().tobytes())
         if self.context.rank == 0:
-            self.context.send((number, loss.item()))
+            self.context.send((number, torch.stack(losses).mean().item()))
         before, self.before = self.before, self.method.account()
         waited = 0.0
         if self.before.exposed_seconds is not None:
@@ -220,6 +231,15 @@ class _Trainer:
             optimizer_seconds=ended - synchronized - waited,
             **_difference(self.before, before),
         )
+
+    def _backward(self, batch: Any) -> Tensor:
+        """Add the gradients of a batch, and return its loss."""
+        loss = self.training.loss(self.model, batch)
+        (loss / self.run.accumulate if self.run.accumulate > 1 else loss).backward()
+        return loss.detach().double()
+
+    def _no_sync(self) -> AbstractContextManager[None]:
+        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else self.method.no_sync()
 
     def held_out_loss(self) -> float:
         """Mean over all held-out samples: each rank computes its share, and a small all-reduce combines them."""

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from thinwire.lab import palette
 from thinwire.lab.bench.train.methods import DDP, EXACT, PLAN, THINWIRE, parse
 from thinwire.lab.bench.train.summary import (
-    COLUMNS,
     PAYS_FROM,
     MethodSummary,
     caption,
+    columns,
     conditions,
     link_text,
     summarize,
@@ -71,10 +71,10 @@ def build_report(result: dict[str, Any]) -> Report:
         lambda axes: _draw_times(axes, rows),
         "Medians. Thick bar: the training thread. Thin bar below it: encoding, the network and decoding, which run"
         " beside backward; training waits only where they outlast it.",
-        " ".join(f"{cells[0]}: {cells[COLUMNS.index('step s')]} s." for cells in table_rows(rows)),
+        " ".join(f"{cells[0]}: {cells[columns(rows).index('step s')]} s." for cells in table_rows(rows)),
         height_inches=1.0 + len(summaries) * max(0.55, 0.16 * (1 + most_breaks)),
     )
-    report.table("All methods", COLUMNS, table_rows(rows), caption(result))
+    report.table("All methods", columns(rows), table_rows(rows), caption(result))
     return report
 
 
@@ -201,7 +201,7 @@ def _name(method: str, narrow: bool) -> str:
 
 def _draw_times(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    step_seconds = {cells[0]: cells[COLUMNS.index("step s")] for cells in table_rows(rows)}
+    step_seconds = {cells[0]: cells[columns(rows).index("step s")] for cells in table_rows(rows)}
     for place, method in enumerate(methods):
         own = [row for row in rows if row["method"] == method]
         for offset, height, parts in ((-0.12, 0.4, _PARTS), (0.22, 0.18, _LANE_PARTS)):

@@ -9,7 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from thinwire.lab.bench.train.curve import LossCurve, reached_at
-from thinwire.lab.bench.train.methods import TORCH_METHODS, parse
+from thinwire.lab.bench.train.methods import RANK_ORDER, TORCH_METHODS, parse
 from thinwire.lab.bench.train.rank import JobTraining, RankRecord, StepRecord
 from thinwire.plan.plan import STOCK
 
@@ -62,6 +62,8 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
         "groups": records[0].groups,
         "tensor_missing_rate": _mean_or_none([record.tensor_missing_rate for record in records]),
         "rounds": records[0].rounds,
+        "accumulate": training.accumulate,
+        "lossless_bits_per_value": _mean_or_none([record.lossless_bits_per_value for record in records]),
         "plan": records[0].plan or None,
         **_bytes(training, records),
         "final_loss": _finite(curve.final_loss),
@@ -69,6 +71,8 @@ def row_of(training: JobTraining, records: Sequence[RankRecord], link_mbit: floa
         "seconds_curve": list(curve.seconds),
         "loss_curve": [_finite(loss) for loss in curve.losses],
         "bitwise_equal_across_ranks": len({record.digest for record in records}) == 1,
+        "parameters_digest": records[0].digest,
+        "losses_digest": "".join(record.losses_digest for record in records),
     }
 
 
@@ -85,12 +89,47 @@ def against_dense(row: dict[str, Any], curve: LossCurve, dense_loss: float | Non
     }
 
 
+def against_rank_order(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of a seed with whether all losses and parameters are those of the uncoded sum in rank order.
+
+    Null if that was not run.
+    """
+    digests = ("losses_digest", "parameters_digest")
+    found = [tuple(row[name] for name in digests) for row in rows if row["method"] == RANK_ORDER]
+    return [
+        row | {"bitwise_rank_order": tuple(row[name] for name in digests) == found[0] if found else None}
+        for row in rows
+    ]
+
+
+def bits_per_value(sent_bytes: Sequence[float], values: int) -> float | None:
+    """Return the bits that travel for a value on its way to its owner and back, push plus pull, from bytes counted.
+
+    A rank owns 1/n of the values and sends these neither to nor for itself, so it sends (n-1)/n of what a value takes
+    twice. That factor is divided out: an all-reduce of float32 has 64, whatever n is; of bfloat16 32. None for one
+    rank.
+
+    Args:
+        sent_bytes: bytes that each rank sent.
+        values: number of values that each rank holds.
+
+    Example:
+        >>> bits_per_value([6000, 6000, 6000, 6000], 1000)  # a ring of 4 ranks sends 2 x 3/4 of 4000 bytes
+        64.0
+    """
+    world_size = len(sent_bytes)
+    if world_size == 1 or not values:
+        return None
+    return 8 * statistics.fmean(sent_bytes) / values * world_size / (world_size - 1)
+
+
 def _bytes(training: JobTraining, records: Sequence[RankRecord]) -> dict[str, Any]:
     """Bytes a step of the rank that sent most: counted by thinwire, else by the host's interface, else by formula."""
     link = None
     if all(record.link_bytes is not None for record in records):
         link = max((record.link_bytes or 0) / len(record.steps) for record in records)
-    own = max(_mean([step.sent_bytes or 0.0 for step in record.steps]) for record in records)
+    sent_by_ranks = [_mean([step.sent_bytes or 0.0 for step in record.steps]) for record in records]
+    own = max(sent_by_ranks)
     by_torch = parse(training.method)[0] in TORCH_METHODS or records[0].plan == STOCK
     if not by_torch:
         sent, source = own, "counted"
@@ -105,6 +144,7 @@ def _bytes(training: JobTraining, records: Sequence[RankRecord]) -> dict[str, An
         "bytes_own_max": round(own),
         "bytes_link_max": None if link is None else round(link),
         "density": sent / dense_bytes if dense_bytes else None,
+        "bits_per_value": bits_per_value(sent_by_ranks, records[0].parameters),
     }
 
 

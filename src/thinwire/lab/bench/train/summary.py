@@ -9,11 +9,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from thinwire.lab.bench.train.curve import TOLERANCE
-from thinwire.lab.bench.train.methods import BF16, DDP, EXACT, OUTER_METHODS, THINWIRE, TORCH_METHODS, parse
+from thinwire.lab.bench.train.methods import (
+    BF16,
+    DDP,
+    EXACT,
+    LOSSLESS,
+    OUTER_METHODS,
+    RANK_ORDER,
+    THINWIRE,
+    TORCH_METHODS,
+    parse,
+)
 from thinwire.plan.explain import counted
 from thinwire.sync.named import NAMED
 
 COLUMNS = ("method", "MB", "fewer", "step s", "faster", "loss", "vs ddp", "to loss", "faster")
+_BITS = "bits"
 PAYS_FROM = 1.05
 """Least speedup that counts: less is within the noise of a machine that plays all hosts."""
 
@@ -36,6 +47,7 @@ class MethodSummary:
     seconds_to_dense_loss: float | None
     speedup: float | None
     step_speedup: float | None
+    bits_per_value: float | None = None
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> list[MethodSummary]:
@@ -60,7 +72,16 @@ def _summary(method: str, rows: list[dict[str, Any]], dense: list[dict[str, Any]
         seconds_to_dense_loss=seconds,
         speedup=dense_seconds / seconds if seconds and dense_seconds else None,
         step_speedup=None if dense is None else _step_seconds(dense) / _step_seconds(rows),
+        bits_per_value=_bits_per_value(rows),
     )
+
+
+def _bits_per_value(rows: list[dict[str, Any]]) -> float | None:
+    """Return what the method itself tells of the gradients that it codes; else the bits of any, from bytes counted."""
+    for name in ("lossless_bits_per_value", "bits_per_value"):
+        if rows[0].get(name) is not None:
+            return _median_or_none(rows, name)
+    return None
 
 
 def _step_seconds(rows: list[dict[str, Any]]) -> float:
@@ -97,10 +118,11 @@ def conditions(result: dict[str, Any]) -> str:
 def caption(result: dict[str, Any]) -> str:
     """Return what the columns mean."""
     judged_by = result["environment"].get("judged_by", "held-out loss")
+    bits = "bits: of a value, push plus pull, without the factor (n-1)/n; " if _shows_bits(result["rows"]) else ""
     return (
         "Medians over seeds. MB: sent a step by the busiest rank, on a link as its interface counts; fewer, faster:"
-        f" than ddp; loss: {judged_by}, mean of the last 10 % of the steps; to loss: until that, smoothed, is within"
-        f" {TOLERANCE:.1%} of ddp's final one."
+        f" than ddp; {bits}loss: {judged_by}, mean of the last 10 % of the steps; to loss: until that, smoothed, is"
+        f" within {TOLERANCE:.1%} of ddp's final one."
     )
 
 
@@ -112,12 +134,13 @@ def verdict(rows: Sequence[dict[str, Any]]) -> str:
     """Return in one or two honest sentences whether compression pays on this link, by the time to stock DDP's final
     loss, within 0.1 %.
 
-    Lossy methods of thinwire count as compression; a bfloat16 all-reduce and torch's own hook are their baselines.
+    Lossy methods of thinwire count as compression; a bfloat16 all-reduce and torch's own hook are their baselines. The
+    uncoded sum in rank order is there for its bits, and not judged.
     """
     summaries = {summary.method: summary for summary in summarize(rows)}
     if DDP not in summaries:
         return "Stock DDP was not run, so nothing can be said about what pays: add ddp to --methods."
-    others = [summary for summary in summaries.values() if summary.method != DDP]
+    others = [summary for summary in summaries.values() if summary.method not in (DDP, RANK_ORDER)]
     ranked = sorted((summary for summary in others if summary.speedup), key=lambda summary: -(summary.speedup or 0))
     if not others:
         return "Only stock DDP was run."
@@ -142,7 +165,7 @@ def _kind(name: str) -> str:
     """Return what a method of thinwire is, as the subject of a sentence."""
     if name in OUTER_METHODS:
         return "Another algorithm, an outer loop,"
-    return "Exact synchronization" if name in (THINWIRE, EXACT, *NAMED) else "Compression"
+    return "Exact synchronization" if name in (THINWIRE, EXACT, LOSSLESS, *NAMED) else "Compression"
 
 
 def _against_bf16(best: MethodSummary, summaries: dict[str, MethodSummary]) -> str:
@@ -154,15 +177,45 @@ def _against_bf16(best: MethodSummary, summaries: dict[str, MethodSummary]) -> s
     return f" and {bf16.seconds_to_dense_loss / best.seconds_to_dense_loss:.2f}x as fast as a bfloat16 all-reduce"
 
 
+def exactness(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a sentence on parameters that differ between ranks, and on which methods have the bits of rank order."""
+    unequal = sorted({row["method"] for row in rows if not row["bitwise_equal_across_ranks"]})
+    compared = [row for row in rows if row.get("bitwise_rank_order") is not None and row["method"] != RANK_ORDER]
+    other = {row["method"] for row in compared if not row["bitwise_rank_order"]}
+    same = sorted({row["method"] for row in compared} - other)
+    differing = sorted(method for method in other if parse(method)[0] == LOSSLESS)
+    found = {
+        "Parameters are not the same bits on all ranks": unequal,
+        "Losses and parameters are bit for bit those of rank_order": same,
+        "Losses or parameters are NOT those of rank_order": differing,
+    }
+    return [f"{text}: {', '.join(methods)}." for text, methods in found.items() if methods]
+
+
 def _too_slow(others: Sequence[MethodSummary]) -> str:
     missed = [summary.method for summary in others if summary.seconds_to_dense_loss is None]
     return f" Not at that loss within its steps: {', '.join(missed)}." if missed else ""
 
 
+def columns(rows: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    """Return the heads of the table: those of `COLUMNS`, and the bits of a value where a lossless sum was run."""
+    return (*COLUMNS[:2], _BITS, *COLUMNS[2:]) if _shows_bits(rows) else COLUMNS
+
+
+def _shows_bits(rows: Sequence[dict[str, Any]]) -> bool:
+    return any(parse(row["method"])[0] == LOSSLESS for row in rows)
+
+
 def table_rows(rows: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Return the cells for `COLUMNS`, fastest to the dense loss first."""
+    """Return the cells for `columns`, fastest to the dense loss first."""
     summaries = sorted(summarize(rows), key=lambda summary: summary.seconds_to_dense_loss or float("inf"))
-    return [_cells(summary) for summary in summaries]
+    if not _shows_bits(rows):
+        return [_cells(summary) for summary in summaries]
+    return [[*(cells := _cells(summary))[:2], _bits(summary), *cells[2:]] for summary in summaries]
+
+
+def _bits(summary: MethodSummary) -> str:
+    return "-" if summary.bits_per_value is None else f"{summary.bits_per_value:.1f}"
 
 
 def _cells(summary: MethodSummary) -> list[str]:

@@ -1,0 +1,1 @@
+"""Sums of real dense gradients: recorded from a job, by each method, with the bits that a value takes."""

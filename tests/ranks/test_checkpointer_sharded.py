@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from holders import SECRET, two_holders
 from thinwire.checkpoint import Checkpointer, MemoryReader, MemoryWriter
+from thinwire.checkpoint.state import coding
 from thinwire.holder.client import HolderClient
 from thinwire.holder.version import Version
 from thinwire.lab.testbed.launch import RankContext, run_ranks
@@ -99,16 +100,17 @@ def test_as_many_ranks_restore_bitwise(sockets: list[str]) -> None:
     run_ranks(restored_by_as_many, sockets, world_size=4, timeout_seconds=45)
 
 
-def restored_by_others(context: RankContext, sockets: list[str], directory: str) -> None:
+def restored_by_others(context: RankContext, sockets: list[str], directory: str, compress: str | None) -> None:
     """4 ranks, 3, 4 again from memory, and 2 from the disk: each goes on where the last one was."""
+    coding.LEAST_VALUES = 1
     first_three = dist.new_group([0, 1, 2])
     four = Sharded(dist.group.WORLD, seed=1)
-    with four.checkpointer(sockets) as checkpointer:
+    with four.checkpointer(sockets, compress=compress) as checkpointer:
         four.train(2, checkpointer)
     stored, random = four.whole(), torch.get_rng_state()
     if context.rank < 3:
         three = Sharded(first_three, seed=2)
-        options = {"persistent": directory, "persistent_every": 0.0}
+        options = {"persistent": directory, "persistent_every": 0.0, "compress": compress}
         with three.checkpointer(sockets, **options) as checkpointer:
             assert checkpointer.restore() == 2
             assert same(three.whole(), stored)
@@ -150,8 +152,10 @@ def inventory(socket: str) -> list[Version]:
         return client.inventory("run")
 
 
-def test_another_number_of_ranks_restores(sockets: list[str], tmp_path: Path) -> None:
-    run_ranks(restored_by_others, sockets, str(tmp_path / "disk"), world_size=4, timeout_seconds=45)
+@pytest.mark.parametrize("compress", [None, "lossless"])
+def test_another_number_of_ranks_restores(sockets: list[str], tmp_path: Path, compress: str | None) -> None:
+    """Also what is coded; on the disk tensors are as they are."""
+    run_ranks(restored_by_others, sockets, str(tmp_path / "disk"), compress, world_size=4, timeout_seconds=45)
 
 
 def through_dcp(context: RankContext, sockets: list[str]) -> None:

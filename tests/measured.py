@@ -10,8 +10,9 @@ import torch
 from thinwire.compress.base import Parameter
 from thinwire.fuse.profile import Linear
 from thinwire.lab.planning.measurement import Measurement
-from thinwire.lab.planning.speeds import COPIES, Codec, Fit, MeasuredLink
+from thinwire.lab.planning.speeds import COPIES, Codec, DenseCode, Fit, MeasuredLink
 from thinwire.lab.planning.tables import EmbeddingTable
+from thinwire.lossless.decide import Code
 
 SHAPES = ((64, 64), (64,), (256, 512), (512,), (1024, 512), (512,), (512, 300), (300,))
 """In backward order: 3.2 MB, of which the vectors are not compressed."""
@@ -26,6 +27,13 @@ def link(mbit: float, alpha: float = 1e-3) -> MeasuredLink:
 def codec(compressor: str, exchange: str, alpha: float = 1e-5, beta: float = 1e-10) -> Codec:
     fit = Fit(Linear(alpha, beta))
     return Codec(compressor, exchange, fit, fit)
+
+
+def dense_code(
+    push_bits: float = 11.5, pull_bits: float = 17.5, byte_seconds: float = 5e-10, cores: float = 1.0
+) -> DenseCode:
+    """The code of gradients under 16-bit autocast by default, all work on a byte at one speed."""
+    return DenseCode(torch.float32, Code(push_bits, pull_bits, *[byte_seconds] * 4), cores)
 
 
 def parameters(shapes: Sequence[tuple[int, ...]] = SHAPES) -> tuple[Parameter, ...]:
@@ -48,11 +56,13 @@ def measurement(
     shapes: Sequence[tuple[int, ...]] = SHAPES,
     alpha: float = 1e-3,
     tables: Sequence[EmbeddingTable] = (),
+    dense_codes: Sequence[DenseCode] = (),
 ) -> Measurement:
     """Each gradient takes ``backward_seconds``; copies cost next to nothing."""
     return Measurement(
         world_size=world_size,
         tables=tables,
+        dense_codes=tuple(dense_codes),
         parameters=parameters(shapes),
         backward_seconds=(backward_seconds,) * len(shapes),
         forward_seconds=0.02,

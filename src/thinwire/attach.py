@@ -18,12 +18,15 @@ from thinwire.compress.memory import MomentumCorrection
 from thinwire.compress.methods.sign import Signum
 from thinwire.compress.reduction.choose import AUTO as AUTO_EXCHANGE
 from thinwire.compress.wrappers import Wrapper
+from thinwire.errors import unknown
 from thinwire.follow.grouping import Intent
 from thinwire.fuse.policy import Policy, default_policies
 from thinwire.gradients.compression import Compression, GradScaler, Planned, PlannedCompression, check_scaler
 from thinwire.gradients.ddp import check_buckets
 from thinwire.gradients.exact import route_asked_for
 from thinwire.gradients.fsdp import sharding_of
+from thinwire.gradients.lossless import AUTO as AUTO_DENSE
+from thinwire.gradients.lossless import LOSSLESS, NATIVE
 from thinwire.gradients.model import (
     check_mesh,
     check_parameters,
@@ -61,6 +64,7 @@ def attach(
     plan: Plan | None = None,
     fallback: bool = False,
     outer: OuterRecipe | None = None,
+    dense: str | None = None,
 ) -> Synchronizer:
     """Synchronize the gradients of a model: sparse ones as sparse rows, others exactly or compressed.
 
@@ -101,6 +105,8 @@ def attach(
             `thinwire.Plan.bucket_cap_mb_list`.
         fallback: whether a plan that is slower than exact synchronization is dropped, on all ranks at the same step.
         outer: a recipe of `thinwire.outer`, with which ranks train apart: another algorithm, see docs/guides/outer.md.
+        dense: how dense gradients are summed that are not compressed: "native", "lossless" or "auto", see
+            docs/guides/lossless.md. None is what a plan says, "native" with ``fuse`` or ``compress``, else "auto".
 
     Returns:
         A `Synchronizer`: statistics, state, ``no_sync`` and ``detach``; with ``outer`` a `thinwire.outer.OuterLoop`.
@@ -120,7 +126,8 @@ def attach(
     model = find_model(model)
     _check_arguments(scheme, timeout, grad_scaler)
     if outer is not None:
-        _check_outer(outer, fuse=fuse, plan=plan, fallback=fallback, ahead=ahead, grad_scaler=grad_scaler)
+        others = {"fuse": fuse, "plan": plan, "fallback": fallback, "grad_scaler": grad_scaler, "dense": dense}
+        _check_outer(outer, ahead=ahead, **others)
         return _attach_outer(model, outer, optimizer, process_group, timeout, scheme, exclude, compress, exchange)
     group = _group_of(model, process_group)
     with telling_peers(group, timeout):
@@ -128,18 +135,32 @@ def attach(
         _check_model(model, group)
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
+    dense = _dense(dense, model, plan, compress, fuse)
     alone = {"compress": compress, "fuse": fuse, "exchange": exchange, "ahead": ahead}
     _check_grouping(model, plan, fuse, fallback, alone)
     if plan is None and compress is None:
         _check_exact(exchange, ahead)
         intent = None if fuse is None else Intent(_names(model), (fuse,))
-        return Synchronizer(model, group, scheme, timeout, intent=intent)
+        return Synchronizer(model, group, scheme, timeout, intent=intent, dense=dense)
     compression = _compression(compress, exchange, grad_scaler, ahead, plan)
     plans = _plans(model, compression, group, timeout)
     if optimizer is not None:
         _check_momentum(optimizer, plans, module_of(model))
     intent = _intent(model, fuse, plan, fallback, any(_has_momentum(entry.compressor) for entry in plans.values()))
-    return Synchronizer(model, group, scheme, timeout, plans or None, compression if plans else None, intent)
+    return Synchronizer(model, group, scheme, timeout, plans or None, compression if plans else None, intent, dense)
+
+
+def _dense(dense: object, model: nn.Module, plan: Plan | None, compress: Compress | None, fuse: Policy | None) -> str:
+    """Return how dense gradients are summed; "auto" where somebody else does not time steps or count their bytes."""
+    if dense is None:
+        others = (compress, fuse, plan)
+        if plan is not None and any(group.dense == LOSSLESS for group in plan.groups):
+            return LOSSLESS
+        return NATIVE if is_sharded(model) or any(other is not None for other in others) else AUTO_DENSE
+    legal = (NATIVE, LOSSLESS, AUTO_DENSE)
+    if dense not in legal:
+        raise unknown("dense", str(dense), legal)
+    return str(dense)
 
 
 def _attach_outer(
@@ -178,6 +199,7 @@ def _check_outer(recipe: object, **others: object) -> None:
         "plan": "no gradients travel that could be grouped",
         "fallback": "there is no plan to drop",
         "ahead": "a difference is compressed parameter by parameter",
+        "dense": "no gradients travel, and what compress= leaves of differences travels as it is",
         "grad_scaler": "differences carry no loss scale, and steps that a scaler skips do not count anyway",
     }
     for name, value in others.items():

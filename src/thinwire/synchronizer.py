@@ -21,12 +21,13 @@ from thinwire.comm.lane import Lane, lane_stats
 from thinwire.comm.process_group import Staging
 from thinwire.cuda.staging import staging_for
 from thinwire.follow import state as states
+from thinwire.follow.dense import DenseChoice
 from thinwire.follow.describe import configuration
 from thinwire.follow.execution import Execution
 from thinwire.follow.grouping import Following, Intent
 from thinwire.follow.state import Gathered
 from thinwire.follow.steps import Steps, Trace
-from thinwire.gradients.buckets import OTHERS, Buckets
+from thinwire.gradients.buckets import OTHERS, Buckets, as_real
 from thinwire.gradients.collective import CollectiveTables
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.compression import Compression, Planned, PlannedCompression
@@ -34,11 +35,13 @@ from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug
 from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_native, route_asked_for
 from thinwire.gradients.fsdp import ShardedHooks, sharding_of
 from thinwire.gradients.fused import FusedSync
+from thinwire.gradients.lossless import LEAST_BYTES, LOSSLESS, NATIVE, LosslessSync, Sampler
 from thinwire.gradients.model import module_of, synchronized_buffers, synchronized_parameters
 from thinwire.gradients.parameters import ParameterHooks, broadcast_all, places_of, trained_parameters
 from thinwire.gradients.passes import Guard, Passes
 from thinwire.gradients.tables import LookupRows, has_tables, weakly
 from thinwire.observe.step import Clock, ParameterRecord
+from thinwire.sparse import SUPPORTED_DTYPES
 from thinwire.sync.choose import Route
 from thinwire.sync.named import DENSE, name_of
 from thinwire.sync.scheme import Scheme
@@ -63,6 +66,7 @@ class Synchronizer:
         plans: Mapping[str, Planned] | None = None,
         compression: Compression | PlannedCompression | None = None,
         intent: Intent | None = None,
+        dense: str = NATIVE,
     ) -> None:
         self._model = model
         self._module = module_of(model)
@@ -71,6 +75,7 @@ class Synchronizer:
         self._clock = Clock()
         self._route = route_asked_for()
         self._intent = intent
+        self._dense = dense
         trained = (parameter.device for _, parameter in synchronized_parameters(model) if parameter.requires_grad)
         device = next(trained, torch.device("cpu"))
         self._staging = staging_for(device)
@@ -97,9 +102,18 @@ class Synchronizer:
             if not isinstance(model, DistributedDataParallel):
                 buffers = () if self._sharding is not None else synchronized_buffers(model)
                 broadcast_all((tensor for _, tensor in (*synchronized_parameters(model), *buffers)), group)
+            # Nothing times steps of FSDP both ways: there "auto" is native.
+            is_on = (dense == LOSSLESS or (dense != NATIVE and self._sharding is None)) and self._inner.world_size > 1
+            for lane in self._lanes:
+                lane.codes_values = dense == LOSSLESS
+            self._lossless = LosslessSync(self._gradients.records) if is_on else None
+            if self._lossless is not None and dense == LOSSLESS:
+                self._lossless.turn(SUPPORTED_DTYPES)
             self._native = self._make_native(group, device)
             self._collective = self._make_collective(group)
             self._plug = self._make_plug()
+            guard = Guard(self._lanes, not self._is_left_to_ddp)
+            self._choice = self._make_choice(device, guard)
             if intent is not None:
                 hooks = self._plug if isinstance(self._plug, ParameterHooks) else None
                 following = Following(intent.names, intent.groups, hooks, self._compressed)
@@ -113,9 +127,10 @@ class Synchronizer:
             self._lane.submit(partial(_warm_up, self._staging))  # while the first forward runs
         self._steps.plug, self._steps.compressed, self._steps.execution = self._plug, self._compressed, self._execution
         self._steps.native, self._steps.collective = self._native, self._collective
+        self._steps.lossless, self._steps.choice = self._lossless, self._choice
         if self._lookups.candidates and self._sharding is None:
             self._steps.after_first = partial(_adopt_tables, self._buckets, self._plug)
-        self._passes.watch(self._plug, Guard(self._lanes, not self._is_left_to_ddp))
+        self._passes.watch(self._plug, guard)
         _attached.add(model)
         hooks = (self._passes, self._lookups) if self._sharding is None else ()  # FSDP's hold the model
         self._release = weakref.finalize(model, _release, hooks, self._lanes)
@@ -165,6 +180,7 @@ class Synchronizer:
             **self._staging.stats(),
             **(self._compressed.stats() if self._compressed is not None else {}),
             **(self._execution.stats() if self._execution is not None else {}),
+            **(self._lossless.stats() if self._lossless is not None else {}),
         }
 
     def table(self) -> list[dict[str, str | int | float]]:
@@ -208,7 +224,7 @@ class Synchronizer:
         kept in memory.
         """
         steps, names = self._steps.count, self._all_names
-        return states.saved(steps, names, self._gradients, self._compressed, self._execution)
+        return states.saved(steps, names, self._gradients, self._compressed, self._execution, self._choice)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what `state_dict` returned on this rank. Training goes on with bitwise the same steps.
@@ -220,7 +236,7 @@ class Synchronizer:
                 exchange, rank or world size; nothing is changed.
         """
         states.check(state, self._all_names, self._compressed, self._execution)
-        states.restore(state, self._gradients, self._compressed, self._execution)
+        states.restore(state, self._gradients, self._compressed, self._execution, self._choice)
         self._steps.count = int(state["steps"])
 
     def gathered(self) -> Gathered:
@@ -309,7 +325,7 @@ class Synchronizer:
     @property
     def _is_left_to_ddp(self) -> bool:
         """Whether there is nothing to gain over stock DDP."""
-        is_exact = self._compressed is None and self._intent is None
+        is_exact = self._compressed is None and self._intent is None and self._dense != LOSSLESS
         return (
             isinstance(self._model, DistributedDataParallel) and is_exact and not has_tables(self._module, self._names)
         )
@@ -333,6 +349,7 @@ class Synchronizer:
             self._compressed,
             self._clock,
             self._collective,
+            self._lossless,
         )
         if is_alone:
             return Alone(self._model)
@@ -360,10 +377,39 @@ class Synchronizer:
             self._lookups.remove()
             raise
 
+    def _make_choice(self, device: torch.device, guard: Guard) -> DenseChoice | None:
+        """Return what decides about the lossless way, or None where there is nothing to gain, and for a GPU."""
+        lossless, has_hosts = self._lossless, len(set(self._lane.exchange.hosts)) > 1
+        if lossless is None or self._dense == LOSSLESS or not has_hosts or device.type != "cpu" or self._sharding:
+            return None
+        lossless.least_bytes = LEAST_BYTES
+        num_bytes: dict[torch.dtype, int] = {}
+        for _, parameter in synchronized_parameters(self._model):
+            if parameter.requires_grad:
+                dtype = as_real(torch.empty(0, dtype=parameter.dtype)).dtype
+                num_bytes[dtype] = num_bytes.get(dtype, 0) + parameter.nbytes
+        plug, buckets = self._plug, self._buckets
+
+        def sample(sampler: Sampler | None) -> None:
+            if isinstance(plug, LeftToDdp):
+                plug.sample(sampler)
+            else:
+                buckets.sampler = sampler
+
+        def turn(dtypes: Sequence[torch.dtype]) -> None:
+            assert lossless is not None
+            lossless.turn(dtypes)
+            self._lane.codes_values = bool(dtypes)
+            if dtypes and isinstance(plug, LeftToDdp):
+                plug.observe()
+                guard.waits_from_output = True
+
+        return DenseChoice(self._lane, lossless, num_bytes, sample, turn)
+
     def _agree_on_configuration(self, lane: Lane) -> Tensor:
         compressed = self._compressed if lane is self._inner else None  # shards of other ranks differ
         text = configuration(self._gradients.scheme, self._model, compressed, self._intent)
-        text += f"\nTHINWIRE_ROUTE={self._route}"
+        text += f"\nTHINWIRE_ROUTE={self._route}\ndense={self._dense}"
         text += "" if self._sharding is None else f"\n{self._sharding.describe()}"
         with lane.setting_up():
             lane.channel(Subject("attach", text)).open()

@@ -170,26 +170,26 @@ def encode(
     index = payload[:0]
     if count and format is not Format.DENSE:
         index = _encode_index(format, part, positions)
-    if codes_values and end >= MIN_CODED_BYTES and values.is_floating_point():
-        coded = _coded(payload[:end].view(values.dtype), index)
-        if coded is not None and coded.numel() < total:
-            return coded
+    code = code_of(payload[:end].view(values.dtype)) if codes_values else None
+    if code is not None and aligned(code.numel() + index.numel() + 1) < total:
+        shorter = torch.zeros(aligned(code.numel() + index.numel() + 1), dtype=torch.uint8)
+        shorter[: code.numel()] = code
+        shorter[code.numel() : code.numel() + index.numel()] = index
+        shorter[-1] = shorter.numel() - code.numel() - index.numel()
+        return shorter
     payload[end : end + index.numel()] = index
     payload[end + index.numel() :] = 0
     return payload
 
 
-def _coded(values: Tensor, index: Tensor) -> Tensor | None:
-    """Return code of values, ids, zeros, and the number of bytes after the ids; None if that saves hardly anything."""
+def code_of(values: Tensor) -> Tensor | None:
+    """Return the code of values, shorter than they are; None for few values, or where a sample saves hardly any."""
+    if values.nbytes < MIN_CODED_BYTES or not values.is_floating_point():
+        return None
     if floats.bits_per_value(values) > MOST_CODED * 8 * values.element_size():
         return None
     code = floats.encode(values)
-    end = code.numel() + index.numel()
-    payload = torch.zeros(aligned(end + 1), dtype=torch.uint8)
-    payload[: code.numel()] = code
-    payload[code.numel() : end] = index
-    payload[-1] = payload.numel() - end
-    return payload
+    return code if code.numel() < values.nbytes else None
 
 
 def decode(
@@ -224,7 +224,7 @@ def decode(
 
 
 def _decode_values(payload: Tensor, values: Tensor, index_bytes: int) -> Tensor:
-    """Fill values from a payload that has their code, see `_coded`, and return what follows: ids and padding."""
+    """Fill values from a payload that has their code, see `encode`, and return what follows: ids and padding."""
     padding = int(payload[-1]) if payload.numel() else 0
     end = payload.numel() - padding - index_bytes
     is_padded = 1 <= padding <= ALIGNMENT_BYTES and not bool(payload[-padding:-1].any())

@@ -28,7 +28,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.checkpoint import copier, records
+from thinwire.checkpoint import copier, cycle, records
+from thinwire.checkpoint.state import coding
+from thinwire.checkpoint.state.layout import StateLayout
 from thinwire.errors import LostPeerError
 from thinwire.holder.client import HolderClient
 from thinwire.holder.start import HolderOptions, start_holder, stop_holder
@@ -78,6 +80,7 @@ def trainer(job: Job, rank: int) -> None:
     """A rank: what it restored, how far it came, what it warned of and its parameters go to files."""
     os.environ["THINWIRE_SECRET"] = SECRET
     torch.set_num_threads(1)
+    coding.LEAST_VALUES = 1
     store = f"file://{job.directory}/{job.name}.store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=len(job.sockets))
     for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -238,15 +241,18 @@ def same(found: list[list[Tensor]], expected: list[list[Tensor]]) -> bool:
     )
 
 
-def test_a_killed_training_goes_on_bitwise(hosts: Hosts, undisturbed: list[list[Tensor]]) -> None:
+@pytest.mark.parametrize("kinds", [(None, None, None), ("lossless", None, "lossless")])
+def test_a_killed_training_goes_on_bitwise(
+    hosts: Hosts, undisturbed: list[list[Tensor]], kinds: tuple[str | None, ...]
+) -> None:
     """All trainers are killed twice, at whatever point; the second time they come back on the other host."""
     hosts.start("a"), hosts.start("b")
-    reached = hosts.job("first", "a", "b").kill(at=5)
-    second = hosts.job("second", "a", "b")
+    reached = hosts.job("first", "a", "b", options={"compress": kinds[0]}).kill(at=5)
+    second = hosts.job("second", "a", "b", options={"compress": kinds[1]})
     again = second.kill(at=reached + 3)
     restored = [int(second.read(rank, "restored")) for rank in (0, 1)]
     assert restored[0] == restored[1] >= reached - 1
-    third = hosts.job("third", "b", "a")
+    third = hosts.job("third", "b", "a", options={"compress": kinds[2]})
     assert len(set(third.finish())) == 1
     assert int(third.read(0, "restored")) >= again - 1
     assert same(third.parameters(), undisturbed)
@@ -530,11 +536,84 @@ def test_the_optimizer_waits_until_its_parameters_are_copied(hosts: Hosts, monke
 
 
 @pytest.mark.usefixtures("alone")
+def test_nothing_waits_until_a_version_is_coded(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training goes on and skips checkpoints meanwhile; what becomes a version is the state of its step."""
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    go_on, real = threading.Event(), cycle.pack
+
+    def slow(*args: Any) -> Any:
+        assert go_on.wait(20)
+        return real(*args)
+
+    options: dict[str, Any] = {"run_id": "run", "replicas": 1, "holder_socket": hosts.start("a")}
+    with thinwire.checkpoint.Checkpointer(model, optimizer, compress="lossless", **options) as checkpointer:
+        checkpointer.restore()
+        monkeypatch.setattr(cycle, "pack", slow)
+        kept = []
+        for _ in range(4):
+            model.weight.grad = torch.ones_like(model.weight)
+            optimizer.step()
+            kept.append(model.weight.detach().clone())
+            checkpointer.step()
+        assert [record.skipped for record in checkpointer.records()] == [
+            "",
+            *["the last version is still being coded"] * 3,
+        ]
+        with HolderClient.connect(options["holder_socket"], SECRET.encode()) as client:
+            assert client.inventory("run") == []
+            go_on.set()
+            assert checkpointer.flush(20)
+            (version,) = client.inventory("run")
+            with client.open(version) as reader:
+                layout = StateLayout.from_bytes(reader.layout)
+                tensors = zip(layout.slices, coding.tensors_of(layout, reader.payload), strict=True)
+                (weight,) = [tensor for where, tensor in tensors if where.path == "model.weight"]
+            assert version.step == 1
+            assert torch.equal(weight, kept[0])
+            checkpointer.step()
+            assert checkpointer.flush(20)
+        stats = checkpointer.stats()
+        assert 0 < stats["checkpoint/coded_bytes"] <= stats["checkpoint/bytes"]
+        assert stats["checkpoint/coding_seconds"] > 0
+        assert [record.skipped == "" for record in checkpointer.records()] == [True, False, False, False, True]
+    with thinwire.checkpoint.Checkpointer(model, optimizer, **options) as checkpointer:
+        assert checkpointer.restore() == 5
+        assert torch.equal(model.weight, kept[-1])
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_code_that_fails_costs_a_version(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fail(*_: object) -> Any:
+        raise MemoryError("none left")
+
+    options: dict[str, Any] = {"run_id": "run", "replicas": 1, "holder_socket": hosts.start("a")}
+    with thinwire.checkpoint.Checkpointer(model, optimizer, compress="lossless", **options) as checkpointer:
+        checkpointer.restore()
+        with monkeypatch.context() as patch:
+            patch.setattr(coding.floats, "encode", fail)
+            checkpointer.step()
+            assert checkpointer.flush(20)
+        with pytest.warns(UserWarning, match="step 1 is missing: it was not coded: MemoryError: none left"):
+            checkpointer.step()
+        assert checkpointer.flush(20)
+        assert ["not coded" in record.skipped for record in checkpointer.records()] == [True, False]
+    with monkeypatch.context() as patch, thinwire.checkpoint.Checkpointer(model, optimizer, **options) as checkpointer:
+        patch.setattr(coding.zlib, "crc32", lambda data: 0)  # as if other bits had been decoded
+        with pytest.raises((ValueError, thinwire.ThinwireError)):
+            checkpointer.restore()
+
+
+@pytest.mark.usefixtures("alone")
 def test_what_cannot_be_is_refused_at_once(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     socket = str(hosts.directory / "nobody")
     for options, reason in (
         ({"every": 0}, "every=0"),
+        ({"compress": "zip"}, "compress='zip': it is 'lossless' or None"),
         ({"persistent_every": "soon"}, "not a time"),
         ({"run_id": None}, "a run needs a name"),
         ({}, "no holder at"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator
 from fractions import Fraction
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from holders import SECRET, two_holders
 from thinwire.checkpoint import Checkpointer, MemoryReader, MemoryWriter
+from thinwire.checkpoint.state import coding
 from thinwire.holder.client import HolderClient
 from thinwire.holder.version import Version
 from thinwire.lab.testbed.launch import RankContext, run_ranks
@@ -99,16 +101,17 @@ def test_as_many_ranks_restore_bitwise(sockets: list[str]) -> None:
     run_ranks(restored_by_as_many, sockets, world_size=4, timeout_seconds=45)
 
 
-def restored_by_others(context: RankContext, sockets: list[str], directory: str) -> None:
+def restored_by_others(context: RankContext, sockets: list[str], directory: str, compress: str | None) -> None:
     """4 ranks, 3, 4 again from memory, and 2 from the disk: each goes on where the last one was."""
+    coding.LEAST_VALUES = 1
     first_three = dist.new_group([0, 1, 2])
     four = Sharded(dist.group.WORLD, seed=1)
-    with four.checkpointer(sockets) as checkpointer:
+    with four.checkpointer(sockets, compress=compress) as checkpointer:
         four.train(2, checkpointer)
     stored, random = four.whole(), torch.get_rng_state()
     if context.rank < 3:
         three = Sharded(first_three, seed=2)
-        options = {"persistent": directory, "persistent_every": 0.0}
+        options = {"persistent": directory, "persistent_every": 0.0, "compress": compress}
         with three.checkpointer(sockets, **options) as checkpointer:
             assert checkpointer.restore() == 2
             assert same(three.whole(), stored)
@@ -150,8 +153,10 @@ def inventory(socket: str) -> list[Version]:
         return client.inventory("run")
 
 
-def test_another_number_of_ranks_restores(sockets: list[str], tmp_path: Path) -> None:
-    run_ranks(restored_by_others, sockets, str(tmp_path / "disk"), world_size=4, timeout_seconds=45)
+@pytest.mark.parametrize("compress", [None, "lossless"])
+def test_another_number_of_ranks_restores(sockets: list[str], tmp_path: Path, compress: str | None) -> None:
+    """Also what is coded; on the disk tensors are as they are."""
+    run_ranks(restored_by_others, sockets, str(tmp_path / "disk"), compress, world_size=4, timeout_seconds=45)
 
 
 def through_dcp(context: RankContext, sockets: list[str]) -> None:
@@ -191,6 +196,52 @@ def through_dcp(context: RankContext, sockets: list[str]) -> None:
 
 def test_dcp_saves_to_and_loads_from_the_memory_of_hosts(sockets: list[str]) -> None:
     run_ranks(through_dcp, sockets, world_size=4, timeout_seconds=45)
+
+
+def with_frozen_parts(context: RankContext, sockets: list[str], compress: str | None) -> None:
+    """A large model of which a small part is trained: only that is sent, once the peer has the rest."""
+    torch.manual_seed(1)
+    model = nn.ModuleDict({"head": nn.Linear(512, 4), "rows": nn.Embedding(4000, 64), "body": nn.Linear(512, 512)})
+    model["body"].bfloat16().requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    options: dict[str, Any] = {"run_id": f"frozen {compress}", "holder_socket": sockets[context.rank]}
+    if (context.rank, compress) == (1, None):
+        with pytest.raises(ValueError, match=r"compress is .* on some ranks"):
+            Checkpointer(model, optimizer, compress="lossless", **options)
+    elif compress is None:
+        with pytest.raises(ValueError, match=r"compress is .* on some ranks"):
+            Checkpointer(model, optimizer, **options)
+    sent = []
+    with Checkpointer(model, optimizer, compress=compress, **options) as checkpointer:
+        checkpointer.restore()
+        for step in range(6):
+            model["head"].weight.grad = torch.randn(4, 512)
+            model["rows"].weight.grad = torch.zeros(4000, 64)
+            model["rows"].weight.grad[17 * step] = 1.0
+            optimizer.step()
+            expected = [tensor.clone() for tensor in model.state_dict().values()]
+            checkpointer.step()
+            assert checkpointer.flush(20)
+            checkpointer.step()  # nothing but the step has changed
+            assert checkpointer.flush(20)
+            sent.append(checkpointer.stats())
+    assert all(record.skipped == "" for record in checkpointer.records())
+    size = sent[0]["checkpoint/coded_bytes"]
+    bytes_sent = [each["checkpoint/bytes_sent"] for each in sent]
+    # a piece, or 64 KiB, for each of the head, the row and what is never the same (random states, the step)
+    assert max(after - before for before, after in itertools.pairwise(bytes_sent)) < 0.5 * size
+    assert sent[-1]["checkpoint/bytes_unchanged"] > 5 * size
+    dist.barrier()
+    with Checkpointer(model, optimizer, **{**options, "holder_socket": sockets[1 - context.rank]}) as checkpointer:
+        for tensor in model.state_dict().values():
+            tensor.zero_()
+        assert checkpointer.restore() == 12
+        assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), expected, strict=True))
+
+
+@pytest.mark.parametrize("compress", [None, "lossless"])
+def test_what_does_not_change_is_not_sent(sockets: list[str], compress: str | None) -> None:
+    run_ranks(with_frozen_parts, sockets[::2], compress, world_size=2, timeout_seconds=45)
 
 
 @pytest.fixture

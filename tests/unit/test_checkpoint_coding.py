@@ -101,9 +101,7 @@ def test_every_bit_comes_back(code: str, seed: int) -> None:
         assert _bits(tensor) == _bits(original), where.path
     loaded = load_into(_state(seed + 1), layout, tensors)
     assert loaded["step"] == seed
-    assert all(
-        _bits(loaded[name]) == _bits(value) for name, value in _state(seed).items() if isinstance(value, Tensor)
-    )
+    assert all(_bits(loaded[name]) == _bits(value) for name, value in _state(seed).items() if isinstance(value, Tensor))
     coded = {number for (number, _, nbytes), (size, _) in zip(pieces_of(layout.slices), codes.pieces, strict=True)
              if size < nbytes}  # fmt: skip
     paths = {layout.slices[number].path for number in coded}
@@ -115,7 +113,7 @@ def test_every_bit_comes_back(code: str, seed: int) -> None:
 
 def test_pieces_cover_each_tensor_once() -> None:
     encoded = StateEncoder(lambda path, tensor: path == "half").encode(_state(1))
-    covered = {number: 0 for number in range(len(encoded.slices))}
+    covered = dict.fromkeys(range(len(encoded.slices)), 0)
     begun = -1
     for number, start, nbytes in pieces_of(encoded.slices):
         where = encoded.slices[number]

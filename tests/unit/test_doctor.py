@@ -29,8 +29,8 @@ from thinwire.lab.doctor.diagnosis import (
     describe,
     diagnose,
     finalists,
-    format_mbit,
 )
+from thinwire.lab.doctor.lossless import format_mbit
 from thinwire.lab.planning.measurement import DdpSite
 from thinwire.lab.planning.outer import outer_option
 from thinwire.lab.planning.planner import ROWS, step_seconds

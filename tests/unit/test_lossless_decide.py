@@ -68,9 +68,9 @@ def test_ranks_of_a_host_share_its_cores() -> None:
     alone = lossless_seconds(100 * MB, Ranks(8, 4, cores=4), link, AUTOCAST)
     crowded = lossless_seconds(100 * MB, Ranks(8, 4, cores=1), link, AUTOCAST)
     assert crowded > 3 * alone
-    # cores that no thread uses do not help; a second thread does
-    assert lossless_seconds(100 * MB, Ranks(8, 1, cores=16), link, AUTOCAST) == pytest.approx(alone)
-    assert lossless_seconds(100 * MB, Ranks(8, 1, cores=16, threads=2), link, AUTOCAST) < 0.7 * alone
+    # one thread encodes and another decodes, which takes longer: more cores do not help
+    two, many = (lossless_seconds(100 * MB, Ranks(8, cores=cores), link, AUTOCAST) for cores in (2, 16))
+    assert two == many < 0.8 * alone
 
 
 def test_ranks_of_one_host_stay_native_whatever_was_measured() -> None:

@@ -19,6 +19,7 @@ from thinwire.cli.plan import (
     COMPRESSORS,
     JOB_LINK,
     MEASURED,
+    check_dense,
     in_job,
     is_first_rank,
     measure_target,
@@ -66,6 +67,7 @@ def doctor(
         "; by default loopback for a script, and 100mbit for a job",
     ),
     compress: str = option("--compress", COMPRESSORS),
+    dense: str = option("--dense", "auto", "; lossless sums are tried where they may pay, or if asked for"),
     steps: int = option("--steps", 9, " to time; then a script is ended", min=1),
     no_confirm: bool = typer.Option(False, "--no-confirm", help="Predict only: do not train the best ways."),
     fresh: bool = option("--fresh", False),
@@ -101,6 +103,7 @@ def doctor(
         else:
             refuse_with(context, "a job has --hosts and --ranks-per-host", "--ranks")
         compressors = names_of(compress)
+        check_dense(dense)
         with examined.network(console) as network:
             if measured is not None:
                 title, found = str(measured), _loaded(measured, link)
@@ -108,7 +111,7 @@ def doctor(
                 title, found = examined.target, _measure(examined, network, _how(compressors, steps, fresh))
             if not is_first_rank():
                 return
-            diagnosis = _diagnose(title, found, compressors, output is not None, quiet)
+            diagnosis = _diagnose(title, found, compressors, output is not None, dense, quiet)
             if examined.target and not no_confirm and not in_job():
                 diagnosis = _confirmed(diagnosis, examined, network)
         _print(diagnosis, console, output)
@@ -229,12 +232,19 @@ def _at(measured: Measurement, link: str | None) -> Measurement:
     return measured if mbit is None else measured.at(mbit)
 
 
-def _diagnose(title: str, found: Measurement, compressors: tuple[str, ...], with_plan: bool, quiet: bool) -> Diagnosis:
+def _diagnose(
+    title: str, found: Measurement, compressors: tuple[str, ...], with_plan: bool, dense: str, quiet: bool
+) -> Diagnosis:
     from thinwire.lab.doctor.diagnosis import diagnose
 
     with progress("pricing links", quiet=quiet) as tell:
         return diagnose(
-            title, found, compressors, on_speed=lambda done, total: tell(done=done, total=total), with_plan=with_plan
+            title,
+            found,
+            compressors,
+            on_speed=lambda done, total: tell(done=done, total=total),
+            with_plan=with_plan,
+            dense=dense,
         )
 
 

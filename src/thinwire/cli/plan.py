@@ -63,6 +63,7 @@ def make(
         "espresso",
         help="What is compressed: decided for each gradient (espresso), or for all of a job alike (groups).",
     ),
+    dense: str = option("--dense", "auto", "; auto takes lossless sums where they pay"),
     steps: int = option("--steps", 9, " to time", min=1),
     fresh: bool = option("--fresh", False),
     model: str = typer.Option(None, help="Plan for a published model instead, without measuring.", show_default=False),
@@ -93,6 +94,7 @@ def make(
             return
         compressors = names_of(compress)
         check_search(search)
+        check_dense(dense)
         if measured is not None:
             from thinwire.lab.planning.measurement import Measurement
 
@@ -103,7 +105,7 @@ def make(
             how = How(compressors, steps, fresh=fresh)
             found = measure_target(job, hosts, ranks_per_host, link, how, quiet)
         if is_first_rank():
-            _finish(found, compressors, search, console, measurement, output, json_path)
+            _finish(found, compressors, search, dense, console, measurement, output, json_path)
 
 
 @app.command(cls=Command, epilog="Example: thinwire plan show plan.json")
@@ -161,6 +163,12 @@ def check_search(search: str) -> None:
         raise typer.BadParameter(f"{search!r} is none of {', '.join(SEARCHES)}", param_hint="--search")
 
 
+def check_dense(dense: str) -> None:
+    """Check before any measurement that dense gradients can be summed so."""
+    if dense not in (legal := ("auto", "native", "lossless")):
+        raise typer.BadParameter(f"{dense!r} is none of {', '.join(legal)}", param_hint="--dense")
+
+
 def names_of(text: str) -> tuple[str, ...]:
     """Return the compressors in a comma-separated list; "none" is an empty one.
 
@@ -187,6 +195,7 @@ def _finish(
     measured: Measurement,
     compressors: tuple[str, ...],
     search: str,
+    dense: str,
     console: Console,
     measurement: Path | None,
     output: Path | None,
@@ -194,14 +203,18 @@ def _finish(
 ) -> None:
     from dataclasses import asdict, replace
 
+    from thinwire.lab.doctor.lossless import lossless_option
     from thinwire.lab.espresso.collectives import cost_table
     from thinwire.lab.planning.outer import outer_option
     from thinwire.lab.planning.planner import best_plan
 
-    best = replace(best_plan(measured, compressors, search=search), created=measured.created)
+    best = replace(best_plan(measured, compressors, search=search, dense=dense), created=measured.created)
+    lossless = lossless_option(measured)
     rows = cost_table(measured.world_size, sum(measured.size_bytes), measured.link.message)
     print_measurement(measured, console)
     print_costs(rows, measured.link.message, measured.world_size, sum(measured.size_bytes), console)
+    if lossless is not None:
+        console.print(f"Lossless sums: {lossless.describe()}.\n", highlight=False, soft_wrap=True)
     console.print(best.explain(), end="", highlight=False, markup=False, soft_wrap=True)
     computing = measured.other_seconds + measured.all_backward_seconds
     outer = outer_option(measured, best.step_seconds, computing)
@@ -213,6 +226,7 @@ def _finish(
     if output is not None:
         save_plan(best, output, console)
     figures = {"plan": best.to_json(), "measurement": measured.to_json(), "costs": [asdict(row) for row in rows]}
+    figures |= {"lossless": None if lossless is None else lossless.to_json()}
     write_json(figures | {"outer": None if outer is None else outer.to_json()}, json_path)
 
 

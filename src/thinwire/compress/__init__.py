@@ -32,6 +32,8 @@ default `attach` adds error feedback. `Wrapper` changes what another compressor 
 
 from thinwire.compress.assign import leave_small
 from thinwire.compress.base import Compressor, Identity, Memory, Packed, Parameter, Payload, State, Summable
+from thinwire.compress.deep_reduce.compressor import deep_reduce
+from thinwire.compress.deep_reduce.values import double_exponential, polynomial
 from thinwire.compress.memory import error_feedback, momentum_correction
 from thinwire.compress.methods.cast import bf16, fp8, fp16
 from thinwire.compress.methods.lossless import lossless
@@ -61,7 +63,9 @@ __all__ = [
     "acp_sgd",
     "atomo",
     "bf16",
+    "deep_reduce",
     "dgc",
+    "double_exponential",
     "ef_sign_sgd",
     "error_feedback",
     "fp8",
@@ -75,6 +79,7 @@ __all__ = [
     "ms_top_k",
     "natural",
     "ok_topk",
+    "polynomial",
     "power_sgd",
     "qsgd",
     "random_k",

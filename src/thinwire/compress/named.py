@@ -17,7 +17,9 @@ NAMES = tuple(name for name in compress.__all__ if name.islower() and name not i
 
 
 def parse(text: str) -> Compressor:
-    """Return the compressor of ``NAME`` or ``NAME:key=value:...``. ``values=NAME`` is a compressor without settings.
+    """Return the compressor of ``NAME`` or ``NAME:key=value:...``.
+
+    ``values=NAME`` and ``sparsifier=NAME`` are compressors; ``(key=value;...)`` behind NAME are settings of its own.
 
     Raises:
         ValueError: an unknown name, or settings that the constructor does not take; the message says what is legal.
@@ -26,10 +28,7 @@ def parse(text: str) -> Compressor:
         >>> parse("top_k:density=0.001:values=bf16").name
         'top_k(0.001, values=bf16)'
     """
-    name, settings = split(text)
-    if isinstance(settings.get("values"), str):
-        settings["values"] = parse(settings["values"])
-    return construct(name, settings)
+    return construct(*split(text))
 
 
 def split(text: str) -> tuple[str, dict[str, Any]]:
@@ -62,9 +61,22 @@ def construct(name: str, settings: Mapping[str, Any]) -> Compressor:
         raise unknown("compressor", name, NAMES)
     constructor: Callable[..., Compressor] = getattr(compress, name)
     try:
-        return constructor(**settings)
+        return constructor(**{key: _setting(key, value) for key, value in settings.items()})
     except TypeError as error:
         raise ValueError(f"thinwire.compress.{name} does not take these settings: {error}") from error
+
+
+def _setting(key: str, value: Any) -> Any:
+    """Return the value of a setting: a text of another compressor is that compressor."""
+    if not isinstance(value, str) or key not in ("values", "sparsifier", "index"):
+        return value
+    text = colons(value)
+    return text if key == "index" or text == "raw" else parse(text)
+
+
+def colons(text: str) -> str:
+    """Return ``qsgd(bits=2;bucket=64)`` as ``qsgd:bits=2:bucket=64``: within a setting, colons would end it."""
+    return text.replace("(", ":").replace(";", ":").rstrip(")")
 
 
 def _literal(value: str) -> Any:

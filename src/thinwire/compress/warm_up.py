@@ -68,9 +68,7 @@ class WarmUp(Wrapper):
     def code(self) -> Compressor:
         """Code of payloads: of any size if there is a density; else one that also reads dense payloads."""
         code = code_of(self.inner)
-        if isinstance(code, DensitySelector):
-            return replace(code, varying=True)
-        return dense_first(code)
+        return dense_first(code) if density_of(code) is None else _varying(code)
 
     @property
     def name(self) -> str:
@@ -229,6 +227,15 @@ def density_of(compressor: Compressor) -> float | None:
 def _of_any_size(specs: tuple[PartSpec, ...], parameter: Parameter) -> tuple[PartSpec, ...]:
     """Return specs of variable lengths: until the end of the warm-up parts are larger, up to a dense step's."""
     return tuple(replace(spec, numel=None, max_numel=max(spec.max_numel, parameter.numel)) for spec in specs)
+
+
+def _varying(compressor: Compressor) -> Compressor:
+    """Return the same code of payloads of any density."""
+    if isinstance(compressor, DensitySelector):
+        return replace(compressor, varying=True)
+    assert isinstance(compressor, Wrapper), f"{compressor.name} has no density"
+    assert is_dataclass(compressor)
+    return replace(compressor, inner=_varying(compressor.inner))  # pyrefly: ignore [bad-specialization]
 
 
 def at_density(compressor: Compressor, density: float) -> Compressor:

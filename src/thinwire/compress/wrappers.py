@@ -13,7 +13,8 @@ from thinwire.compress.base import Compressor, Memory, Packed, Parameter, Payloa
 class Wrapper(Compressor):
     """A compressor that changes what is compressed, or when; payloads, and the state ``inner``, are those of ``inner``.
 
-    So a wrapper has nothing to do with packing and sums: `code_of` returns the compressor that has.
+    So a wrapper has nothing to do with packing and sums: `code_of` returns the compressor that has. One that
+    has payloads of its own, as `deep_reduce` has, is its own ``code``.
     """
 
     inner: Compressor

@@ -17,6 +17,7 @@ from thinwire.comm.agree import gather_bytes
 from thinwire.comm.channel import Draft, Subject
 from thinwire.comm.lane import Lane
 from thinwire.compress.state import redistribute
+from thinwire.follow.dense import DenseChoice
 from thinwire.follow.execution import Execution
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.exact import GradientSync
@@ -106,6 +107,7 @@ def saved(
     gradients: GradientSync,
     compressed: CompressedSync | None,
     execution: Execution | None,
+    choice: DenseChoice | None = None,
 ) -> dict[str, Any]:
     """Return the state; ``names`` are those of all parameters of the model."""
     return {
@@ -118,6 +120,7 @@ def saved(
         "auto": gradients.learned(),
         "compress": None if compressed is None else compressed.memories.state_dict(),
         "plan": None if execution is None else execution.state_dict(),
+        "dense": None if choice is None else choice.state_dict(),
     }
 
 
@@ -140,7 +143,11 @@ def check(
 
 
 def restore(
-    state: Mapping[str, Any], gradients: GradientSync, compressed: CompressedSync | None, execution: Execution | None
+    state: Mapping[str, Any],
+    gradients: GradientSync,
+    compressed: CompressedSync | None,
+    execution: Execution | None,
+    choice: DenseChoice | None = None,
 ) -> None:
     """Restore the result of `saved`, after `check`."""
     if execution is not None and state["plan"] is not None:
@@ -151,3 +158,5 @@ def restore(
     gradients.pauses = {name: int(steps) for name, steps in state["pauses"].items()}
     gradients.unions = {name: int(rows) for name, rows in state["unions"].items()}
     gradients.recall(state.get("auto"))
+    if choice is not None and state.get("dense") is not None:
+        choice.load_state_dict(state["dense"])

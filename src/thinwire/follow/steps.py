@@ -15,6 +15,7 @@ from types import TracebackType
 from torch import nn
 
 from thinwire.comm.lane import Lane
+from thinwire.follow.dense import DenseChoice
 from thinwire.follow.describe import first_step
 from thinwire.follow.execution import Execution
 from thinwire.fuse.timeline import CHANNEL, COMPUTE
@@ -23,6 +24,7 @@ from thinwire.gradients.collective import CollectiveTables
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.ddp import Plug, is_joining
 from thinwire.gradients.exact import GradientSync, NativeAllReduce
+from thinwire.gradients.lossless import LosslessSync
 from thinwire.observe.step import Clock, JobTimes, Phase, StepTimes
 from thinwire.observe.trace import Event, chrome_trace
 
@@ -125,6 +127,8 @@ class Steps:
         self._lanes, self._gradients, self._clock = lanes, gradients, clock
         self.compressed: CompressedSync | None = None
         self.execution: Execution | None = None
+        self.lossless: LosslessSync | None = None
+        self.choice: DenseChoice | None = None
         self.trace: Trace | None = None
         self.plug: Plug | None = None
         self.native: NativeAllReduce | None = None
@@ -162,6 +166,8 @@ class Steps:
             self.trace.add(times)
         if self.execution is not None and not is_joining(self._model()):
             self.execution.finish_step(times)
+        if self.choice is not None and counts and not is_joining(self._model()):
+            self.choice.finish_step()
 
     def start_trace(self, steps: int | None) -> Trace:
         """Record this number of steps, or until the trace is stopped; see `thinwire.Synchronizer.trace`."""
@@ -170,12 +176,16 @@ class Steps:
         self.trace = trace = Trace(self._stop_trace, steps, self._predicted_events)
         if self.compressed is not None:
             self.compressed.stopwatch.listener = self._clock.phase
+        if self.lossless is not None:
+            self.lossless.listener = self._clock.phase
         return trace
 
     def _stop_trace(self) -> None:
         self.trace = None
         if self.compressed is not None:
             self.compressed.stopwatch.listener = None
+        if self.lossless is not None:
+            self.lossless.listener = None
 
     def _predicted_events(self) -> Sequence[Event]:
         return () if self.execution is None else self.execution.predicted_events()

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 
 import torch
@@ -21,6 +21,7 @@ from thinwire.errors import ThinwireError
 from thinwire.gradients.collective import CollectiveTables
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.exact import DenseBucket, GradientSync, NativeAllReduce, Started
+from thinwire.gradients.lossless import LosslessSync, Sampler
 from thinwire.gradients.tables import LookupRows, TableGradient, staged
 from thinwire.observe.step import Clock, JobTimes, Load, show
 
@@ -45,6 +46,8 @@ class Contents:
         started: all-reduces of elements that are under way already.
         compressed: gradients that are averaged with compression, in place, by name of their parameters.
         name: name of the bucket, for traces.
+        scattered: a flat tensor [n * k] whose sum goes losslessly to the owners of its parts, where this rank's part
+            [k] goes, and a factor.
     """
 
     buffer: Tensor
@@ -53,15 +56,18 @@ class Contents:
     started: tuple[Started, ...] = ()
     compressed: tuple[tuple[str, Tensor], ...] = ()
     name: str = ""
+    scattered: tuple[Tensor, Tensor, float] | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors whose memory is read or written."""
         tables = (table.gradient for table in self.tables)
-        return [self.buffer, *tables, *(gradient for _, gradient in (*self.others, *self.compressed))]
+        scattered = () if self.scattered is None else self.scattered[:2]
+        return [self.buffer, *tables, *(gradient for _, gradient in (*self.others, *self.compressed)), *scattered]
 
     @property
     def load(self) -> Load:
         exact = sum(gradient.nbytes for _, gradient in self.others)
+        exact += 0 if self.scattered is None else self.scattered[0].nbytes
         compressed = [gradient.nbytes for _, gradient in self.compressed]
         return Load(self.name, exact, sum(compressed), len(compressed))
 
@@ -95,6 +101,7 @@ class Buckets:
         compressed: averages the gradients that are compressed; None if none are.
         clock: records when buckets come and jobs run.
         collective: sums tables by the model's own group; None to leave all of them to the lane.
+        lossless: sums dense gradients that travel coded, on the lane; None if none do.
     """
 
     def __init__(
@@ -108,7 +115,10 @@ class Buckets:
         compressed: CompressedSync | None = None,
         clock: Clock | None = None,
         collective: CollectiveTables | None = None,
+        lossless: LosslessSync | None = None,
     ) -> None:
+        self._lossless = lossless
+        self.sampler: Sampler | None = None  # sees gradients of no table, before they are sent
         self._collective = collective
         self._staging = staging or Staging()
         self._native = native
@@ -138,7 +148,12 @@ class Buckets:
 
     def submit(self, contents: Contents, is_last: bool = False) -> Pending:
         """Submit a bucket that is already split into its parts, like `add`."""
-        if self._native is not None and not contents.compressed:
+        if self.sampler is not None:
+            for name, gradient in contents.others:
+                self.sampler(name, gradient)
+        is_lossless = self.goes_lossless(contents.name, [gradient for _, gradient in contents.others])
+        is_lossless |= contents.scattered is not None
+        if self._native is not None and not contents.compressed and not is_lossless:
             dense = [gradient for _, gradient in contents.others]
             if not contents.tables:
                 bucket = self._native.start_bucket(dense, contents.buffer, self._clock.submit(contents.load))
@@ -194,7 +209,9 @@ class Buckets:
                 return None
             self._flush_at_last(bucket)
             return self._native.start_sparse(table, buffer, self._clock.submit(Load(name)))
-        if self._tables or self._compressed is not None:
+        if self._tables or self._compressed is not None or self.sampler is not None:
+            return None
+        if self.goes_lossless(name, [buffer]):
             return None
         self._flush_at_last(bucket)
         job = self._clock.submit(Load(name, buffer.nbytes))
@@ -203,6 +220,15 @@ class Buckets:
     def _flush_at_last(self, bucket: dist.GradBucket) -> None:
         if bucket.is_last():
             self.flush()
+
+    @property
+    def has_lossless(self) -> bool:
+        """Whether gradients may be summed losslessly."""
+        return self._lossless is not None
+
+    def goes_lossless(self, name: str, gradients: Sequence[Tensor]) -> bool:
+        """Return whether any gradient of a bucket is summed losslessly in this step."""
+        return self._lossless is not None and self._lossless.takes(name, gradients)
 
     def take_formed(self) -> list[tuple[str, ...]]:
         """Return the parameters of each bucket that DDP formed since the last call, without tables."""
@@ -338,17 +364,25 @@ class Buckets:
         self._zeros |= {name for (name, _), has_values in zip(unread, have_values, strict=True) if not has_values}
 
     def _synchronize_dense(self, lane: Lane, contents: Contents) -> None:
+        if contents.scattered is not None:
+            assert self._lossless is not None
+            self._lossless.reduce_scatter(lane, contents.name, *contents.scattered, self._staging)
         if contents.compressed:
             assert self._compressed is not None
             names, gradients = zip(*contents.compressed, *contents.others, strict=True)
             hosts = self._staging.to_host(*gradients)
             compressed = list(zip(names, hosts, strict=True))[: len(contents.compressed)]
-            self._compressed.synchronize(lane, compressed, hosts[len(compressed) :], OTHERS)
+            coded = None if self._lossless is None else partial(self._lossless.average, bucket=contents.name)
+            self._compressed.synchronize(lane, compressed, hosts[len(compressed) :], OTHERS, coded)
             if not self._staging.is_host:
                 for gradient, mean in zip(gradients, self._staging.to_device(*hosts), strict=True):
                     gradient.copy_(mean)
             return
-        for name, gradient in contents.others:
+        others = contents.others
+        if self.goes_lossless(contents.name, [gradient for _, gradient in others]):
+            assert self._lossless is not None
+            others = self._lossless.all_reduce(lane, contents.name, others, self._staging)
+        for name, gradient in others:
             self._gradients.dense(lane, name, gradient, OTHERS)
 
     def _take_apart(self, bucket: dist.GradBucket) -> Contents:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +68,7 @@ FLUSH_STEPS = 20
 """Number of steps over which memories are handed out when compression ends: at once they would be one huge step."""
 
 NamedGradients = Sequence[tuple[str, Tensor]]
+Coded = Callable[..., Sequence[Tensor]]
 Outcome = tuple[Planned, Result]
 """The result of one parameter's gradient, with its method."""
 
@@ -280,7 +281,9 @@ class Averaging:
         self._memories, self._statistics, self._stopwatch = memories, statistics, statistics.stopwatch
         self._scheme, self._scaler = scheme, scaler
 
-    def run(self, lane: Lane, gradients: NamedGradients, others: Sequence[Tensor], account: str) -> bool:
+    def run(
+        self, lane: Lane, gradients: NamedGradients, others: Sequence[Tensor], account: str, coded: Coded | None = None
+    ) -> bool:
         """Replace gradients by their means, see `CompressedSync.synchronize`; return whether all were finite.
 
         Args:
@@ -291,6 +294,7 @@ class Averaging:
         before = traffic.sent_bytes
         finite = all(channel.open(held=int(all(map(is_finite, (*(gradient for _, gradient in gradients), *others))))))
         opening = Booking(opening_bytes(lane.world_size), traffic.sent_bytes - before)
+        others = others if coded is None else coded(channel, tensors=others)
         is_riding = finite and any(isinstance(self._reduction(name), AllReduce) for name, _ in gradients)
         alone = [other for other in others if not (is_riding and can_ride(other))]
         if alone:
@@ -439,7 +443,9 @@ class CompressedSync:
         """Return whether the gradient of a parameter is compressed in this step; the same on all ranks."""
         return name in self.plans and not (self.paused or self.memories.dropped)
 
-    def synchronize(self, lane: Lane, gradients: NamedGradients, others: Sequence[Tensor], account: str) -> None:
+    def synchronize(
+        self, lane: Lane, gradients: NamedGradients, others: Sequence[Tensor], account: str, coded: Coded | None = None
+    ) -> None:
         """Replace gradients by their means, in place: ``gradients`` with compression, ``others`` exactly.
 
         If those of any rank are not finite, all ranks get NaN in place of the compressed ones and no state changes.
@@ -448,10 +454,11 @@ class CompressedSync:
             gradients: gradients by name.
             others: dense and contiguous gradients.
             account: name of the row of the others.
+            coded: averages those of the others that travel losslessly coded, and returns the rest.
         """
         traffic = lane.exchange.traffic
         before = traffic.sent_bytes
-        self._is_finite &= self.averaging.run(lane, gradients, others, account)
+        self._is_finite &= self.averaging.run(lane, gradients, others, account, coded)
         self.statistics.bytes_sent += traffic.sent_bytes - before
 
     def finish_step(self, is_kept: bool = True) -> None:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,11 +24,13 @@ from torch.autograd import Variable
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.hooks import RemovableHandle
 
 from thinwire.comm.lane import Lane
 from thinwire.errors import ThinwireError
 from thinwire.gradients.buckets import Buckets, Pending
 from thinwire.gradients.exact import NativeAllReduce
+from thinwire.gradients.lossless import Sampler
 from thinwire.gradients.model import synchronized_parameters
 from thinwire.gradients.tables import weakly
 
@@ -358,6 +361,7 @@ class LeftToDdp(_PlugOfDdp):
         super().__init__(model)
         self._native, self._lane, self._begin, self._hooked = native, lane, begin, hooked
         self._seen: DdpPlug | None = None
+        self._samplers: list[RemovableHandle] = []
         self._since: float | None = None  # end of computing in the running backward
         trained = [parameter for _, parameter in synchronized_parameters(model) if parameter.requires_grad]
         self._num_bytes = sum(parameter.nbytes for parameter in trained)
@@ -369,6 +373,17 @@ class LeftToDdp(_PlugOfDdp):
         if self._seen is None:
             self._remove_hooks()
             self._seen = self._hooked(self._model)
+
+    def sample(self, sampler: Sampler | None) -> None:
+        """Call ``sampler`` with the local gradient of each parameter in each synchronized backward; None ends that."""
+        for handle in self._samplers:
+            handle.remove()
+        self._samplers.clear()
+        for name, parameter in synchronized_parameters(self._model):
+            if sampler is not None and parameter.requires_grad:
+                sampler.expect(name, parameter)
+                hook = partial(self._sampled, sampler, name)
+                self._samplers.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def finish(self) -> float:
         if self._seen is not None:
@@ -387,8 +402,13 @@ class LeftToDdp(_PlugOfDdp):
 
     def remove(self) -> None:
         self._remove_hooks()
+        self.sample(None)
         if self._seen is not None:
             self._seen.remove()
+
+    def _sampled(self, sampler: Sampler, name: str, parameter: Tensor) -> None:
+        if self.synchronizes and parameter.grad is not None:
+            sampler(name, parameter.grad)
 
     def _on_gradient(self, parameter: Tensor) -> None:
         """Queue a callback before DDP's, which waits for its buckets; `begin` queues another behind that."""

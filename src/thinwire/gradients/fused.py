@@ -23,7 +23,7 @@ from thinwire.compress.reduction.base import Result
 from thinwire.compress.state import dissolved, fused, outstanding
 from thinwire.compress.warm_up import DensePayload
 from thinwire.compress.wrappers import Wrapper, core_of
-from thinwire.gradients.compressed import CompressedSync, Memories, NamedGradients, Outcome
+from thinwire.gradients.compressed import Coded, CompressedSync, Memories, NamedGradients, Outcome
 from thinwire.gradients.compression import Planned
 from thinwire.gradients.tables import share
 
@@ -168,7 +168,9 @@ class FusedSync(CompressedSync):
         ValueError: a compressor that needs matrices.
     """
 
-    def synchronize(self, lane: Lane, gradients: NamedGradients, others: Sequence[Tensor], account: str) -> None:
+    def synchronize(
+        self, lane: Lane, gradients: NamedGradients, others: Sequence[Tensor], account: str, coded: Coded | None = None
+    ) -> None:
         together: dict[tuple[Compressor, str, torch.dtype], list[tuple[str, Tensor]]] = {}
         for name, gradient in gradients:
             plan = self.plans[name]
@@ -178,7 +180,7 @@ class FusedSync(CompressedSync):
         for members in together.values():
             flat = torch.cat([gradient.reshape(-1) for _, gradient in members])
             flats.append((memories.unit([name for name, _ in members]), flat))
-        super().synchronize(lane, flats, others, account)
+        super().synchronize(lane, flats, others, account, coded)
         for members, (_, flat) in zip(together.values(), flats, strict=True):
             sizes = [gradient.numel() for _, gradient in members]
             for (_, gradient), mean in zip(members, flat.split(sizes), strict=True):

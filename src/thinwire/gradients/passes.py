@@ -194,7 +194,7 @@ class Guard(_FromOutput):
     """
 
     def __init__(self, lanes: Sequence[Lane], waits_from_output: bool = True) -> None:
-        self._lanes, self._waits_from_output = lanes, waits_from_output
+        self._lanes, self.waits_from_output = lanes, waits_from_output
         self._running: weakref.ref[_Pass] | None = None
 
     def enter(self) -> None:
@@ -210,7 +210,7 @@ class Guard(_FromOutput):
 
     def watch(self, output: object) -> None:
         """Guard the pass through the output of the model: it may fail before there is any gradient."""
-        if self._waits_from_output:
+        if self.waits_from_output:
             super().watch(output)
 
     def failed(self, error: BaseException) -> None:

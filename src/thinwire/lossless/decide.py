@@ -56,11 +56,15 @@ class Code:
         values = 8 * num_bytes / self.value_bits
         return (world_size - 1) / world_size * values * (self.push_bits + self.pull_bits) / 8
 
-    def coding_seconds(self, num_bytes: float, world_size: int) -> float:
-        """Return the processor seconds of a rank: it pushes and decodes n - 1 pieces of n, and codes one sum."""
+    def coding_seconds(self, num_bytes: float, world_size: int, cores: float = 1.0) -> float:
+        """Return the seconds in which a rank with so many cores encodes and decodes, each on a thread of its own.
+
+        It pushes and decodes n - 1 pieces of n, encodes one sum and decodes n - 1.
+        """
         share, others = num_bytes / world_size, world_size - 1
-        gradients = others * share * (self.encode_byte_seconds + self.decode_byte_seconds)
-        return gradients + share * (self.encode_sum_byte_seconds + others * self.decode_sum_byte_seconds)
+        encoding = share * (others * self.encode_byte_seconds + self.encode_sum_byte_seconds)
+        decoding = share * others * (self.decode_byte_seconds + self.decode_sum_byte_seconds)
+        return max(encoding, decoding, (encoding + decoding) / cores)
 
     def describe(self) -> str:
         return f"{self.push_bits:.1f} + {self.pull_bits:.1f} of {2 * self.value_bits} bits a value"
@@ -68,17 +72,11 @@ class Code:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks of a job, those that share a host's link and its cores, and the threads of a rank that code."""
+    """The ranks of a job, those of a host, which share its link, and the cores that these share."""
 
     world_size: int
     ranks_per_host: int = 1
-    cores: int = 1
-    threads: int = 1
-
-    @property
-    def coders(self) -> float:
-        """Cores on which one rank codes."""
-        return min(self.threads, self.cores / self.ranks_per_host)
+    cores: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def lossless_seconds(num_bytes: float, ranks: Ranks, link: LinkCosts, code: Code
 
     Coding overlaps the wire: the longer of the two counts, and of the other what its first and last segment need.
     """
-    coding = code.coding_seconds(num_bytes, ranks.world_size) / ranks.coders
+    coding = code.coding_seconds(num_bytes, ranks.world_size, ranks.cores / ranks.ranks_per_host)
     wire = code.sent_bytes(num_bytes, ranks.world_size) * link.byte_seconds
     segments = max(1, math.ceil(num_bytes / ranks.world_size / SEGMENT_BYTES))
     return max(coding, wire) + min(coding, wire) / segments + 2 * link.round_seconds

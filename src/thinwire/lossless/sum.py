@@ -13,8 +13,9 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import chain, pairwise
+from operator import add
 
 import torch
 from torch import Tensor
@@ -56,18 +57,22 @@ class Half:
         """Bits of a value on the wire, frames of messages included."""
         return 8.0 * self.num_bytes / self.values if self.values else 0.0
 
+    def __add__(self, other: Half) -> Half:
+        return Half(*map(add, astuple(self), astuple(other)))
+
 
 @dataclass
 class SumReport:
     """What sums sent and took on this rank; each sum adds to it.
 
     Args:
-        values: values that were summed.
+        values, num_bytes: values that were summed, and their bytes as they are.
         predicted_bytes: bytes that this rank was to send, estimated from samples before anything was encoded.
         listener: called with phase, start and end (`time.perf_counter`) of each stretch of work and of waiting.
     """
 
     values: int = 0
+    num_bytes: int = 0
     predicted_bytes: float = 0.0
     push: Half = field(default_factory=Half)
     pull: Half = field(default_factory=Half)
@@ -77,6 +82,12 @@ class SumReport:
     def bits(self) -> float:
         """Bits of a value that is pushed once and pulled once: 64 for float32 as it is."""
         return self.push.bits + self.pull.bits
+
+    def add(self, other: SumReport) -> None:
+        """Add what other sums took."""
+        self.values, self.num_bytes = self.values + other.values, self.num_bytes + other.num_bytes
+        self.predicted_bytes += other.predicted_bytes
+        self.push, self.pull = self.push + other.push, self.pull + other.pull
 
     def book(self, phase: Phase, started: float) -> float:
         """Return the seconds since ``started``, which were spent in a phase."""
@@ -167,6 +178,10 @@ class _CodedSum:
     ) -> None:
         self.flat, self.channel, self.parcels, self.scale = flat, channel, parcels, scale
         self.report = report or SumReport()
+        self.report.values, self.report.num_bytes = (
+            self.report.values + flat.numel(),
+            self.report.num_bytes + flat.nbytes,
+        )
         self.rank, self.ranks = channel.rank, range(channel.world_size)
         self.others = [(self.rank + step) % channel.world_size for step in self.ranks[1:]]
         self.segments = [_cut(piece) for piece in bounds]
@@ -174,7 +189,6 @@ class _CodedSum:
         self.is_narrow = flat.element_size() == 2
 
     def all_reduce(self) -> None:
-        self.report.values += self.flat.numel()
         arriving = self._ahead(chain(self._pushes(), self._pulls()))
         self._push()
         for number, place in enumerate(self.mine):
@@ -185,7 +199,6 @@ class _CodedSum:
             self._take(expected, receive)
 
     def reduce_scatter(self, out: Tensor) -> None:
-        self.report.values += self.flat.numel()
         arriving = self._ahead(self._pushes())
         self._push()
         start = self.mine[0].start

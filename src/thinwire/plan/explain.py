@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from thinwire.plan.plan import EXACT, STOCK, Candidate, Plan
+from thinwire.plan.plan import EXACT, LOSSLESS, STOCK, Candidate, Plan
 
 SHOWN = 12
 """Largest number of groups and candidates shown; the rest of a longer list is counted."""
@@ -45,7 +45,8 @@ def _head(plan: Plan) -> list[str]:
     stock = format_seconds(plan.other_seconds + plan.dense_seconds)
     if plan.does_nothing:
         lines.append(
-            "Do nothing: no exact way is better than stock DDP by more than 3 %, and no lossy one by 15 %."
+            f"Do nothing: no exact way is better than stock DDP by more than 3 %,{_lossless(plan)} and no lossy one by"
+            " 15 %."
             f" Predicted step: {stock}."
         )
     else:
@@ -57,6 +58,11 @@ def _head(plan: Plan) -> list[str]:
     if plan.note:
         lines.append(plan.note)
     return lines
+
+
+def _lossless(plan: Plan) -> str:
+    prefix = f"{EXACT}, {LOSSLESS}"
+    return " no lossless sum by 10 %," if any(entry.name.startswith(prefix) for entry in plan.candidates) else ""
 
 
 def _lossy(plan: Plan) -> list[str]:

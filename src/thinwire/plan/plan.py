@@ -21,6 +21,8 @@ STOCK = "stock DDP"
 """Name of the candidate that does nothing."""
 ROWS = "exact, tables as rows"
 """Name of what ``attach(model)`` does for a model with tables."""
+NATIVE, LOSSLESS = "native", "lossless"
+"""How a group that is not compressed is summed: by the process group, or in fewer bytes with the same exact result."""
 EXACT = "exact"
 """Prefix of the names of candidates without compression."""
 WORTH = 1.03
@@ -42,9 +44,11 @@ class Group:
             same job. Otherwise it is for the gradients of the group as one flat tensor.
         exchange: the exchange that averages payloads.
         joins: whether it travels by the job of the group before it, which then waits for both.
+        dense: how gradients that are not compressed are summed: `NATIVE` or `LOSSLESS`, see ``dense=`` of
+            `thinwire.attach`.
 
     Raises:
-        ValueError: no parameters, an unknown compressor or exchange.
+        ValueError: no parameters, an unknown compressor, exchange or sum.
     """
 
     parameters: tuple[str, ...]
@@ -52,6 +56,7 @@ class Group:
     compressor: str | None = None
     exchange: str = "all_reduce"
     joins: bool = False
+    dense: str = NATIVE
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "parameters", tuple(self.parameters))
@@ -62,6 +67,10 @@ class Group:
         if self.exchange not in (*REDUCTIONS, "auto"):
             legal = ", ".join((*REDUCTIONS, "auto"))
             raise ValueError(f"the group of {self.parameters[0]!r} has exchange {self.exchange!r}; legal are {legal}")
+        if self.dense not in (NATIVE, LOSSLESS):
+            raise ValueError(
+                f"the group of {self.parameters[0]!r} has dense={self.dense!r}; legal are {NATIVE}, {LOSSLESS}"
+            )
         if self.compressor is not None:
             parse(self.compressor)
 
@@ -70,12 +79,15 @@ class Group:
         return None if self.compressor is None else parse(self.compressor)
 
     def describe(self) -> str:
-        return "exact, all_reduce" if self.compressor is None else f"{self.compressor}, {self.exchange}"
+        exact = "exact, lossless" if self.dense == LOSSLESS else "exact, all_reduce"
+        return exact if self.compressor is None else f"{self.compressor}, {self.exchange}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fields; ``joins`` only where it is true, so that earlier versions read all other plans."""
+        """Return the fields; ``joins`` and ``dense`` only where they say something, so that earlier versions read all
+        other plans."""
         data = {**asdict(self), "parameters": list(self.parameters)}
-        return data if self.joins else {name: value for name, value in data.items() if name != "joins"}
+        unsaid = {("joins", False), ("dense", NATIVE)}
+        return {name: value for name, value in data.items() if name == "parameters" or (name, value) not in unsaid}
 
 
 @dataclass(frozen=True)

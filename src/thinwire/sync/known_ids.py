@@ -14,16 +14,17 @@ the rows are dealt. With many ranks, or with few or narrow rows, all columns are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels, wire
+from thinwire.codes import floats
 from thinwire.comm.channel import Channel
-from thinwire.comm.parcels import Parcels
-from thinwire.comm.process_group import Receive, check_fits
+from thinwire.comm.parcels import Parcels, Write, parcel_bytes, sized_parcel_bytes
+from thinwire.comm.process_group import Receive, Stream, check_fits
 from thinwire.errors import CorruptHeaderError, CorruptMessageError
 from thinwire.sparse import SparseRows
 from thinwire.sync.union_shares import Share, Union, UnionPlan
@@ -43,7 +44,8 @@ def all_reduce(
     channel.formats_sent = {Kind.PUSH: {plan.format(channel.rank)}, Kind.PULL: {Format.DENSE}}
     check_fits(plan.least_bytes(), channel.where)
     with channel.stream() as stream:
-        return _Run(rows, plan, channel, Parcels(channel, stream)).sum(scale)
+        coded = _CodedParcels(channel, stream, plan, rows.values.dtype) if channel.codes_values else None
+        return _Run(rows, plan, channel, coded or Parcels(channel, stream)).sum(scale)
 
 
 class _Run:
@@ -188,6 +190,62 @@ class _Run:
     def _matrix(self, data: Tensor, num_rows: int, width: int) -> Tensor:
         num_bytes = num_rows * width * self.rows.values.element_size()
         return data[:num_bytes].view(self.rows.values.dtype).view(num_rows, width)
+
+
+class _CodedParcels(Parcels):
+    """Parcels whose values travel as their code where it pays, behind their ids; all but the ids alone say their size.
+
+    A parcel that is shorter than both ends know has coded values.
+    """
+
+    def __init__(self, channel: Channel, stream: Stream, plan: UnionPlan, dtype: torch.dtype) -> None:
+        super().__init__(channel, stream)
+        self._plan, self._dtype = plan, dtype
+
+    def send(self, target: int, place: int, num_bytes: int, write: Write) -> None:
+        self._send([target], place, num_bytes, write)
+
+    def send_to_all(self, place: int, num_bytes: int, write: Write) -> None:
+        rank, world_size = self._channel.rank, self._channel.world_size
+        if place == 0:
+            super().send_to_all(place, num_bytes, write)
+        else:
+            self._send([(rank + step) % world_size for step in range(1, world_size)], place, num_bytes, write)
+
+    def _send(self, targets: Sequence[int], place: int, num_bytes: int, write: Write) -> None:
+        def make() -> Tensor:
+            data = torch.empty(num_bytes, dtype=torch.uint8)
+            write(data)
+            lead = self._plan.lead_bytes(self._channel.rank, place - 1)
+            code = wire.code_of(data[lead:].view(self._dtype))
+            data = data if code is None else torch.cat([data[:lead], code])
+            self._channel.saved_bytes += len(targets) * (parcel_bytes(num_bytes) - sized_parcel_bytes(data.numel()))
+            return data
+
+        if num_bytes:
+            self.send_sized(targets, place, make)
+
+    def receive(self, source: int, place: int, num_bytes: int) -> Callable[..., Tensor]:
+        if place == 0 or not num_bytes:
+            return super().receive(source, place, num_bytes)
+        posted, receive = num_bytes, self.receive_sized(source, place, num_bytes)
+
+        def wait(num_bytes: int | None = None) -> Tensor:
+            data, lead = receive(), self._plan.lead_bytes(source, place - 1)
+            size = posted if num_bytes is None else num_bytes
+            if data.numel() == size:
+                return data
+            values = torch.empty(size, dtype=torch.uint8)
+            try:
+                if not lead < data.numel() < size:
+                    raise CorruptMessageError(f"{data.numel()} bytes, where {size} are expected")
+                values[:lead] = data[:lead]
+                floats.decode(data[lead:], values[lead:].view(self._dtype))
+            except CorruptMessageError as error:
+                raise CorruptHeaderError(f"{self._channel.where(source)}: {error}") from error
+            return values
+
+        return wait
 
 
 def _write(values: Tensor, places: Tensor | slice, columns: slice, rows: Tensor) -> None:

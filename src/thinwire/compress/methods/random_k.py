@@ -65,7 +65,7 @@ class RandomK(DensitySelector):
         ids, chosen = self.select(gradient.detach().view(-1), parameter, state)
         step, state["ids"] = state["step"], ids
         state["step"] = step + 1
-        return SharedPayload(self.code(chosen, parameter, state), ids, step)
+        return SharedPayload(self.encode(chosen, parameter, state), ids, step)
 
     def select(self, flat: Tensor, parameter: Parameter, state: State) -> Selection:
         k = self.target(flat.numel())

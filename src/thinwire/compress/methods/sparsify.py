@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire import kernels, wire
 from thinwire.compress.base import Additive, Compressor, Joint, Memory, Packed, Parameter, Payload, State, WholeTensor
-from thinwire.compress.methods.lossless import Lossless
+from thinwire.compress.methods.lossless import LosslessFloats
 from thinwire.compress.packing import PartSpec
 from thinwire.compress.wrappers import packed_code
 from thinwire.errors import CorruptMessageError
@@ -51,7 +51,7 @@ class Selector(Additive):
     def __post_init__(self) -> None:
         if self.values is not None and not _codes_vectors(self.values):
             raise ValueError(
-                f"{type(self).__name__} cannot code its values by {self.values.name}: take a code"
+                f"{type(self).__name__} cannot code its values by {self.values!r}: take a code"
                 " without a memory that works element by element, such as bf16() or int8(); error feedback goes around"
                 " the sparsifier"
             )
@@ -85,7 +85,7 @@ class Selector(Additive):
     def init(self, parameter: Parameter) -> State:
         return {} if self.values is None else {"values": self.values.init(values_of(parameter, parameter.numel))}
 
-    def code(self, chosen: Tensor, parameter: Parameter, state: State) -> tuple[Tensor, ...]:
+    def encode(self, chosen: Tensor, parameter: Parameter, state: State) -> tuple[Tensor, ...]:
         """Return the parts that code selected values."""
         if self.values is None:
             return (chosen,)
@@ -114,7 +114,7 @@ class Selector(Additive):
     @property
     def is_exact(self) -> bool:
         """Whether sent elements arrive as they are, so that nothing of them is left."""
-        return self.values is None or (isinstance(self.values, Lossless) and self.values.is_exact)
+        return self.values is None or (isinstance(self.values, LosslessFloats) and self.values.is_exact)
 
     def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
         ids, values = self.chosen(payload, parameter)
@@ -133,7 +133,7 @@ class Sparsifier(Selector):
 
     def compress(self, gradient: Tensor, parameter: Parameter, state: State) -> Payload:
         ids, chosen = self.select(gradient.detach().view(-1), parameter, state)
-        return Payload((ids, *self.code(chosen, parameter, state)))
+        return Payload((ids, *self.encode(chosen, parameter, state)))
 
     def chosen(self, payload: Payload, parameter: Parameter) -> Selection:
         ids, *coded = payload.parts

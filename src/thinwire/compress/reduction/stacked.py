@@ -18,7 +18,7 @@ from thinwire.compress.memory import ErrorFeedback, MomentumCorrection
 from thinwire.compress.methods.sparsify import Selection, Sparsifier
 from thinwire.compress.reduction import messages
 from thinwire.compress.reduction.base import Plan
-from thinwire.compress.wrappers import packed_code
+from thinwire.compress.wrappers import Wrapper, packed_code
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,9 @@ def stack_code(compressor: Compressor) -> Sparsifier | None:
     """Return the sparsifier that packs payloads of several parameters as one, or None if they are packed apart."""
     while isinstance(compressor, (ErrorFeedback, MomentumCorrection)):
         compressor = compressor.inner
-    return compressor if isinstance(compressor, Sparsifier) and compressor.is_exact else None
+    if isinstance(compressor, Wrapper) or not isinstance(compressor, Sparsifier) or not compressor.is_exact:
+        return None
+    return compressor
 
 
 def _stack(places: Sequence[int], plans: Sequence[Plan], dtype: torch.dtype) -> Stack:

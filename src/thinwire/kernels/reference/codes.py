@@ -72,7 +72,7 @@ def elias_fano_encode(positions: Tensor, size: int) -> Tensor:
     index = np.arange(count)
     gaps = positions.numpy() - index
     high = pack_bits(torch.from_numpy((gaps >> low_bits) + index), elias_fano_high_bits(count, size, low_bits))
-    return torch.cat([torch.from_numpy(_pack_integers(gaps & ((1 << low_bits) - 1), low_bits)), high])
+    return torch.cat([torch.from_numpy(pack_integers(gaps & ((1 << low_bits) - 1), low_bits)), high])
 
 
 def elias_fano_decode(data: Tensor, count: int, size: int) -> Tensor:
@@ -86,7 +86,7 @@ def elias_fano_decode(data: Tensor, count: int, size: int) -> Tensor:
     low_bits = elias_fano_low_bits(count, size)
     low_bytes = (count * low_bits + 7) // 8
     ones = unpack_bits(data[low_bytes:]).numpy()
-    low, spare = _unpack_integers(data[:low_bytes].numpy(), count, low_bits)
+    low, spare = unpack_integers(data[:low_bytes].numpy(), count, low_bits)
     if ones.size != count or spare:
         return torch.empty(0, dtype=torch.int64)
     index = np.arange(count)
@@ -113,7 +113,7 @@ def elias_fano_high_bits(count: int, size: int, low_bits: int) -> int:
     return count + (max(size - count, 0) >> low_bits)
 
 
-def _pack_integers(values: np.ndarray, bits: int) -> np.ndarray:
+def pack_integers(values: np.ndarray, bits: int) -> np.ndarray:
     """Pack integers below 2^bits in ceil(size * bits / 8) bytes: the low bits % 8 of all, then the whole bytes above.
 
     The low parts are a dense bit stream, least significant first, made of eight at a time: they fill bits % 8 bytes.
@@ -129,7 +129,7 @@ def _pack_integers(values: np.ndarray, bits: int) -> np.ndarray:
     return np.concatenate([stream, above.reshape(-1)])
 
 
-def _unpack_integers(data: np.ndarray, count: int, bits: int) -> tuple[np.ndarray, bool]:
+def unpack_integers(data: np.ndarray, count: int, bits: int) -> tuple[np.ndarray, bool]:
     """Unpack ``count`` integers, int64, and return whether the bits that round up to a byte are not zero."""
     whole, rest = divmod(bits, 8)
     stream = (count * rest + 7) // 8

@@ -60,8 +60,8 @@ class StepRecorder:
         if self._lane is None:
             self._lane = Lane(model.process_group)
             self._trained, self._tables = trained_parameters(model.module)
-            self._watch = StepWatch(model.module, self._trained, self._before_step, self._tables)
-            self._hook = Unsynchronized(model.module, self.leave_out)
+            watch = StepWatch(model.module, self._trained, self._before_step, self._tables, samples=False)
+            self._watch, self._hook = watch, Unsynchronized(model.module, self.leave_out, watch.take)
             self._site = replace(find_site(), follows_plans=follows_plans(model))
             self._on_stage("training steps")
             return self._hook
@@ -121,19 +121,32 @@ class StepRecorder:
 
 
 class Unsynchronized:
-    """Communication hook of a DDP model that leaves gradients as they are, and notes which share a bucket."""
+    """Communication hook of a DDP model that leaves gradients as they are, and notes which share a bucket.
 
-    def __init__(self, module: nn.Module, on_other: Callable[[], None] = lambda: None) -> None:
+    Args:
+        on_other: called where the script registers a hook of its own.
+        on_gradient: called with the name of each gradient and the gradient, as DDP would synchronize it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        on_other: Callable[[], None] = lambda: None,
+        on_gradient: Callable[[str, Tensor], None] = lambda name, gradient: None,
+    ) -> None:
         self.buckets: list[tuple[str, ...]] = []
-        self._on_other = on_other
+        self._on_other, self._on_gradient = on_other, on_gradient
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
 
     def hook(self, state: object, bucket: dist.GradBucket) -> Future[Tensor]:
         del state
         if bucket.index() == 0:
             self.buckets = []
-        self.buckets.append(tuple(self._names[id(parameter)] for parameter in bucket.parameters()))
+        self.buckets.append(names := tuple(self._names[id(parameter)] for parameter in bucket.parameters()))
         buffer = bucket.buffer()
+        if not buffer.is_sparse:  # the bucket of a sparse gradient, alone in it, gives no gradients
+            for name, gradient in zip(names, bucket.gradients(), strict=True):
+                self._on_gradient(name, gradient)
         future: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
         future.set_result(buffer)
         return future

@@ -307,8 +307,9 @@ def attach_as_advised(model: nn.Module, advice: Advice) -> Synchronizer:
     """Do what `thinwire.lab.doctor.advice.lines_of` says."""
     if advice.plan is not None:
         return attach(model, plan=advice.plan)
-    if advice.compressor is None:
-        return attach(model)
-    if advice.exchange is None:
-        return attach(model, compress=parse(advice.compressor))
-    return attach(model, compress=parse(advice.compressor), exchange=advice.exchange)
+    arguments: dict[str, Any] = {} if advice.dense is None else {"dense": advice.dense}
+    if advice.compressor is not None:
+        arguments["compress"] = parse(advice.compressor)
+    if advice.exchange is not None:
+        arguments["exchange"] = advice.exchange
+    return attach(model, **arguments)

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import PurePath
 
 from thinwire.compress.assign import with_memory
-from thinwire.compress.named import NAMES, parse, split
+from thinwire.compress.named import NAMES, colons, parse, split
 from thinwire.compress.reduction.choose import reduction_for
 from thinwire.lab.planning.measurement import DdpSite, Measurement
 from thinwire.lab.planning.planner import Way, plan_of
-from thinwire.plan.plan import STOCK, Plan
+from thinwire.plan.plan import LOSSLESS, STOCK, Plan
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Advice:
         compressor: text of `thinwire.compress.named.parse` for ``compress=``; None for none.
         exchange: ``exchange=``; None where "auto" takes the right one.
         plan: the plan to follow, or None.
+        dense: ``dense=``; None where "auto" decides.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Advice:
     compressor: str | None = None
     exchange: str | None = None
     plan: Plan | None = None
+    dense: str | None = None
 
 
 def advice_of(way: Way, measurement: Measurement, found: Sequence[Way]) -> Advice:
@@ -44,7 +46,7 @@ def advice_of(way: Way, measurement: Measurement, found: Sequence[Way]) -> Advic
     if not way.is_plain:
         return Advice(way.name, plan=plan_of(way, measurement, found))
     if way.is_exact:
-        return Advice(way.name)
+        return Advice(way.name, dense=LOSSLESS if way.is_lossless else None)
     (compressor, exchange), *_ = way.codecs
     code, costs = with_memory(parse(compressor)), measurement.costs(compressor, exchange)
     by_itself = {
@@ -69,6 +71,7 @@ def lines_of(advice: Advice, ddp: DdpSite | None, plan_path: str = "plan.json") 
         arguments = [model]
         arguments += [f"compress={expression(advice.compressor)}"] if advice.compressor else []
         arguments += [f'exchange="{advice.exchange}"'] if advice.exchange else []
+        arguments += [f'dense="{advice.dense}"'] if advice.dense else []
         return ["import thinwire", f"sync = thinwire.attach({', '.join(arguments)})"]
     lines = ["import thinwire", f'plan = thinwire.Plan.load("{plan_path}")']
     if ddp is not None:
@@ -101,8 +104,10 @@ def expression(compressor: str) -> str:
         'thinwire.compress.top_k(density=0.01, values=thinwire.compress.bf16())'
     """
     name, settings = split(compressor)
-    arguments = [
-        f"{key}={expression(value) if key == 'values' and value in NAMES else repr(value)}"
-        for key, value in settings.items()
-    ]
+    arguments = [f"{key}={_argument(value)}" for key, value in settings.items()]
     return f"thinwire.compress.{name}({', '.join(arguments)})"
+
+
+def _argument(value: object) -> str:
+    text = colons(value) if isinstance(value, str) else ""
+    return expression(text) if text.split(":")[0] in NAMES else repr(text or value)

@@ -10,6 +10,7 @@ from typing import Any
 
 from thinwire.fuse.policy import Policy, default_policies
 from thinwire.lab.doctor.advice import Advice, advice_of, lines_of, where_to_paste
+from thinwire.lab.doctor.lossless import LosslessOption, format_mbit, lossless_option
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.outer import OuterOption, outer_option
 from thinwire.lab.planning.planner import (
@@ -17,15 +18,18 @@ from thinwire.lab.planning.planner import (
     LOSSIER_WORTH,
     LOSSY_WORTH,
     MEASURED_LOSSY_WORTH,
+    SHORT,
     Way,
     best_way,
     plan_of,
     step_seconds,
     stock_seconds,
     ways,
+    with_sums,
 )
+from thinwire.lossless.decide import TAKEN
 from thinwire.plan.explain import format_bytes, format_seconds
-from thinwire.plan.plan import STOCK, WORTH, Plan
+from thinwire.plan.plan import LOSSLESS, STOCK, WORTH, Plan
 
 SPEEDS_MBIT = tuple(10 ** (1 + step / 4) for step in range(17))
 """Link speeds in the picture: 10 Mbit/s to 100 Gbit/s."""
@@ -87,6 +91,7 @@ class Diagnosis:
             if nothing does at any speed.
         compression_stops_mbit: the same for ways that compress, against the best exact one.
         confirmed: the ways that were trained; where there are any but stock DDP, their measured seconds decide.
+        tries_lossless: whether to train with lossless sums, however they are predicted to do.
     """
 
     title: str
@@ -102,6 +107,7 @@ class Diagnosis:
     stops_mbit: float | None
     compression_stops_mbit: float | None
     confirmed: tuple[Confirmed, ...] = ()
+    tries_lossless: bool = False
 
     @property
     def stock_step_seconds(self) -> float:
@@ -138,7 +144,13 @@ class Diagnosis:
         computing = self.plan.other_seconds + self.backward_seconds
         return outer_option(self.measurement, self.plan.step_seconds, computing)
 
+    @property
+    def lossless(self) -> LosslessOption | None:
+        """The price of lossless sums; None if it was not measured what the code achieves."""
+        return lossless_option(self.measurement)
+
     def to_json(self) -> dict[str, Any]:
+        lossless = self.lossless
         return {
             "title": self.title,
             "do_nothing": self.plan.does_nothing,
@@ -151,6 +163,7 @@ class Diagnosis:
                 "where": where_to_paste(self.advice, self.measurement.ddp) if self.advice.attaches else "",
             },
             "outer": None if self.outer is None else self.outer.to_json(),
+            "lossless": None if lossless is None else lossless.to_json(),
             "confirmed": [asdict(row) for row in self.confirmed],
             "tables": [asdict(job) for job in self.measurement.row_jobs],
             "best_exact": {"name": self.best_exact[0], "step_seconds": self.best_exact[1]},
@@ -174,17 +187,20 @@ def diagnose(
     policies: Sequence[Policy] | None = None,
     on_speed: OnSpeed = lambda done, total: None,
     with_plan: bool = True,
+    dense: str = "auto",
 ) -> Diagnosis:
     """Price all ways on this link, and the best of each kind on others.
 
     Args:
         policies: fusion policies for the plan; the curves use the last but one of them, by default Cupcake's.
         with_plan: whether the advice may need the file of a plan.
+        dense: "native" leaves out lossless sums; "lossless" trains with them, see `finalists`.
 
     Raises:
         ValueError: a compressor that was not measured, or whose bytes cannot be predicted.
     """
     policies = default_policies() if policies is None else policies
+    measurement = with_sums(measurement, dense)
     priced = _possible(measurement, ways(measurement, compressors, policies))
     found = [way for way in priced if with_plan or way.is_plain]
     best = best_way(measurement, found)
@@ -224,6 +240,7 @@ def diagnose(
         tuple(LinkCurve(name, tuple(seconds)) for name, seconds in curves.items()),
         _stops([way.name != STOCK for way in winners], lambda mbit: taken(mbit).name != STOCK),
         _stops([not way.is_exact for way in winners], lambda mbit: not taken(mbit).is_exact),
+        tries_lossless=dense == LOSSLESS,
     )
 
 
@@ -245,7 +262,8 @@ def _best_exact(measurement: Measurement, found: Sequence[Way]) -> tuple[str, fl
 def finalists(diagnosis: Diagnosis) -> list[Way]:
     """Return the ways that are worth training: stock DDP, the best exact one, and the best of some compressors.
 
-    Of compressors the fastest is among them, and then those that lose least, if they are about as fast.
+    Of compressors the fastest is among them, and then those that lose least, if they are about as fast. Lossless sums
+    are, if they are predicted to be faster than stock DDP, or asked for.
     """
     measurement = diagnosis.measurement
     stock, *others = sorted(diagnosis.found, key=lambda way: (way.name != STOCK, way.seconds, way.timeline_seconds))
@@ -256,7 +274,13 @@ def finalists(diagnosis: Diagnosis) -> list[Way]:
             best[way.loss] = way
     kinds = sorted(best.values(), key=lambda way: way.seconds)
     bound = _HOPEFUL * min(step_seconds(measurement, way) for way in [stock, *kinds])
-    hopeful = [way for way in kinds if way.is_exact or step_seconds(measurement, way) <= bound]
+    gaining = step_seconds(measurement, stock) / WORTH
+    hopeful = [
+        way
+        for way in kinds
+        if step_seconds(measurement, way) <= (gaining if way.is_lossless else bound)
+        or (way.is_exact and (diagnosis.tries_lossless or not way.is_lossless))
+    ]
     exact, lossy = [way for way in hopeful if way.is_exact], [way for way in hopeful if not way.is_exact]
     return [stock, *exact, *lossy[:1], *sorted(lossy[1:], key=lambda way: way.loss)][:FINALISTS]
 
@@ -347,6 +371,7 @@ def answers(diagnosis: Diagnosis) -> list[tuple[str, str]]:
         ("A step of stock DDP", _parts(diagnosis)),
         ("Exposed?", _exposure(diagnosis)),
         ("Best exact way", _gain(diagnosis, *diagnosis.best_exact)),
+        *([] if diagnosis.lossless is None else [("Lossless sums", diagnosis.lossless.describe())]),
         ("Recommended", _verdict(diagnosis)),
         *_ranges(diagnosis),
     ]
@@ -400,18 +425,12 @@ def _confirmed(diagnosis: Diagnosis) -> list[str]:
     return lines
 
 
-def format_mbit(mbit: float) -> str:
-    """Format a rate as ``250 Mbit/s`` or ``2.5 Gbit/s``, with two digits, which is all that is known."""
-    rounded = float(f"{mbit:.2g}")
-    return f"{rounded:g} Mbit/s" if rounded < 1000 else f"{rounded / 1000:g} Gbit/s"
-
-
 def _fastest_of_each(found: Sequence[Way]) -> dict[str, float]:
     """Return seconds of stock DDP, of exact ways, and of each compressor that all groups share."""
     fastest = {STOCK: found[0].seconds}
     for way in found[1:]:
         used = set(way.compressors) or {None}
-        name = next(iter(used)) or "exact, fused"
+        name = next(iter(used)) or (SHORT if way.is_lossless else "exact, fused")
         if len(used) == 1:
             fastest[name] = min(way.seconds, fastest.get(name, math.inf))
     return fastest
@@ -450,8 +469,9 @@ def _verdict(diagnosis: Diagnosis) -> str:
     if plan.does_nothing:
         lossy = MEASURED_LOSSY_WORTH if diagnosis.is_measured else LOSSY_WORTH
         return (
-            f"do nothing: no exact way is faster than stock DDP by more than {100 * (WORTH - 1):.0f} %, and no lossy"
-            f" one by {100 * (lossy - 1):.0f} %"
+            f"do nothing: no exact way is faster than stock DDP by more than {100 * (WORTH - 1):.0f} %,"
+            + (f" no lossless sum by {100 * (TAKEN - 1):.0f} %," if diagnosis.measurement.dense_codes else "")
+            + f" and no lossy one by {100 * (lossy - 1):.0f} %"
         )
     lossy_too = "; lossy" if any(group.compressor for group in plan.groups) else ""
     untried = "; predicted, because no way could be tried" if diagnosis.failed and not diagnosis.is_measured else ""

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from thinwire.lab import palette
 from thinwire.lab.doctor.advice import lines_of, where_to_paste
-from thinwire.lab.doctor.diagnosis import SPEEDS_MBIT, Diagnosis, LinkCurve, answers, format_mbit
+from thinwire.lab.doctor.diagnosis import SPEEDS_MBIT, Diagnosis, LinkCurve, answers
+from thinwire.lab.doctor.lossless import format_mbit
 from thinwire.lab.plot import MOST_LINES, is_narrow, label_ends, mark
 from thinwire.lab.report import Report
 from thinwire.plan.explain import format_bytes, format_seconds

@@ -57,7 +57,7 @@ def calibrate(
         taken = _seconds_of_ddp(training) - measurement.other_seconds
         extras.append(Extra(STOCK, "all_reduce", taken - stock.seconds))
     for way in best_of_codecs(found[1:]):
-        if way.is_exact or way.seconds <= TOLERANCE * stock.seconds:
+        if (way.is_exact and not way.is_lossless) or way.seconds <= TOLERANCE * stock.seconds:
             on_stage(f"training with {way.name}")
             taken = _seconds_of_plan(training, plan_of(way, measurement, found)) - measurement.other_seconds
             extras.append(Extra(*way.codecs[0], taken - way.seconds))

@@ -1,4 +1,5 @@
-"""Measure what compressors cost on this device: curves of encoding and decoding over the size of a gradient.
+"""Measure what compressors cost on this device: curves of encoding and decoding over the size of a gradient; and what
+the lossless code of floats achieves on the gradients of a training.
 
 The code that is timed is that of a real exchange; only the network is left out: what a rank sends comes back to it as
 if every other rank had sent the same. All ranks measure at the same time, so that processors shared in training are
@@ -9,13 +10,17 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import pairwise
 from typing import NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.codes import floats
 from thinwire.comm.agree import gather_numbers
 from thinwire.comm.lane import Lane
 from thinwire.compress.assign import with_memory
@@ -26,7 +31,8 @@ from thinwire.compress.reduction.base import Phase, Stopwatch, Task
 from thinwire.compress.reduction.choose import REDUCTIONS, reduction_for
 from thinwire.compress.wrappers import code_of
 from thinwire.lab.planning.link import wait_for_all
-from thinwire.lab.planning.speeds import COPIES, Codec, Fit
+from thinwire.lab.planning.speeds import COPIES, Codec, DenseCode, Fit
+from thinwire.lossless.decide import Code
 
 T = TypeVar("T")
 Point = tuple[float, float]
@@ -35,7 +41,15 @@ Point = tuple[float, float]
 SHAPES = ((32, 64), (128, 128), (256, 512), (512, 1024))
 """Shapes of the gradients that are timed: 8 kB to 2 MB."""
 
+CODED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""Dtypes that have a lossless code."""
+
+SAMPLED_CHUNKS = 16
+"""Chunks of the gradients that are coded to see what their code achieves: 2 MB of float32."""
+
 _RUNS = 5
+_ROUNDS, _SECONDS, _LEAST_CORES = 3, 0.1, 0.01
+_FASTEST_BYTE_SECONDS = 1e-12
 _CPU = torch.device("cpu")
 
 
@@ -196,3 +210,146 @@ class EchoedMessage:
 def _sealed(message: Tensor) -> Tensor:
     kernels.checksum(message)
     return message
+
+
+class GradientSample:
+    """Chunks of a model's gradients, spread evenly over them; all ranks take the same places.
+
+    Args:
+        trained: parameters by name, in the order of registration.
+        left_out: names of those whose gradients are not dense: tables.
+
+    Attributes:
+        values: what was taken, one flat tensor for each dtype, of whole chunks unless the model has fewer values.
+        passes: number of passes that were taken, of which the last one counts.
+    """
+
+    def __init__(self, trained: dict[str, Tensor], left_out: Collection[str] = ()) -> None:
+        self.values: dict[torch.dtype, Tensor] = {}
+        self.passes = 0
+        self._slices: dict[str, tuple[torch.dtype, list[tuple[int, int, int]]]] = {}
+        self._first = ""
+        for dtype in CODED:
+            names = [name for name in reversed(trained) if name not in left_out and trained[name].dtype == dtype]
+            sizes = [trained[name].numel() for name in names]
+            spans = list(_spans(sum(sizes)))
+            self.values[dtype] = torch.zeros(sum(end - start for start, end in spans), dtype=dtype)
+            self._place(dtype, names, sizes, spans)
+
+    def _place(
+        self, dtype: torch.dtype, names: Sequence[str], sizes: Sequence[int], spans: Sequence[tuple[int, int]]
+    ) -> None:
+        """Note which values of each gradient are taken: from, to, and where to."""
+        begin = 0
+        for name, size in zip(names, sizes, strict=True):
+            offset, found = 0, []
+            for start, end in spans:
+                first, last = max(start, begin), min(end, begin + size)
+                if first < last:
+                    found.append((first - begin, last - begin, offset + first - start))
+                offset += end - start
+            if found:
+                self._slices[name] = dtype, found
+                self._first = self._first or name
+            begin += size
+
+    def take(self, name: str, gradient: Tensor | None) -> None:
+        """Take the values of a gradient; one that is not sampled, sparse, missing, or of another dtype gives none."""
+        dtype, slices = self._slices.get(name, (None, []))
+        if gradient is None or gradient.dtype != dtype or gradient.layout != torch.strided:
+            return
+        self.passes += name == self._first
+        flat = gradient.detach().reshape(-1)
+        for start, end, place in slices:
+            self.values[gradient.dtype][place : place + end - start].copy_(flat[start:end])
+
+
+def _spans(total: int) -> Iterator[tuple[int, int]]:
+    """Yield the values that are taken of so many: chunks at equal distances, or all of them."""
+    chunk = floats.CHUNK_VALUES
+    if total <= SAMPLED_CHUNKS * chunk:
+        yield 0, total
+        return
+    for place in range(SAMPLED_CHUNKS):
+        start = place * (total - chunk) // (SAMPLED_CHUNKS - 1)
+        yield start, start + chunk
+
+
+def measure_codes(lane: Lane, sample: GradientSample) -> tuple[DenseCode, ...]:
+    """Code the sample and the sum of all ranks' samples, in a job of the lane that all ranks submit.
+
+    Returns:
+        a code for each dtype; none for a dtype of which some rank took no gradients.
+    """
+    taken = min(gather_numbers(lane.exchange, "gradients taken", [sample.passes]))[0]
+    if not taken:
+        return ()
+    return tuple(_measured(lane, values) for values in sample.values.values() if values.numel())
+
+
+def _measured(lane: Lane, values: Tensor) -> DenseCode:
+    world_size = lane.world_size
+    sums = values.to(torch.promote_types(values.dtype, torch.float32), copy=True)
+    lane.exchange.all_reduce(sums)
+    sums = sums if sums.dtype == values.dtype else (sums / world_size).to(values.dtype)
+    pushed, pulled = pieces_of(values, world_size), pieces_of(sums, world_size)
+    wait_for_all(lane.exchange)
+    seconds, cores = _coding(pushed, pulled)
+    byte_seconds = [max(_FASTEST_BYTE_SECONDS, each / values.nbytes) for each in seconds]
+    mine = [mean_bits(pushed), mean_bits(pulled), *byte_seconds, cores]
+    push, pull, *rest = zip(*gather_numbers(lane.exchange, "codes", mine), strict=True)
+    *times, typical_cores = map(statistics.median, rest)
+    code = Code(statistics.fmean(push), statistics.fmean(pull), *times, value_bits=8 * values.element_size())
+    return DenseCode(values.dtype, code, typical_cores)
+
+
+def pieces_of(values: Tensor, world_size: int) -> tuple[Tensor, ...]:
+    """Return flat values in the pieces in which ranks code them: a chunk, or a share where that is smaller."""
+    return values.split(max(1, min(floats.CHUNK_VALUES, -(-values.numel() // world_size))))
+
+
+def mean_bits(pieces: Sequence[Tensor]) -> float:
+    """Return the bits of a value that the codes of these pieces have."""
+    values = sum(piece.numel() for piece in pieces)
+    return 8 * sum(floats.encode(piece).numel() for piece in pieces) / max(1, values)
+
+
+def _coding(pushed: Sequence[Tensor], pulled: Sequence[Tensor]) -> tuple[list[float], float]:
+    """Return the processor seconds of encoding and decoding gradients, then sums; and the cores for them.
+
+    One thread encodes for `_SECONDS` and another decodes, as in a sum. Of each kind of work the fastest round counts.
+    """
+    codes, sum_codes = [floats.encode(piece) for piece in pushed], [floats.encode(piece) for piece in pulled]
+    out = [torch.empty_like(piece) for piece in pushed]
+    total = [torch.zeros_like(piece, dtype=torch.promote_types(piece.dtype, torch.float32)) for piece in pushed]
+
+    def encode(pieces: Sequence[Tensor]) -> None:
+        for piece in pieces:
+            floats.encode(piece)
+
+    def decode(messages: Sequence[Tensor], adds: bool = False) -> None:
+        for message, piece, into in zip(messages, out, total, strict=True):
+            floats.decode(message, piece)
+            if adds:
+                into.add_(piece)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(_timed, began + _SECONDS, partial(encode, pushed), partial(encode, pulled))
+        decoding = _timed(began + _SECONDS, partial(decode, codes, adds=True), partial(decode, sum_codes))
+        (push, pull, encoded), (added, stored, decoded) = encoding.result(), decoding
+    cores = (encoded + decoded) / (time.perf_counter() - began)
+    return [push, added, pull, stored], max(_LEAST_CORES, cores)
+
+
+def _timed(until: float, *work: Callable[[], object]) -> tuple[float, ...]:
+    """Return the processor seconds of the fastest run of each, and those of all runs, in turns until it is time."""
+    rounds: list[list[float]] = []
+    began = time.thread_time()
+    while len(rounds) < _ROUNDS or time.perf_counter() < until:
+        moments = [time.thread_time()]
+        for each in work:
+            each()
+            moments.append(time.thread_time())
+        rounds.append([end - start for start, end in pairwise(moments)])
+    return (*(min(column) for column in zip(*rounds, strict=True)), time.thread_time() - began)

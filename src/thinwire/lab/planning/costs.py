@@ -6,6 +6,7 @@ messages and the decoding of the others. All of it runs on the lane, one job aft
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,10 +19,14 @@ from thinwire.compress.named import parse
 from thinwire.compress.reduction.base import Reduction
 from thinwire.compress.reduction.choose import reduction_for
 from thinwire.compress.wrappers import code_of
-from thinwire.lab.planning.speeds import Codec, Fit, MeasuredLink
+from thinwire.lab.planning.speeds import Codec, DenseCode, Fit, MeasuredLink
+from thinwire.lossless.decide import SEGMENT_BYTES
+from thinwire.plan.plan import LOSSLESS
 
 EXACT = "exact"
 """Kind of the messages of gradients that are not compressed."""
+
+_BUCKET_BYTES = 25 << 20
 
 
 class Messages(NamedTuple):
@@ -139,6 +144,35 @@ def coded_costs(
     exact, compressed = _exact_messages(link, copies), _messages(link, codec.exchange, rounds)
     messages = tuple(compressed if is_coded else exact for is_coded in coded)
     return Costs(encode, wire, decode, messages, link.round.alpha)
+
+
+def lossless_costs(
+    parameters: Sequence[Parameter], link: MeasuredLink, copies: Codec, codes: Sequence[DenseCode], world_size: int
+) -> Costs:
+    """Return the costs of gradients that are summed losslessly; those of a dtype without a code stay native.
+
+    Of coding and wire the longer one counts, and of the other the share that cannot overlap, as in
+    `thinwire.lossless.decide.lossless_seconds` for a bucket of DDP.
+    """
+    native, known = exact_costs(parameters, link, copies, world_size), {entry.dtype: entry for entry in codes}
+    total = sum(parameter.numel * parameter.dtype.itemsize for parameter in parameters)
+    segments = max(1, math.ceil(min(total, _BUCKET_BYTES) / world_size / SEGMENT_BYTES))
+    deal, gather = link.all_to_all, link.all_gather
+    messages = Messages(LOSSLESS, deal.line.alpha + gather.line.alpha, deal.floor + gather.floor)
+    rows: list[tuple[float, float, float, Messages]] = []
+    for place, parameter in enumerate(parameters):
+        encode, wire, decode = native.encode_seconds[place], native.wire_seconds[place], native.decode_seconds[place]
+        if parameter.dtype not in known:
+            rows.append((encode, wire, decode, native.messages[place]))
+            continue
+        known_code, size_bytes = known[parameter.dtype], parameter.numel * parameter.dtype.itemsize
+        coding = known_code.code.coding_seconds(size_bytes, world_size, known_code.cores)
+        sending = known_code.code.sent_bytes(size_bytes, world_size) * deal.line.beta
+        rows.append((encode + min(coding, sending) / segments, max(coding, sending), decode, messages))
+    if not rows:
+        return native
+    encodes, wires, decodes, ways = zip(*rows, strict=True)
+    return Costs(encodes, wires, decodes, ways, native.opening_seconds)
 
 
 def chosen_costs(options: Sequence[Costs], choices: Sequence[int]) -> Costs:

@@ -16,8 +16,8 @@ import torch
 from thinwire.comm.hosts import Hosts
 from thinwire.compress.base import Parameter
 from thinwire.fuse.profile import Linear, Profile
-from thinwire.lab.planning.costs import Costs, coded_costs, exact_costs
-from thinwire.lab.planning.speeds import COPIES, Codec, Extra, MeasuredLink
+from thinwire.lab.planning.costs import Costs, coded_costs, exact_costs, lossless_costs
+from thinwire.lab.planning.speeds import COPIES, Codec, DenseCode, Extra, MeasuredLink
 from thinwire.lab.planning.tables import EmbeddingTable, RowJob, row_jobs
 from thinwire.plan.plan import STOCK, fingerprint
 
@@ -85,6 +85,7 @@ class Measurement:
         environment: notes for people: versions, host, the nominal link.
         created: time as ISO 8601.
         extras: errors of the timeline in training; see `thinwire.lab.planning.calibrate`.
+        dense_codes: what the lossless code achieves on the gradients, by dtype; empty if it was not measured.
         ddp: the DDP model of a script; None for a plain module, which DDP would wrap with its default buckets.
         version: version of this format.
 
@@ -106,10 +107,11 @@ class Measurement:
     created: str = ""
     extras: tuple[Extra, ...] = ()
     ddp: DdpSite | None = None
+    dense_codes: tuple[DenseCode, ...] = ()
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "backward_seconds", "codecs", "tables", "extras"):
+        for name in ("parameters", "backward_seconds", "codecs", "tables", "extras", "dense_codes"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if self.version != VERSION:
             raise ValueError(f"the measurement has version {self.version}, and it should be {VERSION}: {_HOW} again")
@@ -230,6 +232,11 @@ class Measurement:
         codec = self.codec(compressor, exchange)
         return coded_costs(self.parameters, self.link, copies, codec, self.world_size)
 
+    def lossless_costs(self) -> Costs:
+        """Return the costs of any group that is summed losslessly, where `dense_codes` were measured."""
+        copies = self.codec(COPIES, "all_reduce")
+        return lossless_costs(self.parameters, self.link, copies, self.dense_codes, self.world_size)
+
     def profile(
         self, compressor: str | None = None, exchange: str = "auto", on: Literal["lane", "compute"] = "lane"
     ) -> Profile:
@@ -251,7 +258,11 @@ class Measurement:
             exchange = "all_reduce"
         elif exchange == "auto":
             exchange = self.fastest_exchange(compressor)
-        costs, total = self.costs(compressor, exchange), max(1, sum(self.size_bytes))
+        return self.profile_of(self.costs(compressor, exchange), on)
+
+    def profile_of(self, costs: Costs, on: Literal["lane", "compute"] = "lane") -> Profile:
+        """Return costs as lines over bytes; see `profile`."""
+        total = max(1, sum(self.size_bytes))
         encode, wire, decode = (
             math.fsum(seconds) / total for seconds in (costs.encode_seconds, costs.wire_seconds, costs.decode_seconds)
         )
@@ -346,6 +357,7 @@ class Measurement:
             "link": self.link.to_json(),
             "codecs": [codec.to_json() for codec in self.codecs],
             "extras": [asdict(extra) for extra in self.extras],
+            "dense_codes": [code.to_json() for code in self.dense_codes],
             "ddp": None if self.ddp is None else asdict(self.ddp),
         }
 
@@ -372,6 +384,7 @@ class Measurement:
             fields["backward_seconds"] = [float(row["seconds"]) for row in rows]
             fields["link"] = MeasuredLink.from_json(fields["link"])
             fields["extras"] = [Extra.from_json(row) for row in fields.get("extras", ())]
+            fields["dense_codes"] = [DenseCode.from_json(row) for row in fields.get("dense_codes", ())]
             fields["codecs"] = [Codec.from_json(codec) for codec in fields["codecs"]]
             fields["tables"] = [EmbeddingTable.from_json(table) for table in fields.get("tables", ())]
             fields["ddp"] = None if fields.get("ddp") is None else DdpSite(**fields["ddp"])

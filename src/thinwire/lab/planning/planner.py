@@ -18,7 +18,8 @@ from thinwire.lab.planning.lane_search import espresso_jobs, fastest_jobs
 from thinwire.lab.planning.measurement import BELIEVED, Measurement
 from thinwire.lab.planning.speeds import COPIES
 from thinwire.lab.planning.tables import gathered
-from thinwire.plan.plan import EXACT, ROWS, STOCK, WORTH, Candidate, Group, Plan
+from thinwire.lossless.decide import TAKEN
+from thinwire.plan.plan import EXACT, LOSSLESS, NATIVE, ROWS, STOCK, WORTH, Candidate, Group, Plan
 
 DEFAULTS = ("bf16", "top_k:density=0.01", "ef_sign_sgd", "power_sgd")
 """Compressors considered by default: one of each kind."""
@@ -47,6 +48,9 @@ WHERE_IT_PAYS = "where it pays"
 MIXED = f"compressors mixed, each {WHERE_IT_PAYS}"
 """Name of the way that chooses per gradient among everything measured."""
 
+SHORT = f"{EXACT}, {LOSSLESS}"
+"""Prefix of the names of ways that sum losslessly: exact sums in fewer bytes."""
+
 USUAL = "buckets of DDP"
 """Name of the groups in which gradients travel without a plan."""
 
@@ -69,7 +73,8 @@ class Way:
         seconds: seconds from the start of backward until the last gradient is synchronized, corrected by training.
         joins: whether each group travels by the job of the group before; empty if none does.
         timeline_seconds: the same without the correction, which breaks ties.
-        is_plain: whether ``attach(model)``, with ``compress=`` if it is lossy, does it without a plan.
+        is_plain: whether ``attach(model)`` does it without a plan, with ``compress=`` if it is lossy, or ``dense=``.
+        is_lossless: whether what is not compressed is summed losslessly.
     """
 
     name: str
@@ -80,13 +85,15 @@ class Way:
     joins: tuple[bool, ...] = ()
     timeline_seconds: float = 0.0
     is_plain: bool = False
+    is_lossless: bool = False
 
     @property
     def loss(self) -> int:
-        """Rank of what is lost: 0 for stock DDP, 1 for exact ways, then compressors as in `LEAST_LOSSY`."""
+        """Rank of what is lost or spent: 0 for stock DDP, 1 for exact ways, 2 for lossless ones, which cost a processor
+        its time, then compressors as in `LEAST_LOSSY`."""
         lossy = [text.partition(":")[0] for text in self.compressors if text]
         ranks = [LEAST_LOSSY.index(name) if name in LEAST_LOSSY else len(LEAST_LOSSY) for name in lossy]
-        return 2 + max(ranks) if ranks else int(self.name != STOCK)
+        return 3 + max(ranks) if ranks else 2 if self.is_lossless else int(self.name != STOCK)
 
     @property
     def is_exact(self) -> bool:
@@ -94,21 +101,25 @@ class Way:
 
     @property
     def codecs(self) -> tuple[tuple[str, str], ...]:
-        """Compressors and their exchanges; those of exact gradients if nothing is compressed."""
+        """Compressors and their exchanges; those of exact gradients, or `LOSSLESS`, if nothing is compressed."""
         used = dict.fromkeys(zip(self.compressors, self.exchanges, strict=True))
-        return tuple((text, exchange) for text, exchange in used if text) or ((COPIES, "all_reduce"),)
+        exact = (LOSSLESS if self.is_lossless else COPIES, "all_reduce")
+        return tuple((text, exchange) for text, exchange in used if text) or (exact,)
 
 
 @dataclass(frozen=True)
 class _Option:
-    """A priced way to send one gradient, a leaf of the decision tree; exact without a compressor."""
+    """A priced way to send one gradient, a leaf of the decision tree; exact without a compressor, maybe losslessly."""
 
     compressor: str | None
     exchange: str
     costs: Costs
+    is_lossless: bool = False
 
     @property
     def label(self) -> str:
+        if self.is_lossless:
+            return SHORT
         return EXACT if self.compressor is None else f"{self.compressor} by {self.exchange}"
 
 
@@ -117,6 +128,7 @@ def best_plan(
     compressors: Sequence[str] = DEFAULTS,
     policies: Sequence[Policy] | None = None,
     search: str = "espresso",
+    dense: str = "auto",
 ) -> Plan:
     """Return the plan of the best way; of two that are about as fast, of the simpler one.
 
@@ -129,23 +141,46 @@ def best_plan(
         search: how to search for gradients worth compressing. "espresso" decides for each gradient, among all that was
             measured: see `thinwire.lab.planning.lane_search.espresso_jobs`. "groups" sends all gradients of a job
             alike, with one compressor in the plan; its plans are never faster.
+        dense: whether dense gradients are summed losslessly: "auto" where that pays, "native" never, and "lossless" in
+            any case; then nothing is compressed.
 
     Raises:
-        ValueError: a compressor that was not measured, or whose bytes cannot be predicted; an unknown search.
+        ValueError: a compressor that was not measured, or whose bytes cannot be predicted; an unknown search; gradients
+            without a lossless code, or of which none was measured.
 
     Example:
         >>> plan = best_plan(Measurement.load("measured.json"))   # doctest: +SKIP
         >>> plan.save("plan.json")                                # doctest: +SKIP
     """
-    return plan_of(best_way(measurement, found := ways(measurement, compressors, policies, search)), measurement, found)
+    measurement = with_sums(measurement, dense)
+    found = ways(measurement, () if dense == LOSSLESS else compressors, policies, search)
+    lossless = [way for way in found if way.is_lossless]
+    taken = lossless if dense == LOSSLESS else found
+    return plan_of(best_way(measurement, taken), measurement, found)
+
+
+def with_sums(measurement: Measurement, dense: str) -> Measurement:
+    """Return the measurement for ``dense=``: without codes of dense gradients if that is "native".
+
+    Raises:
+        ValueError: another text than "auto", "native" or "lossless"; "lossless" where no code was measured.
+    """
+    if dense not in ("auto", NATIVE, LOSSLESS):
+        raise ValueError(f"no dense={dense!r}; legal are auto, {NATIVE} and {LOSSLESS}")
+    if dense == LOSSLESS and not (measurement.dense_codes and measurement.parameters):
+        raise ValueError(
+            "it was not measured what a lossless code achieves on these gradients: measure again, or leave out dense"
+        )
+    return replace(measurement, dense_codes=()) if dense == NATIVE else measurement
 
 
 def best_way(measurement: Measurement, found: Sequence[Way], lossy_worth: float = LOSSY_WORTH) -> Way:
     """Return the way that `best_plan` chooses: the simplest one that no other beats by enough.
 
-    Stock DDP is simpler than other exact ways, they are simpler than lossy ones, and among these the less lossy one is;
-    of equals the one without a plan. "Enough" is `WORTH` among exact ways, ``lossy_worth`` of a lossy one over an exact
-    one, and `LOSSIER_WORTH` among lossy ones.
+    Stock DDP is simpler than other exact ways, they are simpler than lossless ones, these than lossy ones, and among
+    them the less lossy one is; of equals the one without a plan. "Enough" is `WORTH` among exact ways, `TAKEN` of a
+    lossless one over another exact one, ``lossy_worth`` of a lossy one over an exact one, and `LOSSIER_WORTH` among
+    lossy ones.
 
     Args:
         found: ways; the first must be stock DDP.
@@ -156,7 +191,8 @@ def best_way(measurement: Measurement, found: Sequence[Way], lossy_worth: float 
     simplest_first = [kinds[kind] for kind in sorted(kinds)]
 
     def is_beaten(way: Way, by: Way) -> bool:
-        worth = WORTH if by.is_exact else lossy_worth if way.is_exact else LOSSIER_WORTH
+        exact_worth = TAKEN if by.is_lossless and not way.is_lossless else WORTH
+        worth = exact_worth if by.is_exact else lossy_worth if way.is_exact else LOSSIER_WORTH
         return _is_worth(measurement, by, way, worth)
 
     return next(
@@ -186,6 +222,8 @@ def ways(
     if not measurement.parameters:
         return found
     found += _fused(measurement, exact, policies)
+    if measurement.dense_codes:
+        found += _fused(measurement, _Option(None, "all_reduce", measurement.lossless_costs(), True), policies)
     options = list(_options(measurement, compressors))
     for option in options:
         found += _fused(measurement, option, policies)
@@ -314,6 +352,7 @@ def plan_of(way: Way, measurement: Measurement, found: Sequence[Way]) -> Plan:
             compressor,
             exchange,
             joins,
+            LOSSLESS if way.is_lossless else NATIVE,
         )
         for group, compressor, exchange, joins in zip(
             way.groups, way.compressors, way.exchanges, way.joins or (False,) * len(way.groups), strict=True
@@ -356,13 +395,13 @@ def _rows_alone(measurement: Measurement, exact: _Option) -> Iterator[Way]:
 
 def _fused(measurement: Measurement, option: _Option, policies: Sequence[Policy]) -> Iterator[Way]:
     """Yield one way for each new grouping, named after the first policy that chooses it."""
-    by_bytes = measurement.profile(option.compressor, option.exchange)
+    by_bytes = measurement.profile_of(option.costs)
     by_cost = equivalent_profile(measurement, option.costs)
     named = [(policy.name, policy.groups(by_bytes if counts_bytes(policy) else by_cost)) for policy in policies]
     named.append((BEST_CUT, fastest_jobs(measurement.backward_seconds, (option.costs,))[0]))
     choices = (0,) * len(measurement.names)
     seen: set[Groups] = set()
-    if option.compressor is not None:
+    if option.compressor is not None or option.is_lossless:
         seen.add(usual := usual_groups(measurement))
         yield _way(measurement, f"{option.label}, {USUAL}", [option], usual, choices, is_plain=True)
     for name, groups in named:
@@ -409,6 +448,7 @@ def _way(
         0.0,
         tuple(joins for _, joins in parts),
         is_plain=is_plain,
+        is_lossless=options[0].is_lossless,
     )
     rows = measurement.row_jobs
     wire_seconds = math.fsum(costs.wire_seconds) + math.fsum(job.wire_seconds for job in rows)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from thinwire.comm.agree import gather_numbers
 from thinwire.comm.process_group import Exchange
 from thinwire.compress.base import Parameter
+from thinwire.lab.planning.codecs import GradientSample
 from thinwire.observe.step import Clock, differences, median_of_slowest
 from thinwire.sparse import Layout
 
@@ -51,6 +52,8 @@ class StepWatch:
         trained: its parameters by name.
         begin: called before each step; returns when all ranks are there.
         tables: names of embedding tables among them: the rows of their gradients are recorded while steps warm up.
+        samples: whether to sample the other gradients meanwhile; if not, `take` is for somebody who knows better when
+            they are synchronized.
 
     Example:
         >>> module = nn.Linear(2, 1)
@@ -62,14 +65,22 @@ class StepWatch:
     """
 
     def __init__(
-        self, module: nn.Module, trained: dict[str, Tensor], begin: Callable[[], None], tables: Collection[str] = ()
+        self,
+        module: nn.Module,
+        trained: dict[str, Tensor],
+        begin: Callable[[], None],
+        tables: Collection[str] = (),
+        samples: bool = True,
     ) -> None:
         self.names = tuple(trained)
         self.rows: list[dict[str, Tensor]] = [{} for _ in range(WARM_STEPS)]
         """Ids of the non-zero rows of each table in each of the first steps."""
         self.sparse: set[str] = set()
         """Names of tables whose gradients are sparse."""
+        self.sample = GradientSample(trained, tables)
+        """Chunks of the gradients of one of the first steps."""
         self._tables = frozenset(tables)
+        self._samples = samples
         self._begin = begin
         self._clock = Clock(next((tensor.device for tensor in trained.values()), torch.device("cpu")))
         self._is_step = False
@@ -87,6 +98,11 @@ class StepWatch:
     def num_steps(self) -> int:
         """Number of complete steps."""
         return len(self._steps)
+
+    def take(self, name: str, gradient: Tensor | None) -> None:
+        """Sample a gradient as it is synchronized, while steps warm up, or until there is a sample."""
+        if self.num_steps < WARM_STEPS or not self.sample.passes:
+            self.sample.take(name, gradient)
 
     def close(self) -> Tensor:
         """End the last step now, and remove the hooks.
@@ -121,6 +137,8 @@ class StepWatch:
                 if name in self._tables and self.num_steps < WARM_STEPS and parameter.grad is not None:
                     self.rows[self.num_steps][name] = nonzero_rows(parameter.grad).cpu()
                     self.sparse |= {name} if parameter.grad.is_sparse else set()
+                if self._samples:
+                    self.take(name, parameter.grad)
 
         return hook
 

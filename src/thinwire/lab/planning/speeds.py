@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+import torch
+
 from thinwire.comm.machine import Machine, Network
 from thinwire.fuse.profile import Linear
+from thinwire.lossless.decide import Code
 
 COPIES = ""
 """Name of the compressor of exact gradients, which are only copied into one tensor and back."""
@@ -214,3 +218,34 @@ class Extra:
     def from_json(cls, value: Mapping[str, Any]) -> Extra:
         """Parse the result of ``asdict``; raise KeyError, TypeError or ValueError for anything else."""
         return cls(str(value["compressor"]), str(value["exchange"]), float(value["seconds"]))
+
+
+@dataclass(frozen=True)
+class DenseCode:
+    """What the code achieves on the gradients of a training.
+
+    Args:
+        dtype: dtype of the gradients.
+        code: bits, and processor seconds.
+        cores: cores that a rank gets when all ranks encode and decode at once, of the two that its threads could use.
+    """
+
+    dtype: torch.dtype
+    code: Code
+    cores: float = 1.0
+
+    def __post_init__(self) -> None:
+        numbers = [*asdict(self.code).values(), self.cores]
+        if not all(math.isfinite(number) and number >= 0.0 for number in numbers) or not self.cores:
+            raise ValueError(f"the code of {self.dtype} has bits or seconds that cannot be: {numbers}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"dtype": str(self.dtype).removeprefix("torch."), **asdict(self.code), "cores": self.cores}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> DenseCode:
+        """Parse the result of `to_json`; raise KeyError, TypeError, AttributeError or ValueError for anything else."""
+        row = {name: value for name, value in data.items() if name not in ("dtype", "cores")}
+        numbers = {name: float(value) for name, value in row.items() if name != "value_bits"}
+        code = Code(**numbers, value_bits=int(row["value_bits"]))
+        return cls(getattr(torch, data["dtype"]), code, float(data["cores"]))

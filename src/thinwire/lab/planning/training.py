@@ -20,12 +20,12 @@ from thinwire.compress.base import Parameter
 from thinwire.gradients.tables import tables_of
 from thinwire.lab.planning import cache
 from thinwire.lab.planning.cache import Setting, Speeds
-from thinwire.lab.planning.codecs import exchanges_of, measure_codec, settle
+from thinwire.lab.planning.codecs import exchanges_of, measure_codec, measure_codes, settle
 from thinwire.lab.planning.link import Probe, measure_link, wait_for_all
 from thinwire.lab.planning.measurement import Measurement
 from thinwire.lab.planning.planner import DEFAULTS
 from thinwire.lab.planning.ready import WARM_STEPS, Ready, StepWatch, TouchedRows, agree, agree_on_rows
-from thinwire.lab.planning.speeds import COPIES
+from thinwire.lab.planning.speeds import COPIES, DenseCode
 from thinwire.lab.planning.tables import EmbeddingTable
 from thinwire.observe.step import differences
 
@@ -144,6 +144,8 @@ def finish(
     ready, measured_tables = _apart(everything, dict(zip(num_rows, touched, strict=True)), watch.sparse)
     speeds = _speeds(lane, how, device, on_stage)
     assert speeds.link is not None
+    on_stage("the code of gradients")
+    codes = _codes(lane, watch)
     return Measurement(
         world_size=lane.world_size,
         hosts=len(set(lane.exchange.hosts)),
@@ -154,10 +156,16 @@ def finish(
         link=speeds.link,
         codecs=speeds.codecs,
         tables=tuple(measured_tables),
+        dense_codes=codes,
         device=device.type,
         environment={"torch": torch.__version__, "python": platform.python_version(), "link": how.link},
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _codes(lane: Lane, watch: StepWatch) -> tuple[DenseCode, ...]:
+    lane.submit(lambda lane: kernels.warm_up()).wait()
+    return lane.submit(lambda lane: measure_codes(lane, watch.sample)).wait()
 
 
 def _apart(

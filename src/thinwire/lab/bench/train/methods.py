@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from thinwire.compress.assign import leave_small
 from thinwire.compress.base import Parameter
 from thinwire.compress.named import NAMES as COMPRESSORS
-from thinwire.compress.named import split
+from thinwire.compress.named import construct, split
 from thinwire.lab.bench.jobs.job import Job
 from thinwire.lab.bench.jobs.own import OwnJob
 from thinwire.lab.bench.train.account import Account, Attached
 from thinwire.lab.bench.train.outer import CODEC, Outer, OuterMethod, codec_of
 from thinwire.lab.bench.train.outer import SETTINGS as OUTER_SETTINGS
-from thinwire.lab.bench.train.planned import Planning, compressor_of, grouping
+from thinwire.lab.bench.train.planned import Planning, grouping
 from thinwire.plan.plan import Plan
 from thinwire.sync.named import AUTO, NAMED
 
@@ -151,7 +151,7 @@ def method_of(text: str, job: Job | OwnJob, steps: int, world_size: int) -> Meth
     warm_up = arguments.pop("warm_up", 0.0)
     attach_settings |= {"exchange": arguments.pop("exchange")} if "exchange" in arguments else {}
     leave = str(arguments.pop("leave", ""))
-    compress = _policy(_warmed_up(compressor_of(name, arguments), round(warm_up * steps)), leave)
+    compress = _policy(_warmed_up(construct(name, arguments), round(warm_up * steps)), leave)
     return Method(
         lambda model, _: ThinwireMethod(model, compress=compress, **attach_settings),
         lambda key, tensor: compress(Parameter(key, tuple(tensor.shape), tensor.dtype)) is not None,

@@ -18,8 +18,8 @@ from torch import nn
 from thinwire import outer
 from thinwire.compress.base import Compressor
 from thinwire.compress.memory import error_feedback
+from thinwire.compress.named import construct
 from thinwire.lab.bench.train.account import Account, Attached
-from thinwire.lab.bench.train.planned import compressor_of
 from thinwire.outer.recipe import OuterRecipe
 
 SETTINGS: dict[str, tuple[Callable[..., OuterRecipe], dict[str, Any]]] = {
@@ -81,11 +81,11 @@ def codec_of(name: str, arguments: dict[str, Any]) -> Compressor:
     if arguments.pop("warm_up", None):
         raise ValueError(f"codec={name} has no warm_up: there are rounds, not steps; give start_step= before codec=")
     if name == "ef_sign_sgd" or "decay" not in arguments:
-        return compressor_of(name, arguments)
+        return construct(name, arguments)
     decay = arguments.pop("decay")
     if not isinstance(decay, (int, float)):
         raise ValueError(f"decay of codec={name} is a number in [0, 1], not {decay!r}")
-    return error_feedback(compressor_of(name, arguments), decay=decay)
+    return error_feedback(construct(name, arguments), decay=decay)
 
 
 class OuterMethod(Attached):

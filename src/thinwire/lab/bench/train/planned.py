@@ -11,8 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from thinwire.compress.base import Compressor
-from thinwire.compress.named import construct, parse
+from thinwire.compress.named import colons
 from thinwire.plan.plan import Plan
 
 if TYPE_CHECKING:
@@ -84,22 +83,6 @@ def grouping(settings: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     if "ahead" in settings:
         found["ahead"] = bool(settings.pop("ahead"))
     return found, bool(found)
-
-
-def colons(text: str) -> str:
-    """Return ``byte_cap(mb=4;first_mb=1)`` as ``byte_cap:mb=4:first_mb=1``: in a method, colons separate settings."""
-    return text.replace("(", ":").replace(";", ":").rstrip(")")
-
-
-def compressor_of(name: str, settings: dict[str, Any]) -> Compressor:
-    """Return ``thinwire.compress.NAME(**settings)``; ``values=qsgd(bits=2)`` is a compressor with settings of its own.
-
-    Raises:
-        ValueError: an unknown name, or settings that the constructor does not take.
-    """
-    if isinstance(settings.get("values"), str):
-        settings = settings | {"values": parse(colons(settings["values"]))}
-    return construct(name, settings)
 
 
 def _check(compressors: tuple[str, ...]) -> None:

@@ -99,7 +99,7 @@ class LosslessSync:
         self.reports.setdefault(bucket, SumReport()).add(report)
         record = self.records.setdefault(ROW, ParameterRecord(ROW))
         record.kind, record.scheme, record.fused, record.reason = "all-reduce", LOSSLESS, 1, self.reason
-        record.formats = f"{report.push.bits:.1f} + {report.pull.bits:.1f} bits a value"
+        record.formats = f"{self.total.push.bits:.1f} + {self.total.pull.bits:.1f} bits a value"
         record.density = record.density_after = 1.0
         record.add(sent, opening + report.predicted_bytes, moved)
 

@@ -102,7 +102,10 @@ class Synchronizer:
             if not isinstance(model, DistributedDataParallel):
                 buffers = () if self._sharding is not None else synchronized_buffers(model)
                 broadcast_all((tensor for _, tensor in (*synchronized_parameters(model), *buffers)), group)
-            is_on = dense != NATIVE and self._inner.world_size > 1
+            # Nothing times steps of FSDP both ways: there "auto" is native.
+            is_on = (dense == LOSSLESS or (dense != NATIVE and self._sharding is None)) and self._inner.world_size > 1
+            for lane in self._lanes:
+                lane.codes_values = dense == LOSSLESS
             self._lossless = LosslessSync(self._gradients.records) if is_on else None
             if self._lossless is not None and dense == LOSSLESS:
                 self._lossless.turn(SUPPORTED_DTYPES)
@@ -385,7 +388,7 @@ class Synchronizer:
             if parameter.requires_grad:
                 dtype = as_real(torch.empty(0, dtype=parameter.dtype)).dtype
                 num_bytes[dtype] = num_bytes.get(dtype, 0) + parameter.nbytes
-        plug, buckets = self._plug, self._buckets
+        plug, buckets, lane = self._plug, self._buckets, self._lane  # and not this object, which holds the model
 
         def sample(sampler: Sampler | None) -> None:
             if isinstance(plug, LeftToDdp):
@@ -396,11 +399,12 @@ class Synchronizer:
         def turn(dtypes: Sequence[torch.dtype]) -> None:
             assert lossless is not None
             lossless.turn(dtypes)
+            lane.codes_values = bool(dtypes)
             if dtypes and isinstance(plug, LeftToDdp):
                 plug.observe()
                 guard.waits_from_output = True
 
-        return DenseChoice(self._lane, lossless, num_bytes, sample, turn)
+        return DenseChoice(lane, lossless, num_bytes, sample, turn)
 
     def _agree_on_configuration(self, lane: Lane) -> Tensor:
         compressed = self._compressed if lane is self._inner else None  # shards of other ranks differ

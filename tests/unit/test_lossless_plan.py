@@ -316,7 +316,7 @@ def test_a_small_model_is_sampled_whole_in_the_order_of_backward() -> None:
     for name, tensor in trained.items():
         sample.take(name, torch.full_like(tensor, float(name[1:])))
     assert sample.values[torch.float32].tolist() == [2.0] * 5 + [0.0] * 3
-    assert sample.passes == 1
+    assert sample.taken == 2, "nothing is taken of an empty one"
 
 
 def test_of_a_large_model_chunks_are_taken_at_equal_distances() -> None:
@@ -350,7 +350,7 @@ def test_what_has_no_dense_gradient_of_the_dtype_is_left_out() -> None:
     sample.take("whole", torch.ones(2, dtype=torch.complex64))
     sample.take("p1", None)
     sample.take("p1", torch.ones(4).to_sparse())
-    assert sample.passes == 0
+    assert sample.taken == 0
     assert {dtype: values.numel() for dtype, values in sample.values.items() if values.numel()} == {
         torch.float16: 6,
         torch.float32: 4,
@@ -369,7 +369,25 @@ def test_gradients_are_sampled_while_steps_warm_up() -> None:
         )
     watch.close()
     assert torch.equal(watch.sample.values[torch.float32], seen[WARM_STEPS - 1])
-    assert watch.sample.passes == WARM_STEPS
+    assert watch.sample.taken == 4 * WARM_STEPS
+
+
+def test_gradients_that_are_synchronized_late_are_sampled_when_they_are() -> None:
+    """As under DDP with accumulation, where `take` is called in the last of so many passes alone."""
+    module = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+    named = dict(module.named_parameters())
+    watch = StepWatch(module, named, lambda: None, samples=False)
+    seen = torch.empty(0)
+    for step in range(2 * WARM_STEPS + 2):
+        module(torch.full((1, 4), float(step + 1))).sum().backward()
+        if step in (WARM_STEPS, 2 * WARM_STEPS):
+            grads = {name: entry.grad.clone() for name, entry in named.items() if entry.grad is not None}
+            for name, gradient in grads.items():
+                watch.take(name, gradient)
+            if step == WARM_STEPS:
+                seen = torch.cat([gradient.flatten() for gradient in reversed(grads.values())])
+    watch.close()
+    assert torch.equal(watch.sample.values[torch.float32], seen), "whole, and once"
 
 
 def gradients(job: str, ranks: int, steps: int = 2) -> list[dict[str, torch.Tensor]]:

@@ -221,14 +221,13 @@ class GradientSample:
 
     Attributes:
         values: what was taken, one flat tensor for each dtype, of whole chunks unless the model has fewer values.
-        passes: number of passes that were taken, of which the last one counts.
+        taken: number of gradients that were taken; of those of one parameter the last one counts.
     """
 
     def __init__(self, trained: dict[str, Tensor], left_out: Collection[str] = ()) -> None:
         self.values: dict[torch.dtype, Tensor] = {}
-        self.passes = 0
+        self.taken = 0
         self._slices: dict[str, tuple[torch.dtype, list[tuple[int, int, int]]]] = {}
-        self._first = ""
         for dtype in CODED:
             names = [name for name in reversed(trained) if name not in left_out and trained[name].dtype == dtype]
             sizes = [trained[name].numel() for name in names]
@@ -250,7 +249,6 @@ class GradientSample:
                 offset += end - start
             if found:
                 self._slices[name] = dtype, found
-                self._first = self._first or name
             begin += size
 
     def take(self, name: str, gradient: Tensor | None) -> None:
@@ -258,7 +256,7 @@ class GradientSample:
         dtype, slices = self._slices.get(name, (None, []))
         if gradient is None or gradient.dtype != dtype or gradient.layout != torch.strided:
             return
-        self.passes += name == self._first
+        self.taken += 1
         flat = gradient.detach().reshape(-1)
         for start, end, place in slices:
             self.values[gradient.dtype][place : place + end - start].copy_(flat[start:end])
@@ -281,7 +279,7 @@ def measure_codes(lane: Lane, sample: GradientSample) -> tuple[DenseCode, ...]:
     Returns:
         a code for each dtype; none for a dtype of which some rank took no gradients.
     """
-    taken = min(gather_numbers(lane.exchange, "gradients taken", [sample.passes]))[0]
+    taken = min(gather_numbers(lane.exchange, "gradients taken", [sample.taken]))[0]
     if not taken:
         return ()
     return tuple(_measured(lane, values) for values in sample.values.values() if values.numel())

@@ -87,12 +87,12 @@ class LoopbackStream:
         self._exchange = exchange
         self._swap = exchange.next_swap()
 
-    def receive(self, source: int, num_bytes: int) -> Receive:
+    def receive(self, source: int, num_bytes: int, size: Callable[[Tensor], int] | None = None) -> Receive:
         number = self._exchange.next_posted(source)
 
-        def wait(actual_bytes: int | Callable[[Tensor], int] | None = None) -> Tensor:
-            assert actual_bytes is None or callable(actual_bytes) or actual_bytes <= num_bytes
-            return self._exchange.take(source, number, num_bytes if actual_bytes is None else actual_bytes, self._swap)
+        def wait(actual_bytes: int | None = None) -> Tensor:
+            assert actual_bytes is None or actual_bytes <= num_bytes
+            return self._exchange.take(source, number, size or actual_bytes or num_bytes, self._swap)
 
         return wait
 

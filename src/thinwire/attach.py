@@ -150,9 +150,7 @@ def attach(
     return Synchronizer(model, group, scheme, timeout, plans or None, compression if plans else None, intent, dense)
 
 
-def _dense(
-    dense: object, model: nn.Module, plan: Plan | None, compress: Compress | None, fuse: Policy | None
-) -> str:
+def _dense(dense: object, model: nn.Module, plan: Plan | None, compress: Compress | None, fuse: Policy | None) -> str:
     """Return how dense gradients are summed; "auto" where somebody else does not time steps or count their bytes."""
     if dense is None:
         others = (compress, fuse, plan)

@@ -102,7 +102,10 @@ class Synchronizer:
             if not isinstance(model, DistributedDataParallel):
                 buffers = () if self._sharding is not None else synchronized_buffers(model)
                 broadcast_all((tensor for _, tensor in (*synchronized_parameters(model), *buffers)), group)
-            is_on = dense != NATIVE and self._inner.world_size > 1
+            # Nothing times steps of FSDP both ways: there "auto" is native.
+            is_on = (dense == LOSSLESS or (dense != NATIVE and self._sharding is None)) and self._inner.world_size > 1
+            for lane in self._lanes:
+                lane.codes_values = dense == LOSSLESS
             self._lossless = LosslessSync(self._gradients.records) if is_on else None
             if self._lossless is not None and dense == LOSSLESS:
                 self._lossless.turn(SUPPORTED_DTYPES)
@@ -376,14 +379,14 @@ class Synchronizer:
 
     def _make_choice(self, device: torch.device, guard: Guard) -> DenseChoice | None:
         """Return what decides about the lossless way, or None where there is nothing to gain, and for a GPU."""
-        lossless, hosts = self._lossless, set(self._lane.exchange.hosts)
-        if lossless is None or self._dense == LOSSLESS or len(hosts) == 1 or device.type != "cpu":
+        lossless, has_hosts = self._lossless, len(set(self._lane.exchange.hosts)) > 1
+        if lossless is None or self._dense == LOSSLESS or not has_hosts or device.type != "cpu" or self._sharding:
             return None
         lossless.least_bytes = LEAST_BYTES
         num_bytes: dict[torch.dtype, int] = {}
         for _, parameter in synchronized_parameters(self._model):
             if parameter.requires_grad:
-                dtype = as_real(parameter.detach()[:0]).dtype
+                dtype = as_real(torch.empty(0, dtype=parameter.dtype)).dtype
                 num_bytes[dtype] = num_bytes.get(dtype, 0) + parameter.nbytes
         plug, buckets = self._plug, self._buckets
 
@@ -394,7 +397,9 @@ class Synchronizer:
                 buckets.sampler = sampler
 
         def turn(dtypes: Sequence[torch.dtype]) -> None:
+            assert lossless is not None
             lossless.turn(dtypes)
+            self._lane.codes_values = bool(dtypes)
             if dtypes and isinstance(plug, LeftToDdp):
                 plug.observe()
                 guard.waits_from_output = True

@@ -75,3 +75,23 @@ def test_gradients_are_those_of_each_rank_and_the_same_in_every_run() -> None:
     assert [size for size, _ in first[0]] == [size for size, _ in first[1]]
     assert first != accumulated
     assert first != later
+
+
+def test_a_lossless_training_has_the_losses_of_the_sum_in_rank_order(tmp_path: Path) -> None:
+    result = invoke(
+        tmp_path / "out.json", "train", "--job", JOB, "--hosts", "3", "--seeds", "1", "--steps", "3", "--extra", "0",
+        "--methods", "ddp,lossless,rank_order,bf16", "--autocast", "--accumulate", "2",
+    )  # fmt: skip
+    ddp, lossless, rank_order, bf16 = result["rows"]
+    assert lossless["bitwise_rank_order"]
+    assert not bf16["bitwise_rank_order"]
+    assert len({row["parameters_digest"] for row in (ddp, lossless, bf16)}) == 3, "a ring adds in another order"
+    assert lossless["loss_curve"] == rank_order["loss_curve"]
+    assert all(row["bitwise_equal_across_ranks"] for row in result["rows"])
+    assert 20 < lossless["lossless_bits_per_value"] < 64.5
+    assert lossless["lossless_bits_per_value"] == pytest.approx(lossless["bits_per_value"], rel=0.02)
+    assert ddp["bits_per_value"] == pytest.approx(64.0, rel=1e-4), "pieces of whole values"
+    assert bf16["bits_per_value"] == pytest.approx(32.0, rel=1e-4)
+    assert (result["environment"]["accumulate"], result["environment"]["autocast"]) == (2, "bfloat16")
+    assert "bit for bit those of rank_order: lossless." in result["output"]
+    assert {row["accumulate"] for row in result["rows"]} == {2}

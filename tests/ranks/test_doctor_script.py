@@ -183,12 +183,19 @@ def test_tables_of_a_script_are_measured_with_the_rows_that_its_ranks_touch() ->
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", ["rows", "compressor", "plan"])
+@pytest.mark.parametrize("kind", ["rows", "compressor", "plan", "lossless", "lossless plan"])
 def test_advice_runs_when_it_is_pasted(kind: str) -> None:
     if kind == "rows":
         measurement, arguments = measured(TABLES), []
         found = ways(measurement, ())
         (way,) = [way for way in found if way.name == ROWS]
+    elif kind.startswith("lossless"):
+        measurement, arguments = measured(DENSE, ["--steps", "100"]), ["--steps", "4"]
+        (code,) = measurement.dense_codes
+        assert 0 < code.code.push_bits <= 32
+        assert 0 < code.code.pull_bits <= 32
+        found = ways(measurement, ())
+        way = next(way for way in found if way.is_lossless and way.is_plain == (kind == "lossless"))
     else:
         arguments = ["--steps", "4"]
         measurement = measured(DENSE, ["--steps", "100"], [TOP_K])
@@ -201,11 +208,13 @@ def test_advice_runs_when_it_is_pasted(kind: str) -> None:
         advice.plan.save("plan.json")
         assert Plan.load("plan.json").jobs == advice.plan.jobs
     text = pasted(Path("train.py"), advice, measurement)
-    if kind == "plan" and measurement.ddp is not None and not measurement.ddp.follows_plans:
+    if kind.endswith("plan") and measurement.ddp is not None and not measurement.ddp.follows_plans:
         pytest.skip("this torch has no DistributedDataParallel(bucket_cap_mb_list=...)")
-    target = {"rows": "wrapped", "compressor": "ddp", "plan": "ddp"}[kind]
+    target = "wrapped" if kind == "rows" else "ddp"
     assert f"sync = thinwire.attach({target}" in text
     checked = text + ("" if kind == "rows" else 'assert sync.stats()["comm/steps"] == options.steps\n')
+    if kind.startswith("lossless"):
+        checked += 'assert sync.stats()["lossless/values"] >= options.steps * 90_000, sync.stats()\n'
     run_on_ranks(run_rank, str(written(checked, "advised.py")), arguments, world_size=2, network=None)
 
 

@@ -276,6 +276,81 @@ def test_compressed_shards_train_with_the_bytes_that_were_predicted(hows: list[t
     run_ranks(_some_compressed, hows, world_size=4, timeout_seconds=150)
 
 
+# --- coded without loss
+
+
+def local_gradients(context: RankContext, how: How, model: nn.Module, step: int) -> dict[str, Tensor]:
+    """The gradients of this rank's batch, in the dtype in which FSDP reduces them, by a model that nobody sharded."""
+    plain = Net().to(how.policy.get("param_dtype", torch.float32))
+    plain.load_state_dict(whole(model))
+    ids, targets = batch(context, step)
+    nn.functional.cross_entropy(plain(ids, extra=step % 3 != 2).float(), targets).backward()
+    dtype = how.policy.get("reduce_dtype") or how.policy.get("param_dtype", torch.float32)
+    found = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    return {name: gradient.to(dtype) for name, gradient in found.items() if gradient is not None}
+
+
+def in_rank_order(gradient: Tensor, how: How) -> Tensor:
+    """The mean of a gradient over shards, and that over replicas, each added in rank order."""
+    parts = everywhere(gradient)
+    for size in reversed(how.shape):
+        groups = [parts[start : start + size] for start in range(0, len(parts), size)]
+        parts = []
+        for group in groups:
+            total = group[0].to(torch.float32)
+            for part in group[1:]:
+                total = total + part.to(torch.float32)
+            parts.append((total * (1.0 / size)).to(gradient.dtype))
+    return parts[0].float()
+
+
+def _lossless(context: RankContext, hows: Sequence[tuple[How, bool]]) -> None:
+    for how, compresses in hows:
+        mesh = mesh_of(how)
+        model = sharded(how, mesh)
+        others = {"first.0.weight": Identity()} if compresses else {}
+        sync = thinwire.attach(model, dense="lossless", compress=others or None)
+        optimizer = torch.optim.SGD(model.parameters(), 0.3)
+        for step in range(4):
+            expected = local_gradients(context, how, model, step)
+            ids, targets = batch(context, step)
+            nn.functional.cross_entropy(model(ids, extra=step % 3 != 2).float(), targets).backward()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is None:
+                    assert name not in expected
+                elif name not in others and not (len(how.shape) == 2 and name == "table.weight"):
+                    assert torch.equal(parameter.grad.full_tensor(), in_rank_order(expected[name], how)), (how, name)
+            optimizer.step()
+            optimizer.zero_grad()
+        stats = sync.stats()
+        (row,) = [row for row in sync.table() if row["scheme"] == "lossless"]
+        assert row["bytes"] == pytest.approx(row["predicted_bytes"], rel=0.5), row  # zeros of the table are in one place
+        assert stats["lossless/values"] > 0
+        full = torch.finfo(how.policy.get("reduce_dtype", torch.float32)).bits * (1 + (len(how.shape) == 2))
+        assert 0 < stats["lossless/bits_per_value"] < 1.05 * full
+        sync.detach()
+        before = sync.stats()["lossless/values"]
+        train(context, model, 1)
+        assert sync.stats()["lossless/values"] == before
+
+
+HALF = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16}
+WIDE = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "hows"),
+    [
+        (3, [(How((3,)), False), (How((3,), HALF), False), (How((3,)), True)]),
+        (4, [(How((2, 2)), False), (How((2, 2), WIDE), False)]),
+        pytest.param(4, [(How((4,), WIDE), True), (How((4,), replicates=True), False)], marks=MORE),
+    ],
+    ids=["shards", "replicas of shards", "more"],
+)
+def test_lossless_means_are_those_in_rank_order(world_size: int, hows: list[tuple[How, bool]]) -> None:
+    run_ranks(_lossless, hows, world_size=world_size, timeout_seconds=60)
+
+
 # --- the settings of FSDP
 
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.codes.floats import CHUNK_VALUES, bits_per_value, decode, encode
 from thinwire.errors import CorruptMessageError
 
@@ -71,6 +72,21 @@ def test_every_bit_comes_back_of_any_size(dtype: torch.dtype, size: int, seed: i
     values = kinds(size, dtype, torch.Generator().manual_seed(seed))
     for name in sorted(values)[seed % 4 :: 4]:
         check_round_trip(values[name])
+
+
+@every_dtype
+@pytest.mark.parametrize("size", SIZES)
+def test_twins_give_equal_bytes(dtype: torch.dtype, size: int) -> None:
+    pytest.importorskip("numba")
+    for name, values in kinds(size, dtype, torch.Generator().manual_seed(size)).items():
+        with kernels.using("reference"):
+            expected, bits = encode(values), bits_per_value(values)
+        out = torch.empty_like(values)
+        with kernels.using("numba"):
+            assert torch.equal(encode(values), expected), name
+            assert bits_per_value(values) == pytest.approx(bits, rel=1e-12), name
+            decode(expected, out)
+        assert torch.equal(bytes_of(out), bytes_of(values)), name
 
 
 @every_dtype

@@ -25,7 +25,7 @@ ROOMS = {
     "comm": {"errors", "kernels", "observe", "codes", "sparse", "wire", "partition"},
     "lossless": {"errors", "kernels", "observe", "codes", "wire", "partition", "comm"},
     "cuda": {"errors", "comm"},
-    "sync": {"errors", "kernels", "sparse", "wire", "partition", "comm"},
+    "sync": {"errors", "kernels", "codes", "sparse", "wire", "partition", "comm"},
     "schemes": {"sync", "wire"},
     "compress": {"errors", "kernels", "observe", "codes", "sparse", "wire"},
     "fuse": {"errors", "observe"},

@@ -17,12 +17,13 @@ from thinwire import kernels
 from thinwire.kernels import dispatch, warm
 from thinwire.kernels.dispatch import KERNELS, Kernel
 from thinwire.kernels.reference import codes as reference_codes
+from thinwire.kernels.reference import floats as reference_floats
 from thinwire.kernels.reference import quantize as reference_quantize
 from thinwire.kernels.reference import rows as reference
 from thinwire.kernels.reference import select as reference_select
 from thinwire.kernels.samples import Sample
 
-REFERENCES = (reference, reference_codes, reference_quantize, reference_select)
+REFERENCES = (reference, reference_codes, reference_floats, reference_quantize, reference_select)
 every_kernel = pytest.mark.parametrize("kernel", KERNELS.values(), ids=KERNELS)
 
 

@@ -143,6 +143,8 @@ class Agreement:
 
     def _is_sent(self) -> bool:
         """Also True when the status is unknown, which `take_turn` will find out."""
+        if self.coding:
+            return False
         client = self._registration.client
         try:
             status = client.status() if client is not None and self._registration.registered else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from thinwire import kernels
 from thinwire.errors import CorruptMessageError
-from thinwire.kernels.reference import floats as kernels
 from thinwire.kernels.reference.floats import CHUNK_VALUES, LAYOUTS
 
 __all__ = ["CHUNK_VALUES", "bits_per_value", "decode", "encode"]

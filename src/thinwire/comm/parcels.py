@@ -15,7 +15,7 @@ from torch import Tensor
 
 from thinwire import kernels
 from thinwire.comm.channel import Channel
-from thinwire.comm.process_group import Stream
+from thinwire.comm.process_group import Receive, Stream
 from thinwire.errors import CorruptHeaderError
 from thinwire.wire import ALIGNMENT_BYTES
 
@@ -87,7 +87,6 @@ class Parcels:
         Raises:
             CorruptHeaderError, LostPeerError: as for `receive`.
         """
-        receive = self._stream.receive(source, sized_parcel_bytes(most_bytes))
 
         def size(data: Tensor) -> int:
             told = int(data[:SIZE_BYTES].view(torch.int64))
@@ -98,13 +97,15 @@ class Parcels:
                 )
             return sized_parcel_bytes(told)
 
+        receive = self._stream.receive(source, sized_parcel_bytes(most_bytes), size)
+
         def wait() -> Tensor:
-            data = self._opened(source, place, receive(size))
+            data = self._opened(source, place, receive())
             return data[SIZE_BYTES:][: int(data[:SIZE_BYTES].view(torch.int64))]
 
         return wait
 
-    def receive(self, source: int, place: int, num_bytes: int) -> Callable[..., Tensor]:
+    def receive(self, source: int, place: int, num_bytes: int) -> Receive:
         """Post a receive of at most ``num_bytes``; return a function that waits and returns uint8 [num_bytes].
 
         Pass that function the number of bytes if fewer arrive than were posted; it must not be 0.

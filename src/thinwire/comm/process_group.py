@@ -139,11 +139,8 @@ SHORTEST_BYTES = 16
 class Receive(Protocol):
     """A posted receive."""
 
-    def __call__(self, num_bytes: int | Callable[[Tensor], int] | None = None) -> Tensor:
-        """Wait for the message and return it as uint8, owned by the caller.
-
-        Pass ``num_bytes`` if it is shorter, or a function that reads this number in what has arrived.
-        """
+    def __call__(self, num_bytes: int | None = None) -> Tensor:
+        """Wait for the message and return it as uint8, owned by the caller; pass ``num_bytes`` if it is shorter."""
         ...
 
 
@@ -179,8 +176,10 @@ class Stream:
         self._abandoned = False
         self._thread = threading.Thread(target=self._send_in_turn, name="thinwire-stream", daemon=True)
 
-    def receive(self, source: int, num_bytes: int) -> Receive:
+    def receive(self, source: int, num_bytes: int, size: Callable[[Tensor], int] | None = None) -> Receive:
         """Post a receive of at most ``num_bytes``; return a function that waits for it.
+
+        ``size`` reads in what has arrived how many bytes that are, where nobody knows before.
 
         Raises:
             LostPeerError: raised here or by that function: a peer died or did not take part, or this rank failed to
@@ -193,13 +192,13 @@ class Stream:
         except RuntimeError as error:
             raise (self._failure or self._lost(error)) from error
 
-        def wait(num_bytes: int | Callable[[Tensor], int] | None = None) -> Tensor:
+        def wait(num_bytes: int | None = None) -> Tensor:
             try:
                 with named("exchange"):
                     self._waits.wait(work, peer)
             except RuntimeError as error:
                 raise (self._failure or self._lost(error)) from error
-            message = buffer[: num_bytes(buffer) if callable(num_bytes) else num_bytes]
+            message = buffer[: num_bytes if size is None else size(buffer)]
             self._on_received(source, message.numel())
             return message
 

@@ -46,6 +46,8 @@ class Contents:
         started: all-reduces of elements that are under way already.
         compressed: gradients that are averaged with compression, in place, by name of their parameters.
         name: name of the bucket, for traces.
+        scattered: a flat tensor [n * k] whose sum goes losslessly to the owners of its parts, where this rank's part
+            [k] goes, and a factor.
     """
 
     buffer: Tensor
@@ -54,15 +56,18 @@ class Contents:
     started: tuple[Started, ...] = ()
     compressed: tuple[tuple[str, Tensor], ...] = ()
     name: str = ""
+    scattered: tuple[Tensor, Tensor, float] | None = None
 
     def tensors(self) -> list[Tensor]:
         """Return all tensors whose memory is read or written."""
         tables = (table.gradient for table in self.tables)
-        return [self.buffer, *tables, *(gradient for _, gradient in (*self.others, *self.compressed))]
+        scattered = () if self.scattered is None else self.scattered[:2]
+        return [self.buffer, *tables, *(gradient for _, gradient in (*self.others, *self.compressed)), *scattered]
 
     @property
     def load(self) -> Load:
         exact = sum(gradient.nbytes for _, gradient in self.others)
+        exact += 0 if self.scattered is None else self.scattered[0].nbytes
         compressed = [gradient.nbytes for _, gradient in self.compressed]
         return Load(self.name, exact, sum(compressed), len(compressed))
 
@@ -146,7 +151,8 @@ class Buckets:
         if self.sampler is not None:
             for name, gradient in contents.others:
                 self.sampler(name, gradient)
-        is_lossless = self._goes_lossless(contents.name, [gradient for _, gradient in contents.others])
+        is_lossless = self.goes_lossless(contents.name, [gradient for _, gradient in contents.others])
+        is_lossless |= contents.scattered is not None
         if self._native is not None and not contents.compressed and not is_lossless:
             dense = [gradient for _, gradient in contents.others]
             if not contents.tables:
@@ -205,7 +211,7 @@ class Buckets:
             return self._native.start_sparse(table, buffer, self._clock.submit(Load(name)))
         if self._tables or self._compressed is not None or self.sampler is not None:
             return None
-        if self._goes_lossless(name, [buffer]):
+        if self.goes_lossless(name, [buffer]):
             return None
         self._flush_at_last(bucket)
         job = self._clock.submit(Load(name, buffer.nbytes))
@@ -215,7 +221,13 @@ class Buckets:
         if bucket.is_last():
             self.flush()
 
-    def _goes_lossless(self, name: str, gradients: Sequence[Tensor]) -> bool:
+    @property
+    def has_lossless(self) -> bool:
+        """Whether gradients may be summed losslessly."""
+        return self._lossless is not None
+
+    def goes_lossless(self, name: str, gradients: Sequence[Tensor]) -> bool:
+        """Return whether any gradient of a bucket is summed losslessly in this step."""
         return self._lossless is not None and self._lossless.takes(name, gradients)
 
     def take_formed(self) -> list[tuple[str, ...]]:
@@ -352,6 +364,9 @@ class Buckets:
         self._zeros |= {name for (name, _), has_values in zip(unread, have_values, strict=True) if not has_values}
 
     def _synchronize_dense(self, lane: Lane, contents: Contents) -> None:
+        if contents.scattered is not None:
+            assert self._lossless is not None
+            self._lossless.reduce_scatter(lane, contents.name, *contents.scattered, self._staging)
         if contents.compressed:
             assert self._compressed is not None
             names, gradients = zip(*contents.compressed, *contents.others, strict=True)
@@ -364,7 +379,7 @@ class Buckets:
                     gradient.copy_(mean)
             return
         others = contents.others
-        if self._goes_lossless(contents.name, [gradient for _, gradient in others]):
+        if self.goes_lossless(contents.name, [gradient for _, gradient in others]):
             assert self._lossless is not None
             others = self._lossless.all_reduce(lane, contents.name, others, self._staging)
         for name, gradient in others:

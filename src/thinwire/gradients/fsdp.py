@@ -309,13 +309,14 @@ class ShardedHooks(ParameterHooks):
             if self._replicas is not None:
                 unit.group.mesh_info = info = copy(unit.group.mesh_info)
                 info.replicate_process_group = Replicas(self._replicas, partial(self._average, unit))
-            elif compresses:
+            elif compresses or inside.has_lossless:
                 stock = unit.group._reduce_scatter_comm
                 unit.group._reduce_scatter_comm = Scatter(stock, partial(self._scatter, unit, stock))
         if self._lane.rank == 0:
             num_shards = sum(len(unit.shards) for unit in self._units)
             how = "are averaged over replicas" if self._replicas is not None else "stay with FSDP's reduce-scatter"
-            how = "are compressed in the reduce-scatter" if compresses and self._replicas is None else how
+            if self._replicas is None and (compresses or inside.has_lossless):
+                how = f"are {'compressed' if compresses else 'coded without loss'} in the reduce-scatter"
             ignored = f"{len(self.trained)} that it ignores are averaged over all ranks"
             logger.info("FSDP on %s: shards of %d parameters %s; %s", sharding.mesh, num_shards, how, ignored)
 
@@ -379,17 +380,22 @@ class ShardedHooks(ParameterHooks):
                 results.append((output[piece], gradient.view(world_size, -1)[rank]))
             else:
                 rest.append((output[piece], rows[:, piece]))
-        pending = self._inside.submit(Contents(output, (), compressed=tuple(compressed), name=unit.name))
-        if rest:
-            sums = torch.cat([piece for piece, _ in rest])
-            flat = torch.cat([part for _, part in rest], 1).view(-1)
-            stock(output_tensor=sums, input_tensor=flat, group=group, op=op)
-            pieces = [piece for piece, _ in rest]
-            results += zip(pieces, sums.split([piece.numel() for piece in pieces]), strict=True)
-            self._count(flat.nbytes)
         scale = 1.0 if op == dist.ReduceOp.AVG else float(world_size)
         if scale != 1.0 and op != dist.ReduceOp.SUM:  # premultiplied
             scale /= unit.group.gradient_divide_factor
+        contents = Contents(output, (), compressed=tuple(compressed), name=unit.name)
+        pieces = [piece for piece, _ in rest]
+        sums = output
+        if compressed and rest:
+            sums, flat = torch.cat(pieces), torch.cat([part for _, part in rest], 1).view(-1)
+            results += zip(pieces, sums.split([piece.numel() for piece in pieces]), strict=True)
+        is_lossless = bool(rest) and self._inside.goes_lossless(unit.name, [flat])
+        if is_lossless:
+            contents = replace(contents, scattered=(flat, sums, scale / world_size))
+        pending = self._inside.submit(contents)
+        if rest and not is_lossless:
+            stock(output_tensor=sums, input_tensor=flat, group=group, op=op)
+            self._count(flat.nbytes)
         is_last = op == dist.ReduceOp.AVG and not unit.has_replicas  # else FSDP divides or adds next
         self._finish(unit, output, Waiting(pending, partial(_store, results, len(compressed), scale)), is_last)
 

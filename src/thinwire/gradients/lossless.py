@@ -11,7 +11,7 @@ from torch import Tensor
 from thinwire.comm.channel import Channel, Subject, opening_bytes
 from thinwire.comm.lane import Lane
 from thinwire.comm.process_group import Staging, ring_all_reduce_bytes
-from thinwire.lossless.sum import SumReport, all_reduce
+from thinwire.lossless.sum import SumReport, all_reduce, reduce_scatter
 from thinwire.observe.step import ParameterRecord, Phase
 
 NATIVE, LOSSLESS, AUTO = "native", "lossless", "auto"
@@ -78,7 +78,7 @@ class LosslessSync:
         return [pair for pair, goes in zip(gradients, taken, strict=True) if not goes]
 
     def average(self, channel: Channel, bucket: str, tensors: Sequence[Tensor], opening: int = 0) -> list[Tensor]:
-        """Do the same on a channel that was opened for all of them, which sent ``opening`` bytes that are not counted."""
+        """Do the same on a channel that was opened for all of them; of that ``opening`` bytes are not counted yet."""
         taken = self._taken(bucket, tensors)
         for dtype in dict.fromkeys(tensor.dtype for tensor, goes in zip(tensors, taken, strict=True) if goes):
             mine = [tensor for tensor in tensors if tensor.dtype == dtype]
@@ -93,13 +93,29 @@ class LosslessSync:
             opening = 0
         return [tensor for tensor, goes in zip(tensors, taken, strict=True) if not goes]
 
+    def reduce_scatter(
+        self, lane: Lane, bucket: str, flat: Tensor, out: Tensor, scale: float, staging: Staging
+    ) -> None:
+        """Store in ``out`` [k] the part of this rank, times ``scale``, in the sum of flat tensors [n * k]."""
+        channel = lane.channel(Subject(bucket, f"{flat.dtype} {flat.numel()}, sums of parts times {scale}, {LOSSLESS}"))
+        channel.open()
+        report, sent_before = SumReport(listener=self.listener), channel.exchange.traffic.sent_bytes
+        (host,) = staging.to_host(flat)
+        total = out if staging.is_host else torch.empty_like(host[: out.numel()])
+        reduce_scatter(host, total, channel, scale, report)
+        if not staging.is_host:
+            out.copy_(staging.to_device(total)[0])
+        opening, moved = opening_bytes(channel.world_size), ring_all_reduce_bytes(flat.nbytes, channel.world_size) // 2
+        self.book(bucket, report, opening + channel.exchange.traffic.sent_bytes - sent_before, opening, moved)
+
     def book(self, bucket: str, report: SumReport, sent: int, opening: int, moved: int) -> None:
         """Count a sum for the table: the bytes sent, those to open its channel, and those of stock's way."""
         self.total.add(report)
         self.reports.setdefault(bucket, SumReport()).add(report)
         record = self.records.setdefault(ROW, ParameterRecord(ROW))
         record.kind, record.scheme, record.fused, record.reason = "all-reduce", LOSSLESS, 1, self.reason
-        record.formats = f"{report.push.bits:.1f} + {report.pull.bits:.1f} bits a value"
+        pull = f" + {report.pull.bits:.1f}" if report.pull.values else ""
+        record.formats = f"{report.push.bits:.1f}{pull} bits a value"
         record.density = record.density_after = 1.0
         record.add(sent, opening + report.predicted_bytes, moved)
 

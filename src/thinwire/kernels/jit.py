@@ -110,3 +110,63 @@ def _view_memory(address: Int64, size: Int64, like: np.ndarray) -> np.ndarray:
 def _log_uncached() -> None:
     """Log one line, although it holds for every kernel."""
     _logger.info("compiled kernels cannot be kept, so each process compiles them anew; set NUMBA_CACHE_DIR")
+
+
+def make_word_access() -> tuple[Callable[..., np.uint64], Callable[..., None], Callable[..., int]]:
+    """Return functions for 8 bytes at any address, and one that counts the zeros below the lowest one of a uint64.
+
+    ``load(data, at)`` reads a uint64 from an array of bytes, and ``store(data, at, word)`` writes one. Nobody checks
+    that the array has these bytes, but with ``NUMBA_DISABLE_JIT`` or ``NUMBA_BOUNDSCHECK``, for tests.
+    """
+    import numba
+    from numba.core import cgutils, config, types
+    from numba.extending import intrinsic
+
+    if config.DISABLE_JIT:  # pyrefly: ignore [missing-attribute]
+        return _load_bytes, _store_bytes, _count_zeros
+
+    def place(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        return builder.bitcast(builder.gep(data, [arguments[1]]), cgutils.ir.IntType(64).as_pointer())
+
+    @intrinsic
+    def load(context, data, at):
+        def generate(context, builder, signature, arguments):
+            return builder.load(place(context, builder, signature, arguments), align=1)
+
+        return types.uint64(data, at), generate
+
+    @intrinsic
+    def store(context, data, at, word):
+        def generate(context, builder, signature, arguments):
+            builder.store(arguments[2], place(context, builder, signature, arguments), align=1)
+            return context.get_dummy_value()
+
+        return types.void(data, at, types.uint64), generate
+
+    @intrinsic
+    def count_zeros(context, word):
+        def generate(context, builder, signature, arguments):
+            return builder.cttz(arguments[0], cgutils.true_bit)
+
+        return types.int64(types.uint64), generate
+
+    if config.BOUNDSCHECK:  # pyrefly: ignore [missing-attribute]
+        load, store = numba.njit(_load_bytes), numba.njit(_store_bytes)
+    return load, store, count_zeros  # pyrefly: ignore [bad-return]
+
+
+def _load_bytes(data: np.ndarray, at: Int64) -> np.uint64:
+    word = np.uint64(0)
+    for byte in range(8):
+        word |= np.uint64(data[at + byte]) << np.uint64(8 * byte)
+    return word
+
+
+def _store_bytes(data: np.ndarray, at: Int64, word: np.uint64) -> None:
+    for byte in range(8):
+        data[at + byte] = (word >> np.uint64(8 * byte)) & np.uint64(0xFF)
+
+
+def _count_zeros(word: Int64) -> int:
+    return (int(word) & -int(word)).bit_length() - 1

@@ -15,6 +15,7 @@ from thinwire.kernels import dispatch as _inputs
 from thinwire.kernels import samples as _samples
 from thinwire.kernels.dispatch import register as _row
 from thinwire.kernels.reference import codes as _codes
+from thinwire.kernels.reference import floats as _floats
 from thinwire.kernels.reference import quantize as _quantize
 from thinwire.kernels.reference import rows as _rows
 from thinwire.kernels.reference import select as _select
@@ -26,6 +27,9 @@ from thinwire.kernels.samples import ids as _some_ids
 # all kernels of a module have in common.
 _CPU, _GPU = "thinwire.kernels.cpu.", "thinwire.kernels.gpu."
 _OF_CODES: dict[str, _Any] = {"cpu": f"{_CPU}codes"}
+_OF_FLOATS: dict[str, _Any] = {
+    "cpu": f"{_CPU}floats", "from_size": 1 << 10, "knows": _inputs.indexable, "over": _samples.floats,
+}  # fmt: skip
 _OF_IDS: dict[str, _Any] = {"cpu": f"{_CPU}ids", "from_size": 1 << 10}
 _OF_ROWS: dict[str, _Any] = {"cpu": f"{_CPU}rows", "gpu": f"{_GPU}rows", "over": _samples.rows}
 _ON_GPU: dict[str, _Any] = {"gpu": f"{_GPU}rows", "over": _samples.rows}
@@ -122,6 +126,11 @@ hierarchical_hash = _row(
     _rows.hierarchical_hash, lambda: _sample(_some_ids(), 2, 0, parallel_slots=6, serial_slots=1),
     cpu=f"{_CPU}ids", from_size=1 << 10, knows=_inputs.are_ids,
 )  # fmt: skip
+encode_floats = _row(_floats.encode_floats, lambda values: _sample(values), **_OF_FLOATS)
+decode_floats = _row(
+    _floats.decode_floats, lambda values: _sample(_floats.encode_floats(values), values.clone()), **_OF_FLOATS
+)
+estimate_floats = _row(_floats.estimate_floats, lambda values: _sample(values), **_OF_FLOATS)
 top_magnitudes = _row(
     _select.top_magnitudes,
     lambda values, steps: _sample(values, 10),

@@ -52,6 +52,12 @@ def values() -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.arange(1000, dtype=dtype), torch.ones(125, dtype=dtype)
 
 
+def floats() -> Iterator[tuple[Tensor]]:
+    """Yield 1000 values of each dtype."""
+    for dtype in DTYPES:
+        yield (torch.arange(1000).to(dtype),)
+
+
 def ids() -> Tensor:
     """Return three ids below 5."""
     return torch.tensor([0, 3, 4])

@@ -178,7 +178,10 @@ class _CodedSum:
     ) -> None:
         self.flat, self.channel, self.parcels, self.scale = flat, channel, parcels, scale
         self.report = report or SumReport()
-        self.report.values, self.report.num_bytes = self.report.values + flat.numel(), self.report.num_bytes + flat.nbytes
+        self.report.values, self.report.num_bytes = (
+            self.report.values + flat.numel(),
+            self.report.num_bytes + flat.nbytes,
+        )
         self.rank, self.ranks = channel.rank, range(channel.world_size)
         self.others = [(self.rank + step) % channel.world_size for step in self.ranks[1:]]
         self.segments = [_cut(piece) for piece in bounds]

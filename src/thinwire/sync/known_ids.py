@@ -14,7 +14,7 @@ the rows are dealt. With many ranks, or with few or narrow rows, all columns are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 
 import torch
@@ -225,7 +225,7 @@ class _CodedParcels(Parcels):
         if num_bytes:
             self.send_sized(targets, place, make)
 
-    def receive(self, source: int, place: int, num_bytes: int) -> Receive:
+    def receive(self, source: int, place: int, num_bytes: int) -> Callable[..., Tensor]:
         if place == 0 or not num_bytes:
             return super().receive(source, place, num_bytes)
         posted, receive = num_bytes, self.receive_sized(source, place, num_bytes)

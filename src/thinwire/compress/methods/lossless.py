@@ -15,7 +15,7 @@ from thinwire.compress.packing import PartSpec
 
 
 @dataclass(frozen=True)
-class Lossless(Packed):
+class LosslessFloats(Packed):
     """The compressor of `lossless`. ``parts``: the values [n], in the dtype of ``values``; packed, their code."""
 
     values: Identity | Cast = field(default_factory=Identity)
@@ -64,7 +64,7 @@ class Lossless(Packed):
         return Payload((values,))
 
 
-def lossless(values: Compressor | None = None) -> Lossless:
+def lossless(values: Compressor | None = None) -> LosslessFloats:
     """Return the exact code of gradients, fewer bytes and every bit: means of plain gradients, added in rank order.
 
     Under bf16 autocast a float32 gradient takes 11 to 15 bits a value, without it 27; other bits cost little to look
@@ -81,4 +81,4 @@ def lossless(values: Compressor | None = None) -> Lossless:
     Example:
         >>> top_k = thinwire.compress.top_k(0.01, values=thinwire.compress.lossless())      # doctest: +SKIP
     """
-    return Lossless(Identity() if values is None else values)  # type: ignore[arg-type]  # it checks
+    return LosslessFloats(Identity() if values is None else values)  # type: ignore[arg-type]  # it checks

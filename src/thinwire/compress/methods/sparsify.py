@@ -12,7 +12,7 @@ from torch import Tensor
 
 from thinwire import kernels, wire
 from thinwire.compress.base import Additive, Compressor, Joint, Memory, Packed, Parameter, Payload, State, WholeTensor
-from thinwire.compress.methods.lossless import Lossless
+from thinwire.compress.methods.lossless import LosslessFloats
 from thinwire.compress.packing import PartSpec
 from thinwire.compress.wrappers import packed_code
 from thinwire.errors import CorruptMessageError
@@ -114,7 +114,7 @@ class Selector(Additive):
     @property
     def is_exact(self) -> bool:
         """Whether sent elements arrive as they are, so that nothing of them is left."""
-        return self.values is None or (isinstance(self.values, Lossless) and self.values.is_exact)
+        return self.values is None or (isinstance(self.values, LosslessFloats) and self.values.is_exact)
 
     def add(self, payload: Payload, parameter: Parameter, total: Tensor, negated: bool = False) -> None:
         ids, values = self.chosen(payload, parameter)

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from thinwire.kernels.jit import Int64
+
 CHUNK_VALUES = 1 << 15
 SEGMENT_VALUES = 1 << 10
 SAMPLED_VALUES, SAMPLED_RUN = 1 << 12, 16
@@ -99,7 +101,7 @@ def estimate_floats(values: Tensor) -> float:
 
 
 def choose_code(
-    exponents: np.ndarray, widths: np.ndarray, lows: int, item_bits: int, chosen: np.ndarray, lengths: np.ndarray
+    exponents: np.ndarray, widths: np.ndarray, lows: Int64, item_bits: int, chosen: np.ndarray, lengths: np.ndarray
 ) -> int:
     """Choose the code of a chunk from counts of a sample; return the bits of the sample in it.
 
@@ -158,10 +160,9 @@ def choose_code(
 
     total, mantissa = exponents.sum(), widths.size - 1
     classes, width_classes = np.zeros(16, np.int64), np.zeros(16, np.int64)
-    highest, highest_width = highest_of_window(exponents, 15), highest_of_window(widths, 14)
+    highest, highest_width = max(15, highest_of_window(exponents, 15)), highest_of_window(widths, 14)
     for index in range(15):
-        if highest - index > 0:
-            classes[index] = exponents[highest - index]
+        classes[index] = exponents[highest - index]
     patched = total - classes.sum() - exponents[0]
     classes[15] = total - classes.sum()
     for index in range(14):

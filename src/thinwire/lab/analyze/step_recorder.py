@@ -143,9 +143,10 @@ class Unsynchronized:
         if bucket.index() == 0:
             self.buckets = []
         self.buckets.append(names := tuple(self._names[id(parameter)] for parameter in bucket.parameters()))
-        for name, gradient in zip(names, bucket.gradients(), strict=True):
-            self._on_gradient(name, gradient)
         buffer = bucket.buffer()
+        if not buffer.is_sparse:  # the bucket of a sparse gradient, alone in it, gives no gradients
+            for name, gradient in zip(names, bucket.gradients(), strict=True):
+                self._on_gradient(name, gradient)
         future: Future[Tensor] = Future() if buffer.device.type == "cpu" else Future(devices=[buffer.device])
         future.set_result(buffer)
         return future

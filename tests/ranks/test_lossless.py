@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -15,9 +13,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
-from thinwire.comm.lane import Lane
-from thinwire.comm.machine import Machine
-from thinwire.follow import dense
 from thinwire.gradients.lossless import ROW
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 

@@ -29,6 +29,9 @@ from thinwire.observe.step import Phase
 SEGMENT_VALUES = 8 * floats.CHUNK_VALUES
 """Number of values in a message, uncoded 1 MiB of float32: coding them takes some five times as long as what Python
 adds to a message."""
+LEAST_SEGMENT_VALUES = 2 * floats.CHUNK_VALUES
+"""Fewest values of a message of a piece that has several. A small piece is cut into quarters: the first sums go back
+while the rest is pushed. 8 hosts at 100 Mbit/s, 4.6 MB: 0.372 s, and 0.388 s in segments of 8 chunks."""
 POSTED_BYTES = 64 * 1024 * 1024
 """Bytes up to which receives are posted ahead; they are memory only as far as messages fill it."""
 _UNIT_VALUES = 64
@@ -322,8 +325,9 @@ class _CodedSum:
 
 def _cut(piece: slice) -> list[slice]:
     """Return a piece as segments; an empty one has none."""
-    starts = range(piece.start, piece.stop, SEGMENT_VALUES)
-    return [slice(start, min(start + SEGMENT_VALUES, piece.stop)) for start in starts]
+    quarter = -(-(piece.stop - piece.start) // (4 * floats.CHUNK_VALUES)) * floats.CHUNK_VALUES
+    size = min(SEGMENT_VALUES, max(LEAST_SEGMENT_VALUES, quarter))
+    return [slice(start, min(start + size, piece.stop)) for start in range(piece.start, piece.stop, size)]
 
 
 def _message_bytes(values: Tensor, bits: float) -> float:

@@ -388,7 +388,7 @@ class Synchronizer:
             if parameter.requires_grad:
                 dtype = as_real(torch.empty(0, dtype=parameter.dtype)).dtype
                 num_bytes[dtype] = num_bytes.get(dtype, 0) + parameter.nbytes
-        plug, buckets = self._plug, self._buckets
+        plug, buckets, lane = self._plug, self._buckets, self._lane  # and not this object, which holds the model
 
         def sample(sampler: Sampler | None) -> None:
             if isinstance(plug, LeftToDdp):
@@ -399,12 +399,12 @@ class Synchronizer:
         def turn(dtypes: Sequence[torch.dtype]) -> None:
             assert lossless is not None
             lossless.turn(dtypes)
-            self._lane.codes_values = bool(dtypes)
+            lane.codes_values = bool(dtypes)
             if dtypes and isinstance(plug, LeftToDdp):
                 plug.observe()
                 guard.waits_from_output = True
 
-        return DenseChoice(self._lane, lossless, num_bytes, sample, turn)
+        return DenseChoice(lane, lossless, num_bytes, sample, turn)
 
     def _agree_on_configuration(self, lane: Lane) -> Tensor:
         compressed = self._compressed if lane is self._inner else None  # shards of other ranks differ

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from thinwire import kernels
+from thinwire.codes import floats
 from thinwire.comm.channel import Subject
 from thinwire.comm.hosts import ranks_of_hosts
 from thinwire.comm.lane import Lane
@@ -111,6 +112,8 @@ class DenseChoice:
         assert self._sampler is not None
         self._sample(None)
         samples, self._sampler = self._sampler.samples(), None
+        for sample in samples.values():  # which loads the kernels
+            floats.decode(floats.encode(sample), torch.empty_like(sample))
         unready = dispatch.unready_calls()
         mine = [number for sample in samples.values() for number in self._lane.submit(_sum_of(sample)).wait()]
         is_typical = unready == dispatch.unready_calls() and not dispatch.is_compiling()

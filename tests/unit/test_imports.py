@@ -40,6 +40,7 @@ ROOMS = {
     },
     "all_reduce": {"sparse", "comm", "sync"},
     "synchronizer": {
+        "sparse",
         "errors", "observe", "kernels", "comm", "lossless", "cuda", "sync", "compress", "gradients", "follow",
     },
     "outer": {"errors", "observe", "wire", "comm", "cuda", "sync", "compress", "gradients", "follow", "synchronizer"},

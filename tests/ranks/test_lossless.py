@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,10 +17,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire.codes import floats
 from thinwire.comm.lane import Lane
 from thinwire.comm.machine import Machine
 from thinwire.follow import dense
-from thinwire.gradients.lossless import ROW
+from thinwire.gradients.lossless import ROW, LosslessSync
 from thinwire.lab.testbed.launch import RankContext, run_ranks
 
 BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -154,3 +157,269 @@ def _models(context: RankContext) -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_bits_of_a_sum_in_rank_order(world_size: int) -> None:
     run_ranks(_models, world_size=world_size, timeout_seconds=110)
+
+
+def _with_others(context: RankContext) -> None:
+    """Compression, plans and policies beside it, and models with tables whose gradients are sparse."""
+    ddp, top = DistributedDataParallel, thinwire.compress.top_k(0.1)
+    dense_only = {"exact": lambda name: name.split(".")[0] in ("scalar",) or name.endswith("bias")}
+    for wrap in (ddp, lambda model: model):
+        sync = check_steps(context, wrap, compress=top, **dense_only)
+        assert "compressed" in {row["kind"] for row in sync.table()}
+        sync.detach()
+        check_steps(context, wrap, compress=top, ahead=False, **dense_only).detach()
+    check_steps(context, lambda model: model, fuse=thinwire.fuse.cupcake()).detach()
+
+
+def test_what_is_not_compressed_is_lossless() -> None:
+    run_ranks(_with_others, world_size=2, timeout_seconds=110)
+
+
+def _odd_values(context: RankContext) -> None:
+    """Gradients that are no numbers arrive as such, and a scaler skips their step on all ranks."""
+    torch.manual_seed(0)
+    model = Network()
+    sync = thinwire.attach(DistributedDataParallel(model), dense="lossless")
+    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=4.0)
+    before = copy.deepcopy(model.state_dict())
+    for step, bad in enumerate([torch.inf, torch.nan, 1.0]):
+        optimizer.zero_grad()
+        batch = torch.full((4, 40), bad if context.rank == 1 else 1.0)
+        scaler.scale(sync._model(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        is_same = all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert is_same == (step < 2)
+    sync.detach()
+
+
+def _empty_joined_and_back(context: RankContext) -> None:
+    """Ranks that ran out of data, models that are detached and attached again, and arguments that differ."""
+    ddp = DistributedDataParallel(Network())
+    sync = thinwire.attach(ddp, dense="lossless")
+    with ddp.join():
+        for step in range(2 + context.rank):
+            ddp(batch_of(ddp.module, context.rank, step)).backward()
+    sync.detach()
+    check_steps(context, lambda model: DistributedDataParallel(model)).detach()
+    with pytest.raises(thinwire.MismatchError, match="dense="):
+        thinwire.attach(ddp, dense="lossless" if context.rank else "native")
+    stock, native = DistributedDataParallel(copy.deepcopy(ddp.module)), thinwire.attach(ddp, dense="native")
+    for one in (ddp, stock):
+        one.zero_grad()
+        one(batch_of(ddp.module, context.rank, 1)).backward()
+    assert all(map(same_bits, *([p.grad for p in one.parameters()] for one in (ddp, stock))))
+    assert "lossless/values" not in native.stats()
+    native.detach()
+
+
+def test_odd_values_and_life_cycles() -> None:
+    run_ranks(_odd_values, world_size=2, timeout_seconds=60)
+    run_ranks(_empty_joined_and_back, world_size=2, timeout_seconds=60)
+
+
+class _Ready:
+    """All kernels are compiled; here perhaps they are not, and "auto" would wait for them."""
+
+    unready_calls, is_compiling = int, bool
+
+
+SLOW = Machine(1e-4, 1e-4, 1e-4, 1e-4, 1e-5, *[1e-8, 1e-10] * 3)
+FAST = Machine(1e-4, 1e-4, 1e-12, 1e-12, 1e-5, *[1e-8, 1e-10] * 3)
+
+
+def _decides(
+    context: RankContext, wrap: Callable[[Network], nn.Module], machine: Machine, gain: float, hosts: bool
+) -> list[tuple[bool, str]]:
+    """Train with "auto", and return after each step whether gradients go the lossless way, and why."""
+    os.environ["THINWIRE_HOST"] = str(context.rank if hosts else 0)
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "machine", lambda lane: machine)
+        for name, number in (("GAIN", gain), ("TIMED_STEPS", 2), ("KEPT_STEPS", 4), ("DECLINED_STEPS", 3)):
+            patch.setattr(dense, name, number)
+        patch.setattr(dense, "dispatch", _Ready)
+        torch.manual_seed(0)
+        model = Network(table=context.world_size == 3)
+        wrapped = wrap(model)
+        sync = thinwire.attach(wrapped)
+        for step in range(24):
+            model.zero_grad()
+            lossless = sync._lossless or LosslessSync({}, reason="on one host")
+            batch, way = batch_of(model, context.rank, step % 3), lossless.dtypes
+            expected = expected_gradients(model, [batch], True, True)
+            with torch.autocast("cpu", torch.bfloat16):
+                wrapped(batch).backward()
+            exact = [same_bits(p.grad, expected[name]) for name, p in model.named_parameters() if "table" not in name]
+            assert all(exact) or not way
+            for name, parameter in model.named_parameters():
+                torch.testing.assert_close(parameter.grad, expected[name], atol=1e-5, rtol=1e-4)
+            seen.append((bool(lossless.dtypes), lossless.reason))
+        assert sync.stats()["comm/bytes_sent"] == sum(int(row["total_bytes"]) for row in sync.table())
+        sync.detach()
+    return seen
+
+
+@pytest.mark.parametrize("wrap", [DistributedDataParallel, nn.Module.train], ids=["ddp", "plain"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_auto_tries_what_promises_a_gain_and_keeps_what_pays(wrap: Callable[..., nn.Module], world_size: int) -> None:
+    """A machine on which bytes cost everything, and steps that are faster by any measure, or never."""
+    for gain, is_kept in ((0.0, True), (1e9, False)):
+        outcomes = run_ranks(_decides, wrap, SLOW, gain, True, world_size=world_size, timeout_seconds=60)
+        first, *others = [outcome.value for outcome in outcomes]
+        assert all(other == first for other in others), "all ranks decide the same, in the same steps"
+        ways = [is_lossless for is_lossless, _ in first]
+        assert not any(ways[:6]), "natively, until it is measured"
+        assert any(ways), first
+        assert ways[-1] == is_kept or not is_kept
+        assert any("a step takes" in reason for _, reason in first)
+        changes = sum(one != other for one, other in pairwise(ways))
+        assert changes == 1 if is_kept else changes >= 2
+
+
+def test_auto_declines_where_bytes_cost_nothing() -> None:
+    for machine, hosts, reason in ((FAST, True, "no code could pay"), (SLOW, False, "on one host")):
+        for outcome in run_ranks(_decides_to_decline, machine, hosts, world_size=2, timeout_seconds=60):
+            assert not any(is_lossless for is_lossless, _ in outcome.value)
+            assert reason in outcome.value[-1][1]
+
+
+def _decides_to_decline(context: RankContext, machine: Machine, hosts: bool) -> list[tuple[bool, str]]:
+    return _decides(context, DistributedDataParallel, machine, 0.0, hosts)
+
+
+def _goes_on(context: RankContext) -> None:
+    """A decision that is saved and restored: the bits of a run that goes on are those of one that never stopped."""
+    os.environ["THINWIRE_HOST"] = str(context.rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Lane, "machine", lambda lane: SLOW)
+        patch.setattr(dense, "GAIN", 0.0)
+        patch.setattr(dense, "TIMED_STEPS", 2)
+        patch.setattr(dense, "dispatch", _Ready)
+        torch.manual_seed(0)
+        model = Network()
+        ddp = DistributedDataParallel(model)
+        sync, saved = thinwire.attach(ddp), {}
+        for step in range(16):
+            if step == 14:
+                assert sync._lossless.dtypes, sync._lossless.reason
+                saved = copy.deepcopy(sync.state_dict())
+            model.zero_grad()
+            ddp(batch_of(model, context.rank, step)).backward()
+        sync.detach()
+        again = DistributedDataParallel(copy.deepcopy(model))
+        restored = thinwire.attach(again)
+        restored.load_state_dict(saved)
+        assert restored.state_dict()["dense"] == saved["dense"]
+        again.zero_grad()
+        again(batch_of(model, context.rank, 15)).backward()
+        for one, other in zip(model.parameters(), again.parameters(), strict=True):
+            assert same_bits(one.grad, other.grad)
+        assert restored.stats()["lossless/values"] > 0
+        restored.detach()
+
+
+def test_a_decision_is_part_of_the_state() -> None:
+    run_ranks(_goes_on, world_size=2, timeout_seconds=60)
+
+
+def _seen_and_counted(context: RankContext) -> None:
+    """Phases in a trace, the network's times, and bytes that were predicted."""
+    model = nn.Sequential(nn.Linear(300, 500), nn.Tanh(), nn.Linear(500, 300))
+    sync = thinwire.attach(DistributedDataParallel(model), dense="lossless")
+    busy: list[float] = []
+    sync.watch_lane(lambda started, ended: busy.append(ended - started))
+    with sync.trace() as trace:
+        for step in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = sync._model(torch.randn(20 + step, 300)).square().mean()
+            loss.backward()
+    names = {event.name.split()[0] for event in trace.events}
+    assert {"encode", "wire", "decode", "communicate"} <= names
+    assert busy
+    (row,) = sync.table()
+    assert row["predicted_bytes"] == pytest.approx(row["bytes"], rel=0.02)
+    assert row["bytes"] < 0.6 * row["dense_bytes"]
+    stats, (push, pull) = sync.stats(), map(float, str(row["formats"]).split(" bits")[0].split(" + "))
+    assert stats["lossless/bits_per_value"] == pytest.approx(push + pull, abs=0.11)
+    assert stats["lossless/values"] == 2 * sum(parameter.numel() for parameter in model.parameters())
+    assert stats["lossless/encode_seconds"] + stats["lossless/decode_seconds"] > 0.0
+    sync.detach()
+
+
+def test_traces_and_predictions() -> None:
+    run_ranks(_seen_and_counted, world_size=3, timeout_seconds=60)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, failing: list[bool]) -> Tensor:  # type: ignore[override]
+        ctx.failing = failing
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        if ctx.failing[0]:
+            raise ValueError("in backward")
+        return gradient, None
+
+
+class _Failing(nn.Module):
+    def __init__(self, failing: list[bool]) -> None:
+        super().__init__()
+        self.failing = failing
+
+    def forward(self, values: Tensor) -> Tensor:
+        return _Fails.apply(values, self.failing)
+
+
+def _fails(context: RankContext, how: str, kind: str) -> tuple[float, str]:
+    """A step that rank 1 spoils, after one that works."""
+    timeout = timedelta(seconds=30)
+    torch.manual_seed(0)
+    failing = [False]
+    model = nn.Sequential(nn.Linear(200, 300), _Failing(failing), nn.Linear(300, 200))
+    wrapped = DistributedDataParallel(model) if kind == "ddp" else model
+    sync = thinwire.attach(wrapped, dense="lossless", timeout=timeout)
+    encode, started, error = floats.encode, 0.0, ""
+    for step in range(2):
+        if step and context.rank == 1:
+            failing[0] = how == "backward"
+
+            def spoiled(values: Tensor) -> Tensor:
+                if how == "dies":
+                    os._exit(7)
+                if how == "encode":
+                    raise ValueError("in encode")
+                return encode(values)[:-1]
+
+            floats.encode = encode if how == "backward" else spoiled
+        started = time.monotonic()
+        try:
+            wrapped(torch.randn(8, 200)).sum().backward()
+        except (RuntimeError, ValueError) as caught:
+            assert step
+            error = f"{type(caught).__name__}: {caught}"
+    with pytest.raises(RuntimeError):  # of DDP itself, or that the lane stopped
+        wrapped(torch.randn(8, 200))
+    sync.detach()
+    return time.monotonic() - started, error
+
+
+@pytest.mark.parametrize(("how", "kind"), [("backward", "ddp"), ("dies", "ddp"), ("encode", "plain"), ("code", "ddp")])
+def test_a_failure_of_one_rank_reaches_all_at_once(how: str, kind: str) -> None:
+    for outcome in run_ranks(_fails, how, kind, world_size=3, timeout_seconds=60, check=False):
+        if how == "dies" and outcome.rank == 1:
+            continue
+        assert not outcome.error, outcome.error
+        seconds, error = outcome.value
+        assert seconds < 15.0
+        own = {"backward": "in backward", "encode": "in encode"}.get(how, "")
+        assert own in error if outcome.rank == 1 else "rank" in error, error
+        assert error.split(":")[0] in (
+            "ValueError",
+            "CorruptHeaderError",
+            "CorruptMessageError",
+            "LostPeerError",
+            "RuntimeError",
+        )

@@ -34,10 +34,13 @@ ROOMS = {
         "errors", "observe", "kernels", "codes", "sparse", "wire", "comm", "lossless", "cuda", "sync", "compress",
         "fuse", "plan",
     },
-    "follow": {"errors", "observe", "wire", "comm", "lossless", "sync", "compress", "fuse", "plan", "gradients"},
+    "follow": {
+        "errors", "observe", "kernels", "codes", "wire", "comm", "lossless", "sync", "compress", "fuse", "plan",
+        "gradients",
+    },
     "all_reduce": {"sparse", "comm", "sync"},
     "synchronizer": {
-        "errors", "observe", "kernels", "comm", "lossless", "cuda", "sync", "compress", "gradients", "follow",
+        "errors", "observe", "kernels", "sparse", "comm", "lossless", "cuda", "sync", "compress", "gradients", "follow",
     },
     "outer": {"errors", "observe", "wire", "comm", "cuda", "sync", "compress", "gradients", "follow", "synchronizer"},
     "attach": {

@@ -114,8 +114,8 @@ class LosslessSync:
         self.reports.setdefault(bucket, SumReport()).add(report)
         record = self.records.setdefault(ROW, ParameterRecord(ROW))
         record.kind, record.scheme, record.fused, record.reason = "all-reduce", LOSSLESS, 1, self.reason
-        pull = f" + {report.pull.bits:.1f}" if report.pull.values else ""
-        record.formats = f"{report.push.bits:.1f}{pull} bits a value"
+        pull = f" + {self.total.pull.bits:.1f}" if self.total.pull.values else ""
+        record.formats = f"{self.total.push.bits:.1f}{pull} bits a value"
         record.density = record.density_after = 1.0
         record.add(sent, opening + report.predicted_bytes, moved)
 
@@ -140,7 +140,7 @@ class LosslessSync:
         return [num_bytes.get(gradient.dtype, 0) > self.least_bytes for gradient in gradients]
 
 
-class Sampler:
+class GradientSampler:
     """Samples of local gradients, of the same places on all ranks.
 
     Args:

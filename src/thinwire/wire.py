@@ -383,15 +383,17 @@ class Message:
 
     header: Header
     payload: Tensor
+    saved_bytes: int = 0  # by the code of its values, on the rank that made it
 
     @classmethod
-    def sealed(cls, header: Header, payload: Tensor) -> Message:
+    def sealed(cls, header: Header, payload: Tensor, saved_bytes: int = 0) -> Message:
         """Return a message with the length and checksum of the payload filled into its header."""
         kind, source, sequence, digest = header.kind, header.source, header.sequence, header.digest
         format, held, count, length = header.format, header.held, header.count, payload.numel()
         unsealed = Header(kind, source, sequence, digest, format, held, count, length)
         checksum = unsealed.bound(kernels.checksum(payload))
-        return cls(Header(kind, source, sequence, digest, format, held, count, length, checksum), payload)
+        header = Header(kind, source, sequence, digest, format, held, count, length, checksum)
+        return cls(header, payload, saved_bytes)
 
     def verify(self) -> None:
         """Raise CorruptMessageError unless the payload is the one that the header announced."""

@@ -40,12 +40,14 @@ FIELDS = [
     "method", "hosts", "link_mbit", "state_bytes", "iteration_seconds_median", "overhead_ratio", "overhead_spread",
     "interval_iterations", "cpu_seconds", "blocking_ms_per_gb", "wasted_seconds", "recovery_seconds_processes",
     "recovery_seconds_host", "recovery_link_share", "iterations_lost", "restore_bitwise_equal",
+    "version_bytes", "checkpoint_seconds",
 ]  # fmt: skip
 STATE_BYTES = 2_000_000
 RECOVERY = Recovery((0.3, 0.5, 0.4), 0.9, (0.4, 1.1, 0.7), 10e6, True)
 GAPS: dict[str, float | str] = {
     "checkpoint/idle_seconds": 0.8,
     "checkpoint/copy_seconds": 0.001,
+    "checkpoint/coded_bytes": 1_400_000.0,
     "checkpoint/grants": "in 1 idle timespans of each iteration",
 }
 
@@ -84,6 +86,7 @@ def test_a_row_has_the_documented_fields_and_figures() -> None:
     assert row["recovery_link_share"] == pytest.approx(0.8)
     assert row["iterations_lost"] == 1.1, "the worst of all kills"
     assert row["restore_bitwise_equal"] is True
+    assert (row["version_bytes"], row["checkpoint_seconds"]) == (1_400_000, pytest.approx(0.3))
 
 
 def test_what_a_method_does_not_have_is_null() -> None:

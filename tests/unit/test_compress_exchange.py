@@ -59,6 +59,10 @@ def all_compressors() -> dict[str, Compressor]:
     found["random_k, lossless bf16"] = with_memory(
         thinwire.compress.random_k(0.1, values=thinwire.compress.lossless(thinwire.compress.bf16()))
     )
+    for index, values in (("huffman", "polynomial"), ("bloom:p0", "lossless"), ("bloom:p2", thinwire.compress.qsgd(4))):
+        code = thinwire.compress.deep_reduce(top_k(0.1), index, values)
+        found[f"deep_reduce, {index}"] = with_memory(code)
+    found["warm_up(deep_reduce)"] = thinwire.compress.warm_up(found["deep_reduce, huffman"], 2)
     found["momentum(top_k)"] = MomentumCorrection(top_k(0.1), 0.5)
     found["warm_up(top_k)"] = with_memory(thinwire.compress.warm_up(top_k(0.1), 2))
     return found
@@ -214,6 +218,7 @@ def test_without_loss_it_is_the_dense_mean(exchange: str, world_size: int) -> No
 
 
 CONSERVING = ("top_k", "random_k", "gaussian_k", "threshold", "fp8", "int8", "top_k, bf16", "error_feedback(identity)")
+CONSERVING += ("deep_reduce", "deep_reduce, huffman", "deep_reduce, bloom:p0", "deep_reduce, bloom:p2")
 
 
 @pytest.mark.parametrize(("name", "exchange"), [(name, exchange) for name, exchange in CASES if name in CONSERVING])

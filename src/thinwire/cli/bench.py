@@ -28,7 +28,7 @@ JOBS = "lstm, digits, gpt, xlmr, dlrm, deepfm, nmt, bert, vgg, resnet, word2vec"
 METHODS = (
     "ddp, bf16, powersgd_torch, rank_order, thinwire, exact, lossless, plan, local_sgd, diloco, streaming_diloco,"
     " shadow_sync, top_k, dgc, gaussian_k, redsync, sidco, ms_top_k, random_k, sign_sgd, ef_sign_sgd, qsgd, terngrad,"
-    " natural, int8, fp8, fp16, power_sgd, acp_sgd, atomo, ok_topk, hi_top_k"
+    " natural, int8, fp8, fp16, power_sgd, acp_sgd, atomo, ok_topk, hi_top_k, deep_reduce"
 )
 CHECKPOINT_METHODS = "none,dcp_sync,dcp_async,blocking,thinwire"
 """Names that the help lists, written out since the modules that define them import torch; a test compares them."""

@@ -46,6 +46,8 @@ def checkpoint(
     steps: int = option("--steps", 20, " of a method in one turn"),
     repeat: int = option("--repeat", 10),
     kills: int = typer.Option(2, help="How often all trainers are killed, before a host is lost too; 0: never."),
+    dtype: str = typer.Option("float32", help="Of the synthetic model and its moments: float32 or bfloat16."),
+    compress: str = typer.Option("none", help="Of thinwire's Checkpointers: none or lossless."),
     faults: int = typer.Option(
         0, help="Instead of all that: so many random kills of trainers, holders and hosts, each restore compared."
     ),
@@ -71,7 +73,7 @@ def checkpoint(
         raise typer.Exit(1 if result["problems"] else 0)
     with clear_errors(ValueError, ImportError, NetAdminError, RanksFailed):
         benchmark = CheckpointBenchmark(
-            work=TrainingWork(job, round(state_mb * 1e6), compute_ms / 1e3),
+            work=TrainingWork(job, round(state_mb * 1e6), compute_ms / 1e3, dtype),
             methods=tuple(_ALIASES.get(name.strip(), name.strip()) for name in methods.split(",") if name.strip()),
             hosts=hosts,
             link=Link.parse(link),
@@ -79,6 +81,7 @@ def checkpoint(
             repeat=repeat,
             replicas=replicas,
             kills=kills,
+            compress=None if compress == "none" else compress,
             traced=report is not None or picture is not None,
         )
         result = _run(benchmark, quiet)

@@ -158,9 +158,8 @@ class Channel:
         """
         failure: Exception | None = None
         try:
-            drafts = prepare()
-            outgoing = self.seal(kind, drafts)
-            self.saved_bytes += sum(draft.saved_bytes for draft in drafts) - drafts[self.rank].saved_bytes
+            outgoing = self.seal(kind, prepare())
+            self.saved_bytes += sum(message.saved_bytes for message in outgoing) - outgoing[self.rank].saved_bytes
         except Exception as error:
             failure = error
             outgoing = [self.seal_error(error)] * self.world_size
@@ -204,6 +203,7 @@ class Channel:
         Raises:
             CorruptHeaderError: a header announces a payload that cannot be received.
         """
+        self.saved_bytes += sum(message.saved_bytes for message in outgoing)  # not by those of other ranks
         packed = _joined([_as_bytes(message.header.pack()) for message in outgoing])
         data = self._run(self.exchange.swap_with, target, packed, source, len(origins) * Header.NUM_BYTES)
         headers = self._unpack([data[place * Header.NUM_BYTES :][: Header.NUM_BYTES] for place in range(len(origins))])
@@ -245,7 +245,7 @@ class Channel:
         for draft in drafts:
             if id(draft) not in sealed:
                 header = Header(kind, self.rank, self.sequence, self._digest, draft.format, draft.held, draft.count)
-                sealed[id(draft)] = Message.sealed(header, draft.payload)
+                sealed[id(draft)] = Message.sealed(header, draft.payload, draft.saved_bytes)
             if draft.count and kind in (Kind.PUSH, Kind.PULL, Kind.GATHER):
                 self.formats_sent.setdefault(kind, set()).add(draft.format)
         return [sealed[id(draft)] for draft in drafts]

@@ -30,6 +30,7 @@ from thinwire.kernels.reference.floats import (
 )
 
 _ROOM = 8 * SEGMENT_VALUES + 64  # bytes from where a segment begins that reading it can touch
+_BLOCK = 1 << 12
 _load, _store, _count_zeros = make_word_access()
 _choose_code = njit(reference_floats.choose_code)
 
@@ -66,9 +67,9 @@ def _estimate(words: np.ndarray, exponent_bits: Int64, mantissa: Int64) -> float
     sampled, bits = 0, 0.0
     for chunk in range(0, chunks, 1 + (chunks - 1) // ESTIMATED_CHUNKS):
         part = words[chunk * CHUNK_VALUES : (chunk + 1) * CHUNK_VALUES]
-        lows, differing = _count_sample(part, limit, mantissa, exponents, widths)
+        lows = _count_sample(part, limit, mantissa, exponents, widths)
         total = exponents.sum()
-        if differing:
+        if not _are_equal(part):
             bits += _choose_code(exponents, widths, lows, 8 * words.itemsize, chosen, lengths)
             bits += OVERHEAD * total if chosen[0] > RAW else 0.0
         sampled += total
@@ -76,13 +77,11 @@ def _estimate(words: np.ndarray, exponent_bits: Int64, mantissa: Int64) -> float
 
 
 @njit
-def _count_sample(
-    words: np.ndarray, limit: Int64, mantissa: Int64, exponents: np.ndarray, widths: np.ndarray
-) -> tuple[Int64, Int64]:
-    """Count exponents and widths of a sample; return how many have low bits and how many differ from the first."""
+def _count_sample(words: np.ndarray, limit: Int64, mantissa: Int64, exponents: np.ndarray, widths: np.ndarray) -> Int64:
+    """Count exponents and widths of a sample; return how many float32 have low bits."""
     exponents[:] = 0
     widths[:] = 0
-    lows = differing = 0
+    lows = 0
     step = SAMPLED_RUN * (1 + (words.size - 1) // limit)
     mask, shift = np.uint64((1 << mantissa) - 1), np.uint64(mantissa)
     exponent_mask, low_mask = np.uint64(exponents.size - 1), np.uint64(0xFFFF if mantissa == 23 else 0)
@@ -92,8 +91,7 @@ def _count_sample(
             exponents[np.int64((word >> shift) & exponent_mask)] += 1
             widths[_width(word & mask, mantissa)] += 1
             lows += (word & low_mask) != 0
-            differing += words[place] != words[0]
-    return lows, differing
+    return lows
 
 
 @njit
@@ -105,16 +103,17 @@ def _width(bits: np.uint64, mantissa: Int64) -> Int64:
 def _encode(words: np.ndarray, raw: np.ndarray, exponent_bits: Int64, mantissa: Int64, message: np.ndarray) -> Int64:
     exponents, widths = np.zeros(1 << exponent_bits, np.int64), np.zeros(mantissa + 1, np.int64)
     chosen, lengths = np.zeros(3, np.int64), np.zeros((2, 16), np.int64)
-    classes = np.empty((2, min(words.size, CHUNK_VALUES) + 8), np.uint8)
+    classes = np.empty((2, (min(words.size, CHUNK_VALUES) + 15) & ~7), np.uint8)
     table, item = np.empty(1 << 12, np.uint32), words.itemsize
     at = end = np.int64(0)
     for start in range(0, words.size, CHUNK_VALUES):
         chunk = words[start : start + CHUNK_VALUES]
-        lows, differing = _count_sample(chunk, SAMPLED_VALUES, mantissa, exponents, widths)
-        _choose_code(exponents, widths, lows, 8 * item, chosen, lengths)
-        if not differing and _are_equal(chunk):
+        if _are_equal(chunk):
             end, chosen[0] = at + 4 + item, EQUAL
-        elif chosen[0] != RAW:
+        else:
+            lows = _count_sample(chunk, SAMPLED_VALUES, mantissa, exponents, widths)
+            _choose_code(exponents, widths, lows, 8 * item, chosen, lengths)
+        if chosen[0] > EQUAL:
             end = _encode_chunk(chunk, exponent_bits, mantissa, chosen, lengths, classes, table, message, at)
         if chosen[0] == RAW or (chosen[0] != EQUAL and end - at >= 4 + item * chunk.size):
             end, chosen[0] = at + 4 + item * chunk.size, RAW
@@ -127,10 +126,13 @@ def _encode(words: np.ndarray, raw: np.ndarray, exponent_bits: Int64, mantissa: 
 
 @njit
 def _are_equal(words: np.ndarray) -> bool:
-    differing = 0
-    for place in range(words.size):
-        differing |= words[place] != words[0]
-    return not differing
+    for start in range(0, words.size, SEGMENT_VALUES):
+        differing = 0
+        for place in range(start, min(start + SEGMENT_VALUES, words.size)):
+            differing |= words[place] != words[0]
+        if differing:
+            return False
+    return True
 
 
 @njit
@@ -197,32 +199,35 @@ def _classify(
     words: np.ndarray, mantissa: Int64, mask: Int64, highest: Int64, classes: np.ndarray
 ) -> tuple[Int64, Int64]:
     """Write the classes of exponents; return how many are patched, and how many float32 have low bits."""
-    others = zeros = lows = 0
-    if mantissa == 7:
-        top = np.uint16(highest)
-        for place in range(words.size):
-            exponent = np.uint16(words[place] >> 7) & np.uint16(0xFF)
-            index = min(np.uint16(top - exponent), np.uint16(15))
-            classes[place] = index
-            others += index == 15
-            zeros += exponent == 0
-    elif mantissa == 23:
-        high = np.uint32(highest)
-        for place in range(words.size):
-            wide = np.uint32(words[place] >> 23) & np.uint32(0xFF)
-            number = min(np.uint32(high - wide), np.uint32(15))
-            classes[place] = number
-            others += number == 15
-            zeros += wide == 0
-            lows += (words[place] & 0xFFFF) != 0
-    else:
-        for place in range(words.size):
-            field = np.int64(np.uint64(words[place]) >> np.uint64(mantissa)) & mask
-            found = highest - field if 0 < field <= highest and highest - field < 15 else 15
-            classes[place] = found
-            others += found == 15
-            zeros += field == 0
-    return others - zeros, lows
+    patched = lows = 0
+    for start in range(0, words.size, _BLOCK):
+        part, found = words[start : start + _BLOCK], classes[start : start + _BLOCK]
+        # Sums of 16 and 32 bits, which are added up many at a time.
+        few, some, low = np.uint16(0), np.uint32(0), np.uint32(0)
+        if mantissa == 7:
+            top = np.uint16(highest)
+            for place in range(part.size):
+                exponent = np.uint16(part[place] >> 7) & np.uint16(0xFF)
+                index = min(np.uint16(top - exponent), np.uint16(15))
+                found[place] = index
+                few = np.uint16(few + np.uint16(np.uint16(index == 15) - np.uint16(exponent == 0)))
+        elif mantissa == 23:
+            high = np.uint32(highest)
+            for place in range(part.size):
+                field = np.uint32(part[place] >> 23) & np.uint32(0xFF)
+                number = min(np.uint32(high - field), np.uint32(15))
+                found[place] = number
+                some = np.uint32(some + np.uint32(np.uint32(number == 15) - np.uint32(field == 0)))
+                low = np.uint32(low + np.uint32(np.uint32(part[place] & 0xFFFF) != 0))
+        else:
+            for place in range(part.size):
+                wide = (np.uint64(part[place]) >> np.uint64(mantissa)) & np.uint64(mask)
+                other = min(np.uint64(highest) - wide, np.uint64(15))
+                found[place] = other
+                some = np.uint32(some + np.uint32(np.uint32(other == 15) - np.uint32(wide == 0)))
+        patched += np.int64(few) + np.int64(some)
+        lows += np.int64(low)
+    return patched, lows
 
 
 @njit
@@ -298,17 +303,20 @@ def _patch_exponents(
     words: np.ndarray, mantissa: Int64, mask: Int64, classes: np.ndarray, count: Int64, message: np.ndarray, at: Int64
 ) -> Int64:
     found = at
+    eights = classes[: classes.size & ~7].view(np.uint64)
     for start in range(0, words.size, 64):
-        stop, some = min(start + 64, words.size), 0
-        for place in range(start, stop):
-            some |= classes[place] == 15
-        if some:
+        stop, some = min(start + 64, words.size), np.uint64(0)
+        for place in range(start >> 3, (stop + 7) >> 3):
+            four = eights[place] & (eights[place] >> np.uint64(2))
+            some |= four & (four >> np.uint64(1))
+        if some & np.uint64(0x0101010101010101):  # a class is 15
             for place in range(start, stop):
-                exponent = np.int64(np.uint64(words[place]) >> np.uint64(mantissa)) & mask
-                if classes[place] == 15 and exponent:
-                    _put(message, found, place, 2)
-                    _put(message, found + 2 * count, exponent, 2)
-                    found += 2
+                if classes[place] == 15:
+                    exponent = np.int64(np.uint64(words[place]) >> np.uint64(mantissa)) & mask
+                    if exponent:
+                        _put(message, found, place, 2)
+                        _put(message, found + 2 * count, exponent, 2)
+                        found += 2
     return at + 4 * count
 
 
@@ -316,9 +324,9 @@ def _patch_exponents(
 def _patch_lows(words: np.ndarray, count: Int64, message: np.ndarray, at: Int64) -> Int64:
     found = at
     for start in range(0, words.size, 64):
-        stop, some = min(start + 64, words.size), words[0] ^ words[0]
+        stop, some = min(start + 64, words.size), np.uint32(0)
         for place in range(start, stop):
-            some |= words[place]
+            some = np.uint32(some | np.uint32(words[place]))
         if some & 0xFFFF:
             for place in range(start, stop):
                 low = np.int64(words[place]) & 0xFFFF
@@ -347,33 +355,60 @@ def _encode_mantissas(
     words: np.ndarray, mantissa: Int64, exponent_bits: Int64, highest: Int64, classes: np.ndarray,
     message: np.ndarray, at: Int64,
 ) -> Int64:  # fmt: skip
-    bits, held, one, seven = np.uint64(0), np.uint64(0), np.uint64(1), np.uint64(7)
-    mask, sign = np.uint64((1 << mantissa) - 1), np.uint64(mantissa + exponent_bits)
-    shifts, sizes = _verbatim_sizes(highest, mantissa)
-    for place in range(words.size):
-        word, index = np.uint64(words[place]), np.int64(classes[place])
-        # The mantissa, times two, so that the whole one has a zero where the sign goes.
-        body = ((word & mask) << one) >> shifts[index]
-        bits |= ((body & ~one) | (word >> sign)) << held
-        held += sizes[index]
-        _store(message, at, bits)
-        at += np.int64(held >> np.uint64(3))
-        bits >>= held & ~seven
-        held &= seven
+    bits, held, three, seven = np.uint64(0), np.uint64(0), np.uint64(3), np.uint64(7)
+    sizes, bodies = _verbatim_sizes(highest, mantissa), np.empty(SEGMENT_VALUES, words.dtype)
+    for start in range(0, words.size, SEGMENT_VALUES):
+        part, indices = words[start : start + SEGMENT_VALUES], classes[start : start + SEGMENT_VALUES]
+        _take_bodies(part, mantissa, exponent_bits, highest, indices, bodies)
+        pairs = part.size >> 1 if mantissa <= 23 else 0  # two at a time, of at most 24 bits, and 7 that are left
+        for pair in range(pairs):
+            size, beside = sizes[indices[2 * pair]], sizes[indices[2 * pair + 1]]
+            bits |= (np.uint64(bodies[2 * pair]) | np.uint64(bodies[2 * pair + 1]) << size) << held
+            held += size + beside
+            _store(message, at, bits)
+            at += np.int64(held >> three)
+            bits >>= held & ~seven
+            held &= seven
+        for place in range(2 * pairs, part.size):
+            bits |= np.uint64(bodies[place]) << held
+            held += sizes[indices[place]]
+            _store(message, at, bits)
+            at += np.int64(held >> three)
+            bits >>= held & ~seven
+            held &= seven
     _store(message, at, bits)
-    return at + np.int64((held + seven) >> np.uint64(3))
+    return at + np.int64((held + seven) >> three)
 
 
 @njit
-def _verbatim_sizes(highest: Int64, mantissa: Int64) -> tuple[np.ndarray, np.ndarray]:
-    """Return by class of widths where the lowest bit is in twice the mantissa, and the bits of mantissa and sign."""
-    shifts, sizes = np.empty(16, np.uint64), np.empty(16, np.uint64)
+def _take_bodies(
+    words: np.ndarray, mantissa: Int64, exponent_bits: Int64, highest: Int64, classes: np.ndarray, bodies: np.ndarray
+) -> None:
+    """Write mantissas without their trailing zeros, with the sign in the place of the lowest bit, which is one."""
+    if mantissa == 23:
+        lost = np.uint32(24 - highest)  # of the mantissa, times two: so the whole one has a zero where the sign goes
+        for place in range(words.size):
+            word, index = np.uint32(words[place]), np.uint32(classes[place])
+            shift = np.uint32(lost + index) & np.uint32(31) if index < 14 else np.uint32(0)
+            body = np.uint32(np.uint32((word & 0x7FFFFF) << 1) >> shift)
+            bodies[place] = (body & np.uint32(0xFFFFFFFE)) | np.uint32(word >> 31)
+    else:
+        one, mask, sign = np.uint64(1), np.uint64((1 << mantissa) - 1), np.uint64(mantissa + exponent_bits)
+        least = np.uint64(mantissa + 1 - highest)
+        for place in range(words.size):
+            wide, number = np.uint64(words[place]), np.uint64(classes[place])
+            count = (least + number) & np.uint64(63) if number < 14 else np.uint64(0)
+            bodies[place] = ((((wide & mask) << one) >> count) & ~one) | (wide >> sign)
+
+
+@njit
+def _verbatim_sizes(highest: Int64, mantissa: Int64) -> np.ndarray:
+    """Return the bits of sign and mantissa by class of widths."""
+    sizes = np.empty(16, np.uint64)
     for index in range(16):
-        width = max(highest - index, 1)
-        shifts[index], sizes[index] = mantissa + 1 - width, width
-    shifts[14], sizes[14] = 0, mantissa + 1
-    shifts[15], sizes[15] = mantissa + 1, 1
-    return shifts, sizes
+        sizes[index] = max(highest - index, 1)
+    sizes[14], sizes[15] = mantissa + 1, 1
+    return sizes
 
 
 @njit
@@ -571,32 +606,51 @@ def _decode_mantissas(
     data: np.ndarray, start: Int64, end: Int64, fields: tuple[Int64, Int64, Int64, Int64],
     classes: np.ndarray, tail: np.ndarray, words: np.ndarray,
 ) -> bool:  # fmt: skip
-    mantissa, exponent_bits, highest, highest_width = fields
-    shifts, sizes = _verbatim_sizes(highest_width, mantissa)
-    masks, ones = np.empty(16, np.uint64), np.zeros(16, np.uint64)
-    for index in range(16):
-        masks[index] = (np.uint64(1) << sizes[index]) - np.uint64(1)
-        ones[index] = index < 14
-    shifts[15] = 0
-    exponents = np.zeros(16, np.uint64)
-    for index in range(15):
-        exponents[index] = np.uint64((highest - index) & ((1 << exponent_bits) - 1)) << np.uint64(mantissa)
-    sign, one, three, seven = np.uint64(mantissa + exponent_bits), np.uint64(1), np.uint64(3), np.uint64(7)
+    mantissa, _, _, highest_width = fields
+    sizes, three, seven = _verbatim_sizes(highest_width, mantissa), np.uint64(3), np.uint64(7)
     at = np.uint64(8 * start)
     for first in range(0, words.size, SEGMENT_VALUES):
+        part, widths = words[first : first + SEGMENT_VALUES], classes[1, first : first + SEGMENT_VALUES]
         source, begin = data, at
         if np.int64(at >> three) + _ROOM > data.size:
             source, begin = tail, at & seven
             _copy_tail(data, np.int64(at >> three), tail)
-        place_at = begin
-        for place in range(first, min(first + SEGMENT_VALUES, words.size)):
-            index = classes[1, place]
-            bits = (_load(source, np.int64(place_at >> three)) >> (place_at & seven)) & masks[index]
-            body = (((bits & ~one) | ones[index]) << shifts[index]) >> one
-            words[place] = body | exponents[classes[0, place]] | (bits & one) << sign
-            place_at += sizes[index]
-        at += place_at - begin
+        here = begin
+        for place in range(part.size):
+            part[place] = _load(source, np.int64(here >> three)) >> (here & seven)
+            here += sizes[widths[place]]
+        at += here - begin
+        _merge_bodies(part, fields, classes[0, first : first + SEGMENT_VALUES], widths)
     return np.int64((at + seven) >> three) == end
+
+
+@njit
+def _merge_bodies(
+    words: np.ndarray, fields: tuple[Int64, Int64, Int64, Int64], classes: np.ndarray, widths: np.ndarray
+) -> None:
+    """Turn the words, which begin with the bits that travelled, into values."""
+    mantissa, exponent_bits, highest, highest_width = fields
+    if mantissa == 23:
+        top, width, lost = np.uint32(highest), np.uint32(highest_width), np.uint32(24 - highest_width)
+        for place in range(words.size):
+            word, cut, exponent = np.uint32(words[place]), np.uint32(widths[place]), np.uint32(classes[place])
+            is_cut = cut < 14
+            size = np.uint32(width - cut) & np.uint32(31) if is_cut else np.uint32(24)
+            shift = np.uint32(lost + cut) & np.uint32(31) if is_cut else np.uint32(0)
+            body = np.uint32(word & np.uint32(np.uint32(np.uint32(1) << size) - np.uint32(2))) | np.uint32(is_cut)
+            body = np.uint32(np.uint32(body << shift) >> 1) if cut < 15 else np.uint32(0)
+            field = np.uint32(top - exponent) & np.uint32(0xFF) if exponent < 15 else np.uint32(0)
+            words[place] = np.uint32(field << 23) | body | np.uint32(word << 31)
+    else:
+        one, two, exponent_mask = np.uint64(1), np.uint64(2), np.uint64((1 << exponent_bits) - 1)
+        sizes, bits, sign = _verbatim_sizes(highest_width, mantissa), np.uint64(mantissa), np.uint64(exponent_bits)
+        for place in range(words.size):
+            wide, index, number = np.uint64(words[place]), widths[place], np.uint64(classes[place])
+            rest = wide & ((one << sizes[index]) - two)
+            if index < 14:
+                rest = (rest | one) << (bits + one - sizes[index])
+            found = (np.uint64(highest) - number) & exponent_mask if number < 15 else np.uint64(0)
+            words[place] = (((wide & one) << sign | found) << bits) | rest >> one
 
 
 @njit

@@ -92,8 +92,9 @@ def estimate_floats(values: Tensor) -> float:
     chosen, lengths = np.zeros(3, np.int64), np.zeros((2, 16), np.int64)
     for chunk in range(0, chunks, 1 + max(0, chunks - 1) // ESTIMATED_CHUNKS):
         part = words[chunk * CHUNK_VALUES : (chunk + 1) * CHUNK_VALUES]
+        are_equal = (part == part[0]).all()
         part = part[_sample(part.size, min(SAMPLED_VALUES, ESTIMATED_VALUES // min(chunks, ESTIMATED_CHUNKS)))]
-        if not (part == part[0]).all():
+        if not are_equal:
             bits += choose_code(*_counts(part, layout), item_bits, chosen, lengths)
             bits += OVERHEAD * part.size if chosen[0] > RAW else 0
         sampled += part.size

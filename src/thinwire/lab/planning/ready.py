@@ -80,7 +80,7 @@ class StepWatch:
         self.sample = GradientSample(trained, tables)
         """Chunks of the gradients of one of the first steps."""
         self._tables = frozenset(tables)
-        self._samples = samples
+        self._samples, self._sampled_step = samples, -1
         self._begin = begin
         self._clock = Clock(next((tensor.device for tensor in trained.values()), torch.device("cpu")))
         self._is_step = False
@@ -101,7 +101,8 @@ class StepWatch:
 
     def take(self, name: str, gradient: Tensor | None) -> None:
         """Sample a gradient as it is synchronized, while steps warm up, or until there is a sample."""
-        if self.num_steps < WARM_STEPS or not self.sample.passes:
+        if self.num_steps < WARM_STEPS or not self.sample.taken or self._sampled_step == self.num_steps:
+            self._sampled_step = self.num_steps
             self.sample.take(name, gradient)
 
     def close(self) -> Tensor:

@@ -38,6 +38,7 @@ class CheckpointBenchmark:
         steps: iterations of a block; each method has a block in each of ``repeat`` turns.
         replicas: copies of each host's state, including its own.
         kills: number of times all trainers of a method are killed before a host is lost too; 0 skips recovery.
+        compress: that of the Checkpointers, ``thinwire`` and ``blocking``.
         traced: whether to sample the traffic of the links too, for a picture.
 
     Raises:
@@ -53,6 +54,7 @@ class CheckpointBenchmark:
     repeat: int = 10
     replicas: int = 2
     kills: int = 2
+    compress: str | None = None
     traced: bool = False
     timeout_seconds: float = 7200.0
 
@@ -62,6 +64,8 @@ class CheckpointBenchmark:
             raise ValueError(f"methods {', '.join(self.methods)}: each once, of {', '.join((*METHODS, *RIVALS))}")
         if min(self.steps, self.repeat) < 1 or self.kills < 0:
             raise ValueError("steps and repeats must be at least one, kills at least zero")
+        if self.compress not in (None, "lossless"):
+            raise ValueError(f"compress {self.compress!r}: it is 'lossless' or none")
         ring_sizes(self.hosts, self.replicas)
         in_peers = sum(method in IN_PEERS for method in self.methods)
         needed = in_peers * self.hosts * self.replicas * SLOTS * self.work.state_bytes
@@ -138,7 +142,7 @@ def _overhead(
         methods=benchmark.methods,
         steps=benchmark.steps,
         repeat=benchmark.repeat,
-        place=Place(hosts.sockets, directory, benchmark.replicas, "overhead"),
+        place=Place(hosts.sockets, directory, benchmark.replicas, "overhead", benchmark.compress),
         traced=benchmark.traced and hosts.network is not None,
     )
 
@@ -178,7 +182,7 @@ def _recoveries(
         work=benchmark.work,
         data=data,
         hosts=hosts,
-        place=Place(hosts.sockets, directory, benchmark.replicas, "recovery"),
+        place=Place(hosts.sockets, directory, benchmark.replicas, "recovery", benchmark.compress),
         kills=benchmark.kills,
         iteration_seconds=statistics.median(records[0].blocks[0].iterations),
         timeout_seconds=benchmark.timeout_seconds,
@@ -206,6 +210,8 @@ def _environment(
         "hosts": benchmark.hosts,
         "link_nominal_mbit": benchmark.link.mbit,
         "job": benchmark.work.job,
+        "dtype": benchmark.work.dtype,
+        "compress": benchmark.compress,
         "compute_seconds": benchmark.work.compute_seconds,
         "replicas": benchmark.replicas,
         "steps": benchmark.steps,

@@ -21,12 +21,16 @@ IN_PEERS = (BLOCKING, THINWIRE)
 
 @dataclass(frozen=True)
 class Place:
-    """Destination of checkpoints: the sockets of the holders, host by host, and a directory that all hosts see."""
+    """Destination of checkpoints: the sockets of the holders, host by host, and a directory that all hosts see.
+
+    ``compress`` is that of `Checkpointer`.
+    """
 
     sockets: tuple[str, ...]
     directory: str
     replicas: int
     run_id: str
+    compress: str | None = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +135,7 @@ class InPeers:
             run_id=self._run_id,
             holder_socket=socket,
             max_overhead=self._max_overhead,
+            compress=place.compress,
         )
         self._holder = HolderClient.connect(socket, load_secret(socket))
 

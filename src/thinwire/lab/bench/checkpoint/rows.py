@@ -21,6 +21,7 @@ ROW = (
     "method", "hosts", "link_mbit", "state_bytes", "iteration_seconds_median", "overhead_ratio", "overhead_spread",
     "interval_iterations", "cpu_seconds", "blocking_ms_per_gb", "wasted_seconds", "recovery_seconds_processes",
     "recovery_seconds_host", "recovery_link_share", "iterations_lost", "restore_bitwise_equal",
+    "version_bytes", "checkpoint_seconds",
 )  # fmt: skip
 
 
@@ -48,6 +49,10 @@ def row_of(
         "recovery_link_share": _link_share(recovery, link_mbit),
         "iterations_lost": max(recovery.iterations_lost, default=None) if recovery else None,
         "restore_bitwise_equal": recovery.bitwise_equal if recovery else None,
+        "version_bytes": max(float(record.gaps.get("checkpoint/coded_bytes", 0)) for record in records)
+        if method == THINWIRE
+        else None,
+        "checkpoint_seconds": checkpoint_seconds(method, records),
     }
 
 

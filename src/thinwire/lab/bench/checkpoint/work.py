@@ -19,6 +19,7 @@ from thinwire.lab.bench.jobs.named import get_job
 SYNTHETIC = "synthetic"
 LAYERS = 8
 _STATE_BYTES_PER_PARAMETER = 12  # float32, and the two moments of Adam
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _BATCH_SIZE = 4
 
 
@@ -29,6 +30,7 @@ class TrainingWork:
     Args:
         job: SYNTHETIC, or a name of `thinwire.lab.bench.jobs`.
         state_bytes: approximate size of the synthetic model and its optimizer, on every rank.
+        dtype: of the parameters of the synthetic model, and of the optimizer's moments: float32 or bfloat16.
         compute_seconds: part of a step in which a rank sleeps, a third of it in forward and the rest in backward: the
             time of an accelerator, which uses no core of the machine that plays all hosts.
 
@@ -39,10 +41,13 @@ class TrainingWork:
     job: str = SYNTHETIC
     state_bytes: int = 4_000_000
     compute_seconds: float = 1.0
+    dtype: str = "float32"
 
     def __post_init__(self) -> None:
         if self.job != SYNTHETIC:
             get_job(self.job)
+        if self.dtype not in _DTYPES:
+            raise ValueError(f"dtype {self.dtype!r}: one of {', '.join(_DTYPES)}")
         if self.state_bytes < LAYERS * _STATE_BYTES_PER_PARAMETER or self.compute_seconds < 0:
             raise ValueError(f"a state of {self.state_bytes} bytes and {self.compute_seconds} s of compute cannot be")
 
@@ -134,8 +139,10 @@ class Trainer:
         self._work, self._batches, self._accelerator = work, None, Accelerator()
         torch.manual_seed(0)
         if data is None:
-            width = max(1, round(math.sqrt(work.state_bytes / _STATE_BYTES_PER_PARAMETER / LAYERS)))
-            self.model: nn.Module = WaitingNet(width, self._accelerator, work.compute_seconds)
+            dtype = _DTYPES[work.dtype]
+            parameter_bytes = _STATE_BYTES_PER_PARAMETER * dtype.itemsize // 4
+            width = max(1, round(math.sqrt(work.state_bytes / parameter_bytes / LAYERS)))
+            self.model: nn.Module = WaitingNet(width, self._accelerator, work.compute_seconds).to(dtype)
             self._input_shape = (_BATCH_SIZE, width)
             self.optimizer: torch.optim.Optimizer = torch.optim.Adam(self.model.parameters(), lr=1e-3)
         else:
@@ -162,7 +169,7 @@ class Trainer:
 
     def _loss(self) -> Tensor:
         if self._batches is None:
-            inputs = torch.randn(self._input_shape)
+            inputs = torch.randn(self._input_shape, dtype=_DTYPES[self._work.dtype])
             return (self.model(inputs) - inputs).square().mean()
         loss = get_job(self._work.job).loss(self.model, self._batches.next())
         return Compute.apply(loss, self._accelerator, self._work.compute_seconds / 3)

@@ -117,6 +117,7 @@ SETTINGS: dict[str, MethodSetting] = {
     "atomo": MethodSetting({"rank": 4}),
     "ok_topk": MethodSetting({"density": 0.01}),
     "hi_top_k": MethodSetting({"density": 0.01}),
+    "deep_reduce": MethodSetting(),
 }  # fmt: skip
 """Settings of thinwire's own methods; arguments not given here have the constructor's defaults."""
 

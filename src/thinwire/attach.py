@@ -73,10 +73,9 @@ def attach(
     to the rounding of another order of addition, and has the same bits on all ranks. Gradients keep their layout, so
     any optimizer works. Call it on all ranks, after wrapping the model and before the first backward.
 
-    With ``compress`` large matrices that are not embedding tables are compressed, which is lossy; see
-    docs/guides/compression.md. A plain module needs no DDP: all ranks get the parameters and buffers of rank 0, and
-    gradients are averaged while ``backward`` runs. With ``fuse`` or ``plan`` they travel in groups that suit the link;
-    see docs/guides/plan-execution.md.
+    With ``compress`` large matrices that are not tables are compressed, which is lossy (docs/guides/compression.md). A
+    plain module needs no DDP: all ranks get the parameters and buffers of rank 0. With ``fuse`` or ``plan`` gradients
+    travel in groups that suit the link (docs/guides/plan-execution.md).
 
     Args:
         model: a ``DistributedDataParallel``, an FSDP2 model (see docs/integrations/fsdp.md), or a plain module. All
@@ -86,8 +85,7 @@ def attach(
         timeout: how long to wait for a peer; None means the timeout of the model's process group.
         process_group: the ranks that have a copy of a plain module, as a ProcessGroup or a one-dimensional DeviceMesh
             such as ``mesh["dp"]``; None for all ranks. DDP has its own. With ``outer`` also `thinwire.outer.Members`.
-        exclude: parameters and buffers of a plain module that are left alone, on all ranks alike: names, patterns of
-            names (``fnmatch``), or parameters. Each rank has its own there. DDP has its own list.
+        exclude: parameters and buffers that a plain module leaves alone: names, patterns (``fnmatch``), or parameters.
         compress: a compressor of `thinwire.compress`, for all matrices of 1024 elements or more; or a policy, which is
             a function from a ``Parameter`` to a compressor or None; or compressors by name pattern (``fnmatch``).
             Biased compressors without a memory get error feedback.
@@ -97,12 +95,9 @@ def attach(
             gradients, and a step that the scaler skips leaves them as they were.
         optimizer: the optimizer to check: it must have no momentum for parameters whose compressor has it, like `dgc`.
             With ``outer`` the one whose steps are counted.
-        fuse: a policy of `thinwire.fuse`, for a plain module on the CPU: after ten measured steps, gradients travel
-            in its groups.
-        ahead: whether each parameter is compressed by itself, and payloads are fused; False compresses the compressed
-            parameters of a group as one flat tensor.
-        plan: what to compress, and which gradients travel together. For DDP it must have the buckets of the plan, see
-            `thinwire.Plan.bucket_cap_mb_list`.
+        fuse: a policy of `thinwire.fuse` for a plain module on the CPU, whose groups are used after ten measured steps.
+        ahead: whether each parameter is compressed by itself; False compresses those of a group as one flat tensor.
+        plan: what to compress and what travels together; DDP needs its buckets: `thinwire.Plan.bucket_cap_mb_list`.
         fallback: whether a plan that is slower than exact synchronization is dropped, on all ranks at the same step.
         outer: a recipe of `thinwire.outer`, with which ranks train apart: another algorithm, see docs/guides/outer.md.
         dense: how dense gradients are summed that are not compressed: "native", "lossless" or "auto", see
@@ -121,13 +116,13 @@ def attach(
         >>> model = DistributedDataParallel(model)                                        # doctest: +SKIP
         >>> sync = thinwire.attach(model)                                                 # doctest: +SKIP
         >>> sync = thinwire.attach(model, compress=thinwire.compress.top_k(0.01))         # doctest: +SKIP
-        >>> sync = thinwire.attach(module, plan=thinwire.Plan.load("plan.json"))          # doctest: +SKIP
+        >>> sync = thinwire.attach(model, dense="lossless")                               # doctest: +SKIP
     """
     model = find_model(model)
     _check_arguments(scheme, timeout, grad_scaler)
     if outer is not None:
-        others = {"fuse": fuse, "plan": plan, "fallback": fallback, "grad_scaler": grad_scaler, "dense": dense}
-        _check_outer(outer, ahead=ahead, **others)
+        others = {"plan": plan, "fallback": fallback, "grad_scaler": grad_scaler, "dense": dense}
+        _check_outer(outer, fuse=fuse, ahead=ahead, **others)
         return _attach_outer(model, outer, optimizer, process_group, timeout, scheme, exclude, compress, exchange)
     group = _group_of(model, process_group)
     with telling_peers(group, timeout):
@@ -135,9 +130,9 @@ def attach(
         _check_model(model, group)
     if is_attached(model):
         raise ValueError("thinwire is attached to this model already: call detach() on its Synchronizer first")
-    dense = _dense(dense, model, plan, compress, fuse)
     alone = {"compress": compress, "fuse": fuse, "exchange": exchange, "ahead": ahead}
     _check_grouping(model, plan, fuse, fallback, alone)
+    dense = _dense(dense, model, plan, compress, fuse)
     if plan is None and compress is None:
         _check_exact(exchange, ahead)
         intent = None if fuse is None else Intent(_names(model), (fuse,))

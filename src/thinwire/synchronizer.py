@@ -35,7 +35,7 @@ from thinwire.gradients.ddp import Alone, DdpPlug, LeftToDdp, Plug
 from thinwire.gradients.exact import GradientSync, NativeAllReduce, is_native, route_asked_for
 from thinwire.gradients.fsdp import ShardedHooks, sharding_of
 from thinwire.gradients.fused import FusedSync
-from thinwire.gradients.lossless import LEAST_BYTES, LOSSLESS, NATIVE, LosslessSync, Sampler
+from thinwire.gradients.lossless import AUTO, LEAST_BYTES, LOSSLESS, NATIVE, GradientSampler, LosslessSync
 from thinwire.gradients.model import module_of, synchronized_buffers, synchronized_parameters
 from thinwire.gradients.parameters import ParameterHooks, broadcast_all, places_of, trained_parameters
 from thinwire.gradients.passes import Guard, Passes
@@ -102,18 +102,14 @@ class Synchronizer:
             if not isinstance(model, DistributedDataParallel):
                 buffers = () if self._sharding is not None else synchronized_buffers(model)
                 broadcast_all((tensor for _, tensor in (*synchronized_parameters(model), *buffers)), group)
-            # Nothing times steps of FSDP both ways: there "auto" is native.
-            is_on = (dense == LOSSLESS or (dense != NATIVE and self._sharding is None)) and self._inner.world_size > 1
             for lane in self._lanes:
                 lane.codes_values = dense == LOSSLESS
-            self._lossless = LosslessSync(self._gradients.records) if is_on else None
-            if self._lossless is not None and dense == LOSSLESS:
-                self._lossless.turn(SUPPORTED_DTYPES)
+            self._lossless = self._make_lossless(device)
             self._native = self._make_native(group, device)
             self._collective = self._make_collective(group)
             self._plug = self._make_plug()
             guard = Guard(self._lanes, not self._is_left_to_ddp)
-            self._choice = self._make_choice(device, guard)
+            self._choice = self._make_choice(guard)
             if intent is not None:
                 hooks = self._plug if isinstance(self._plug, ParameterHooks) else None
                 following = Following(intent.names, intent.groups, hooks, self._compressed)
@@ -377,12 +373,23 @@ class Synchronizer:
             self._lookups.remove()
             raise
 
-    def _make_choice(self, device: torch.device, guard: Guard) -> DenseChoice | None:
-        """Return what decides about the lossless way, or None where there is nothing to gain, and for a GPU."""
-        lossless, has_hosts = self._lossless, len(set(self._lane.exchange.hosts)) > 1
-        if lossless is None or self._dense == LOSSLESS or not has_hosts or device.type != "cpu" or self._sharding:
+    def _make_lossless(self, device: torch.device) -> LosslessSync | None:
+        """Return the lossless way of dense gradients, or None where it is not asked for or cannot pay.
+
+        "auto" does not time steps of FSDP both ways, nor those of a GPU.
+        """
+        if self._dense == LOSSLESS and self._inner.world_size > 1:
+            return LosslessSync(self._gradients.records, frozenset(SUPPORTED_DTYPES))
+        has_hosts = len(set(self._lane.exchange.hosts)) > 1 and device.type == "cpu" and self._sharding is None
+        if self._dense != AUTO or not has_hosts:
             return None
-        lossless.least_bytes = LEAST_BYTES
+        return LosslessSync(self._gradients.records, least_bytes=LEAST_BYTES)
+
+    def _make_choice(self, guard: Guard) -> DenseChoice | None:
+        """Return what decides about the lossless way, or None where that is asked for or cannot pay."""
+        lossless = self._lossless
+        if lossless is None or self._dense == LOSSLESS:
+            return None
         num_bytes: dict[torch.dtype, int] = {}
         for _, parameter in synchronized_parameters(self._model):
             if parameter.requires_grad:
@@ -390,7 +397,7 @@ class Synchronizer:
                 num_bytes[dtype] = num_bytes.get(dtype, 0) + parameter.nbytes
         plug, buckets, lane = self._plug, self._buckets, self._lane  # and not this object, which holds the model
 
-        def sample(sampler: Sampler | None) -> None:
+        def sample(sampler: GradientSampler | None) -> None:
             if isinstance(plug, LeftToDdp):
                 plug.sample(sampler)
             else:

@@ -84,7 +84,8 @@ AUTOCAST = """
 
 @needs_namespaces
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("tried", [pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.slow
+@pytest.mark.parametrize("tried", [True, False])
 def test_under_autocast_lossless_sums_are_the_advice(
     tried: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,7 +80,7 @@ def trainer(job: Job, rank: int) -> None:
     """A rank: what it restored, how far it came, what it warned of and its parameters go to files."""
     os.environ["THINWIRE_SECRET"] = SECRET
     torch.set_num_threads(1)
-    coding.LEAST_VALUES = 1
+    coding.LEAST_VALUES, coding.floats.is_compiled = 1, lambda: True
     store = f"file://{job.directory}/{job.name}.store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=len(job.sockets))
     for seed in (torch.manual_seed, random.seed, np.random.seed):
@@ -541,6 +541,7 @@ def test_nothing_waits_until_a_version_is_coded(hosts: Hosts, monkeypatch: pytes
     model = nn.Linear(300, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     go_on, real = threading.Event(), cycle.pack
+    monkeypatch.setattr(coding.floats, "is_compiled", lambda: True)
 
     def slow(*args: Any) -> Any:
         assert go_on.wait(20)
@@ -583,9 +584,32 @@ def test_nothing_waits_until_a_version_is_coded(hosts: Hosts, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("alone")
+def test_versions_are_not_coded_until_that_is_fast(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain code takes minutes for a gigabyte; as soon as the compiled one is there, versions are coded."""
+    model, are_there = nn.Linear(300, 300), []
+    monkeypatch.setattr(coding.floats, "is_compiled", lambda: bool(are_there))
+    options: dict[str, Any] = {"run_id": "run", "replicas": 1, "holder_socket": hosts.start("a")}
+    with thinwire.checkpoint.Checkpointer(model, compress="lossless", **options) as checkpointer:
+        checkpointer.restore()
+        sizes = []
+        for step in range(5):
+            if step == 2:
+                are_there.append(True)
+            checkpointer.step()
+            assert checkpointer.flush(20)
+            sizes.append(checkpointer.stats()["checkpoint/coded_bytes"])
+    assert sizes[0] == sizes[1] == checkpointer.stats()["checkpoint/bytes"] > sizes[-1]
+    with thinwire.checkpoint.Checkpointer(other := nn.Linear(300, 300), **options) as checkpointer:
+        assert checkpointer.restore() == 5
+        assert torch.equal(other.weight, model.weight)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_code_that_fails_costs_a_version(hosts: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(300, 300)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    monkeypatch.setattr(coding.floats, "is_compiled", lambda: True)
 
     def fail(*_: object) -> Any:
         raise MemoryError("none left")

@@ -183,7 +183,9 @@ def test_tables_of_a_script_are_measured_with_the_rows_that_its_ranks_touch() ->
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kind", ["rows", "compressor", "plan", "lossless", "lossless plan"])
+@pytest.mark.parametrize(
+    "kind", ["rows", "compressor", "plan", "lossless", pytest.param("lossless plan", marks=pytest.mark.slow)]
+)
 def test_advice_runs_when_it_is_pasted(kind: str) -> None:
     if kind == "rows":
         measurement, arguments = measured(TABLES), []

@@ -40,7 +40,7 @@ ROOMS = {
     },
     "all_reduce": {"sparse", "comm", "sync"},
     "synchronizer": {
-        "errors", "observe", "kernels", "comm", "lossless", "cuda", "sync", "compress", "gradients", "follow",
+        "errors", "observe", "kernels", "sparse", "comm", "lossless", "cuda", "sync", "compress", "gradients", "follow",
     },
     "outer": {"errors", "observe", "wire", "comm", "cuda", "sync", "compress", "gradients", "follow", "synchronizer"},
     "attach": {

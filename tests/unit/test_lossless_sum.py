@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -66,7 +66,7 @@ def summed(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_bits_of_a_sum_in_rank_order(dtype: torch.dtype, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "SEGMENT_VALUES", 512)
     for numel in (0, 1, world_size - 1, world_size, 64 * world_size + 1, 9001):
@@ -76,7 +76,14 @@ def test_the_bits_of_a_sum_in_rank_order(dtype: torch.dtype, world_size: int, mo
             assert torch.equal(bits(result), expected), f"{numel} values"
 
 
+@pytest.fixture(autouse=True)
+def everything_is_coded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few values are sent as they are, which the last of these tests shows."""
+    monkeypatch.setattr(sums, "LEAST_VALUES", 1)
+
+
 @given(st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_values_that_are_no_numbers_are_values_like_others(data: st.DataObject) -> None:
     world_size = data.draw(st.integers(2, 4))
     dtype = data.draw(st.sampled_from(DTYPES))
@@ -161,7 +168,7 @@ def _flipped(position: int) -> object:
 
 @pytest.mark.parametrize("position", [0, 1, 7, 8, 100, -1, -9])
 def test_an_altered_message_is_an_error_on_all_ranks(position: int) -> None:
-    tensors = gradients(2000, 3, torch.float32)
+    tensors = gradients(20_000, 3, torch.float32)
 
     def run(exchange: LoopbackExchange) -> None:
         channel = Channel(exchange, Subject("gradient", ""), 0)
@@ -177,7 +184,7 @@ def test_an_altered_message_is_an_error_on_all_ranks(position: int) -> None:
 def test_a_message_that_is_no_code_names_its_sender(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its seal is right, so the peer itself encoded something else."""
     encode = floats.encode
-    tensors = gradients(2000, 2, torch.float32)
+    tensors = gradients(20_000, 2, torch.float32)
 
     def run(exchange: LoopbackExchange) -> None:
         channel = Channel(exchange, Subject("gradient", ""), 0)
@@ -197,7 +204,18 @@ def test_a_message_that_is_no_code_names_its_sender(monkeypatch: pytest.MonkeyPa
     assert isinstance(errors[1], LostPeerError)
 
 
+def test_few_values_are_sent_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "LEAST_VALUES", 500)
+    tensors, reports = gradients(900, 2, torch.float32), [SumReport(), SumReport()]
+    results, sent = summed(tensors, 1.0, reports)
+    assert all(torch.equal(bits(result), bits(rank_order_sum(tensors, 1.0))) for result in results)
+    for report, num_bytes in zip(reports, sent, strict=True):
+        assert report.predicted_bytes == num_bytes - opening_bytes(2)
+        assert 64.0 <= report.bits < 65.0
+
+
 @given(st.integers(0, 100_000), st.integers(1, 40))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_pieces_cover_a_tensor_evenly(numel: int, world_size: int) -> None:
     found = pieces(numel, world_size)
     assert [piece.start for piece in found] == [0, *(piece.stop for piece in found[:-1])]

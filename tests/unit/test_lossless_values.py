@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -20,13 +21,16 @@ from thinwire.compress.reduction import stacked
 from thinwire.compress.reduction.base import Result, Stopwatch, Task
 from thinwire.compress.reduction.choose import AUTO, reduction_for, scattered
 from thinwire.compress.wrappers import packed_code
-from thinwire.errors import CorruptMessageError
+from thinwire.errors import CorruptHeaderError, CorruptMessageError
+from thinwire.gradients import exact
 from thinwire.gradients.peers import ChannelPeers
 from thinwire.sparse import SparseRows
+from thinwire.sync.known_ids import _CodedParcels
 from thinwire.sync.named import COLUMN_SPLIT, NAMED, SPARCML, UNION_SPLIT, ZEN, name_of
 from thinwire.sync.scheme import Communication
 from thinwire.sync.synchronize import synchronize
 from thinwire.sync.two_level import TwoLevel
+from thinwire.sync.union_shares import UnionPlan
 from thinwire.wire import Format, Whole
 
 SIZES = (0, 1, 7, 1000, 5000)
@@ -252,3 +256,44 @@ def test_a_coded_payload_is_shorter_and_gives_back_every_bit(format: Format, num
     for end in range(0, payload.numel(), 8):
         with pytest.raises(CorruptMessageError):
             wire.decode(format, part, positions.numel(), payload[:end], 12, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["short", "long", "no code", "only ids"])
+def test_a_malformed_parcel_of_coded_values_is_refused(kind: str) -> None:
+    """Though its seal is right: by the rank that sent it, say, with other rows."""
+    plan = UnionPlan((300, 300), 300, 16, 4, (Format.COO,), True)
+    lead, size = plan.lead_bytes(0, 0), plan.lead_bytes(0, 0) + 300 * 8 * 4
+    content = {"short": lead + 100, "long": size, "no code": size - 8, "only ids": lead}[kind]
+
+    def rank_of(exchange: LoopbackExchange) -> int:
+        channel = Channel(exchange, Subject("rows", "the same on all ranks"), 0)
+        channel.open()
+        with channel.stream() as stream:
+            parcels = _CodedParcels(channel, stream, plan, torch.float32)
+            if exchange.rank == 0:
+                parcels.send_sized([1], 1, lambda: torch.full((content,), 255, dtype=torch.uint8))
+                return 0
+            return parcels.receive(0, 1, size)().numel()
+
+    sender, receiver = run_ranks(2, rank_of)
+    assert sender.error is None
+    if kind == "long":
+        assert receiver.get() == size  # as they are
+    else:
+        with pytest.raises(CorruptHeaderError, match="rank 0"):
+            receiver.get()
+
+
+@pytest.mark.parametrize("codes_values", [False, True])
+def test_steps_with_coded_values_do_not_make_the_link_look_faster(
+    codes_values: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bytes are fewer than those expected of the scheme."""
+    monkeypatch.setattr(exact, "longest_of_all", lambda exchange, seconds: seconds)
+    monkeypatch.setattr(exact, "seen_byte_seconds", lambda *numbers: 1e-9)
+    lane, learned, channel = MagicMock(), MagicMock(), MagicMock(codes_values=codes_values)
+    channel.exchange.hosts = [0, 1]
+    learned.estimate.return_value.sent_bytes = 1 << 20
+    exact.GradientSync("auto")._learn(lane, learned, channel, ZEN, MagicMock(), 0.1)
+    assert lane.saw.called != codes_values
+    assert learned.learn.called

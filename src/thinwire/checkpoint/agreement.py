@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,7 @@ class Turn:
 
     ``registers``: whether all ranks have to call `Agreement.register` first. ``stride``: multiples of ``every`` until
     the next checkpoint; 0 to try again at once. ``raises``: error for `Checkpointer.step` to raise, on all ranks.
+    ``coded``: whether the version is to be coded: on all ranks or on none, so that digests of the same state are equal.
     """
 
     skipped: str = ""
@@ -56,6 +57,7 @@ class Turn:
     registers: bool = False
     stride: int = 0
     raises: Exception | None = None
+    coded: bool = False
 
 
 class Divergence:
@@ -109,7 +111,7 @@ class Agreement:
     ``obstacle`` the reason why this rank cannot make a checkpoint, or empty; ``refusal`` one that does not pass by
     itself, which all ranks raise; ``status`` is the holder's last answer, ``payload_bytes`` the size of this rank's
     state: slots that are too small for it are registered anew. ``coding`` is set while another thread codes a version,
-    and publishes it.
+    and publishes it; ``can_code`` returns whether this rank can.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class Agreement:
         self._register_at, self._offered_until = 0, 0
         self._persisting: int | None = None  # step that all ranks will pass to the persistent tier
         self.payload_bytes, self._short, self.coding = 0, "", False
+        self.can_code: Callable[[], bool] = lambda: False
         self._reconnecting: threading.Thread | None = None
 
     def wait_until_sent(self, needed: threading.Event) -> bool:
@@ -159,8 +162,9 @@ class Agreement:
         safe = bool(self.status.get("safe"))
         due = self._tier is not None and self._tier.is_due()
         refusal, votes = self.refusal, [not obstacle, registered, replicated, free, due, safe, -self._governor.stride]
+        votes.append(self.can_code())
         told = gather([not refusal, *votes, *self._digests()], self._group)
-        storable, ready, registered, keep, free, due, safe, stride, *_ = map(min, zip(*told, strict=True))
+        storable, ready, registered, keep, free, due, safe, stride, coded, *_ = map(min, zip(*told, strict=True))
         if not storable:
             failed = failures_of(refusal, self._group)
             return Turn(failed, raises=ValueError(f"the state cannot be stored, so there are no checkpoints: {failed}"))
@@ -188,7 +192,7 @@ class Agreement:
         self._persisting = step if due else None
         writer = self._slot(step)
         skipped = "" if writer is not None else self._skip(step, "the holder gave no slot").skipped
-        return Turn(skipped, writer, False, -stride)
+        return Turn(skipped, writer, False, -stride, coded=bool(coded))
 
     def register(self, step: int, payload_bytes: int) -> bool:
         """Register slots on all ranks and return whether all have them; if not, retry some steps later. Collective."""

@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,8 @@ class Checkpointer:
         self._agreement = Agreement(registration, self._group, self._tier, self._pacer, self._notices, governor, raises)
         self._restorer = Restorer(training, registration, self._tier, self._group, run_id, about, self._notices, every)
         codes = compress is not None
+        if codes and find_spec("numba") is None:
+            self._notices.add("versions are not coded, which takes numba: pip install 'thinwire[cpu]'")
         self._cycle = Cycle(training, self._agreement, self._notices, about, governor, overlap, codes)
         self._run_id, self._max_age_steps, self._first = run_id, max_age_steps, 0
         self._alarm = AgeAlarm(every)

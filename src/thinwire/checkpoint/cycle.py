@@ -33,6 +33,7 @@ from thinwire.checkpoint.state.coding import pack
 from thinwire.checkpoint.state.encode import Encoded, StateEncoder
 from thinwire.checkpoint.state.layout import view_of
 from thinwire.checkpoint.state.snapshot import TrainingState
+from thinwire.codes import floats
 from thinwire.errors import ThinwireError
 from thinwire.holder.client import SlotWriter
 
@@ -106,6 +107,7 @@ class Cycle:
         self._encoder, self._copier = StateEncoder(training.is_replicated), Copier(training.is_stepped)
         self._worker = Worker("thinwire-checkpoint")
         self._coder = Worker("thinwire-coder", _CODING_NICENESS) if codes else None
+        agreement.can_code = floats.is_compiled if codes else lambda: False
         self._turn: Future[Turn] | None = None  # of the next checkpoint
         self._needed = threading.Event()  # set when the turn is needed now
         self._closing = False
@@ -290,7 +292,7 @@ class Cycle:
         self._governor.note_begun()
         self._needed.clear()
         self._worker.submit(self._watch)
-        as_it_is = encoded.payload_bytes if self._coder is None else 0
+        as_it_is = 0 if turn.coded else encoded.payload_bytes
         return VersionRecord(self.step, encoded.payload_bytes, coded_bytes=as_it_is)
 
     def _encode(self) -> Encoded | None:
@@ -336,7 +338,7 @@ class Cycle:
             reason = "parameters were written to before the next optimizer.step"
             self._copy_alone(reason)
             return writer.step, copy.seconds, reason
-        if self._coder is None:
+        if self._coder is None or not turn.coded:
             return writer.step, copy.seconds, self._agreement.publish(turn, encoded, self._about)
         self._agreement.coding = True
         self._coding = self._coder.submit(lambda: self._code(writer, turn, encoded))

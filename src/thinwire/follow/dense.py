@@ -25,7 +25,7 @@ from thinwire.comm.hosts import ranks_of_hosts
 from thinwire.comm.lane import Lane
 from thinwire.comm.machine import Machine
 from thinwire.gradients.buckets import OTHERS
-from thinwire.gradients.lossless import ROW, SAMPLED_STEPS, LosslessSync, Sampler
+from thinwire.gradients.lossless import ROW, SAMPLED_STEPS, GradientSampler, LosslessSync
 from thinwire.kernels import dispatch
 from thinwire.lossless.decide import Code, Ranks, Verdict, decide
 from thinwire.lossless.sum import SumReport, all_reduce
@@ -54,13 +54,13 @@ class DenseChoice:
         lane: Lane,
         lossless: LosslessSync,
         num_bytes: Mapping[torch.dtype, int],
-        sample: Callable[[Sampler | None], None],
+        sample: Callable[[GradientSampler | None], None],
         turn: Callable[[Sequence[torch.dtype]], None],
     ) -> None:
         self._lane, self._lossless, self._num_bytes = lane, lossless, num_bytes
         self._sample, self._turn = sample, turn
         self._per_host = max(map(len, ranks_of_hosts(lane.exchange.hosts)))
-        self._sampler: Sampler | None = None
+        self._sampler: GradientSampler | None = None
         self._machine: Machine | None = None
         self._is_measured = False
         self._verdicts: dict[torch.dtype, Verdict] = {}
@@ -103,7 +103,7 @@ class DenseChoice:
             self._decline("no code could pay on this link")
             return
         kernels.warm_up(wait=False)
-        self._sampler = Sampler(sum(size // dtype.itemsize for dtype, size in self._num_bytes.items()))
+        self._sampler = GradientSampler(sum(size // dtype.itemsize for dtype, size in self._num_bytes.items()))
         self._sample(self._sampler)
         self._enter(self._try_code, SAMPLED_STEPS)
 
@@ -203,7 +203,9 @@ class DenseChoice:
 def _measured(lane: Lane) -> Machine | None:
     with lane.setting_up():
         lane.channel(Subject("the cost of the link", "dense gradients")).open()
-        return lane.machine()
+        machine = lane.machine()
+    # Where a message seems slow, the probe of an all-reduce attributes to its bytes as little as a quarter of its time.
+    return None if machine is None else machine.slowed(machine.byte_seconds)
 
 
 def _sum_of(sample: Tensor) -> Callable[[Lane], list[float]]:

@@ -21,7 +21,7 @@ from thinwire.errors import ThinwireError
 from thinwire.gradients.collective import CollectiveTables
 from thinwire.gradients.compressed import CompressedSync
 from thinwire.gradients.exact import DenseBucket, GradientSync, NativeAllReduce, Started
-from thinwire.gradients.lossless import LosslessSync, Sampler
+from thinwire.gradients.lossless import GradientSampler, LosslessSync
 from thinwire.gradients.tables import LookupRows, TableGradient, staged
 from thinwire.observe.step import Clock, JobTimes, Load, show
 
@@ -118,7 +118,7 @@ class Buckets:
         lossless: LosslessSync | None = None,
     ) -> None:
         self._lossless = lossless
-        self.sampler: Sampler | None = None  # sees gradients of no table, before they are sent
+        self.sampler: GradientSampler | None = None  # sees gradients of no table, before they are sent
         self._collective = collective
         self._staging = staging or Staging()
         self._native = native

@@ -30,7 +30,7 @@ from thinwire.comm.lane import Lane
 from thinwire.errors import ThinwireError
 from thinwire.gradients.buckets import Buckets, Pending
 from thinwire.gradients.exact import NativeAllReduce
-from thinwire.gradients.lossless import Sampler
+from thinwire.gradients.lossless import GradientSampler
 from thinwire.gradients.model import synchronized_parameters
 from thinwire.gradients.tables import weakly
 
@@ -374,7 +374,7 @@ class LeftToDdp(_PlugOfDdp):
             self._remove_hooks()
             self._seen = self._hooked(self._model)
 
-    def sample(self, sampler: Sampler | None) -> None:
+    def sample(self, sampler: GradientSampler | None) -> None:
         """Call ``sampler`` with the local gradient of each parameter in each synchronized backward; None ends that."""
         for handle in self._samplers:
             handle.remove()
@@ -406,7 +406,7 @@ class LeftToDdp(_PlugOfDdp):
         if self._seen is not None:
             self._seen.remove()
 
-    def _sampled(self, sampler: Sampler, name: str, parameter: Tensor) -> None:
+    def _sampled(self, sampler: GradientSampler, name: str, parameter: Tensor) -> None:
         if self.synchronizes and parameter.grad is not None:
             sampler(name, parameter.grad)
 

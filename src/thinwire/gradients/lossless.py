@@ -140,7 +140,7 @@ class LosslessSync:
         return [num_bytes.get(gradient.dtype, 0) > self.least_bytes for gradient in gradients]
 
 
-class Sampler:
+class GradientSampler:
     """Samples of local gradients, of the same places on all ranks.
 
     Args:

@@ -445,7 +445,7 @@ def _dispatched(reference: Callable[P, R], kernel: Kernel) -> Callable[P, R]:
             return reference(*args, **kwargs)
         if has_numba() and not is_loaded:
             _count_unready()
-        if has_numba() and (chosen == "numba" or _is_compiled(name)):
+        if has_numba() and (chosen == "numba" or is_compiled(name)):
             is_loaded = True
             return kernel.on_cpu()(*args, **kwargs)
         if chosen == "numba" and not has_numba():
@@ -476,7 +476,8 @@ def compilation() -> Once | None:
     return shared(count_ones, {kernel.name for kernel in compiled_kernels()})
 
 
-def _is_compiled(name: str) -> bool:
+def is_compiled(name: str) -> bool:
+    """Return whether a kernel is compiled, or will be at its first call; if it is not, it is from now on."""
     once = compilation()
     return once is None or once.has(name)
 

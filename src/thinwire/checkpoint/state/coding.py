@@ -22,6 +22,7 @@ from thinwire.checkpoint.state.layout import DTYPES, StateLayout, TensorSlice, v
 from thinwire.codes import floats
 from thinwire.errors import CorruptMessageError
 from thinwire.holder.faultpoint import reach
+from thinwire.holder.slots import digest_pool
 
 PIECE_VALUES = 4 * floats.CHUNK_VALUES
 LEAST_VALUES = 1024  # fewer are not worth a call
@@ -92,7 +93,8 @@ class _Packed(Sequence[Tensor]):
     def __getitem__(self, number: int) -> Tensor:  # type: ignore[override]
         where, dtype = self._slices[number], DTYPES[self._slices[number].dtype]
         out = torch.empty(where.nbytes, dtype=torch.uint8)
-        for start, nbytes, begin, size, crc in self._pieces.get(number, ()):
+
+        def decode(start: int, nbytes: int, begin: int, size: int, crc: int) -> None:
             piece, code = out[start : start + nbytes], self._memory[begin : begin + size]
             if size == nbytes:
                 piece.copy_(code)
@@ -100,4 +102,6 @@ class _Packed(Sequence[Tensor]):
                 floats.decode(code, piece.view(dtype))
             if zlib.crc32(piece.numpy().data) != crc:
                 raise CorruptMessageError(f"{where.path}: what was decoded is not what was coded")
+
+        list(digest_pool().map(lambda piece: decode(*piece), self._pieces.get(number, ())))
         return out.view(dtype).view(where.shape)

@@ -334,11 +334,10 @@ def _likeliest(places: Tensor, keys: Tensor, count: int) -> Tensor:
     smallest on, gives one of its ids that are not taken yet, that of the smallest key, in rounds until there are
     ``count``; an id that two sets give in the same round is taken once.
     """
-    number = keys.numel()
-    pairs = (places * number + torch.arange(number)).unique().numpy()
-    sets, items = pairs // number, pairs % number
-    _, of_set, sizes = np.unique(sets, return_inverse=True, return_counts=True)
-    order = np.lexsort((keys.numpy()[items], sets, sizes[of_set]))
+    number, by_key = keys.numel(), keys.argsort(stable=True)
+    pairs = (places[:, by_key] * number + torch.arange(number)).unique().numpy()
+    sets, items = pairs // number, by_key.numpy()[pairs % number]
+    order = np.bincount(sets)[sets].argsort(kind="stable")
     sets, items, taken = sets[order], items[order], np.zeros(number, dtype=np.bool_)
     while (missing := count - int(taken.sum())) > 0:
         left = ~taken[items]

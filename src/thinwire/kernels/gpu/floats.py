@@ -113,8 +113,9 @@ def _choose_codes(
     costs = torch.zeros(chunks, 3, dtype=torch.int64, device=device)
     skipped = (chunks - 1) * (stride - 1) * _CHUNK.value
     programs = num_blocks(min(words.numel() - skipped, chunks * _CHUNK.value), _SEGMENT.value)
+    kind = {**kind, "num_warps": 8 if kind["E"] > 8 else 4}  # for 2048 counts, with fewer 300 registers
     launch(_count, programs, words, words, counts, words.numel(), stride, limit, WHOLE=whole, **kind)
-    launch(_choose, chunks, words, counts, _logarithms(device), fields, codes, costs, num_warps=1, **kind)
+    launch(_choose, chunks, words, counts, _logarithms(device), fields, codes, costs, **kind)
     return fields, codes, costs
 
 

@@ -510,12 +510,8 @@ def _decode_chunk(
     fixed = size if mode == FIXED else (3 * size if mode == FIXED_LOW else end - rest)
     if fixed < 0 or rest + fixed != end or highest_width > mantissa or (lows and (mode != FIXED or mantissa != 23)):
         return False
-    for place in range(streams, streams + 2 * patches, 2):
-        if _get(data, place, 2) >= size:
-            return False
-    for place in range(streams + 4 * patches, streams + 4 * patches + 2 * lows, 2):
-        if _get(data, place, 2) >= size:
-            return False
+    if not (_increase(data, streams, patches, size) and _increase(data, streams + 4 * patches, lows, size)):
+        return False
     for plane in range(planes):
         for index in range(16):
             lengths[index] = (data[start + 12 + 8 * plane + (index >> 1)] >> (4 * (index & 1))) & 15
@@ -542,6 +538,18 @@ def _decode_chunk(
     for place in range(streams + 4 * patches, streams + 4 * patches + 2 * lows, 2):
         where = 4 * _get(data, place, 2)
         raw[where], raw[where + 1] = data[place + 2 * lows], data[place + 2 * lows + 1]
+    return True
+
+
+@njit
+def _increase(data: np.ndarray, start: Int64, count: Int64, size: Int64) -> bool:
+    """Return whether positions increase and are below ``size``."""
+    before = -1
+    for place in range(start, start + 2 * count, 2):
+        position = np.int64(_get(data, place, 2))
+        if position <= before or position >= size:
+            return False
+        before = position
     return True
 
 

@@ -382,7 +382,8 @@ class _Record:
         u16 = data[end:rest].view("<u2")
         record.patches = u16[:patches], u16[patches : 2 * patches]
         record.lows = u16[2 * patches : 2 * patches + lows], u16[2 * patches + lows :]
-        if any(where.size and where.max() >= words.size for where, _ in (record.patches, record.lows)):
+        wheres = [np.append(where.astype(np.int64), words.size) for where, _ in (record.patches, record.lows)]
+        if any((np.diff(where) <= 0).any() for where in wheres):  # positions increase
             return None
         for plane in range(num_planes):
             packed = data[12 + 8 * plane : 20 + 8 * plane]

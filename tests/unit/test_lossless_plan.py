@@ -183,6 +183,7 @@ def test_the_doctor_names_the_line_and_what_it_gains() -> None:
     assert '    sync = thinwire.attach(model, dense="lossless")\n' in text
     assert "\nLossless sums        pays: 11.5 + 17.5 of 64 bits a value; " in text
     assert " with a core for each rank's code, " in text
+    assert " with two (1.0 here)\n" in text
     assert "It is lossy" not in text
     data = json.loads(json.dumps(found.to_json()))
     option = data["lossless"]

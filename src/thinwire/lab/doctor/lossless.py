@@ -24,6 +24,7 @@ class LosslessOption:
         seconds, native_seconds: seconds in which the network is busy in a step.
         break_even_mbit: rate of a host's link below which they are faster, with one and with two cores for the code of
             a rank: 0 where no link is slow enough.
+        cores: cores that the code of a rank has here, as measured.
     """
 
     code: Code
@@ -32,6 +33,7 @@ class LosslessOption:
     seconds: float
     native_seconds: float
     break_even_mbit: tuple[float, float]
+    cores: float = 1.0
 
     @property
     def pays(self) -> bool:
@@ -46,7 +48,8 @@ class LosslessOption:
         """Return the verdict in one line."""
         found = verdict(self.native_seconds, self.seconds, self.code)
         one, two = map(format_mbit, self.break_even_mbit)
-        below = f"faster below {one} with a core for each rank's code, {two} with two"
+        here = f"{self.cores:.1f} here" if self.cores >= 0.05 else "next to none here"
+        below = f"faster below {one} with a core for each rank's code, {two} with two ({here})"
         if not self.break_even_mbit[1]:
             below = "faster on no link"
         return f"{'pays' if self.pays else 'nothing to gain'}: {found.reason}; {below}"
@@ -57,7 +60,8 @@ def lossless_option(measurement: Measurement) -> LosslessOption | None:
     sizes: dict[Any, int] = {}
     for parameter, size_bytes in zip(measurement.parameters, measurement.size_bytes, strict=True):
         sizes[parameter.dtype] = sizes.get(parameter.dtype, 0) + size_bytes
-    codes = {entry.dtype: entry.code for entry in measurement.dense_codes if entry.dtype in sizes}
+    known = {entry.dtype: entry for entry in measurement.dense_codes if entry.dtype in sizes}
+    codes = {dtype: entry.code for dtype, entry in known.items()}
     if not codes:
         return None
     world_size, groups = measurement.world_size, usual_groups(measurement)
@@ -75,6 +79,7 @@ def lossless_option(measurement: Measurement) -> LosslessOption | None:
         math.fsum(map(coded.seconds, groups)),
         math.fsum(exact.seconds(group) - exact.opening_seconds for group in groups),
         (one, two),
+        known[main].cores,
     )
 
 

@@ -94,7 +94,6 @@ def cases(size: int = 40) -> Iterator[tuple[str, Callable[[], object]]]:
         yield f"{name} bits", lambda positions=positions: find.pack_bits(positions, 8 * size)
         yield f"{name} bits", lambda bitmap=bitmap: find.find_bits(bitmap, size)
 
-
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         for name, offset in (("aligned", 0), ("unaligned", 1)):
             values, message = matrix(size, 50, dtype, offset), matrix(size, 1, torch.uint8, offset).view(-1)

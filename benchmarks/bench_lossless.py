@@ -52,7 +52,7 @@ def main() -> None:
 
 def measure(files: list[Path]) -> list[dict[str, float | str]]:
     print(
-        f"{'values':32} {'ideal':>6} {'bits':>6} {'est.':>6}  {'encode':>13} {'decode':>14} {'memcpy':>7}  GB/s, Mvalues/s"
+        f"{'values':32} {'ideal':>6} {'bits':>6} {'est.':>6}  {'encode':>13} {'decode':>14} {'memcpy':>7}  GB/s, Mvalues/s"  # noqa: E501
     )
     return [measure_one(name, values) for name, values in inputs(files)]
 

@@ -4,10 +4,11 @@
     python benchmarks/lossless_auto.py --job benchmarks/lossless_auto.py:masked_bert --autocast --link none --hosts 4
 
 Each way trains a model of its own from the same parameters, through the same batches: ``stock`` is DDP, ``auto`` and
-``lossless`` are `thinwire.attach(ddp, dense=...)`, ``bf16`` casts around the all-reduce. All step in turn, in another
-order in every round, after a barrier that is not timed; a step takes as long as on its slowest rank. A ratio is the
-median over rounds of a way's step over stock DDP's right beside it, its spread the quartiles. The first steps, in which
-"auto" measures and decides, are left out and told apart. `masked_bert` is a `transformers.BertForMaskedLM`.
+``lossless`` are `thinwire.attach(ddp, dense=...)`, ``bf16`` casts around the all-reduce. First each trains alone for a
+few steps, in which "auto" measures and decides; they are told apart. Then all step in turn, in another order in every
+round, after a barrier that is not timed; a step takes as long as on its slowest rank. A ratio is the median over rounds
+of a way's step over stock DDP's right beside it, its spread the quartiles. `masked_bert` is a
+`transformers.BertForMaskedLM`.
 """
 
 from __future__ import annotations
@@ -90,11 +91,14 @@ class _Way:
 
 
 def train(
-    context: RankContext, text: str, autocast: bool, data: Data | None, names: tuple[str, ...], steps: int
+    context: RankContext, text: str, autocast: bool, data: Data | None, names: tuple[str, ...], steps: int, skip: int
 ) -> dict[str, tuple[list[float], float | None, list[str]]]:
     """Return for each way the seconds of its steps, the bits of a value, and what it says about its dense gradients."""
     ways = {name: _Way(context, text, autocast, data, name) for name in names}
-    for step in range(steps):
+    for name in names:
+        for _ in range(skip):
+            ways[name].step()
+    for step in range(steps - skip):
         first = step % len(names)
         for name in (*names[first:], *names[:first]):
             ways[name].step()
@@ -116,8 +120,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--ways", default="stock,auto")
     parser.add_argument("--link", default="none", help="none, or a rate such as 1gbit")
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--skip", type=int, default=12, help="first steps that do not count")
+    parser.add_argument("--steps", type=int, default=48)
+    parser.add_argument("--skip", type=int, default=24, help="first steps that do not count")
     parser.add_argument("--json", type=Path, help="rows are added to those in the file")
     options = parser.parse_args(arguments)
     preload("torch._dynamo")
@@ -126,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with EmulatedNetwork(options.hosts, link) if link.mbit else nullcontext() as network:
         mbit = network.measure() if network else None
         outcomes = run_ranks(
-            train, options.job, options.autocast, data, names, options.steps,
+            train, options.job, options.autocast, data, names, options.steps, options.skip,
             world_size=options.hosts, network=network, timeout_seconds=600,
         )  # fmt: skip
     seconds = {

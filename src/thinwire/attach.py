@@ -97,8 +97,7 @@ def attach(
             With ``outer`` the one whose steps are counted.
         fuse: a policy of `thinwire.fuse` for a plain module on the CPU, whose groups are used after ten measured steps.
         ahead: whether each parameter is compressed by itself; False compresses those of a group as one flat tensor.
-        plan: what to compress, and which gradients travel together. For DDP it must have the buckets of the plan, see
-            `thinwire.Plan.bucket_cap_mb_list`.
+        plan: what to compress and what travels together; DDP needs its buckets: `thinwire.Plan.bucket_cap_mb_list`.
         fallback: whether a plan that is slower than exact synchronization is dropped, on all ranks at the same step.
         outer: a recipe of `thinwire.outer`, with which ranks train apart: another algorithm, see docs/guides/outer.md.
         dense: how dense gradients are summed that are not compressed: "native", "lossless" or "auto", see

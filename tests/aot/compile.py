@@ -33,7 +33,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from thinwire.kernels import gpu
-from thinwire.kernels.gpu import find, ids, rows
+from thinwire.kernels.gpu import find, floats, ids, rows
 from thinwire.kernels.gpu.jit import compiling_only
 from thinwire.kernels.warm import _compile_for_gpu
 
@@ -93,6 +93,15 @@ def cases(size: int = 40) -> Iterator[tuple[str, Callable[[], object]]]:
         positions, bitmap = (matrix(size, 1, dtype, offset).view(-1) for dtype in (torch.int64, torch.uint8))
         yield f"{name} bits", lambda positions=positions: find.pack_bits(positions, 8 * size)
         yield f"{name} bits", lambda bitmap=bitmap: find.find_bits(bitmap, size)
+
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        for name, offset in (("aligned", 0), ("unaligned", 1)):
+            values, message = matrix(size, 50, dtype, offset), matrix(size, 1, torch.uint8, offset).view(-1)
+            name = f"{name} floats of {str(dtype).removeprefix('torch.')}"
+            yield name, lambda values=values: floats.encode_floats(values)
+            yield name, lambda values=values, message=message: floats.decode_floats(message, values)
+            yield name, lambda values=values: floats.estimate_floats(values)
 
 
 def jitted() -> dict[str, Any]:

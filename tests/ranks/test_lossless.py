@@ -154,7 +154,7 @@ def _models(context: RankContext) -> None:
     check_steps(context, lambda model: model, uneven=True).detach()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_bits_of_a_sum_in_rank_order(world_size: int) -> None:
     run_ranks(_models, world_size=world_size, timeout_seconds=110)
 
@@ -261,7 +261,7 @@ def _decides(
 
 
 @pytest.mark.parametrize("wrap", [DistributedDataParallel, nn.Module.train], ids=["ddp", "plain"])
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_auto_tries_what_promises_a_gain_and_keeps_what_pays(wrap: Callable[..., nn.Module], world_size: int) -> None:
     """A machine on which bytes cost everything, and steps that are faster by any measure, or never."""
     for gain, is_kept in ((0.0, True), (1e9, False)):

@@ -178,3 +178,25 @@ def test_other_tensors_are_refused() -> None:
     ):
         assert not accepts(message, out)
     assert not accepts(torch.zeros(3, dtype=torch.uint8), torch.empty(1, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("twin", ["reference", "numba"])
+def test_positions_that_do_not_increase_are_refused(twin: str) -> None:
+    """Of two patches of one value the last one would count, or either, where they are written side by side."""
+    if twin == "numba":
+        pytest.importorskip("numba")
+    values = torch.randn(2000).bfloat16().float()
+    values[:1900:100] *= 2.0**60  # too few for the window
+    values[50:1900:100] += 2.0**-20
+    message, out = encode(values), torch.empty_like(values)
+    patches, lows = message[8:12].view(torch.int16).tolist()
+    assert patches == 19
+    assert lows > 5
+    streams = 20 + 2 * 2 + int(message[20:24].view(torch.int16).sum())
+    with kernels.using(twin):
+        assert accepts(message, out)
+        for start in (streams, streams + 4 * patches):
+            for one, other in ((0, 1), (3, 2)):
+                changed = message.clone()
+                changed[start + 2 * one : start + 2 * one + 2] = message[start + 2 * other : start + 2 * other + 2]
+                assert not accepts(changed, out)

@@ -66,7 +66,7 @@ def summed(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5, pytest.param(8, marks=pytest.mark.slow)])
 def test_the_bits_of_a_sum_in_rank_order(dtype: torch.dtype, world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "SEGMENT_VALUES", 512)
     for numel in (0, 1, world_size - 1, world_size, 64 * world_size + 1, 9001):

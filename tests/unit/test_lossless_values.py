@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from thinwire.compress.reduction.base import Result, Stopwatch, Task
 from thinwire.compress.reduction.choose import AUTO, reduction_for, scattered
 from thinwire.compress.wrappers import packed_code
 from thinwire.errors import CorruptHeaderError, CorruptMessageError
+from thinwire.gradients import exact
 from thinwire.gradients.peers import ChannelPeers
 from thinwire.sparse import SparseRows
 from thinwire.sync.known_ids import _CodedParcels
@@ -280,3 +282,18 @@ def test_a_malformed_parcel_of_coded_values_is_refused(kind: str) -> None:
     else:
         with pytest.raises(CorruptHeaderError, match="rank 0"):
             receiver.get()
+
+
+@pytest.mark.parametrize("codes_values", [False, True])
+def test_steps_with_coded_values_do_not_make_the_link_look_faster(
+    codes_values: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their bytes are fewer than those expected of the scheme."""
+    monkeypatch.setattr(exact, "longest_of_all", lambda exchange, seconds: seconds)
+    monkeypatch.setattr(exact, "seen_byte_seconds", lambda *numbers: 1e-9)
+    lane, learned, channel = MagicMock(), MagicMock(), MagicMock(codes_values=codes_values)
+    channel.exchange.hosts = [0, 1]
+    learned.estimate.return_value.sent_bytes = 1 << 20
+    exact.GradientSync("auto")._learn(lane, learned, channel, ZEN, MagicMock(), 0.1)
+    assert lane.saw.called != codes_values
+    assert learned.learn.called

@@ -32,7 +32,8 @@ def encode(values: Tensor) -> Tensor:
     is in docs/reference/wire-format.md.
 
     Args:
-        values: float16, bfloat16, float32 or float64, of any shape. Of CUDA tensors the host makes the code.
+        values: float16, bfloat16, float32 or float64, of any shape. Of CUDA tensors the device makes the code
+            where Triton runs; the host waits for its size.
 
     Returns:
         uint8 [k] on the device of the values, k <= values.nbytes. It may share the memory of the values.
@@ -52,7 +53,7 @@ def encode(values: Tensor) -> Tensor:
     _check(values)
     if values.nbytes < RAW_BYTES:
         return values.detach().reshape(-1).view(torch.uint8)
-    return kernels.encode_floats(values.detach().cpu()).to(values.device)
+    return kernels.encode_floats(values.detach())
 
 
 def decode(message: Tensor, out: Tensor) -> None:
@@ -72,17 +73,14 @@ def decode(message: Tensor, out: Tensor) -> None:
     if message.numel() == out.nbytes:
         out.detach().view(-1).view(torch.uint8).copy_(message)
         return
-    target = out.detach() if out.device.type == "cpu" else out.detach().cpu()
-    if not kernels.decode_floats(message.cpu(), target):
+    if not kernels.decode_floats(message.to(out.device), out.detach()):
         raise CorruptMessageError(f"{message.numel()} bytes are no code of {out.numel()} values of {out.dtype}")
-    if target.device != out.device:
-        out.detach().copy_(target)
 
 
 def bits_per_value(values: Tensor) -> float:
     """Return the bits of a value that `encode` would need, from a sample of some 16 thousand values."""
     _check(values)
-    return kernels.estimate_floats(values.detach().cpu())
+    return kernels.estimate_floats(values.detach())
 
 
 def _check(values: Tensor) -> None:

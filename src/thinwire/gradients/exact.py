@@ -305,7 +305,8 @@ class GradientSync:
             learned.put_off()
             return
         expected = learned.estimate(scheme, demand) if isinstance(scheme, Scheme) else None
-        if isinstance(scheme, Scheme) and expected is not None and expected.sent_bytes >= MIN_BYTES:
+        is_telling = expected is not None and expected.sent_bytes >= MIN_BYTES and not channel.codes_values
+        if is_telling and isinstance(scheme, Scheme) and expected is not None:  # else fewer bytes would look like speed
             lane.saw(seen_byte_seconds(scheme, demand, machine, expected.sent_bytes, slowest))
         learned.know(channel.machine(), ranks_of_hosts(channel.exchange.hosts))
         learned.learn(_unplaced(scheme), demand, slowest)

@@ -39,6 +39,7 @@ from torch import Tensor
 
 from thinwire.kernels.jit import cache_directory, describe_target
 from thinwire.kernels.reference import codes as reference_codes
+from thinwire.kernels.reference import floats as reference_floats
 from thinwire.kernels.samples import Sample, once
 from thinwire.observe.step import Name, ranged
 
@@ -517,14 +518,18 @@ def _on_gpu(kernel: Kernel, runs: bool) -> Callable[..., Any]:
     """Return the function for CUDA tensors: the Triton twin, if there is one and it ``runs``, else the reference."""
     if kernel.gpu and runs:
         return kernel.on_gpu()
-    if kernel.reference.__module__ == reference_codes.__name__:
+    if kernel.reference.__module__ in (reference_codes.__name__, reference_floats.__name__):
         return partial(_through_host, kernel.reference)
     return kernel.reference
 
 
-def _through_host(reference: Callable[..., Any], buffer: Tensor, *sizes: int) -> Any:
-    """Call a reference of codes, which is in numpy, on the host."""
-    result = reference(buffer.cpu(), *sizes)
+def _through_host(reference: Callable[..., Any], buffer: Tensor, *others: Any) -> Any:
+    """Call a reference of codes, which is in numpy, on the host; it writes to tensors that are not the first."""
+    hosts = [other.cpu() if isinstance(other, Tensor) else other for other in others]
+    result = reference(buffer.cpu(), *hosts)
+    for other, host in zip(others, hosts, strict=True):
+        if isinstance(other, Tensor):
+            other.copy_(host)
     return result.to(buffer.device) if isinstance(result, Tensor) else result
 
 

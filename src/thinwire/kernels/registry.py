@@ -28,7 +28,8 @@ from thinwire.kernels.samples import ids as _some_ids
 _CPU, _GPU = "thinwire.kernels.cpu.", "thinwire.kernels.gpu."
 _OF_CODES: dict[str, _Any] = {"cpu": f"{_CPU}codes"}
 _OF_FLOATS: dict[str, _Any] = {
-    "cpu": f"{_CPU}floats", "from_size": 1 << 10, "knows": _inputs.indexable, "over": _samples.floats,
+    "cpu": f"{_CPU}floats", "gpu": f"{_GPU}floats", "from_size": 1 << 10, "knows": _inputs.indexable,
+    "over": _samples.floats,
 }  # fmt: skip
 _OF_IDS: dict[str, _Any] = {"cpu": f"{_CPU}ids", "from_size": 1 << 10}
 _OF_ROWS: dict[str, _Any] = {"cpu": f"{_CPU}rows", "gpu": f"{_GPU}rows", "over": _samples.rows}

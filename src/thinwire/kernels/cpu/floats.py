@@ -30,7 +30,6 @@ from thinwire.kernels.reference.floats import (
 )
 
 _ROOM = 8 * SEGMENT_VALUES + 64  # bytes from where a segment begins that reading it can touch
-_BLOCK = 1 << 12
 _load, _store, _count_zeros = make_word_access()
 _choose_code = njit(reference_floats.choose_code)
 
@@ -41,7 +40,7 @@ def encode_floats(values: Tensor) -> Tensor:
         return torch.empty(0, dtype=torch.uint8)
     chunks, largest = -(-words.size // CHUNK_VALUES), min(words.size, CHUNK_VALUES)
     message = np.empty(words.nbytes + 4 * chunks + (12 + words.itemsize) * largest + 256, np.uint8)
-    size = _encode(words, words.view(np.uint8), layout.exponent, layout.mantissa, message)
+    size = _encode(words.view(np.uint8), words.itemsize, layout.exponent, layout.mantissa, message)
     return as_tensor(words.view(np.uint8) if size >= words.nbytes else message[:size])
 
 
@@ -50,37 +49,50 @@ def decode_floats(message: Tensor, out: Tensor) -> bool:
     if data.size >= words.nbytes:
         words.view(np.uint8)[:] = data if data.size == words.nbytes else 0
         return data.size == words.nbytes
-    return bool(_decode(data, words, words.view(np.uint8), layout.exponent, layout.mantissa))
+    return bool(_decode(data, words.view(np.uint8), words.itemsize, layout.exponent, layout.mantissa))
 
 
 def estimate_floats(values: Tensor) -> float:
     words, layout = words_of(values)
-    return float(_estimate(words, layout.exponent, layout.mantissa)) if words.size else 0.0
+    raw = words.view(np.uint8)
+    return float(_estimate(raw, words.itemsize, layout.exponent, layout.mantissa)) if words.size else 0.0
 
 
 @njit
-def _estimate(words: np.ndarray, exponent_bits: Int64, mantissa: Int64) -> float:
+def _estimate(raw: np.ndarray, item: Int64, exponent_bits: Int64, mantissa: Int64) -> float:
     exponents, widths = np.zeros(1 << exponent_bits, np.int64), np.zeros(mantissa + 1, np.int64)
     chosen, lengths = np.zeros(3, np.int64), np.zeros((2, 16), np.int64)
-    chunks = (words.size + CHUNK_VALUES - 1) // CHUNK_VALUES
+    chunk_bytes = CHUNK_VALUES * item
+    chunks = (raw.size + chunk_bytes - 1) // chunk_bytes
     limit = min(SAMPLED_VALUES, ESTIMATED_VALUES // min(chunks, ESTIMATED_CHUNKS))
     sampled, bits = 0, 0.0
     for chunk in range(0, chunks, 1 + (chunks - 1) // ESTIMATED_CHUNKS):
-        part = words[chunk * CHUNK_VALUES : (chunk + 1) * CHUNK_VALUES]
-        lows = _count_sample(part, limit, mantissa, exponents, widths)
+        part = raw[chunk * chunk_bytes : (chunk + 1) * chunk_bytes]
+        lows = _sample(part, item, limit, mantissa, exponents, widths)
         total = exponents.sum()
-        if not _are_equal(part):
-            bits += _choose_code(exponents, widths, lows, 8 * words.itemsize, chosen, lengths)
+        if not _are_equal(part, item):
+            bits += _choose_code(exponents, widths, lows, 8 * item, chosen, lengths)
             bits += OVERHEAD * total if chosen[0] > RAW else 0.0
         sampled += total
-    return min(bits / sampled, 8.0 * words.itemsize)
+    return min(bits / sampled, 8.0 * item)
 
 
 @njit
-def _count_sample(words: np.ndarray, limit: Int64, mantissa: Int64, exponents: np.ndarray, widths: np.ndarray) -> Int64:
+def _sample(
+    raw: np.ndarray, item: Int64, limit: Int64, mantissa: Int64, exponents: np.ndarray, widths: np.ndarray
+) -> Int64:
     """Count exponents and widths of a sample; return how many float32 have low bits."""
     exponents[:] = 0
     widths[:] = 0
+    if item == 2:
+        return _count(raw.view(np.uint16), limit, mantissa, exponents, widths)
+    if item == 4:
+        return _count(raw.view(np.uint32), limit, mantissa, exponents, widths)
+    return _count(raw.view(np.uint64), limit, mantissa, exponents, widths)
+
+
+@njit
+def _count(words: np.ndarray, limit: Int64, mantissa: Int64, exponents: np.ndarray, widths: np.ndarray) -> Int64:
     lows = 0
     step = SAMPLED_RUN * (1 + (words.size - 1) // limit)
     mask, shift = np.uint64((1 << mantissa) - 1), np.uint64(mantissa)
@@ -100,36 +112,38 @@ def _width(bits: np.uint64, mantissa: Int64) -> Int64:
 
 
 @njit
-def _encode(words: np.ndarray, raw: np.ndarray, exponent_bits: Int64, mantissa: Int64, message: np.ndarray) -> Int64:
+def _encode(raw: np.ndarray, item: Int64, exponent_bits: Int64, mantissa: Int64, message: np.ndarray) -> Int64:
     exponents, widths = np.zeros(1 << exponent_bits, np.int64), np.zeros(mantissa + 1, np.int64)
     chosen, lengths = np.zeros(3, np.int64), np.zeros((2, 16), np.int64)
-    classes = np.empty((2, (min(words.size, CHUNK_VALUES) + 15) & ~7), np.uint8)
-    table, item = np.empty(1 << 12, np.uint32), words.itemsize
+    classes = np.empty((2, (min(raw.size // item, CHUNK_VALUES) + 15) & ~7), np.uint8)
+    table = np.empty(1 << 12, np.uint32)
     at = end = np.int64(0)
-    for start in range(0, words.size, CHUNK_VALUES):
-        chunk = words[start : start + CHUNK_VALUES]
-        if _are_equal(chunk):
+    for start in range(0, raw.size, CHUNK_VALUES * item):
+        part = raw[start : start + CHUNK_VALUES * item]
+        if _are_equal(part, item):
             end, chosen[0] = at + 4 + item, EQUAL
         else:
-            lows = _count_sample(chunk, SAMPLED_VALUES, mantissa, exponents, widths)
+            lows = _sample(part, item, SAMPLED_VALUES, mantissa, exponents, widths)
             _choose_code(exponents, widths, lows, 8 * item, chosen, lengths)
         if chosen[0] > EQUAL:
-            end = _encode_chunk(chunk, exponent_bits, mantissa, chosen, lengths, classes, table, message, at)
-        if chosen[0] == RAW or (chosen[0] != EQUAL and end - at >= 4 + item * chunk.size):
-            end, chosen[0] = at + 4 + item * chunk.size, RAW
+            end = _encode_chunk(part, item, exponent_bits, mantissa, chosen, lengths, classes, table, message, at)
+        if chosen[0] == RAW or (chosen[0] != EQUAL and end - at >= 4 + part.size):
+            end, chosen[0] = at + 4 + part.size, RAW
         if chosen[0] <= EQUAL:
-            message[at + 4 : end] = raw[start * item : start * item + end - at - 4]
+            for place in range(end - at - 4):
+                message[at + 4 + place] = part[place]
         _put(message, at, chosen[0] | (end - at) << 8, 4)
         at = end
     return at
 
 
 @njit
-def _are_equal(words: np.ndarray) -> bool:
-    for start in range(0, words.size, SEGMENT_VALUES):
-        differing = 0
-        for place in range(start, min(start + SEGMENT_VALUES, words.size)):
-            differing |= words[place] != words[0]
+def _are_equal(raw: np.ndarray, item: Int64) -> bool:
+    """Return whether all values are those before them."""
+    for start in range(item, raw.size, SEGMENT_VALUES):
+        differing = np.uint8(0)
+        for place in range(start, min(start + SEGMENT_VALUES, raw.size)):
+            differing |= raw[place] ^ raw[place - item]
         if differing:
             return False
     return True
@@ -151,19 +165,16 @@ def _get(message: np.ndarray, at: Int64, size: Int64) -> Int64:
 
 @njit
 def _encode_chunk(
-    words: np.ndarray, exponent_bits: Int64, mantissa: Int64, chosen: np.ndarray, lengths: np.ndarray,
+    raw: np.ndarray, item: Int64, exponent_bits: Int64, mantissa: Int64, chosen: np.ndarray, lengths: np.ndarray,
     classes: np.ndarray, table: np.ndarray, message: np.ndarray, start: Int64,
 ) -> Int64:  # fmt: skip
     """Write the record of a chunk but its size, and return where it ends; there is room for more than its values."""
     mode, highest, highest_width = chosen
-    size, segments = words.size, (words.size + SEGMENT_VALUES - 1) // SEGMENT_VALUES
-    planes = 2 if mode == VARIABLE else 1
+    size = raw.size // item
+    segments, planes = (size + SEGMENT_VALUES - 1) // SEGMENT_VALUES, 2 if mode == VARIABLE else 1
     header = start + 12 + 8 * planes
     at = header + 2 * planes * segments
-    exponent_mask = (1 << exponent_bits) - 1
-    outside, lows = _classify(words, mantissa, exponent_mask, highest, classes[0])
-    if mode == VARIABLE:
-        _classify_widths(words, mantissa, highest_width, classes[1])
+    patched, lows = _classify(raw, item, mantissa, exponent_bits, highest, highest_width, mode, classes)
     for plane in range(planes):
         for index in range(8):
             message[start + 12 + 8 * plane + index] = lengths[plane, 2 * index] | lengths[plane, 2 * index + 1] << 4
@@ -175,59 +186,92 @@ def _encode_chunk(
             at = end
     _put(message, start + 4, highest, 2)
     _put(message, start + 6, highest_width, 2)
-    _put(message, start + 8, outside, 2)
+    _put(message, start + 8, patched, 2)
     _put(message, start + 10, lows if mode == FIXED else 0, 2)
-    if outside:
-        at = _patch_exponents(words, mantissa, exponent_mask, classes[0], outside, message, at)
+    if patched:
+        _patch_exponents(raw, item, mantissa, (1 << exponent_bits) - 1, classes[0], size, message, at, 2 * patched)
+        at += 4 * patched
     if mode == FIXED and lows:
-        at = _patch_lows(words, lows, message, at)
+        _patch_lows(raw.view(np.uint32), message, at, 2 * lows)
+        at += 4 * lows
     if mode == VARIABLE:
-        return _encode_mantissas(words, mantissa, exponent_bits, highest_width, classes[1], message, at)
-    _take_tops(words, mantissa, message[at : at + size])
+        return _encode_mantissas(raw, item, mantissa, exponent_bits, highest_width, classes[1], message, at)
+    if item == 2:
+        _take_tops(raw.view(np.uint16), 0, message[at : at + size])
+    else:
+        _take_tops(raw.view(np.uint32), 16, message[at : at + size])
     at += size
     if mode == FIXED_LOW:
-        low = message[at : at + 2 * size]
         for place in range(size):
-            low[2 * place] = words[place] & 0xFF
-            low[2 * place + 1] = (words[place] >> 8) & 0xFF
+            message[at + 2 * place] = raw[4 * place]
+            message[at + 2 * place + 1] = raw[4 * place + 1]
         at += 2 * size
     return at
 
 
 @njit
 def _classify(
-    words: np.ndarray, mantissa: Int64, mask: Int64, highest: Int64, classes: np.ndarray
-) -> tuple[Int64, Int64]:
-    """Write the classes of exponents; return how many are patched, and how many float32 have low bits."""
+    raw: np.ndarray, item: Int64, mantissa: Int64, exponent_bits: Int64, highest: Int64, highest_width: Int64,
+    mode: Int64, classes: np.ndarray,
+) -> tuple[Int64, Int64]:  # fmt: skip
+    """Write the classes of exponents and, if they are coded, of widths; return the numbers of patches."""
     patched = lows = 0
-    for start in range(0, words.size, _BLOCK):
-        part, found = words[start : start + _BLOCK], classes[start : start + _BLOCK]
-        # Sums of 16 and 32 bits, which are added up many at a time.
-        few, some, low = np.uint16(0), np.uint32(0), np.uint32(0)
+    for start in range(0, raw.size, SEGMENT_VALUES * item):
+        part, first = raw[start : start + SEGMENT_VALUES * item], start // item
+        found, widths = classes[0, first : first + part.size // item], classes[1, first : first + part.size // item]
         if mantissa == 7:
-            top = np.uint16(highest)
-            for place in range(part.size):
-                exponent = np.uint16(part[place] >> 7) & np.uint16(0xFF)
-                index = min(np.uint16(top - exponent), np.uint16(15))
-                found[place] = index
-                few = np.uint16(few + np.uint16(np.uint16(index == 15) - np.uint16(exponent == 0)))
+            patched += _classify_bfloat16(part.view(np.uint16), highest, found)
         elif mantissa == 23:
-            high = np.uint32(highest)
-            for place in range(part.size):
-                field = np.uint32(part[place] >> 23) & np.uint32(0xFF)
-                number = min(np.uint32(high - field), np.uint32(15))
-                found[place] = number
-                some = np.uint32(some + np.uint32(np.uint32(number == 15) - np.uint32(field == 0)))
-                low = np.uint32(low + np.uint32(np.uint32(part[place] & 0xFFFF) != 0))
+            some, low = _classify_float32(part.view(np.uint32), highest, found)
+            patched, lows = patched + some, lows + low
+        elif mantissa == 10:
+            patched += _classify_others(part.view(np.uint16), mantissa, exponent_bits, highest, found)
         else:
-            for place in range(part.size):
-                wide = (np.uint64(part[place]) >> np.uint64(mantissa)) & np.uint64(mask)
-                other = min(np.uint64(highest) - wide, np.uint64(15))
-                found[place] = other
-                some = np.uint32(some + np.uint32(np.uint32(other == 15) - np.uint32(wide == 0)))
-        patched += np.int64(few) + np.int64(some)
-        lows += np.int64(low)
+            patched += _classify_others(part.view(np.uint64), mantissa, exponent_bits, highest, found)
+        if mode == VARIABLE and item == 2:
+            _classify_widths(part.view(np.uint16), mantissa, highest_width, widths)
+        elif mode == VARIABLE and item == 4:
+            _classify_widths(part.view(np.uint32), mantissa, highest_width, widths)
+        elif mode == VARIABLE:
+            _classify_widths(part.view(np.uint64), mantissa, highest_width, widths)
     return patched, lows
+
+
+@njit
+def _classify_bfloat16(words: np.ndarray, highest: Int64, classes: np.ndarray) -> Int64:
+    patched, top = np.uint16(0), np.uint16(highest)  # of 16 bits, so that 16 and more are taken at a time
+    for place in range(words.size):
+        exponent = np.uint16(words[place] >> 7) & np.uint16(0xFF)
+        index = min(np.uint16(top - exponent), np.uint16(15))
+        classes[place] = index
+        patched = np.uint16(patched + np.uint16(np.uint16(index == 15) - np.uint16(exponent == 0)))
+    return np.int64(patched)
+
+
+@njit
+def _classify_float32(words: np.ndarray, highest: Int64, classes: np.ndarray) -> tuple[Int64, Int64]:
+    patched, lows, top = np.uint32(0), np.uint32(0), np.uint32(highest)
+    for place in range(words.size):
+        exponent = np.uint32(words[place] >> 23) & np.uint32(0xFF)
+        index = min(np.uint32(top - exponent), np.uint32(15))
+        classes[place] = index
+        patched = np.uint32(patched + np.uint32(np.uint32(index == 15) - np.uint32(exponent == 0)))
+        lows = np.uint32(lows + np.uint32(np.uint32(words[place] & 0xFFFF) != 0))
+    return np.int64(patched), np.int64(lows)
+
+
+@njit
+def _classify_others(
+    words: np.ndarray, mantissa: Int64, exponent_bits: Int64, highest: Int64, classes: np.ndarray
+) -> Int64:
+    patched, top = 0, np.uint64(highest)
+    shift, mask = np.uint64(mantissa), np.uint64((1 << exponent_bits) - 1)
+    for place in range(words.size):
+        exponent = (np.uint64(words[place]) >> shift) & mask
+        index = min(top - exponent, np.uint64(15))
+        classes[place] = index
+        patched += np.int64(index == 15) - np.int64(exponent == 0)
+    return patched
 
 
 @njit
@@ -300,77 +344,75 @@ def _encode_segment(classes: np.ndarray, table: np.ndarray, message: np.ndarray,
 
 @njit
 def _patch_exponents(
-    words: np.ndarray, mantissa: Int64, mask: Int64, classes: np.ndarray, count: Int64, message: np.ndarray, at: Int64
-) -> Int64:
-    found = at
+    raw: np.ndarray, item: Int64, mantissa: Int64, mask: Int64, classes: np.ndarray, size: Int64,
+    message: np.ndarray, at: Int64, beside: Int64,
+) -> None:  # fmt: skip
     eights = classes[: classes.size & ~7].view(np.uint64)
-    for start in range(0, words.size, 64):
-        stop, some = min(start + 64, words.size), np.uint64(0)
+    for start in range(0, size, 64):
+        stop, some = min(start + 64, size), np.uint64(0)
         for place in range(start >> 3, (stop + 7) >> 3):
-            four = eights[place] & (eights[place] >> np.uint64(2))
-            some |= four & (four >> np.uint64(1))
+            half = eights[place] & (eights[place] >> np.uint64(2))
+            some |= half & (half >> np.uint64(1))
         if some & np.uint64(0x0101010101010101):  # a class is 15
             for place in range(start, stop):
                 if classes[place] == 15:
-                    exponent = np.int64(np.uint64(words[place]) >> np.uint64(mantissa)) & mask
+                    exponent = (_get(raw, place * item, item) >> mantissa) & mask
                     if exponent:
-                        _put(message, found, place, 2)
-                        _put(message, found + 2 * count, exponent, 2)
-                        found += 2
-    return at + 4 * count
+                        _put(message, at, place, 2)
+                        _put(message, at + beside, exponent, 2)
+                        at += 2
 
 
 @njit
-def _patch_lows(words: np.ndarray, count: Int64, message: np.ndarray, at: Int64) -> Int64:
-    found = at
+def _patch_lows(words: np.ndarray, message: np.ndarray, at: Int64, beside: Int64) -> None:
     for start in range(0, words.size, 64):
         stop, some = min(start + 64, words.size), np.uint32(0)
         for place in range(start, stop):
-            some = np.uint32(some | np.uint32(words[place]))
+            some = np.uint32(some | words[place])
         if some & 0xFFFF:
             for place in range(start, stop):
                 low = np.int64(words[place]) & 0xFFFF
                 if low:
-                    _put(message, found, place, 2)
-                    _put(message, found + 2 * count, low, 2)
-                    found += 2
-    return at + 4 * count
+                    _put(message, at, place, 2)
+                    _put(message, at + beside, low, 2)
+                    at += 2
 
 
 @njit
-def _take_tops(words: np.ndarray, mantissa: Int64, tops: np.ndarray) -> None:
-    """Write signs and the upper 7 bits of mantissas."""
-    if mantissa == 7:
-        for place in range(tops.size):
-            word = np.uint16(words[place])
-            tops[place] = (np.uint16(word >> 8) & np.uint16(0x80)) | (word & np.uint16(0x7F))
-    else:
-        for place in range(tops.size):
-            wide = np.uint32(words[place])
-            tops[place] = (np.uint32(wide >> 24) & np.uint32(0x80)) | (np.uint32(wide >> 16) & np.uint32(0x7F))
+def _take_tops(words: np.ndarray, shift: Int64, tops: np.ndarray) -> None:
+    """Write signs and the upper 7 bits of mantissas, from the upper 16 bits."""
+    for place in range(tops.size):
+        word = np.uint32(np.uint32(words[place]) >> np.uint32(shift & 31))
+        tops[place] = (np.uint32(word >> 8) & np.uint32(0x80)) | (word & np.uint32(0x7F))
 
 
 @njit
 def _encode_mantissas(
-    words: np.ndarray, mantissa: Int64, exponent_bits: Int64, highest: Int64, classes: np.ndarray,
+    raw: np.ndarray, item: Int64, mantissa: Int64, exponent_bits: Int64, highest: Int64, classes: np.ndarray,
     message: np.ndarray, at: Int64,
 ) -> Int64:  # fmt: skip
     bits, held, three, seven = np.uint64(0), np.uint64(0), np.uint64(3), np.uint64(7)
-    sizes, bodies = _verbatim_sizes(highest, mantissa), np.empty(SEGMENT_VALUES, words.dtype)
-    for start in range(0, words.size, SEGMENT_VALUES):
-        part, indices = words[start : start + SEGMENT_VALUES], classes[start : start + SEGMENT_VALUES]
-        _take_bodies(part, mantissa, exponent_bits, highest, indices, bodies)
-        pairs = part.size >> 1 if mantissa <= 23 else 0  # two at a time, of at most 24 bits, and 7 that are left
+    sizes, bodies = _verbatim_sizes(highest, mantissa), np.empty(SEGMENT_VALUES, np.uint64)
+    for start in range(0, raw.size, SEGMENT_VALUES * item):
+        part = raw[start : start + SEGMENT_VALUES * item]
+        count, indices = part.size // item, classes[start // item : start // item + SEGMENT_VALUES]
+        if item == 2:
+            _take_bodies(part.view(np.uint16), mantissa, exponent_bits, highest, indices, bodies)
+        elif item == 4:
+            _take_bodies_of_float32(part.view(np.uint32), highest, indices, bodies)
+        else:
+            _take_bodies(part.view(np.uint64), mantissa, exponent_bits, highest, indices, bodies)
+        pairs = count >> 1 if item <= 4 else 0  # two at a time, of at most 24 bits, and 7 that are left
         for pair in range(pairs):
             size, beside = sizes[indices[2 * pair]], sizes[indices[2 * pair + 1]]
-            bits |= (np.uint64(bodies[2 * pair]) | np.uint64(bodies[2 * pair + 1]) << size) << held
+            bits |= (bodies[2 * pair] | bodies[2 * pair + 1] << size) << held
             held += size + beside
             _store(message, at, bits)
             at += np.int64(held >> three)
             bits >>= held & ~seven
             held &= seven
-        for place in range(2 * pairs, part.size):
-            bits |= np.uint64(bodies[place]) << held
+        for place in range(2 * pairs, count):
+            bits |= bodies[place] << held
             held += sizes[indices[place]]
             _store(message, at, bits)
             at += np.int64(held >> three)
@@ -384,21 +426,27 @@ def _encode_mantissas(
 def _take_bodies(
     words: np.ndarray, mantissa: Int64, exponent_bits: Int64, highest: Int64, classes: np.ndarray, bodies: np.ndarray
 ) -> None:
-    """Write mantissas without their trailing zeros, with the sign in the place of the lowest bit, which is one."""
-    if mantissa == 23:
-        lost = np.uint32(24 - highest)  # of the mantissa, times two: so the whole one has a zero where the sign goes
-        for place in range(words.size):
-            word, index = np.uint32(words[place]), np.uint32(classes[place])
-            shift = np.uint32(lost + index) & np.uint32(31) if index < 14 else np.uint32(0)
-            body = np.uint32(np.uint32((word & 0x7FFFFF) << 1) >> shift)
-            bodies[place] = (body & np.uint32(0xFFFFFFFE)) | np.uint32(word >> 31)
-    else:
-        one, mask, sign = np.uint64(1), np.uint64((1 << mantissa) - 1), np.uint64(mantissa + exponent_bits)
-        least = np.uint64(mantissa + 1 - highest)
-        for place in range(words.size):
-            wide, number = np.uint64(words[place]), np.uint64(classes[place])
-            count = (least + number) & np.uint64(63) if number < 14 else np.uint64(0)
-            bodies[place] = ((((wide & mask) << one) >> count) & ~one) | (wide >> sign)
+    """Write mantissas without their trailing zeros, with the sign in the place of the lowest bit, which is one.
+
+    They are doubled before, so that the whole ones have a zero there.
+    """
+    one, mask, sign = np.uint64(1), np.uint64((1 << mantissa) - 1), np.uint64(mantissa + exponent_bits)
+    least = np.uint64(mantissa + 1 - highest)
+    for place in range(words.size):
+        word, index = np.uint64(words[place]), np.uint64(classes[place])
+        count = (least + index) & np.uint64(63) if index < 14 else np.uint64(0)
+        bodies[place] = ((((word & mask) << one) >> count) & ~one) | (word >> sign)
+
+
+@njit
+def _take_bodies_of_float32(words: np.ndarray, highest: Int64, classes: np.ndarray, bodies: np.ndarray) -> None:
+    """As `_take_bodies`, with 32 bits, twice as many at a time."""
+    least = np.uint32(24 - highest)
+    for place in range(words.size):
+        word, index = words[place], np.uint32(classes[place])
+        count = np.uint32(least + index) & np.uint32(31) if index < 14 else np.uint32(0)
+        body = np.uint32(np.uint32((word & 0x7FFFFF) << 1) >> count)
+        bodies[place] = (body & np.uint32(0xFFFFFFFE)) | np.uint32(word >> 31)
 
 
 @njit
@@ -412,25 +460,23 @@ def _verbatim_sizes(highest: Int64, mantissa: Int64) -> np.ndarray:
 
 
 @njit
-def _decode(data: np.ndarray, words: np.ndarray, raw: np.ndarray, exponent_bits: Int64, mantissa: Int64) -> bool:
-    classes = np.empty((2, min(words.size, CHUNK_VALUES)), np.uint8)
-    tail, table, item = np.empty(_ROOM + 4 * SEGMENT_VALUES, np.uint8), np.empty(1 << 8, np.uint16), words.itemsize
+def _decode(data: np.ndarray, raw: np.ndarray, item: Int64, exponent_bits: Int64, mantissa: Int64) -> bool:
+    classes = np.empty((2, min(raw.size // item, CHUNK_VALUES)), np.uint8)
+    tail, table = np.empty(_ROOM + 4 * SEGMENT_VALUES, np.uint8), np.empty(1 << 8, np.uint16)
     at = 0
-    for start in range(0, words.size, CHUNK_VALUES):
+    for start in range(0, raw.size, CHUNK_VALUES * item):
         if data.size - at < 4:
             return False
-        chunk = words[start : start + CHUNK_VALUES]
+        part = raw[start : start + CHUNK_VALUES * item]
         mode, end = np.int64(data[at]), at + _get(data, at + 1, 3)
         if end > data.size or end < at + 4:
             return False
         if mode <= EQUAL:
-            part = raw[start * item : start * item + chunk.size * item]
             if end - at - 4 != (part.size if mode == RAW else item):
                 return False
-            part[: end - at - 4] = data[at + 4 : end]
-            if mode == EQUAL:
-                chunk[:] = chunk[0]
-        elif not _decode_chunk(data, at, end, chunk, exponent_bits, mantissa, mode, classes, tail, table):
+            for place in range(part.size):
+                part[place] = data[at + 4 + place] if place < end - at - 4 else part[place - item]
+        elif not _decode_chunk(data, at, end, part, item, exponent_bits, mantissa, mode, classes, tail, table):
             return False
         at = end
     return at == data.size
@@ -438,17 +484,17 @@ def _decode(data: np.ndarray, words: np.ndarray, raw: np.ndarray, exponent_bits:
 
 @njit
 def _decode_chunk(
-    data: np.ndarray, start: Int64, end: Int64, words: np.ndarray, exponent_bits: Int64, mantissa: Int64, mode: Int64,
-    classes: np.ndarray, tail: np.ndarray, table: np.ndarray,
+    data: np.ndarray, start: Int64, end: Int64, raw: np.ndarray, item: Int64, exponent_bits: Int64, mantissa: Int64,
+    mode: Int64, classes: np.ndarray, tail: np.ndarray, table: np.ndarray,
 ) -> bool:  # fmt: skip
-    size, segments = words.size, (words.size + SEGMENT_VALUES - 1) // SEGMENT_VALUES
-    planes = 2 if mode == VARIABLE else 1
+    size = raw.size // item
+    segments, planes = (size + SEGMENT_VALUES - 1) // SEGMENT_VALUES, 2 if mode == VARIABLE else 1
     header = start + 12 + 8 * planes
     at = header + 2 * planes * segments
     if (
         at > end
         or mode > VARIABLE
-        or (mode == FIXED and mantissa not in (7, 23))
+        or (mode == FIXED and mantissa != 7 and mantissa != 23)
         or (mode == FIXED_LOW and mantissa != 23)
     ):
         return False
@@ -464,12 +510,8 @@ def _decode_chunk(
     fixed = size if mode == FIXED else (3 * size if mode == FIXED_LOW else end - rest)
     if fixed < 0 or rest + fixed != end or highest_width > mantissa or (lows and (mode != FIXED or mantissa != 23)):
         return False
-    for place in range(streams, streams + 2 * patches, 2):
-        if _get(data, place, 2) >= size:
-            return False
-    for place in range(streams + 4 * patches, streams + 4 * patches + 2 * lows, 2):
-        if _get(data, place, 2) >= size:
-            return False
+    if not (_increase(data, streams, patches, size) and _increase(data, streams + 4 * patches, lows, size)):
+        return False
     for plane in range(planes):
         for index in range(16):
             lengths[index] = (data[start + 12 + 8 * plane + (index >> 1)] >> (4 * (index & 1))) & 15
@@ -481,16 +523,33 @@ def _decode_chunk(
         at = _decode_plane(data, at, header + 2 * plane * segments, table, classes[plane, :size], tail)
         if at < 0:
             return False
+    fields = (mantissa, exponent_bits, highest, highest_width)
     if mode == VARIABLE:
-        fields = (mantissa, exponent_bits, highest, highest_width)
-        if not _decode_mantissas(data, rest, end, fields, classes, tail, words):
+        if not _decode_mantissas(data, rest, end, fields, classes, tail, raw, item):
             return False
+    elif item == 2:
+        _merge_bfloat16(data[rest:end], highest, classes[0], raw.view(np.uint16))
     else:
-        _merge(data[rest:end], mantissa, highest, classes[0], mode == FIXED_LOW, words)
-    _apply_patches(data, streams, patches, mantissa, exponent_bits, words)
-    for place in range(lows):
-        where = _get(data, streams + 4 * patches + 2 * place, 2)
-        words[where] |= np.uint32(_get(data, streams + 4 * patches + 2 * (lows + place), 2))
+        _merge_float32(data[rest:end], highest, classes[0], raw.view(np.uint32), mode == FIXED_LOW)
+    mask = (1 << exponent_bits) - 1
+    for place in range(streams, streams + 2 * patches, 2):
+        where, exponent = item * _get(data, place, 2), _get(data, place + 2 * patches, 2) & mask
+        _put(raw, where, (_get(raw, where, item) & ~(mask << mantissa)) | exponent << mantissa, item)
+    for place in range(streams + 4 * patches, streams + 4 * patches + 2 * lows, 2):
+        where = 4 * _get(data, place, 2)
+        raw[where], raw[where + 1] = data[place + 2 * lows], data[place + 2 * lows + 1]
+    return True
+
+
+@njit
+def _increase(data: np.ndarray, start: Int64, count: Int64, size: Int64) -> bool:
+    """Return whether positions increase and are below ``size``."""
+    before = -1
+    for place in range(start, start + 2 * count, 2):
+        position = np.int64(_get(data, place, 2))
+        if position <= before or position >= size:
+            return False
+        before = position
     return True
 
 
@@ -529,9 +588,8 @@ def _decode_plane(
 @njit
 def _copy_tail(data: np.ndarray, at: Int64, tail: np.ndarray) -> None:
     """Copy what there is from ``at`` on, and zeros behind it."""
-    size = min(max(data.size - at, 0), tail.size)
-    tail[:size] = data[at : at + size]
-    tail[size:] = 0
+    for place in range(tail.size):
+        tail[place] = data[at + place] if at + place < data.size else 0
 
 
 @njit
@@ -579,86 +637,91 @@ def _decode_four(data: np.ndarray, starts: np.ndarray, table: np.ndarray, out: n
 
 
 @njit
-def _merge(
-    rest: np.ndarray, mantissa: Int64, highest: Int64, classes: np.ndarray, has_low: bool, words: np.ndarray
-) -> None:
-    size = words.size
-    if mantissa == 7:
-        top = np.uint16(highest)
+def _merge_bfloat16(rest: np.ndarray, highest: Int64, classes: np.ndarray, words: np.ndarray) -> None:
+    top = np.uint16(highest)
+    for place in range(words.size):
+        index, byte = np.uint16(classes[place]), np.uint16(rest[place])
+        exponent = np.uint16(top - index) & np.uint16(0xFF) if index != 15 else np.uint16(0)
+        words[place] = np.uint16(exponent << 7) | np.uint16((byte & 0x80) << 8) | (byte & np.uint16(0x7F))
+
+
+@njit
+def _merge_float32(rest: np.ndarray, highest: Int64, classes: np.ndarray, words: np.ndarray, has_low: bool) -> None:
+    top, size = np.uint32(highest), words.size
+    for place in range(size):
+        index, byte = np.uint32(classes[place]), np.uint32(rest[place])
+        exponent = np.uint32(top - index) & np.uint32(0xFF) if index != 15 else np.uint32(0)
+        words[place] = np.uint32(exponent << 23) | np.uint32((byte & 0x80) << 24) | np.uint32((byte & 0x7F) << 16)
+    if has_low:
+        low = rest[size : 3 * size]
         for place in range(size):
-            index, byte = np.uint16(classes[place]), np.uint16(rest[place])
-            exponent = np.uint16(top - index) & np.uint16(0xFF) if index != 15 else np.uint16(0)
-            words[place] = np.uint16(exponent << 7) | np.uint16((byte & 0x80) << 8) | (byte & np.uint16(0x7F))
-    else:
-        high = np.uint32(highest)
-        for place in range(size):
-            number, wide = np.uint32(classes[place]), np.uint32(rest[place])
-            field = np.uint32(high - number) & np.uint32(0xFF) if number != 15 else np.uint32(0)
-            words[place] = np.uint32(field << 23) | np.uint32((wide & 0x80) << 24) | np.uint32((wide & 0x7F) << 16)
-        if has_low:
-            low = rest[size : 3 * size]
-            for place in range(size):
-                words[place] |= np.uint32(low[2 * place]) | np.uint32(low[2 * place + 1]) << 8
+            words[place] |= np.uint32(low[2 * place]) | np.uint32(low[2 * place + 1]) << 8
 
 
 @njit
 def _decode_mantissas(
     data: np.ndarray, start: Int64, end: Int64, fields: tuple[Int64, Int64, Int64, Int64],
-    classes: np.ndarray, tail: np.ndarray, words: np.ndarray,
+    classes: np.ndarray, tail: np.ndarray, raw: np.ndarray, item: Int64,
 ) -> bool:  # fmt: skip
-    mantissa, _, _, highest_width = fields
-    sizes, three, seven = _verbatim_sizes(highest_width, mantissa), np.uint64(3), np.uint64(7)
-    at = np.uint64(8 * start)
-    for first in range(0, words.size, SEGMENT_VALUES):
-        part, widths = words[first : first + SEGMENT_VALUES], classes[1, first : first + SEGMENT_VALUES]
+    sizes, bodies = _verbatim_sizes(fields[3], fields[0]), np.empty(SEGMENT_VALUES, np.uint64)
+    at, three, seven = np.uint64(8 * start), np.uint64(3), np.uint64(7)
+    for first in range(0, raw.size // item, SEGMENT_VALUES):
+        part = raw[first * item : (first + SEGMENT_VALUES) * item]
+        indices, widths = classes[0, first : first + SEGMENT_VALUES], classes[1, first : first + SEGMENT_VALUES]
         source, begin = data, at
         if np.int64(at >> three) + _ROOM > data.size:
             source, begin = tail, at & seven
             _copy_tail(data, np.int64(at >> three), tail)
         here = begin
-        for place in range(part.size):
-            part[place] = _load(source, np.int64(here >> three)) >> (here & seven)
+        for place in range(part.size // item):
+            bodies[place] = _load(source, np.int64(here >> three)) >> (here & seven)
             here += sizes[widths[place]]
         at += here - begin
-        _merge_bodies(part, fields, classes[0, first : first + SEGMENT_VALUES], widths)
+        if item == 2:
+            _merge_bodies(bodies, part.view(np.uint16), fields, indices, widths)
+        elif item == 4:
+            _merge_bodies_of_float32(bodies, part.view(np.uint32), fields, indices, widths)
+        else:
+            _merge_bodies(bodies, part.view(np.uint64), fields, indices, widths)
     return np.int64((at + seven) >> three) == end
 
 
 @njit
 def _merge_bodies(
-    words: np.ndarray, fields: tuple[Int64, Int64, Int64, Int64], classes: np.ndarray, widths: np.ndarray
-) -> None:
-    """Turn the words, which begin with the bits that travelled, into values."""
+    bodies: np.ndarray, words: np.ndarray, fields: tuple[Int64, Int64, Int64, Int64],
+    classes: np.ndarray, widths: np.ndarray,
+) -> None:  # fmt: skip
+    """Make values of exponents and the bits that travelled, behind which there are others."""
     mantissa, exponent_bits, highest, highest_width = fields
-    if mantissa == 23:
-        top, width, lost = np.uint32(highest), np.uint32(highest_width), np.uint32(24 - highest_width)
-        for place in range(words.size):
-            word, cut, exponent = np.uint32(words[place]), np.uint32(widths[place]), np.uint32(classes[place])
-            is_cut = cut < 14
-            size = np.uint32(width - cut) & np.uint32(31) if is_cut else np.uint32(24)
-            shift = np.uint32(lost + cut) & np.uint32(31) if is_cut else np.uint32(0)
-            body = np.uint32(word & np.uint32(np.uint32(np.uint32(1) << size) - np.uint32(2))) | np.uint32(is_cut)
-            body = np.uint32(np.uint32(body << shift) >> 1) if cut < 15 else np.uint32(0)
-            field = np.uint32(top - exponent) & np.uint32(0xFF) if exponent < 15 else np.uint32(0)
-            words[place] = np.uint32(field << 23) | body | np.uint32(word << 31)
-    else:
-        one, two, exponent_mask = np.uint64(1), np.uint64(2), np.uint64((1 << exponent_bits) - 1)
-        sizes, bits, sign = _verbatim_sizes(highest_width, mantissa), np.uint64(mantissa), np.uint64(exponent_bits)
-        for place in range(words.size):
-            wide, index, number = np.uint64(words[place]), widths[place], np.uint64(classes[place])
-            rest = wide & ((one << sizes[index]) - two)
-            if index < 14:
-                rest = (rest | one) << (bits + one - sizes[index])
-            found = (np.uint64(highest) - number) & exponent_mask if number < 15 else np.uint64(0)
-            words[place] = (((wide & one) << sign | found) << bits) | rest >> one
+    one, two, mask, sizes = (
+        np.uint64(1),
+        np.uint64(2),
+        (1 << exponent_bits) - 1,
+        _verbatim_sizes(highest_width, mantissa),
+    )
+    for place in range(words.size):
+        index, size = widths[place], sizes[widths[place]]
+        body = bodies[place] & ((one << size) - two)
+        if index < 14:
+            body = (body | one) << (np.uint64(mantissa + 1) - size)
+        exponent = np.uint64((highest - classes[place]) & mask if classes[place] < 15 else 0)
+        top = (bodies[place] & one) << np.uint64(exponent_bits) | exponent
+        words[place] = top << np.uint64(mantissa) | body >> one
 
 
 @njit
-def _apply_patches(
-    data: np.ndarray, at: Int64, count: Int64, mantissa: Int64, exponent_bits: Int64, words: np.ndarray
-) -> None:
-    mask = (1 << exponent_bits) - 1
-    keep = ~(np.uint64(mask) << np.uint64(mantissa))
-    for place in range(count):
-        where, exponent = _get(data, at + 2 * place, 2), _get(data, at + 2 * (count + place), 2) & mask
-        words[where] = (np.uint64(words[where]) & keep) | np.uint64(exponent) << np.uint64(mantissa)
+def _merge_bodies_of_float32(
+    bodies: np.ndarray, words: np.ndarray, fields: tuple[Int64, Int64, Int64, Int64],
+    classes: np.ndarray, widths: np.ndarray,
+) -> None:  # fmt: skip
+    """As `_merge_bodies`, with 32 bits and no table, many at a time."""
+    top, width, lost = np.uint32(fields[2]), np.uint32(fields[3]), np.uint32(24 - fields[3])
+    for place in range(words.size):
+        word, cut, index = np.uint32(bodies[place]), np.uint32(widths[place]), np.uint32(classes[place])
+        is_cut = cut < 14
+        size = np.uint32(width - cut) & np.uint32(31) if is_cut else np.uint32(24)
+        shift = np.uint32(lost + cut) & np.uint32(31) if is_cut else np.uint32(0)
+        body = np.uint32(word & np.uint32(np.uint32(np.uint32(1) << size) - np.uint32(2))) | np.uint32(is_cut)
+        body = np.uint32(np.uint32(body << shift) >> 1) if cut < 15 else np.uint32(0)
+        exponent = np.uint32(top - index) & np.uint32(0xFF) if index < 15 else np.uint32(0)
+        words[place] = np.uint32(exponent << 23) | body | np.uint32(word << 31)

@@ -102,8 +102,8 @@ def estimate_floats(values: Tensor) -> float:
 
 
 def choose_code(
-    exponents: np.ndarray, widths: np.ndarray, lows: Int64, item_bits: int, chosen: np.ndarray, lengths: np.ndarray
-) -> int:
+    exponents: np.ndarray, widths: np.ndarray, lows: Int64, item_bits: Int64, chosen: np.ndarray, lengths: np.ndarray
+) -> Int64:
     """Choose the code of a chunk from counts of a sample; return the bits of the sample in it.
 
     Args:
@@ -152,28 +152,29 @@ def choose_code(
                 weights[node] = weights[first] + weights[second]
             for node in range(29, -1, -1):
                 depths[node] = depths[parents[node]] + 1
-            if depths[:16].max() <= 8:
-                break
+            longest = 0
             for index in range(16):
+                result[index] = depths[index]
+                longest = max(longest, depths[index])
                 weights[index] = (weights[index] >> 1) + 1
-        for index in range(16):
-            result[index] = depths[index]
+            if longest <= 8:
+                break
 
-    total, mantissa = exponents.sum(), widths.size - 1
+    total, mantissa = 0, widths.size - 1
+    for index in range(widths.size):
+        total += widths[index]
     classes, width_classes = np.zeros(16, np.int64), np.zeros(16, np.int64)
     highest, highest_width = max(15, highest_of_window(exponents, 15)), highest_of_window(widths, 14)
+    classes[15], width_classes[15], width_classes[14] = total, widths[0], total - widths[0]
+    width_bits = widths[0]
     for index in range(15):
         classes[index] = exponents[highest - index]
-    patched = total - classes.sum() - exponents[0]
-    classes[15] = total - classes.sum()
-    for index in range(14):
-        if highest_width - index > 0:
+        classes[15] -= classes[index]
+        if index < 14 and index < highest_width:
             width_classes[index] = widths[highest_width - index]
-    width_classes[15] = widths[0]
-    width_classes[14] = total - width_classes.sum()
-    width_bits = width_classes[15] + width_classes[14] * (mantissa + 1)
-    for index in range(14):
-        width_bits += width_classes[index] * (highest_width - index)
+            width_classes[14] -= width_classes[index]
+            width_bits += width_classes[index] * (highest_width - index)
+    patched, width_bits = classes[15] - exponents[0], width_bits + width_classes[14] * (mantissa + 1)
     low_bits, patch_bits = min(16 * total, 32 * lows), 32 * patched
     rest = ((width_bits + patch_bits) << 8) + entropy(classes, total) + entropy(width_classes, total)
     fixed = ((8 * total + low_bits + patch_bits) << 8) + entropy(classes, total)
@@ -186,11 +187,14 @@ def choose_code(
     if mode == 0:
         return total * item_bits
     code_lengths(classes, lengths[0])
-    bits = patch_bits + (classes * lengths[0]).sum()
-    if mode < 4:
-        return bits + 8 * total + low_bits
-    code_lengths(width_classes, lengths[1])
-    return bits + width_bits + (width_classes * lengths[1]).sum()
+    bits = patch_bits + (width_bits if mode == 4 else 8 * total + low_bits)
+    for index in range(16):
+        bits += classes[index] * lengths[0, index]
+    if mode == 4:
+        code_lengths(width_classes, lengths[1])
+        for index in range(16):
+            bits += width_classes[index] * lengths[1, index]
+    return bits
 
 
 def _encode(words: np.ndarray, layout: FloatLayout) -> np.ndarray:
@@ -378,7 +382,8 @@ class _Record:
         u16 = data[end:rest].view("<u2")
         record.patches = u16[:patches], u16[patches : 2 * patches]
         record.lows = u16[2 * patches : 2 * patches + lows], u16[2 * patches + lows :]
-        if any(where.size and where.max() >= words.size for where, _ in (record.patches, record.lows)):
+        wheres = [np.append(where.astype(np.int64), words.size) for where, _ in (record.patches, record.lows)]
+        if any((np.diff(where) <= 0).any() for where in wheres):  # positions increase
             return None
         for plane in range(num_planes):
             packed = data[12 + 8 * plane : 20 + 8 * plane]

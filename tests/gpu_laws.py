@@ -17,15 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from thinwire.kernels.dispatch import KERNELS, Kernel
 from thinwire.kernels.gpu import find as gpu_find
+from thinwire.kernels.gpu import floats as gpu_floats
 from thinwire.kernels.gpu import ids as gpu_ids
 from thinwire.kernels.gpu import rows as gpu_rows
 from thinwire.kernels.reference import codes as reference_codes
+from thinwire.kernels.reference import floats as reference_floats
 from thinwire.kernels.reference import rows as reference
 from thinwire.sparse import SUPPORTED_DTYPES
 
 SIZES = (0, 1, 7, 1023, 1024, 1025, 9_001)
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 WAITS = ("_local_scalar_dense", "nonzero", "unique", "_unique2", "masked_select", "bincount")
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 every_size = pytest.mark.parametrize("size", SIZES)
 every_dtype = pytest.mark.parametrize("dtype", SUPPORTED_DTYPES, ids=str)
@@ -296,3 +300,106 @@ def test_the_host_waits_once_for_a_sum(device: torch.device, monkeypatch: pytest
         gpu_rows.sum_rows(pieces)
     assert counting.waits == 1
     assert counting.operations + len(launches) <= 11 + 2 * (num_pieces > 1), (counting.operations, len(launches))
+
+
+def some_floats(size: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Values of each mode of the code, with patches, with low bits, and with what is no number."""
+    normal, rare = torch.randn(size), torch.rand(size)
+    bits = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    made = {
+        "normal": normal,
+        "as a bfloat16 computation gives": torch.where(rare < 0.02, normal, normal.bfloat16().float()),
+        "mostly low bits": torch.where(rare < 0.3, normal.bfloat16().float(), normal),
+        "sums of 8": sum(torch.randn(8, size).bfloat16().float()) * (rare < 0.7),
+        "wide": normal.double() * torch.randn(size).double().mul(6).exp2(),
+        "no numbers": torch.where(rare < 0.1, float("nan"), torch.where(rare < 0.2, float("-inf"), normal)),
+        "subnormal": normal.double() * torch.finfo(dtype).smallest_normal / 16,
+        "negative zeros": -torch.zeros(size),
+    }
+    return {name: values.to(dtype) for name, values in made.items()} | {"random bits": bits}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("size", [0, 1, 2, 1023, 2500])
+def test_floats(device: torch.device, dtype: torch.dtype, size: int) -> None:
+    """The bytes of the reference, wherever the values lie; of them the values, and nothing beside them is written."""
+    for number, (name, values) in enumerate(some_floats(size, dtype).items()):
+        shifted = torch.full((size + 9,), 3.0, dtype=dtype, device=device)
+        place = slice(number % 3, number % 3 + size)
+        expected = reference_floats.encode_floats(values)
+        out = shifted.clone()
+        shifted[place] = values.to(device)
+        check_same(expected, gpu_floats.encode_floats(shifted[place]).to("cpu"))
+        assert gpu_floats.estimate_floats(shifted[place]) == reference_floats.estimate_floats(values), name
+        payload = torch.cat([expected[:0].new_full((number % 4,), 255), expected]).to(device)[number % 4 :]
+        assert gpu_floats.decode_floats(payload, out[place]), name
+        check_same(shifted.cpu(), out.cpu())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_floats_of_several_chunks(device: torch.device, dtype: torch.dtype) -> None:
+    """Each of another kind, one of equal values, the last one short."""
+    parts = some_floats(reference_floats.CHUNK_VALUES, dtype)
+    names = ("sums of 8", "negative zeros", "random bits", "as a bfloat16 computation gives")
+    values = torch.cat([parts[name] for name in names])[: -reference_floats.CHUNK_VALUES + 1100]
+    expected, out = reference_floats.encode_floats(values), torch.empty_like(values, device=device)
+    check_same(expected, gpu_floats.encode_floats(values.to(device)).cpu())
+    assert gpu_floats.estimate_floats(values.to(device)) == reference_floats.estimate_floats(values)
+    assert gpu_floats.decode_floats(expected.to(device), out)
+    check_same(values, out.cpu())
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_malformed_floats_are_refused_as_by_the_reference(device: torch.device, dtype: torch.dtype) -> None:
+    """And what is accepted gives the same values; nothing beside these is written to."""
+    refused = 0
+    for number, values in enumerate(list(some_floats(1300, dtype).values())[:6]):
+        message = reference_floats.encode_floats(values).clone()
+        for trial in range(4):
+            changed = message[:-1] if trial == 1 else message.clone()
+            if trial >= 2:
+                place = int(torch.randint(0, changed.numel(), ())) % (40 if trial % 2 else changed.numel())
+                changed[place] ^= 1 << number % 8
+            expected = values.new_zeros(1300)
+            out = torch.full((1500,), 3.0, dtype=dtype, device=device)
+            verdict = reference_floats.decode_floats(changed, expected)
+            assert gpu_floats.decode_floats(changed.to(device), out[100:1400]) == verdict
+            if verdict:
+                check_same(expected, out[100:1400].cpu())
+            assert (out[:100] == 3).all()
+            assert (out[1400:] == 3).all()
+            refused += not verdict
+    assert refused >= 6, "truncated ones at least"
+
+
+def test_patches_in_a_wrong_order_are_refused(device: torch.device) -> None:
+    """Two of one value would be written in any order."""
+    values = torch.randn(1000).bfloat16()
+    values[::100] *= 2.0**60
+    message, out = reference_floats.encode_floats(values), torch.empty_like(values, device=device)
+    start = 20 + 2 + int(message[20:22].view(torch.int16))
+    assert message[8:10].view(torch.int16) == 10
+    for one, other in ((0, 1), (8, 9)):
+        changed = message.clone()
+        changed[start + 2 * one : start + 2 * one + 2] = message[start + 2 * other : start + 2 * other + 2]
+        assert not gpu_floats.decode_floats(changed.to(device), out)
+    assert gpu_floats.decode_floats(message.to(device), out)
+
+
+def test_the_host_waits_once_for_a_code_and_once_for_values(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values, launches = torch.randn(3000).bfloat16(), []
+    launch = gpu_floats.launch
+    monkeypatch.setattr(
+        gpu_floats, "launch", lambda kernel, *a, **b: (launches.append(kernel), launch(kernel, *a, **b))
+    )
+    on_device, message = values.to(device), reference_floats.encode_floats(values).to(device)
+    gpu_floats.encode_floats(on_device)  # the table of logarithms is there then
+    launches.clear()
+    with _Counting() as counting:
+        gpu_floats.encode_floats(on_device)
+    assert (counting.waits, len(launches)) == (1, 5)
+    with _Counting() as counting:
+        gpu_floats.decode_floats(message, on_device)
+    assert (counting.waits, len(launches)) == (1, 10)

@@ -12,7 +12,7 @@ import torch
 
 from thinwire.kernels import dispatch
 from thinwire.kernels.dispatch import NICENESS
-from thinwire.kernels.samples import gpu_rows, rows
+from thinwire.kernels.samples import floats, gpu_rows, rows
 
 _logger = logging.getLogger("thinwire")
 
@@ -63,7 +63,7 @@ def _compile_for_gpu(device: int) -> None:
     calls = [
         (kernel, make, inputs)
         for kernel in dispatch.KERNELS.values()
-        if kernel.gpu
+        if kernel.gpu and kernel.over is not floats  # which no step of a training codes on a GPU yet
         for make in kernel.makes
         for inputs in (gpu_rows() if kernel.over is rows else kernel.over())
     ]

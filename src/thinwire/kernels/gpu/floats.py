@@ -25,9 +25,8 @@ _RAW, _EQUAL, _FIXED, _FIXED_LOW, _VARIABLE = map(
 )
 _WIDTHS = tl.constexpr(64)  # counts of widths, which are behind those of exponents
 _LOWS, _DIFFERENT = tl.constexpr(64), tl.constexpr(65)  # places of counts behind those of exponents
-_FIELDS = tl.constexpr(
-    8
-)  # of a chunk: mode, highest exponent and width, patches, low bits, places of these and the rest
+# Of a chunk: mode, highest exponent and width, patches, low bits, and the places of these and of the rest.
+_FIELDS = tl.constexpr(8)
 _LANES = 32
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -115,18 +114,7 @@ def _choose_codes(
     skipped = (chunks - 1) * (stride - 1) * _CHUNK.value
     programs = num_blocks(min(words.numel() - skipped, chunks * _CHUNK.value), _SEGMENT.value)
     launch(_count, programs, words, words, counts, words.numel(), stride, limit, WHOLE=whole, **kind)
-    launch(
-        _choose,
-        chunks,
-        words,
-        counts,
-        _logarithms(device),
-        fields,
-        codes,
-        costs,
-        **kind,
-        num_warps=1,
-    )
+    launch(_choose, chunks, words, counts, _logarithms(device), fields, codes, costs, num_warps=1, **kind)
     return fields, codes, costs
 
 

@@ -245,13 +245,17 @@ def same(found: list[list[Tensor]], expected: list[list[Tensor]]) -> bool:
 def test_a_killed_training_goes_on_bitwise(
     hosts: Hosts, undisturbed: list[list[Tensor]], kinds: tuple[str | None, ...]
 ) -> None:
-    """All trainers are killed twice, at whatever point; the second time they come back on the other host."""
+    """All trainers are killed twice, at whatever point; the second time they come back on the other host.
+
+    While a version is coded there is no newer one, for as long as the machine takes.
+    """
+    most = 1 if kinds[0] is None else STEPS
     hosts.start("a"), hosts.start("b")
     reached = hosts.job("first", "a", "b", options={"compress": kinds[0]}).kill(at=5)
     second = hosts.job("second", "a", "b", options={"compress": kinds[1]})
     again = second.kill(at=reached + 3)
-    restored = [int(second.read(rank, "restored")) for rank in (0, 1)]
-    assert restored[0] == restored[1] >= reached - 1
+    restored = [int(second.read(rank, "restored").replace("None", "0")) for rank in (0, 1)]
+    assert restored[0] == restored[1] >= reached - most
     third = hosts.job("third", "b", "a", options={"compress": kinds[2]})
     assert len(set(third.finish())) == 1
     assert int(third.read(0, "restored")) >= again - 1

@@ -289,7 +289,7 @@ def test_steps_with_coded_values_do_not_make_the_link_look_faster(
     codes_values: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their bytes are fewer than those expected of the scheme."""
-    monkeypatch.setattr(exact, "longest_of_all", lambda exchange, seconds: seconds)
+    monkeypatch.setattr(exact, "longest_of_all", lambda exchange, seconds: 0.1)
     monkeypatch.setattr(exact, "seen_byte_seconds", lambda *numbers: 1e-9)
     lane, learned, channel = MagicMock(), MagicMock(), MagicMock(codes_values=codes_values)
     channel.exchange.hosts = [0, 1]

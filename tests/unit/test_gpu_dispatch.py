@@ -170,7 +170,10 @@ def test_a_warm_up_compiles_for_the_device_of_the_process_and_launches_nothing(
     monkeypatch.setitem(sys.modules, "thinwire.kernels.gpu.jit", cast(ModuleType, jit))
     kernels.warm_up()
     assert devices == [5]
-    assert {name for name, _, _ in calls} == {kernel.name for kernel in dispatch.KERNELS.values() if kernel.gpu}
+    with_twins = {kernel.name for kernel in dispatch.KERNELS.values() if kernel.gpu}
+    assert {name for name, _, _ in calls} == with_twins - {"encode_floats", "decode_floats", "estimate_floats"}, (
+        "no step of a training codes floats on a GPU yet"
+    )
     assert {tuple(state) for _, state, _ in calls} == {("compiles only",)}
     assert {thread for _, _, thread in calls} == {"thinwire-compiles-triton"}
     assert (calls[0][0] == "nonzero_rows") == (rank == 0)
@@ -178,3 +181,14 @@ def test_a_warm_up_compiles_for_the_device_of_the_process_and_launches_nothing(
         calls.clear()
         kernels.warm_up()
     assert calls == []
+
+
+def test_floats_go_through_the_host_where_triton_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what the reference writes to, and what it decides."""
+    monkeypatch.setattr(torch.Tensor, "cpu", torch.Tensor.clone)
+    values = torch.randn(2000).bfloat16()
+    encode, decode = (dispatch._on_gpu(dispatch.KERNELS[name], False) for name in ("encode_floats", "decode_floats"))
+    message, out = encode(values), torch.zeros_like(values)
+    assert decode(message, out) is True
+    assert torch.equal(out, values)
+    assert decode(message[:-1], out) is False

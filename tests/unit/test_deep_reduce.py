@@ -528,6 +528,8 @@ def test_a_text_names_every_code() -> None:
         ((top_k(0.1), "hufman"), "Did you mean 'huffman'"),
         ((top_k(0.1), "bloom:p3"), "unknown code of ids 'bloom:p3'"),
         ((top_k(0.1), "bloom:p1:2"), r"rate of false positives in \[1e-9, 0.9\]"),
+        ((top_k(0.1), "bloom:p1:1e"), "unknown code of ids 'bloom:p1:1e'"),
+        ((top_k(0.1), None), "unknown code of ids 'None'"),
         ((top_k(0.1), "auto", "polynom"), "Did you mean 'polynomial'"),
         ((top_k(0.1), "auto", top_k(0.1)), "cannot code its values"),
         ((top_k(0.1), "auto", error_feedback(compress.bf16())), "cannot code its values"),

@@ -178,8 +178,8 @@ def deep_reduce(
         >>> deep_reduce(TopK(0.01)).packed_bytes(parameter)  # 1000 values of 4 bytes, ids in 1072
         5096
     """
-    if isinstance(index, str):
-        index = index_codec(index)
+    if not isinstance(index, IndexCodec):
+        index = index_codec(str(index))
     if not isinstance(values, str):
         return DeepReduce(sparsifier, index, values=values)
     if values not in _VALUES:

@@ -276,7 +276,7 @@ def index_codec(text: str) -> IndexCodec:
         ValueError: an unknown text, or settings that `Bloom` does not take.
     """
     plain = {codec.name: codec for codec in (*LOSSLESS, Auto(), Bloom("p0"), Bloom("p1"), Bloom("p2"))}
-    bloom = re.fullmatch(r"bloom:(\w+):([0-9.e-]+)", text)
+    bloom = re.fullmatch(r"bloom:(\w+):(\d*\.?\d+(?:e-?\d+)?)", text)
     if bloom:
         return Bloom(bloom[1], float(bloom[2]))  # type: ignore[arg-type]
     if text not in plain:

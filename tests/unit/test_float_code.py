@@ -115,6 +115,19 @@ def test_bits_are_estimated_within_two_percent(dtype: torch.dtype) -> None:
             assert bits_per_value(values) == pytest.approx(exact, rel=0.02), name
 
 
+@pytest.mark.parametrize("twin", ["reference", "numba"])
+@pytest.mark.parametrize("columns", [128, 1024, 144, 768])
+def test_the_sample_sees_all_columns(columns: int, twin: str) -> None:
+    """Where the first columns of every 128 or 144 are zero, such as those of features that do not occur."""
+    values = torch.randn(4 * CHUNK_VALUES // columns, columns)
+    values[:, torch.arange(columns) % (144 if columns == 144 else 128) < 16] = 0.0
+    values = values.bfloat16()
+    with kernels.using(twin):
+        exact = 8 * check_round_trip(values).numel() / values.numel()
+        assert exact < 11.5
+        assert bits_per_value(values) == pytest.approx(exact, rel=0.03)
+
+
 def test_the_shape_does_not_matter() -> None:
     values = torch.randn(40, 50, requires_grad=True)
     assert torch.equal(encode(values), encode(values.reshape(-1)))

@@ -94,10 +94,11 @@ def _sample(
 @njit
 def _count(words: np.ndarray, limit: Int64, mantissa: Int64, exponents: np.ndarray, widths: np.ndarray) -> Int64:
     lows = 0
-    step = SAMPLED_RUN * (1 + (words.size - 1) // limit)
+    every = 1 + (words.size - 1) // limit
     mask, shift = np.uint64((1 << mantissa) - 1), np.uint64(mantissa)
     exponent_mask, low_mask = np.uint64(exponents.size - 1), np.uint64(0xFFFF if mantissa == 23 else 0)
-    for start in range(0, words.size, step):
+    for number in range((words.size + SAMPLED_RUN * every - 1) // (SAMPLED_RUN * every)):
+        start = SAMPLED_RUN * (number * every + number % every)
         for place in range(start, min(start + SAMPLED_RUN, words.size)):
             word = np.uint64(words[place])
             exponents[np.int64((word >> shift) & exponent_mask)] += 1

@@ -169,7 +169,8 @@ def _count(words, counts, num_values, stride, limit, M: tl.constexpr, E: tl.cons
     start = row.to(tl.int64) * stride * _CHUNK
     size = tl.minimum(num_values - start, _CHUNK).to(tl.int32)
     place = tl.program_id(0) % _SEGMENTS * _SEGMENT + tl.arange(0, _SEGMENT)
-    sampled = (place < size) & (place // _RUN % (1 + (size - 1) // limit) == 0)
+    every = 1 + (size - 1) // limit
+    sampled = (place < size) & (place // _RUN % every == place // _RUN // every % every)
     read = (place < size) if WHOLE else sampled
     word = _load(words, start + place, read, M + E)
     row_counts = counts + row.to(tl.int64) * ((1 << E) + _DIFFERENT + 1)

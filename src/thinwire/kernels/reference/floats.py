@@ -238,8 +238,13 @@ def _encode(words: np.ndarray, layout: FloatLayout) -> np.ndarray:
 
 
 def _sample(size: int, limit: int) -> np.ndarray:
-    """Return which of ``size`` values are in the sample: runs at equal distances, of at most ``limit`` values."""
-    return np.arange(size) // SAMPLED_RUN % (1 + (size - 1) // limit) == 0
+    """Return which of ``size`` values are in the sample: runs of at most ``limit`` values, one of every so many.
+
+    The second one is taken of the second so many, and so on: at equal distances they would be the same columns of a
+    matrix of 128 or 1024 columns.
+    """
+    runs, every = np.arange(size) // SAMPLED_RUN, 1 + (size - 1) // limit
+    return runs % every == runs // every % every
 
 
 def _counts(words: np.ndarray, layout: FloatLayout) -> tuple[np.ndarray, np.ndarray, int]:

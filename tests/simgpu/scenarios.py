@@ -444,7 +444,7 @@ def copy_of_a_state() -> Report:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         training, encoder = TrainingState(model, optimizer), StateEncoder()
         copier = Copier(training.is_stepped, lambda device: SlotStaging(CudaDevice(device), 1 << 14, 2))
-        cycle: Any = SimpleNamespace(_copying=None, records=MagicMock(), _notices=MagicMock())
+        cycle: Any = SimpleNamespace(step=0, _copying=None, _coding=None, records=MagicMock(), _notices=MagicMock())
         optimizer.register_step_pre_hook(lambda *_: Cycle.settle(cycle))
         worker, slots = Worker("checkpoint"), [bytearray(1 << 19) for _ in range(2)]
         checks: list[Callable[[], None]] = []
@@ -466,7 +466,9 @@ def copy_of_a_state() -> Report:
             with world.blind():
                 expected = [peek(tensor) for tensor in encoded.tensors]
             copy = copier.begin(encoded, payload, slot=step % 2)
-            cycle._copying = worker.submit(lambda copy=copy: (0.0, "" if copy.finish() else "it was written to"))
+            cycle._copying = worker.submit(
+                lambda copy=copy, step=step: (step, 0.0, "" if copy.finish() else "it was written to")
+            )
             checks = [partial(check, step, list(encoded.slices), expected, payload)]
             model(data)  # changes the statistics of the batch norm
         Cycle.settle(cycle)

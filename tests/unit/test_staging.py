@@ -548,7 +548,8 @@ class Tripled:
     def release(self, name: str, gradient: Tensor) -> None:
         assert name == "bias"
 
-    def synchronize(self, lane: object, compressed: Any, others: Any, account: str) -> None:
+    def synchronize(self, lane: object, compressed: Any, others: Any, account: str, coded: object) -> None:
+        assert coded is None
         assert [name for name, _ in compressed] == ["layer"]
         for tensor in (*(gradient for _, gradient in compressed), *others):
             tensor.mul_(3)

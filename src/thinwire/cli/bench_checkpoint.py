@@ -46,8 +46,10 @@ def checkpoint(
     steps: int = option("--steps", 20, " of a method in one turn"),
     repeat: int = option("--repeat", 10),
     kills: int = typer.Option(2, help="How often all trainers are killed, before a host is lost too; 0: never."),
-    dtype: str = typer.Option("float32", help="Of the synthetic model and its moments: float32 or bfloat16."),
-    compress: str = typer.Option("none", help="Of thinwire's Checkpointers: none or lossless."),
+    dtype: str = option("--dtype", "float32", " of the synthetic model and its moments: float32 or bfloat16"),
+    lossless: bool = typer.Option(
+        False, "--lossless", help='Code versions, as Checkpointer(compress="lossless") does.'
+    ),
     faults: int = typer.Option(
         0, help="Instead of all that: so many random kills of trainers, holders and hosts, each restore compared."
     ),
@@ -81,7 +83,7 @@ def checkpoint(
             repeat=repeat,
             replicas=replicas,
             kills=kills,
-            compress=None if compress == "none" else compress,
+            compress="lossless" if lossless else None,
             traced=report is not None or picture is not None,
         )
         result = _run(benchmark, quiet)

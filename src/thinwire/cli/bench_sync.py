@@ -64,7 +64,7 @@ def sync(
     repeat: int = option("--repeat", 5, ", after a small warm-up"),
     warm_up: int = typer.Option(0, metavar="N", min=0, help="Full turns before those that count."),
     seed: int = option("--seed", 0),
-    dtype: str = typer.Option("float32", help=f"One of {DTYPES}."),
+    dtype: str = option("--dtype", "float32", f": one of {DTYPES}"),
     scale: float = option("--scale", None, ", of the rows of a table; by default a dense gradient is about 80 MB"),
     sizes: str = typer.Option(
         None,

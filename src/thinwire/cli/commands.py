@@ -19,6 +19,7 @@ OPTIONS: dict[str, tuple[str, str | None]] = {
     "--methods": ("Methods to compare, comma-separated", "NAMES"),
     "--compress": ("Compressors to consider, comma-separated; none for exact ways only", "NAMES"),
     "--dense": ("How gradients that are not compressed are summed: auto, native or lossless", "HOW"),
+    "--dtype": ("Dtype of values", "DTYPE"),
     "--scale": ("Size as a share of the published one", "FACTOR"),
     "--steps": ("Training steps", "N"),
     "--repeat": ("Turns; in each turn, every method is measured once", "N"),

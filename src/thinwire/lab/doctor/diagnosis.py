@@ -263,7 +263,7 @@ def finalists(diagnosis: Diagnosis) -> list[Way]:
     """Return the ways that are worth training: stock DDP, the best exact one, and the best of some compressors.
 
     Of compressors the fastest is among them, and then those that lose least, if they are about as fast. Lossless sums
-    are, if they are predicted to be faster than stock DDP, or asked for.
+    are, if they are predicted to be faster than other exact ways, or asked for.
     """
     measurement = diagnosis.measurement
     stock, *others = sorted(diagnosis.found, key=lambda way: (way.name != STOCK, way.seconds, way.timeline_seconds))
@@ -274,7 +274,8 @@ def finalists(diagnosis: Diagnosis) -> list[Way]:
             best[way.loss] = way
     kinds = sorted(best.values(), key=lambda way: way.seconds)
     bound = _HOPEFUL * min(step_seconds(measurement, way) for way in [stock, *kinds])
-    gaining = step_seconds(measurement, stock) / WORTH
+    uncoded = [way for way in [stock, *kinds] if way.is_exact and not way.is_lossless]
+    gaining = min(step_seconds(measurement, way) for way in uncoded) / WORTH
     hopeful = [
         way
         for way in kinds

@@ -82,6 +82,20 @@ def everything_is_coded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sums, "LEAST_VALUES", 1)
 
 
+@pytest.mark.parametrize(("is_compiled", "most_bits"), [(True, 40), (False, 65)])
+def test_large_tensors_travel_as_they_are_until_kernels_are_compiled(
+    monkeypatch: pytest.MonkeyPatch, is_compiled: bool, most_bits: int
+) -> None:
+    monkeypatch.setattr(sums, "PLAIN_VALUES", 20_000)
+    monkeypatch.setattr(floats, "is_compiled", lambda: is_compiled)
+    tensors, reports = gradients(20_000, 2, torch.float32), [SumReport() for _ in range(2)]
+    found, sent = summed(tensors, 0.5, reports)
+    assert all(torch.equal(bits(one), bits(rank_order_sum(tensors, 0.5))) for one in found)
+    for report, num_bytes in zip(reports, sent, strict=True):
+        assert most_bits - 25 < report.bits < most_bits
+        assert is_compiled or report.predicted_bytes == num_bytes - opening_bytes(2)
+
+
 @given(st.data())
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_values_that_are_no_numbers_are_values_like_others(data: st.DataObject) -> None:

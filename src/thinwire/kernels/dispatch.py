@@ -9,7 +9,7 @@ other. CUDA tensors go to the Triton twin, unless ``reference`` is forced, Trito
 it; then to the reference on the GPU, codes through the host.
 
 Kernels are compiled once a machine, by one process in the background; until one is ready, its reference runs. Forced,
-it is compiled at the first call. numba needs 11 s of a processor for all kernels and holds the GIL meanwhile. When each
+it is compiled at the first call. numba needs 16 s of a processor for all kernels and holds the GIL meanwhile. When each
 rank did that in its first backward pass, the ranks of a host all compiled the same, on the cores that train: for
 minutes. Beside numba's cache lies a list of the kernels in it, and a lock, held by the process that compiles. The lock
 ends with that process, so another one takes over from one that was killed.

@@ -20,7 +20,7 @@ _logger = logging.getLogger("thinwire")
 def warm_up(wait: bool = True) -> float:
     """Compile all kernels for all dtypes, or load them from the cache; return the seconds spent.
 
-    Compiling costs 11 seconds of a processor, once a machine and version; loading costs half a second, most of it the
+    Compiling costs 16 seconds of a processor, once a machine and version; loading costs half a second, most of it the
     import of numba. Of processes that call it at the same time one compiles and the others wait. It does nothing if
     numba is missing or ``THINWIRE_KERNELS=reference``.
 

@@ -31,6 +31,9 @@ SEGMENT_VALUES = 2 * floats.CHUNK_VALUES
 gradients took 0.490 s with half of it and 0.512 s with four times as many: sums start to come back later."""
 LEAST_VALUES = 4096
 """Fewest values of a message that are encoded: for fewer the code takes longer than their bytes on slow links."""
+PLAIN_VALUES = 1 << 20
+"""Number of values from which tensors travel as they are until kernels are compiled, once a machine in a minute or two,
+and on machines without numba: the plain code encodes 5 MB/s."""
 POSTED_BYTES = 64 * 1024 * 1024
 """Bytes up to which receives are posted ahead; they are memory only as far as messages fill it."""
 _UNIT_VALUES = 64
@@ -189,6 +192,8 @@ class _CodedSum:
         self.segments = [_cut(piece) for piece in bounds]
         self.mine = self.segments[self.rank]
         self.is_narrow = flat.element_size() == 2
+        is_fast = flat.numel() < PLAIN_VALUES or floats.is_compiled()
+        self.least_values = LEAST_VALUES if is_fast else flat.numel() + 1
 
     def all_reduce(self) -> None:
         arriving = self._ahead(chain(self._pushes(), self._pulls()))
@@ -249,25 +254,35 @@ class _CodedSum:
     def _most_bytes(self, values: slice) -> int:
         return (values.stop - values.start) * self.flat.element_size()
 
+    def _is_coded(self, values: Tensor) -> bool:
+        return values.numel() >= self.least_values
+
+    def _bits(self, values: Tensor) -> float:
+        return floats.bits_per_value(values) if self._is_coded(values) else 8.0 * values.element_size()
+
+    def _message_bytes(self, values: Tensor, bits: float) -> float:
+        coded_bytes = round(bits * values.numel() / 8) if self._is_coded(values) else values.nbytes
+        return sized_parcel_bytes(min(values.nbytes, coded_bytes))
+
     def _push(self) -> None:
         """Queue the pushes of all segments, the first of every owner first."""
-        bits = _bits(self.flat)
+        bits = self._bits(self.flat)
         for number in range(max(map(len, self.segments))):
             for owner in self.others:
                 if number < len(self.segments[owner]):
                     values = self.flat[self.segments[owner][number]]
-                    self.report.predicted_bytes += _message_bytes(values, bits)
+                    self.report.predicted_bytes += self._message_bytes(values, bits)
                     self._send((owner,), 2 * number, values, self.report.push)
 
     def _send_back(self, number: int, total: Tensor) -> None:
         """Queue the sum of a segment for all others. Once it is encoded it is scaled, unless it was before."""
-        self.report.predicted_bytes += len(self.others) * _message_bytes(total, _bits(total))
+        self.report.predicted_bytes += len(self.others) * self._message_bytes(total, self._bits(total))
         self._send(self.others, 2 * number + 1, total, self.report.pull, 1.0 if self.is_narrow else self.scale)
 
     def _send(self, targets: Sequence[int], place: int, values: Tensor, half: Half, scale_after: float = 1.0) -> None:
         def make() -> Tensor:
             started = time.perf_counter()
-            message = floats.encode(values) if _is_coded(values) else values.view(torch.uint8)
+            message = floats.encode(values) if self._is_coded(values) else values.view(torch.uint8)
             if scale_after != 1.0:
                 message = message.clone() if message.data_ptr() == values.data_ptr() else message
                 values.mul_(scale_after)
@@ -326,16 +341,3 @@ def _cut(piece: slice) -> list[slice]:
     """Return a piece as segments; an empty one has none."""
     starts = range(piece.start, piece.stop, SEGMENT_VALUES)
     return [slice(start, min(start + SEGMENT_VALUES, piece.stop)) for start in starts]
-
-
-def _is_coded(values: Tensor) -> bool:
-    return values.numel() >= LEAST_VALUES
-
-
-def _bits(values: Tensor) -> float:
-    return floats.bits_per_value(values) if _is_coded(values) else 8.0 * values.element_size()
-
-
-def _message_bytes(values: Tensor, bits: float) -> float:
-    coded_bytes = round(bits * values.numel() / 8) if _is_coded(values) else values.nbytes
-    return sized_parcel_bytes(min(values.nbytes, coded_bytes))

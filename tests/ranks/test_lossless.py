@@ -6,9 +6,11 @@ import copy
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire
+from thinwire import kernels
 from thinwire.codes import floats
 from thinwire.comm.lane import Lane
 from thinwire.comm.machine import Machine
@@ -221,7 +224,35 @@ def test_odd_values_and_life_cycles() -> None:
 class _Ready:
     """All kernels are compiled; here perhaps they are not, and "auto" would wait for them."""
 
-    unready_calls, is_compiling = int, bool
+    is_compiling = bool
+    called: ClassVar[set[str]] = set()
+
+    @classmethod
+    def unready_calls(cls) -> int:
+        """As many as kernels of floats, because the first call of each loads it."""
+        return len(cls.called)
+
+    @classmethod
+    def install(cls, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(dense, "dispatch", cls)
+        patch.setattr(cls, "called", set())
+        for name in ("encode_floats", "decode_floats", "estimate_floats"):
+            kernel = getattr(kernels, name)
+
+            def call(*args: Any, kernel: Any = kernel, name: str = name) -> Any:
+                cls.called.add(name)
+                return kernel(*args)
+
+            patch.setattr(kernels, name, call)
+
+
+@pytest.mark.parametrize(("hosts", "seconds"), [(["a", "b"], 4e-8), (["a", "a"], 1e-8)])
+def test_a_byte_of_an_all_reduce_takes_as_long_as_one_of_a_message(hosts: list[str], seconds: float) -> None:
+    machine = replace(SLOW, byte_seconds=4e-8, reduced_byte_seconds=1e-8)
+    lane: Any = MagicMock(world_size=2, exchange=MagicMock(hosts=hosts), machine=lambda: machine)
+    found = dense._measured(lane)
+    assert found is not None
+    assert found.reduced_byte_seconds == seconds
 
 
 SLOW = Machine(1e-4, 1e-4, 1e-4, 1e-4, 1e-5, *[1e-8, 1e-10] * 3)
@@ -238,7 +269,7 @@ def _decides(
         patch.setattr(Lane, "machine", lambda lane: machine)
         for name, number in (("GAIN", gain), ("TIMED_STEPS", 2), ("KEPT_STEPS", 4), ("DECLINED_STEPS", 3)):
             patch.setattr(dense, name, number)
-        patch.setattr(dense, "dispatch", _Ready)
+        _Ready.install(patch)
         torch.manual_seed(0)
         model = Network(table=context.world_size == 3)
         wrapped = wrap(model)
@@ -295,7 +326,7 @@ def _goes_on(context: RankContext) -> None:
         patch.setattr(Lane, "machine", lambda lane: SLOW)
         patch.setattr(dense, "GAIN", 0.0)
         patch.setattr(dense, "TIMED_STEPS", 2)
-        patch.setattr(dense, "dispatch", _Ready)
+        _Ready.install(patch)
         torch.manual_seed(0)
         model = Network()
         ddp = DistributedDataParallel(model)

@@ -113,13 +113,14 @@ class DenseChoice:
         self._sample(None)
         samples, self._sampler = self._sampler.samples(), None
         for sample in samples.values():  # which loads the kernels
+            floats.bits_per_value(sample)
             floats.decode(floats.encode(sample), torch.empty_like(sample))
         unready = dispatch.unready_calls()
         mine = [number for sample in samples.values() for number in self._lane.submit(_sum_of(sample)).wait()]
         is_typical = unready == dispatch.unready_calls() and not dispatch.is_compiling()
         *columns, typical = _totals(self._gather("bits and seconds of the code", [*mine, float(is_typical)]))
         if typical < self._lane.world_size:
-            self._enter(self._probe, KEPT_STEPS // 4)
+            self._enter(self._probe, KEPT_STEPS // 10)
             return
         found = [_code(columns[12 * place :][:12], dtype.itemsize) for place, dtype in enumerate(samples)]
         self._verdicts = {dtype: self._verdict(code, dtype) for code, dtype in zip(found, samples, strict=True)}
@@ -205,7 +206,9 @@ def _measured(lane: Lane) -> Machine | None:
         lane.channel(Subject("the cost of the link", "dense gradients")).open()
         machine = lane.machine()
     # Where a message seems slow, the probe of an all-reduce attributes to its bytes as little as a quarter of its time.
-    return None if machine is None else machine.slowed(machine.byte_seconds)
+    # With several ranks on a host the ring crosses its link once, and messages of all to all more often.
+    is_alone = len(set(lane.exchange.hosts)) == lane.world_size
+    return machine.slowed(machine.byte_seconds) if machine is not None and is_alone else machine
 
 
 def _sum_of(sample: Tensor) -> Callable[[Lane], list[float]]:
